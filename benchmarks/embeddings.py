@@ -84,9 +84,8 @@ def plot(path: Path, count: int, seconds: dict[str, list[float]], label: str = "
     rates = {name: [count / each for each in seconds[name]] for name in order}
     bars = [median(rates[name]) for name in order]
     colours = ["#2563a8" if name.startswith("Quire") else "#7d8b99" for name in order]
-    axis.bar_label(
-        axis.barh(order, bars, color=colours, height=0.62), fmt="{:,.0f}", label_type="center", color="white"
-    )
+    labels = [f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}" for rate in bars]
+    axis.bar_label(axis.barh(order, bars, color=colours, height=0.62), labels, label_type="center", color="white")
     for place, name in enumerate(order):
         axis.plot(rates[name], [place] * len(rates[name]), ".", color="#333333", ms=4)
     axis.invert_yaxis()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,21 +111,27 @@ def _experts(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tu
 def _quantized(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
     for rows, outs, ins in ((1, 64, 256), (19, 200, 384)) + ((130, 1024, 4096),) * big:
         weight = torch.randn(outs, ins) / ins**0.5
-        for matrix in (quantize.reference(weight, 8, ins), quantize.reference(weight, 4, 128), _float8(weight)):
+        integers = quantize.reference(weight, 8, ins), quantize.reference(weight, 4, 128)
+        for matrix in (*integers, _float8(weight), _looked_up(weight)):
             yield _draw(device, dtype, rows, ins), _moved(matrix, device), _draw(device, dtype, outs)
 
 
 def _quantized_experts(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
     offsets = torch.tensor([0, 40, 40, 57, 200], device=device)
-    for bits, group in ((8, 256), (4, 128)):
-        weight = _moved(quantize.reference(torch.randn(4 * 192, 256) / 16, bits, group), device)
-        yield _draw(device, dtype, 200, 256), weight, _draw(device, dtype, 4, 192), offsets
+    weight = torch.randn(4 * 192, 256) / 16
+    for matrix in (quantize.reference(weight, 8, 256), quantize.reference(weight, 4, 128), _looked_up(weight)):
+        yield _draw(device, dtype, 200, 256), _moved(matrix, device), _draw(device, dtype, 4, 192), offsets
 
 
 def _float8(weight: Tensor) -> QuantizedMatrix:
     scales = weight.abs().amax(1, keepdim=True) / 448
     codes = (weight / scales).to(torch.float8_e4m3fn)
     return QuantizedMatrix(codes, scales, weight.shape[1], weight.shape[1])
+
+
+def _looked_up(weight: Tensor) -> QuantizedMatrix:
+    """With a table of no order, so that each of its values must come from its place."""
+    return replace(quantize.reference(weight, 4, 32), table=tuple(torch.randn(16).tolist()))
 
 
 def _moved(matrix: QuantizedMatrix, device: torch.device) -> QuantizedMatrix:

@@ -61,7 +61,7 @@ def measure(heads: int, tokens: int, rounds: int) -> None:
         sparse.store(latents, k, None, plan)
         sparse.keys.store(keys, draw(4096, 1, INDEX_DIM), None, plan.inner)
         dense.store(dense_latents, k, None, dense.plan(part))
-    q, index_q, weights = draw(1, heads, DIM), draw(1, INDEX_HEADS, INDEX_DIM), torch.randn(1, INDEX_HEADS)
+    q, index_q, weights = draw(1, heads, DIM), draw(1, INDEX_HEADS, INDEX_DIM), draw(1, INDEX_HEADS)
     last = layout(tokens - 1, 1)
     plan, dense_plan = sparse.plan(last), dense.plan(last)
 

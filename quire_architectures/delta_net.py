@@ -41,12 +41,13 @@ def _qwen(
     )
 
 
-def _experts(config: HfConfig) -> tuple[MLPSpec | MoESpec, ...]:
+def _experts(config: HfConfig, layout: Literal["separate", "stacked"]) -> tuple[MLPSpec | MoESpec, ...]:
     act, step = config.get("hidden_act", "silu"), config.get("decoder_sparse_step", 1)
     experts = MoESpec(
         expert_count(config), config["num_experts_per_tok"], config["moe_intermediate_size"], act,
         normalize=bool(config.get("norm_topk_prob", True)),
         shared=MLPSpec(config["shared_expert_intermediate_size"], act), shared_gate=True,
+        layout=layout,
     )  # fmt: skip
     dense, always = MLPSpec(config.get("intermediate_size") or 0, act), config.get("mlp_only_layers") or ()
     layers = range(config["num_hidden_layers"])
@@ -55,7 +56,7 @@ def _experts(config: HfConfig) -> tuple[MLPSpec | MoESpec, ...]:
 
 def qwen3_next(config: HfConfig) -> DecoderSpec:
     config = {**_QWEN, **config}
-    return _qwen(config, _experts(config), "by_key_head")
+    return _qwen(config, _experts(config, "separate"), "by_key_head")
 
 
 def qwen3_5(config: HfConfig) -> DecoderSpec:
@@ -65,7 +66,7 @@ def qwen3_5(config: HfConfig) -> DecoderSpec:
 
 def qwen3_5_moe(config: HfConfig) -> DecoderSpec:
     config = {**_QWEN, **config}
-    return _qwen(config, _experts(config), "separate")
+    return _qwen(config, _experts(config, "stacked"), "separate")
 
 
 def kimi_linear(config: HfConfig) -> DecoderSpec:

@@ -4,6 +4,7 @@ Models up to 2.5 have biases on q, k and v. Models since 3 have norms of q and k
 """
 
 from dataclasses import replace
+from typing import Any
 
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows
@@ -16,14 +17,14 @@ def _windows(config: HfConfig) -> tuple[int | None, ...]:
     )
 
 
-def _mlps(config: HfConfig, normalize: bool, shared: int | None) -> tuple[MLPSpec | MoESpec, ...]:
+def _mlps(config: HfConfig, normalize: bool, shared: int | None, **differences: Any) -> tuple[MLPSpec | MoESpec, ...]:
     """Every decoder_sparse_step-th layer has experts, unless mlp_only_layers lists it as dense."""
     act, step = config.get("hidden_act", "silu"), config.get("decoder_sparse_step", 1)
     dense = MLPSpec(config["intermediate_size"], act)
     experts = MoESpec(
         expert_count(config), config["num_experts_per_tok"], config["moe_intermediate_size"], act,
         normalize=bool(config.get("norm_topk_prob", normalize)), shared=MLPSpec(shared, act) if shared else None,
-        shared_gate=bool(shared),
+        shared_gate=bool(shared), **differences,
     )  # fmt: skip
     always_dense = config.get("mlp_only_layers") or ()
     layers = range(config["num_hidden_layers"])
@@ -49,6 +50,11 @@ def qwen3(config: HfConfig, mlp: tuple[MLPSpec | MoESpec, ...] | None = None) ->
 
 def qwen3_moe(config: HfConfig) -> DecoderSpec:
     return qwen3(config, _mlps(config, normalize=False, shared=None))
+
+
+def qwen3_vl_moe(config: HfConfig) -> DecoderSpec:
+    """The text model of a Qwen3-VL with experts."""
+    return qwen3(config, _mlps(config, normalize=True, shared=None, layout="fused_halves"))
 
 
 def qwen2_moe(config: HfConfig) -> DecoderSpec:

@@ -4,12 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 from quire.models.spec import Architecture, DecoderSpec, HfConfig, MediaSpec
+from quire_architectures.delta_net import qwen3_5, qwen3_5_moe
 from quire_architectures.gemma import gemma
 from quire_architectures.llama import llama, mistral
-from quire_architectures.qwen import qwen2, qwen3
+from quire_architectures.qwen import qwen2, qwen3, qwen3_vl_moe
 
 TEXT_MODELS: dict[str, Architecture] = {
-    "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma": gemma,
+    "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma": gemma, "qwen3_vl_moe": qwen3_vl_moe,
+    "qwen3_5": qwen3_5, "qwen3_5_moe": qwen3_5_moe,
 }  # fmt: skip
 UNUSED = r"^(model\.)?vision_tower\."  # layers behind those that are read, and the pooler's head
 
@@ -38,13 +40,15 @@ def llava(config: HfConfig) -> DecoderSpec:
 
 
 def qwen_vl(config: HfConfig) -> DecoderSpec:
-    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL. The first configs have the fields of the text model beside the others."""
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, the latter two also with experts. The first configs have the fields
+    of the text model beside the others."""
     text = config.get("text_config") or {k: v for k, v in config.items() if k != "vision_config"}
-    vision, is_third = config["vision_config"], config.get("model_type", "").startswith("qwen3")
-    config = {**config, "text_config": {**text, "model_type": "qwen3" if is_third else "qwen2"}}
-    levels = len(vision.get("deepstack_visual_indexes", (8, 16, 24))) if is_third else 0
-    media = MediaSpec("qwen_vl", config, levels)
-    return replace(_text(config), media=media)
+    vision, kind = config["vision_config"], config.get("model_type", "qwen2_vl")
+    is_deep = kind.startswith("qwen3_vl")
+    family = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}.get(kind, kind)
+    config = {**config, "text_config": {**text, "model_type": family}}
+    levels = len(vision.get("deepstack_visual_indexes", (8, 16, 24))) if is_deep else 0
+    return replace(_text(config), media=MediaSpec("qwen_vl", config, levels))
 
 
 def qwen2_audio(config: HfConfig) -> DecoderSpec:

@@ -1,2 +1,2 @@
-"""Further formats of quantized checkpoints: Marlin's layout, HQQ, torchao. quire/quantization/config.py imports the
-module of a format when a checkpoint has it."""
+"""Further formats of quantized checkpoints: Marlin's layout, HQQ, torchao, types of ggml's blocks. The module of a
+format is imported when a checkpoint has it."""

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
@@ -64,14 +64,11 @@ class MediaProcessor:
 
     def _load(self, settings: Mapping[str, Any]) -> Family:
         assert self._spec is not None
-        module = import_module(f"quire_multimodal.families.{self._spec.family}")
 
         def token(token_id: int) -> str:
             return self.tokenizer.id_to_token(token_id) or ""
 
-        make = next(getattr(module, name) for name in ("Pictures", "Sounds", "Texts") if hasattr(module, name))
-        family: Family = make(self._spec.config, {**self._settings, **settings}, token)
-        return family
+        return load_family(self._spec, {**self._settings, **settings}, token)
 
     @property
     def needs_media(self) -> bool:
@@ -141,7 +138,7 @@ class MediaProcessor:
             item = prepared[modality][number]
             key = _key(modality, item, names[modality][number], kwargs)
             place = MediaPlace(key, positions[0], positions[-1] + 1 - positions[0], _spans(positions), family.whole)
-            media.append(MediaItem(place, modality, _buffers(item)))
+            media.append(MediaItem(place, modality, buffers(item)))
             placed.append(Placed(positions, item))
         self._check_sizes(media)
         rotary = family.rotary_positions(token_ids, placed)
@@ -157,7 +154,7 @@ class MediaProcessor:
             raise MediaError(f"this model takes one item of {', '.join(family.kinds)} in a prompt, got {len(found)}")
         [(modality, item)] = found
         key = _key(modality, item, next(iter(_as_list(uuids.get(modality))), None), kwargs)
-        media = [MediaItem(MediaPlace(key, 0, 1, [], crossed=family.crossed), modality, _buffers(item))]
+        media = [MediaItem(MediaPlace(key, 0, 1, [], crossed=family.crossed), modality, buffers(item))]
         self._check_sizes(media)
         return Expanded(self.tokenizer.encode(prompt, False) if isinstance(prompt, str) else list(prompt), media)
 
@@ -228,11 +225,19 @@ class MediaProcessor:
         return token_ids, order
 
 
+def load_family(spec: MediaSpec, settings: Mapping[str, Any], token: Callable[[int], str]) -> Family:
+    """See Family."""
+    module = import_module(f"quire_multimodal.families.{spec.family}")
+    make = next(getattr(module, name) for name in ("Pictures", "Sounds", "Texts") if hasattr(module, name))
+    family: Family = make(spec.config, settings, token)
+    return family
+
+
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _buffers(item: Prepared) -> dict[str, Buffer]:
+def buffers(item: Prepared) -> dict[str, Buffer]:
     return {name: Buffer(str(a.dtype), list(a.shape), a.tobytes()) for name, a in item.tensors.items()}
 
 

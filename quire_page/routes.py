@@ -63,6 +63,7 @@ async def about(request: Request) -> dict[str, Any]:
         "models": server.names,
         "generates": llm.processor.generates,
         "has_chat_template": llm.frontend.has_chat_template,
+        "takes_pictures": llm.processor.media is not None and "image" in llm.processor.media.placeholders,
         "max_model_len": llm.max_model_len,
         "mesh": {
             "stages": parallel.pipeline_parallel_size,

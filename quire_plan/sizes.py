@@ -9,7 +9,7 @@ from typing import Any
 from quire.kvcache.specs import StateShape
 from quire.layers.attention_spec import AttentionSpec, HeadShare, LatentAttentionSpec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec
+from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec
 from quire.models.spec import CachedSpec, DecoderSpec
 
 
@@ -76,7 +76,7 @@ def parameters_of(spec: DecoderSpec, share: Share = WHOLE) -> Parameters:
     hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
     table = share.part(spec.vocab_size) * width
     has_head = spec.names.get("lm_head") is not None and share.has_head
-    is_tied = spec.tie_embeddings and has_head
+    is_tied = bool(spec.tie_embeddings) and has_head
     rest = share.part(spec.vocab_size) if spec.lm_head_bias and has_head else 0
     rest += _norms(spec, (*(("embedding_norm",) if share.has_embedding else ()),
                           *(("final_norm",) if share.has_head else ())))  # fmt: skip
@@ -127,12 +127,12 @@ def _linear(inputs: int, outputs: int, bias: bool) -> int:
 
 
 def _mixer(mixer: CachedSpec, share: Share) -> int:
-    if isinstance(mixer, MambaSpec | Mamba2Spec | DeltaSpec):
+    if isinstance(mixer, RecurrentSpec):
         return _recurrent(mixer, share)
     return _attention(mixer, share) if isinstance(mixer, AttentionSpec) else _latent_attention(mixer, share)
 
 
-def _recurrent(mixer: MambaSpec | Mamba2Spec | DeltaSpec, share: Share) -> int:
+def _recurrent(mixer: RecurrentSpec, share: Share) -> int:
     hidden, shape = mixer.hidden_size, mixer.cache_shape(share.group)
     heads, channels, values = shape.heads, shape.channels, shape.heads * shape.value_dim
     if isinstance(mixer, MambaSpec):
@@ -142,6 +142,11 @@ def _recurrent(mixer: MambaSpec | Mamba2Spec | DeltaSpec, share: Share) -> int:
     if isinstance(mixer, Mamba2Spec):
         total = _linear(hidden, values + channels + heads, mixer.bias) + values * hidden + hidden * mixer.bias
         return total + channels * (mixer.conv_width + mixer.conv_bias) + 3 * heads + values * mixer.has_norm
+    if isinstance(mixer, RwkvSpec):  # seven mixes with the token before are whole on every rank
+        ranks = (mixer.decay_rank, mixer.rate_rank, mixer.gate_rank, mixer.value_rank)
+        low = sum(_linear(rank, values, True) + hidden * rank for rank in ranks if rank) - values  # no bias of gates
+        return 4 * hidden * values + 7 * hidden + 5 * values + low
+    assert isinstance(mixer, DeltaSpec)
     total = channels * mixer.conv_width + heads * (1 + mixer.decays) + mixer.value_dim + values * hidden
     if mixer.projections == "kimi":
         return total + hidden * (channels + heads) + 2 * (hidden + values) * mixer.value_dim

@@ -32,6 +32,9 @@ class ReceivedCheckpoint(Checkpoint):
         picks = self._parts.get(name, ())
         self.names[name] = tensor.shape, {repr(pick): tensor[pick].to("cpu", copy=True) for pick in picks}
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.names[name][0])
+
     def read(self, slot: WeightSlot) -> Tensor:
         shape, parts = self.names[slot.name]
         check_shape(slot, shape)

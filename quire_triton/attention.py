@@ -181,25 +181,32 @@ def _lines(
     return lines
 
 
+@triton.jit
+def biases(tables, distance, reach, exists):
+    """The biases of scores, [queries, keys]. tables: of the heads of the queries, each [2 * reach + 1]."""
+    return tl.load(tables + tl.minimum(tl.maximum(distance, -reach), reach) + reach, mask=exists, other=0.0)
+
+
 @triton.jit(
     do_not_specialize=["requests", "splits", "table_stride"],
     do_not_specialize_on_alignment=["block_table", "starts", "lengths"],
 )
 def attend_kernel(
-    out, lse, partial, partial_lse, q, cache, block_table, starts, lengths, sinks, block_stride, q_stride,
-    q_head_stride, table_stride, requests, splits, heads, scale, soft_cap, window, plane_size,
+    out, lse, partial, partial_lse, q, cache, block_table, starts, lengths, sinks, bias, block_stride, q_stride,
+    q_head_stride, table_stride, requests, splits, heads, scale, soft_cap, window, reach, plane_size,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     OUT_DIM: tl.constexpr, LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr,
     SINKS: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    BY_SLOT: tl.constexpr = False,
+    BY_SLOT: tl.constexpr = False, BIASED: tl.constexpr = False,
 ):  # fmt: skip
     """A program for each tile, some query heads of a KV head, and part of the keys.
 
     A KV head has GROUP query heads. A program computes HEADS of them, for TOKENS tokens. The elements of a head are
     split into MAIN + REST, which are powers of two (or REST is 0): 80 is 64 + 16, and 576 is 512 + 64. The values of a
     latent cache are the first elements of MAIN. ONE_TILE: whether each request has one tile, in which all of its keys
-    are masked. BY_SLOT: whether the table lists the slot of each key, and not blocks.
+    are masked. BY_SLOT: whether the table lists the slot of each key, and not blocks. BIASED: whether `bias`, by the
+    distance of a key up to `reach`, is added to the scores.
     """
     # The last tiles of a prompt see the most keys. They start first, so that no long one is left at the end.
     tile, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2)
@@ -253,7 +260,7 @@ def attend_kernel(
     rest_values: tl.constexpr = REST > 0 and not LATENT
     if rest_values:
         values_rest = tl.zeros([ROWS, REST], tl.float32)
-    factor = LOG2_E if SOFT_CAP else scale * LOG2_E  # turns scores into exponents of two
+    factor = LOG2_E if SOFT_CAP or BIASED else scale * LOG2_E  # turns scores into exponents of two
     planes: tl.constexpr = 1 if LATENT else 2
     padded: tl.constexpr = MAIN > DIM
     padded_rest: tl.constexpr = MAIN + REST > DIM
@@ -295,6 +302,11 @@ def attend_kernel(
                 if SOFT_CAP:
                     capped = scores * (scale / soft_cap)
                     scores = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * capped))) * soft_cap  # tanh
+                if BIASED:
+                    if not SOFT_CAP:
+                        scores *= scale
+                    tables = bias + head[:, None] * (2 * reach + 1)
+                    scores += biases(tables, keys[None, :] - position[:, None], reach, is_row[:, None])
                 if phase != 1:  # some row does not see all keys
                     seen = keys[None, :] <= position[:, None]
                     if WINDOW:

@@ -143,7 +143,7 @@ class TritonAttention(PreparingBackend):
 
     def attend(self, q: Tensor, cache: Tensor, plan: TritonPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
         window, soft_cap, sinks = scores.get("window"), scores.get("soft_cap"), scores.get("sinks")
-        s, layout, q = self.shape, plan.layout, _contiguous(q)
+        bias, s, layout, q = scores.get("bias"), self.shape, plan.layout, _contiguous(q)
         tokens, heads, _ = q.shape
         out = q.new_empty(tokens, heads, s.out_dim)
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
@@ -157,13 +157,13 @@ class TritonAttention(PreparingBackend):
         tile, parts = plan.tile, triton.cdiv(self._group, plan.heads)
         attend_kernel[(plan.tiles, s.num_kv_heads * parts, plan.splits)](
             out, lse, partial, partial_lse, q, cache, layout.block_table, layout.query_start_loc, layout.seq_lens,
-            lse if sinks is None else sinks, cache.stride(0), q.stride(0), q.stride(1), layout.block_table.stride(0),
-            len(layout.seq_lens), plan.splits, heads, scores["scale"], soft_cap or 1.0, window or 0, self._plane,
-            self._group, plan.heads, s.head_dim, self._main, self._rest, s.out_dim, self._planes == 1, s.block_size,
-            self._cell, self._card.has_float8, sinks is not None, soft_cap is not None, window is not None, tile.rows,
-            plan.tokens, tile.keys, plan.one_tile, plan.splits > 1, precision(s.dtype), s.by_slot, num_warps=tile.warps,
-            num_stages=tile.stages, enable_fp_fusion=not s.batch_invariant,
-            **self._registers(tile),
+            lse if sinks is None else sinks, lse if bias is None else bias, cache.stride(0), q.stride(0), q.stride(1),
+            layout.block_table.stride(0), len(layout.seq_lens), plan.splits, heads, scores["scale"], soft_cap or 1.0,
+            window or 0, 0 if bias is None else bias.shape[1] // 2, self._plane, self._group, plan.heads, s.head_dim,
+            self._main, self._rest, s.out_dim, self._planes == 1, s.block_size, self._cell, self._card.has_float8,
+            sinks is not None, soft_cap is not None, window is not None, tile.rows, plan.tokens, tile.keys,
+            plan.one_tile, plan.splits > 1, precision(s.dtype), s.by_slot, bias is not None, num_warps=tile.warps,
+            num_stages=tile.stages, enable_fp_fusion=not s.batch_invariant, **self._registers(tile),
         )  # fmt: skip
         if plan.splits > 1:
             merge_kernel[(tokens * heads,)](

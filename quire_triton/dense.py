@@ -17,7 +17,9 @@ from torch import Tensor
 
 from quire.gpu.cards import card_of
 from quire.ops.reference.elementwise import combine_experts, linear, linear_by_head
+from quire.ops.reference.routing import Routing, choose_experts
 from quire_triton.linear import multiplied
+from quire_triton.sums import row_sums_triton
 from quire_triton.targets import on_gpu, on_gpu_in_any_batch, precision
 
 
@@ -175,8 +177,18 @@ def _combine(combined, out, places, weights, dim, TOP_K: tl.constexpr, BLOCK: tl
     tl.store(combined + token * dim + columns, total.to(dtype), mask=inside)
 
 
+@choose_experts.implementation("triton", supports=on_gpu)
+def choose_experts_triton(
+    logits: Tensor, correction_bias: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """torch's, but for the sums, which do not depend on the other rows."""
+    return choose_experts.reference(logits, correction_bias, routing, row_sums_triton)  # type: ignore[no-any-return]
+
+
 @combine_experts.implementation("triton", supports=on_gpu)
-def combine_experts_triton(out: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+def combine_experts_triton(out: Tensor, order: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return combine_experts.reference(out, order, None)  # type: ignore[no-any-return]
     tokens, top_k = weights.shape
     out, weights, dim = out.contiguous(), weights.contiguous(), out.shape[1]
     combined = out.new_empty(tokens, dim)

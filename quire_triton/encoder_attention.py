@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.reference.encoder_attention import encoder_attention
+from quire_triton.attention import biases
 from quire_triton.linear import multiplied, part_of
 from quire_triton.targets import on_gpu, precision
 
@@ -20,11 +21,12 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["starts"])
 def _attend_whole(
-    out, q, k, v, starts, sequences, q_stride, q_head, k_stride, k_head, v_stride, v_head, heads, group, scale, reach,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BANDED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    out, q, k, v, starts, bias, sequences, q_stride, q_head, k_stride, k_head, v_stride, v_head, heads, group, scale,
+    reach, farthest, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    BANDED: tl.constexpr, PRECISION: tl.constexpr, BIASED: tl.constexpr = False,
 ):  # fmt: skip
-    """DIM: elements of a head. WIDTH: the same with padding, a power of two. BANDED: whether there is a reach."""
+    """DIM: elements of a head. WIDTH: the same with padding, a power of two. BANDED: whether there is a reach. BIASED:
+    whether there are biases, by the distance of a key up to `farthest`."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = part_of(starts, tile, sequences, QUERIES)
     begin, end = tl.load(starts + sequence), tl.load(starts + sequence + 1)
@@ -51,6 +53,9 @@ def _attend_whole(
             k + places[None, :] * k_stride + column[:, None], mask=known[None, :] & inside[:, None], other=0.0
         )
         scores = multiplied(queries, keys, tl.zeros([QUERIES, KEYS], tl.float32), PRECISION) * (scale * _LOG2_E)
+        if BIASED:
+            table = bias + head * (2 * farthest + 1)
+            scores += biases(table, key[None, :] - query[:, None], farthest, known[None, :]) * _LOG2_E
         seen = known[None, :]
         if BANDED:
             seen = seen & (tl.abs(query[:, None] - key[None, :]) <= reach)
@@ -69,7 +74,7 @@ def _attend_whole(
 
 @encoder_attention.implementation("triton", supports=on_gpu)
 def encoder_attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, reach: int | None
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, reach: int | None, bias: Tensor | None = None
 ) -> Tensor:
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     tokens, heads, dim = q.shape
@@ -79,8 +84,9 @@ def encoder_attention_triton(
     queries, (warps, stages) = 64 if is_small else 32, (4, 2) if width <= 128 else (8, 1)
     if tokens:
         _attend_whole[(tokens // queries + sequences, heads)](
-            out, q, k, v, starts, sequences, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
-            v.stride(1), heads, heads // k.shape[1], scale, reach or 0, dim, width, queries, _KEYS, reach is not None,
-            precision(q.dtype), num_warps=warps, num_stages=stages, enable_fp_fusion=True,
+            out, q, k, v, starts, starts if bias is None else bias, sequences, q.stride(0), q.stride(1), k.stride(0),
+            k.stride(1), v.stride(0), v.stride(1), heads, heads // k.shape[1], scale, reach or 0,
+            0 if bias is None else bias.shape[1] // 2, dim, width, queries, _KEYS, reach is not None,
+            precision(q.dtype), bias is not None, num_warps=warps, num_stages=stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out

@@ -8,8 +8,8 @@ A product is computed transposed: weights are the left operand. Tensor cores tak
 columns of the right one, and decoding has many outputs and few tokens.
 """
 
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
@@ -18,11 +18,19 @@ from torch import Tensor
 
 from quire.gpu.cards import card_of
 from quire.ops.reference.elementwise import grouped_linear, linear
-from quire.ops.reference.quantized import QuantizedMatrix, grouped_quantized_linear, quantized_linear
+from quire.ops.reference.quantized import (
+    QuantizedMatrix,
+    concatenate,
+    grouped_quantized_linear,
+    quantized_linear,
+    tensor_of,
+)
 from quire.ops.registry import Function, Op, Target
-from quire_triton.float8 import converts_float8, from_float8, to_float8
+from quire_triton.float8 import converts_float8, to_float8
+from quire_triton.packed import PackedMatrix, pack, words_of
 from quire_triton.targets import INTERPRETED, on_gpu, on_gpu_in_any_batch, precision
 from quire_triton.tiles import suits_few_rows, tile_of
+from quire_triton.weights import group_of_quarter, weights_of
 
 _FIXED_ROWS = 64  # rows of an expert for which tiles and splits are chosen if these must not depend on the batch
 
@@ -69,113 +77,34 @@ def _rows_of(bounds, tile, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     return expert, start + (tile - before) * ROWS, stop
 
 
-@triton.constexpr_function
-def _unpacking(dtype, quarter, centre):
-    """PTX that makes two floats of 16 bits of the codes of 4 bits in one quarter of two words of 16 bits.
-
-    A code in the last bits of a float's mantissa adds itself to the float: to 128 in bfloat16, to 1024 in float16. What
-    is too much is then taken away, together with the centre.
-    """
-    name, base, one, minus = ("bf16", 0x4300, 0x3F80, 0xC300) if dtype.is_bf16() else ("f16", 0x6400, 0x3C00, 0xE400)
-    return f"""{{
-        .reg .b32 a, one, minus;
-        mov.b32 one, {one * 0x10001};
-        mov.b32 minus, {(minus + centre) * 0x10001};
-        shr.u32 a, $1, {4 * quarter};
-        lop3.b32 a, a, 0x000F000F, {base * 0x10001}, 0xEA;
-        fma.rn.{name}x2 $0, a, one, minus;
-    }}"""
-
-
-@triton.constexpr_function
-def _float8_conversion(dtype):
-    """PTX that makes four floats of 16 bits of four float8_e4m3fn, for cards without an instruction. NaNs become 480.
-
-    With the bits of its exponent and mantissa moved into place, a value is too small by a power of two, since the
-    exponents' biases differ. Subnormal values are right too.
-    """
-    name, shift, mask, factor = ("bf16", 4, 0x07F0, 0x7B80) if dtype.is_bf16() else ("f16", 1, 0x3F80, 0x5C00)
-    pair = """
-        prmt.b32 a, $2, 0, {select};
-        shr.u32 b, a, {shift};
-        and.b32 b, b, {mask};
-        lop3.b32 a, a, 0x80008000, b, 0xEA;
-        fma.rn.{name}x2 {out}, a, factor, zero;"""
-    low, high = (
-        pair.format(select=select, shift=shift, mask=mask * 0x10001, name=name, out=out)
-        for select, out in (("0x1404", "$0"), ("0x3424", "$1"))
-    )
-    return f"""{{
-        .reg .b32 a, b, factor, zero;
-        mov.b32 factor, {factor * 0x10001};
-        mov.b32 zero, 0x80008000;{low}{high}
-    }}"""
-
-
 @triton.jit
-def _weights(
-    stored, scale_rows, offset_rows, place, at, group_stride, ins, QUARTER: tl.constexpr, FORM: tl.constexpr,
-    SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr, NATIVE: tl.constexpr, GROUP: tl.constexpr,
-    PTX: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """The weights of a step of the loop in `dtype`, without scales if these are applied to the products."""
-    if FORM == "float8" and PTX and not NATIVE:
-        values = tl.inline_asm_elementwise(
-            _float8_conversion(dtype), "=r,=r,r", [stored], dtype=dtype.value, is_pure=True, pack=4
-        )
-    elif FORM == "float8":
-        values = from_float8(stored, dtype, NATIVE)
-    elif FORM == "four" and PTX:
-        values = tl.inline_asm_elementwise(
-            _unpacking(dtype, QUARTER, CENTRE), "=r,r", [stored], dtype=dtype.value, is_pure=True, pack=2
-        )
-    elif FORM == "four":
-        values = ((stored >> (4 * QUARTER)) & 15).to(tl.int8)
-        if CENTRE:
-            values -= CENTRE
-        values = values.to(dtype)
-    else:
-        values = stored.to(dtype)
-    if SCALING == "groups":
-        # One load for each group. All weights of a group then take its scale.
-        per_word: tl.constexpr = 4 if FORM == "four" else 1
-        count: tl.constexpr = stored.shape[1] * per_word // GROUP
-        shape: tl.constexpr = (stored.shape[0], count, GROUP // per_word)
-        groups = tl.min(place, 0) * per_word // GROUP + tl.arange(0, count)
-        inside = (groups * GROUP < ins)[None, :]
-        scale = tl.load(scale_rows[:, None] + groups[None, :] * group_stride, mask=inside, other=0.0).to(tl.float32)
-        wide = tl.reshape(values.to(tl.float32), shape) * scale[:, :, None]
-        if OFFSETS:
-            offset = tl.load(offset_rows[:, None] + groups[None, :] * group_stride, mask=inside, other=0.0)
-            wide += offset.to(tl.float32)[:, :, None]
-        values = tl.reshape(wide, stored.shape).to(dtype)
-    elif SCALING == "any":
-        inside = (at < ins)[None, :]
-        groups = (at // GROUP)[None, :] * group_stride
-        wide = values.to(tl.float32) * tl.load(scale_rows[:, None] + groups, mask=inside, other=0.0)
-        if OFFSETS:
-            wide += tl.load(offset_rows[:, None] + groups, mask=inside, other=0.0)
-        values = wide.to(dtype)
-    return values
+def _scales_of_quarters(scale_rows, word, ins, group_stride, GROUP: tl.constexpr):
+    return (
+        tl.load(scale_rows + group_of_quarter(word, 0, ins, GROUP) * group_stride),
+        tl.load(scale_rows + group_of_quarter(word, 1, ins, GROUP) * group_stride),
+        tl.load(scale_rows + group_of_quarter(word, 2, ins, GROUP) * group_stride),
+        tl.load(scale_rows + group_of_quarter(word, 3, ins, GROUP) * group_stride),
+    )
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _product(
-    out, x, x_scales, codes, scales, offsets, bias, bounds, rows, tiles, experts, outs, ins, length, span,
-    x_stride, code_stride, scale_stride, group_stride,
-    FORM: tl.constexpr, EIGHT: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr,
-    GROUP: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
-    NATIVE: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    out, x, x_scales, codes, table, scales, offsets, factors, bias, bounds, rows, tiles, experts, outs, ins, length,
+    span, x_stride, code_stride, scale_stride, group_stride,
+    FORM: tl.constexpr, WORDS: tl.constexpr, EIGHT: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr,
+    FACTORS: tl.constexpr, CENTRE: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr,
+    EXPERTS: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr,
+    OUTS: tl.constexpr, INS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program computes ROWS x OUTS results (of one expert, if there are experts) from `span` words of each row of
     weights, which has `length`: elements, or four codes of 4 bits. It writes them to the part of `out` for these
     inputs.
 
-    FORM: of the weights, "dense", "integer", "float8" or "four". EIGHT: x has codes of 8 bits as well, with a scale for
-    each row. SCALING: "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the
-    loop share a scale; "groups" if a step has several whole groups of GROUP inputs; "any" for other groups. EVEN:
-    inputs need no masks. PTX: instructions of NVIDIA's cards may be used.
+    FORM: of the weights, "dense", "integer", "float8", "four", or "table": four bits that stand for the values in
+    `table`, or in WORDS (see words_of) if PTX. EIGHT: x has codes of 8 bits as well, with a scale for each row.
+    SCALING: "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the loop share
+    a scale; "quarters" if those in the same quarter of their words do; "groups" if a step has several whole groups of
+    GROUP inputs; "any" for other groups. EVEN: inputs need no masks. PTX: instructions of NVIDIA's cards may be used.
     """
     neighbours: tl.constexpr = 8  # so many tiles of rows read the same weights one after another, from the L2 cache
     blocks = tl.cdiv(outs, OUTS)
@@ -195,7 +124,7 @@ def _product(
     code_rows = codes + weight_rows[:, None] * code_stride
     scale_rows, offset_rows = scales + weight_rows * scale_stride, offsets + weight_rows * scale_stride
     x_rows = x + at_rows[None, :].to(tl.int64) * x_stride
-    per_word: tl.constexpr = 4 if FORM == "four" else 1
+    per_word: tl.constexpr = 4 if FORM == "four" or FORM == "table" else 1
     integers: tl.constexpr = EIGHT and FORM == "integer" and PRECISION != "interpreted"
     sum_type: tl.constexpr = tl.int32 if integers else tl.float32
     # Tensor cores add products of float8 with few bits, so no long sums are left to them.
@@ -204,6 +133,10 @@ def _product(
     if SCALING == "step":  # scales are loaded one step ahead of their use
         at_group = split * span * per_word // GROUP * group_stride
         next_scale, next_offset = tl.load(scale_rows + at_group), tl.load(offset_rows + at_group)
+    # Many rows share scaled weights. Scaled products of them would need more registers than there are.
+    scales_products: tl.constexpr = SCALING == "quarters" and ROWS <= 32
+    if scales_products:
+        next_scales = _scales_of_quarters(scale_rows, split * span, ins, group_stride, GROUP)
     for begin in range(split * span, tl.minimum(length, split * span + span), INS):
         place = begin + tl.arange(0, INS)
         if EVEN:
@@ -216,13 +149,18 @@ def _product(
             next_scale = tl.load(scale_rows + at_group)
             if OFFSETS:
                 next_offset = tl.load(offset_rows + at_group)
+        if scales_products:
+            quarter_scales = next_scales
+            next_scales = _scales_of_quarters(scale_rows, begin + INS, ins, group_stride, GROUP)
         part = sums
         if in_parts:
             part = tl.zeros([OUTS, ROWS], sum_type)
         total = tl.zeros([OUTS if ROWS <= 32 else 1, ROWS], tl.float32)
         for quarter in tl.static_range(per_word):
+            if scales_products:
+                part = tl.zeros([OUTS, ROWS], sum_type)
             at = place
-            if FORM == "four":
+            if per_word == 4:
                 at = place // RUN * (4 * RUN) + place % RUN + quarter * RUN
             mask = is_row[None, :]
             if not EVEN:
@@ -230,9 +168,9 @@ def _product(
             right = tl.load(x_rows + at[:, None], mask=mask, other=0.0)
             left = stored
             if FORM != "dense" and not EIGHT:
-                left = _weights(
-                    stored, scale_rows, offset_rows, place, at, group_stride, ins, quarter, FORM, SCALING, OFFSETS,
-                    CENTRE, NATIVE, GROUP, PTX, right.dtype,
+                left = weights_of(
+                    stored, table, scale_rows, offset_rows, begin, at, group_stride, ins, quarter, FORM, WORDS,
+                    "none" if scales_products else SCALING, OFFSETS, CENTRE, NATIVE, GROUP, PTX, right.dtype,
                 )  # fmt: skip
             part = multiplied(left, right, part, PRECISION)
             if OFFSETS and SCALING == "step":
@@ -240,17 +178,21 @@ def _product(
                     total = multiplied((left * 0.0 + 1.0).to(right.dtype), right, total, PRECISION)
                 else:
                     total += tl.sum(right.to(tl.float32), 0)[None, :]
+            if scales_products:
+                sums += part * quarter_scales[quarter].to(tl.float32)[:, None]
         if SCALING == "step":
             sums += part.to(tl.float32) * scale.to(tl.float32)[:, None]
             if OFFSETS:
                 sums += offset.to(tl.float32)[:, None] * total
         elif in_parts:
             sums += part
-        else:
+        elif not scales_products:
             sums = part
     results = sums.to(tl.float32)
     if SCALING == "row":
         results *= tl.load(scale_rows).to(tl.float32)[:, None]
+    if FACTORS:
+        results *= tl.load(factors + weight_rows).to(tl.float32)[:, None]
     if EIGHT:
         results *= tl.load(x_scales + at_rows, mask=is_row, other=0.0)[None, :]
     if BIAS:
@@ -289,62 +231,6 @@ def _rounded(x, codes, scales, ins, stride, FLOAT8: tl.constexpr, NATIVE: tl.con
         shift: tl.constexpr = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer
         code = ((scaled + shift) - shift).to(tl.int8).to(tl.uint8, bitcast=True)
     tl.store(codes + row * ins + at, code, mask=inside)
-
-
-@dataclass(frozen=True)
-class PackedMatrix(QuantizedMatrix):
-    """A matrix as the kernels read it fastest. Integers of 8 bits without offsets have the centre 0; scales and offsets
-    of all outputs for one group are neighbours in memory.
-
-    run: a word of 16 bits has four codes of 4 bits, and `run` words hold 4 * run inputs: the lowest bits of all words
-        come first, so that x is read in runs. `order` tells the same. If run is 1, there may be an unused byte behind a
-        row's codes.
-    x_order: [in]; the order of x's columns that the kernels expect; None for their own order.
-    """
-
-    run: int = 1
-    x_order: Tensor | None = None
-
-
-@cache
-def _runs(inputs: int, run: int, device: torch.device) -> Tensor:
-    """The input of each code, in the order of the words of a PackedMatrix."""
-    return torch.arange(inputs, device=device).view(-1, 4, run).transpose(1, 2).flatten()
-
-
-def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    if matrix.table is not None:
-        matrix = matrix.with_integers()  # the kernels have no form for tables
-        if matrix.table is not None:
-            return matrix
-    if isinstance(matrix, PackedMatrix):  # of several matrices that were packed before they were concatenated
-        offsets = None if matrix.offsets is None else _by_group(matrix.offsets)
-        return replace(matrix, scales=_by_group(matrix.scales), offsets=offsets)
-    codes, order, run = matrix.codes, matrix.order, 1
-    ins = matrix.in_features
-    if codes.dtype is torch.uint8 and matrix.bits == 8 and matrix.offsets is None:
-        codes = (codes ^ 128).view(torch.int8)
-    if matrix.bits == 4:
-        run = next((n for n in (8, 4) if matrix.group % (4 * n) == 0 and ins % (4 * n) == 0), 1)
-        if run == 1:
-            codes = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
-        else:
-            single = torch.stack([codes & 15, codes >> 4], dim=-1).view(len(codes), -1, 4, run)
-            first, second, third, fourth = single.unbind(2)  # of each word, from the lowest bits
-            codes = torch.stack([first | second << 4, third | fourth << 4], dim=-1).flatten(1)
-            runs = _runs(ins, run, codes.device)
-            order = runs if order is None else order[runs]
-    scales, offsets = matrix.scales, matrix.offsets
-    if matrix.factors is not None:
-        scales, offsets = matrix.effective_scales(), matrix.effective_offsets()
-    return PackedMatrix(
-        codes.contiguous(), _by_group(scales), matrix.group, ins, None if offsets is None else _by_group(offsets),
-        order=order, num_inputs=matrix.num_inputs, run=run, x_order=matrix.order,
-    )  # fmt: skip
-
-
-def _by_group(values: Tensor) -> Tensor:
-    return values.t().contiguous().t()
 
 
 def _on_gpu_in_16_bits(target: Target) -> bool:
@@ -387,16 +273,12 @@ def grouped_quantized_linear_triton(
 
 def _quantized(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: Tensor | None, fixed: bool) -> Tensor:
     """bounds: offsets of the experts' rows, None if one weight serves all rows."""
-    packed = weight if isinstance(weight, PackedMatrix) else _pack(weight)
-    if not isinstance(packed, PackedMatrix):
-        if bounds is None:
-            return quantized_linear.reference(x, weight, bias)  # type: ignore[no-any-return]
-        return grouped_quantized_linear.reference(x, weight, bias, bounds)  # type: ignore[no-any-return]
-    x = x if packed.x_order is None else x[:, packed.x_order]
+    packed = weight if isinstance(weight, PackedMatrix) else pack(weight)
+    x = x if packed.order is None else x[:, packed.order]
     if x.dtype is torch.float32:
         return _launch(x, None, packed.codes, packed, bias, bounds, "float32", x.dtype, fixed)
     if packed.bits == 4:
-        kind = "four" if packed.offsets is None else "offsets"
+        kind = "table" if packed.table else "four" if packed.offsets is None else "offsets"
         return _launch(x, None, packed.codes, packed, bias, bounds, kind, x.dtype, fixed)
     native = converts_float8(x.device)
     is_float8 = packed.codes.is_floating_point()
@@ -425,6 +307,8 @@ def _scaling(weight: PackedMatrix, step: int) -> tuple[str, int]:
     """(SCALING, INS) of a product whose loop would take `step` words of a row of weights at a time."""
     if weight.group >= weight.in_features and weight.offsets is None:
         return "row", step
+    if weight.bits == 4 and weight.run == weight.group:
+        return "quarters", min(step, weight.group & -weight.group)
     group, rest = divmod(weight.group, 4 if weight.bits == 4 else 1)  # in words
     even = group & -group  # the largest power of two that divides it
     if not rest and even >= min(step, 64):
@@ -446,14 +330,15 @@ def _launch(
     if not out.numel():
         return out
     per_word, form, scaling, group = 1, "dense", "none", 1
-    scales, offsets = x, None
+    scales, offsets, factors, table = x, None, None, None
     if weight is not None:
-        group, scales, offsets, form = weight.group, weight.scales, weight.offsets, "integer"
+        group, form, scales, offsets = weight.group, "integer", weight.scales, weight.offsets
+        factors, table = weight.factors, weight.table
         if weight.bits == 4:
-            per_word, form, codes = 4, "four", codes.view(torch.int16)
+            per_word, form, codes = 4, "four" if table is None else "table", codes.view(torch.int16)
         if codes.is_floating_point():
             form, codes = "float8", codes if x_scales is not None else codes.view(torch.uint8)
-    card, length = card_of(x.device), triton.cdiv(ins, per_word)
+    card, length = card_of(x.device), codes.shape[1]
     tile = tile_of(card, kind, _FIXED_ROWS * experts if fixed else rows, outs, length, experts)
     step = tile.ins
     if weight is not None:
@@ -464,17 +349,22 @@ def _launch(
     tiles = triton.cdiv(rows, tile.rows)
     if bounds is not None:
         tiles = min(rows, rows // tile.rows + experts)  # each expert has at most one tile that is not full
-    is_native, has_ptx = converts_float8(x.device), card.backend == "cuda" and not INTERPRETED
+    is_native = converts_float8(x.device)
+    has_ptx = card.backend == "cuda" and not INTERPRETED and dtype is not torch.float32
     _product[(tiles * triton.cdiv(outs, tile.outs), splits)](
-        parts, x, x if x_scales is None else x_scales, codes, scales, scales if offsets is None else offsets,
+        parts, x, x if x_scales is None else x_scales, codes,
+        codes if table is None or has_ptx else tensor_of(table, x.device, dtype), scales,
+        scales if offsets is None else offsets, scales if factors is None else factors,
         x if bias is None else bias.contiguous(), x if bounds is None else bounds, rows, tiles, experts, outs, ins,
         length, span, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1),
-        form, x_scales is not None, scaling, offsets is not None, 8 if form == "four" and offsets is None else 0,
-        group if scaling in ("step", "groups", "any") else 1, 1 if weight is None else weight.run, bias is not None,
-        0 if bounds is None else triton.next_power_of_2(experts), length % step == 0 and ins % per_word == 0,
-        is_native, has_ptx and dtype is not torch.float32, tile.rows, tile.outs, step, precision(dtype),
+        form, words_of(table, dtype) if table and has_ptx else None, x_scales is not None, scaling,
+        offsets is not None, factors is not None,
+        8 if form == "four" and offsets is None else 0, 1 if scaling in ("none", "row") else group,
+        1 if weight is None else weight.run, bias is not None,
+        0 if bounds is None else triton.next_power_of_2(experts), length % step == 0 and ins == length * per_word,
+        is_native, has_ptx, tile.rows, tile.outs, step, precision(dtype),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
-        **(card.most_registers(tile.warps, programs=1) if offsets is not None else {}),
+        **(card.most_registers(tile.warps, tile.programs) if offsets is not None or table else {}),
     )  # fmt: skip
     if splits > 1:
         _total[(triton.cdiv(out.numel(), 512),)](
@@ -488,7 +378,16 @@ def _register_fixed(op: Op, function: Function) -> Function:
     return op.implementation("triton-fixed", supports=on_gpu_in_any_batch)(partial(function, fixed=True))
 
 
+def _join(weights: Sequence[object]) -> object | None:
+    """The weights of all experts in one, if they have the same form."""
+    matrices = [weight for weight in weights if isinstance(weight, QuantizedMatrix)]
+    merged = concatenate(matrices) if len(matrices) == len(weights) else []
+    return pack(merged[0]) if len(merged) == 1 else None
+
+
 _register_fixed(grouped_linear, grouped_linear_triton)
-_register_fixed(grouped_quantized_linear, grouped_quantized_linear_triton)
+_fixed = _register_fixed(grouped_quantized_linear, grouped_quantized_linear_triton)
+for _function in (grouped_quantized_linear_triton, _fixed):
+    _function.join = _join  # type: ignore[attr-defined]
 for _function in (quantized_linear_triton, _register_fixed(quantized_linear, quantized_linear_triton)):
-    _function.pack = _pack  # type: ignore[attr-defined]
+    _function.pack = pack  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ def _index_scores(
     head, column, in_tile = tl.arange(0, HEADS), tl.arange(0, COLUMNS), tl.arange(0, KEYS)
     mask = (head < heads)[:, None] & (column < DIM)[None, :]
     queries = tl.load(q + (token * heads + head)[:, None] * DIM + column[None, :], mask=mask, other=0.0)
-    of_heads = tl.load(weights + token * heads + head, mask=head < heads, other=0.0)
+    of_heads = tl.load(weights + token * heads + head, mask=head < heads, other=0.0).to(tl.float32)
     table = block_table + tl.load(rows + token).to(tl.int64) * table_stride
     dtype: tl.constexpr = q.dtype.element_ty
     for begin in range(first, tl.minimum(first + RUN, count), KEYS):

@@ -44,7 +44,7 @@ def _input(x, before, first, start, position, rows, stride, channels, channel, e
 @triton.jit(do_not_specialize=["block_size", "drafts"])
 def _convolve(
     out, x, weight, bias, inputs, starts, lengths, table, stride, page, table_stride, channels, block_size, drafts,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -61,7 +61,9 @@ def _convolve(
             total += given * tl.load(weight + k * channels + channel, mask=exists, other=0.0)
         if HAS_BIAS:
             total += tl.load(bias + channel, mask=exists, other=0.0)
-        tl.store(out + (first + position - start) * channels + channel, total * _sigmoid(total), mask=exists)
+        if SILU:
+            total = total * _sigmoid(total)
+        tl.store(out + (first + position - start) * channels + channel, total, mask=exists)
     for index in range(start // block_size, tl.cdiv(end, block_size)):
         block = tl.load(table + index).to(tl.int64)
         number = tl.minimum((index + 1) * block_size, certain)
@@ -72,12 +74,14 @@ def _convolve(
 
 
 @reference.causal_conv.implementation("triton", supports=on_gpu)
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, pages: Pages, plan: StatePlan) -> Tensor:
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, pages: Pages, plan: StatePlan, silu: bool = True
+) -> Tensor:
     width, channels = weight.shape
     out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
     _convolve[len(plan.lengths), triton.cdiv(channels, _CHANNELS)](
         out, x, weight, bias, pages.inputs, plan.starts, plan.lengths, plan.table, x.stride(0), pages.inputs.stride(0),
-        plan.table.stride(0), channels, plan.block_size, plan.drafts, width, bias is not None, _CHANNELS,
+        plan.table.stride(0), channels, plan.block_size, plan.drafts, width, bias is not None, _CHANNELS, silu,
     )  # fmt: skip
     return out
 
@@ -108,11 +112,16 @@ def time_steps(x: Tensor, bias: Tensor, rate: Tensor, least: float, most: float)
 
 
 @triton.jit
-def _advance(state, key, value, rates, factor, DELTA: tl.constexpr):
-    state = state * rates
-    if DELTA:
-        value = value - tl.sum(state * key[:, None], 0)
-    return state + key[:, None] * (factor * value)[None, :]
+def _advance(state, key, value, rates, factor, writing, DELTA: tl.constexpr, REMOVAL: tl.constexpr):
+    if REMOVAL:  # factor: the key that reads
+        found = tl.sum(state * factor[:, None], 0)
+        state = state * rates + key[:, None] * value[None, :] - writing[:, None] * found[None, :]
+    else:
+        state = state * rates
+        if DELTA:
+            value = value - tl.sum(state * key[:, None], 0)
+        state = state + key[:, None] * (factor * value)[None, :]
+    return state
 
 
 @triton.jit(do_not_specialize=["block_size", "drafts"])
@@ -120,10 +129,11 @@ def _scan(
     out, q, k, v, decay, scale, skip, state, behind, number, starts, lengths, table, q_stride, q_head, k_stride, k_head,
     v_stride, scale_stride, page, table_stride, heads, ratio, token, value_dim, block_size, drafts,
     KEY_DIM: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr, DELTA: tl.constexpr,
-    HAS_SKIP: tl.constexpr, SELECTIVE: tl.constexpr,
+    HAS_SKIP: tl.constexpr, SELECTIVE: tl.constexpr, REMOVAL: tl.constexpr,
 ):  # fmt: skip
     """KEYS: KEY_DIM with padding. BY_CHANNEL: whether each element of a key decays for itself. SELECTIVE: decay has a
-    rate for each element of the state, and scale and skip have an element for each of its columns."""
+    rate for each element of the state, and scale and skip have an element for each of its columns. REMOVAL: scale has
+    the keys that read and write what is removed."""
     request, head = tl.program_id(0), tl.program_id(1)
     i, column = tl.arange(0, KEYS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     known, exists = i < KEY_DIM, column < value_dim
@@ -136,32 +146,40 @@ def _scan(
     at_v, per_head = heads // ratio * KEY_DIM, KEY_DIM if BY_CHANNEL else 1
     at_decay = at_v + heads * value_dim
     at_scale, group = at_decay + (0 if SELECTIVE else heads * per_head), head // ratio
-    of_scale = column if SELECTIVE else column * 0 + head
+    of_scale, scaled = column if SELECTIVE else column * 0 + head, exists
+    if REMOVAL:
+        of_scale, scaled = head * 2 * KEY_DIM + i, known
     speed = tl.load(decay + place, mask=inside, other=0.0) if SELECTIVE else 0.0
     # What was computed before, but was not certain then.
     for position in range(tl.load(number + source * page, mask=start > 0, other=start), start):
         row = behind + source * page + (position % drafts) * token
         key = tl.load(row + group * KEY_DIM + i, mask=known, other=0.0)
         value = tl.load(row + at_v + head * value_dim + column, mask=exists, other=0.0)
-        factor = tl.load(row + at_scale + of_scale, mask=exists, other=0.0)
+        factor = tl.load(row + at_scale + of_scale, mask=scaled, other=0.0)
+        writing = factor
+        if REMOVAL:
+            writing = tl.load(row + at_scale + of_scale + KEY_DIM, mask=scaled, other=0.0)
         if SELECTIVE:
             rates = tl.exp(-speed * factor[None, :])
         else:
             of_head = row + at_decay + head * per_head
             rates = tl.load(of_head + (i if BY_CHANNEL else i * 0), mask=known, other=0.0)[:, None]
-        matrix = _advance(matrix, key, value, rates, factor, DELTA)
+        matrix = _advance(matrix, key, value, rates, factor, writing, DELTA, REMOVAL)
     for position in range(start, end):
         index = first + position - start
         key = tl.load(k + index * k_stride + group * k_head + i, mask=known, other=0.0).to(tl.float32)
         query = tl.load(q + index * q_stride + group * q_head + i, mask=known, other=0.0).to(tl.float32)
         value = tl.load(v + index * v_stride + head * value_dim + column, mask=exists, other=0.0).to(tl.float32)
-        factor = tl.load(scale + index * scale_stride + of_scale, mask=exists, other=0.0).to(tl.float32)
+        factor = tl.load(scale + index * scale_stride + of_scale, mask=scaled, other=0.0).to(tl.float32)
+        writing = factor
+        if REMOVAL:
+            writing = tl.load(scale + index * scale_stride + of_scale + KEY_DIM, mask=scaled, other=0.0)
         if SELECTIVE:
             rates = tl.exp(-speed * factor[None, :])
         else:
             of_head = decay + (index * heads + head) * per_head
             rates = tl.load(of_head + (i if BY_CHANNEL else i * 0), mask=known, other=0.0)[:, None]
-        matrix = _advance(matrix, key, value, rates, factor, DELTA)
+        matrix = _advance(matrix, key, value, rates, factor, writing, DELTA, REMOVAL)
         found = tl.sum(matrix * query[:, None], 0)
         if HAS_SKIP:
             found += tl.load(skip + of_scale, mask=exists, other=0.0) * value
@@ -204,21 +222,22 @@ def _keep(
 @reference.scan.implementation("triton", supports=on_gpu)
 def scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: Tensor, skip: Tensor | None, pages: Pages, plan: StatePlan,
-    delta: bool,
+    rule: str,
 ) -> Tensor:  # fmt: skip
-    return _launch(q, k, v, decay, scale, skip, pages, plan, decay.shape[1] // v.shape[1], 1, delta)
+    decays, scales = (part.shape[1] // v.shape[1] for part in (decay, scale))
+    return _launch(q, k, v, decay, scale, skip, pages, plan, decays, scales, rule)
 
 
 @reference.selective_scan.implementation("triton", supports=on_gpu)
 def selective_scan(
     q: Tensor, k: Tensor, v: Tensor, steps: Tensor, rate: Tensor, skip: Tensor, pages: Pages, plan: StatePlan
 ) -> Tensor:
-    return _launch(q[:, None], k[:, None], v[:, None], rate, steps, skip, pages, plan, 0, v.shape[1], False)[:, 0]
+    return _launch(q[:, None], k[:, None], v[:, None], rate, steps, skip, pages, plan, 0, v.shape[1], "selective")[:, 0]
 
 
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: Tensor, skip: Tensor | None, pages: Pages, plan: StatePlan,
-    decays: int, scales: int, delta: bool,
+    decays: int, scales: int, rule: str,
 ) -> Tensor:  # fmt: skip
     """decays, scales: the numbers of each head's, see StateShape."""
     tokens, heads, value_dim = v.shape
@@ -233,8 +252,8 @@ def _launch(
         out, q, k, v, decay, scale, skip, pages.state, pages.behind, pages.number, plan.starts, plan.lengths,
         plan.table, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), scale.stride(0), page,
         plan.table.stride(0), heads, heads // key_heads, token, value_dim, plan.block_size, plan.drafts, key_dim,
-        triton.next_power_of_2(key_dim), _COLUMNS, decays > 1, delta, skip is not None,
-        decays == 0,
+        triton.next_power_of_2(key_dim), _COLUMNS, decays > 1, rule == "delta", skip is not None,
+        rule == "selective", rule == "removal",
     )  # fmt: skip
     _keep[requests, triton.cdiv(token, 256) if plan.drafts else 1](
         pages.behind, pages.number, k, v, decay, scale, plan.starts, plan.lengths, plan.table, k.stride(0), k.stride(1),

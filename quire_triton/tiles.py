@@ -10,8 +10,8 @@ class Tile:
     """What a program computes, and how.
 
     rows, outs: of its results. ins: words of a row of weights that a step of its loop loads; a word is an element, or
-    four codes of 4 bits. stages: steps whose loads are under way at a time. splits: parts of the inputs, each computed
-    by a program of its own.
+    four codes of 4 bits. stages: steps whose loads are under way at a time. programs: for so many, a processor has
+    registers (of the kinds "offsets" and "table"). splits: parts of the inputs, each computed by a program of its own.
     """
 
     rows: int
@@ -19,12 +19,13 @@ class Tile:
     ins: int
     warps: int
     stages: int
+    programs: int = 1
     splits: int = 1
 
 
 # By the kind of weight ("dense": experts, "float32", "int8" and "float8": products of 8 bits, "wide": 8 bits that are
-# dequantized, "four", "offsets": four bits with offsets) and the rows of a tile. The first tile that gives each
-# processor a program is taken, or the last.
+# dequantized, "four", "offsets": four bits with offsets, "table": four bits that are looked up) and the rows of a tile.
+# The first tile that gives each processor a program is taken, or the last.
 # With up to 16 rows, weights must arrive as fast as the memory can send them: an H100 needs about 20 KB under way for
 # each processor (3.35 TB/s, 0.8 us), which is outs * ins * (stages - 1) words of one program.
 #
@@ -38,6 +39,8 @@ class Tile:
 #   wide, 128     48 KB, 240 (float8 on 8.0)
 #   four, 16      54 KB, 64 | 54 KB, 66 | 54 KB, 63 | 54 KB, 64                        mma.sync, mma.sync
 #   four, 128     72 KB, 174 | 112 KB, 193 | 80 KB, 170 | 72 KB, 176                   wgmma, tcgen05
+#   table, 16     24 KB, 120 | 24 KB, 122 | 24 KB, 117 | 24 KB, 118 (MXFP4)            mma.sync, mma.sync
+#   table, 128    72 KB, 248 | 112 KB, 155 | 112 KB, 89 | 72 KB, 210 (MXFP4)           wgmma, tcgen05
 #   dense, 16     36 KB, 72 | 36 KB, 66 | 36 KB, 66 |                                  mma.sync, mma.sync
 #   dense, 128    64 KB, 186 | 96 KB, 113 | 96 KB, 78 |                                wgmma, tcgen05
 _TILES = {
@@ -65,6 +68,10 @@ _TILES = {
     ("offsets", 32): (Tile(32, 32, 32, 2, 6),),
     ("offsets", 64): (Tile(64, 64, 32, 4, 3),),
     ("offsets", 128): (Tile(128, 64, 32, 8, 3),),  # with more outputs, Triton 3.6 spills
+    ("table", 16): (Tile(16, 32, 32, 2, 5, 8),),
+    ("table", 32): (Tile(32, 32, 32, 2, 4),),
+    ("table", 64): (Tile(64, 64, 32, 4, 3),),
+    ("table", 128): (Tile(128, 128, 32, 8, 3), Tile(128, 64, 32, 4, 3)),
     ("float32", 16): (Tile(16, 32, 32, 4, 2),),
     ("float32", 32): (Tile(32, 32, 32, 4, 2),),
     ("float32", 64): (Tile(64, 32, 32, 4, 2),),
@@ -72,7 +79,7 @@ _TILES = {
 }
 # Other tiles on cards whose tensor cores take operands from registers (mma.sync). There 128 outputs of 128 rows would
 # need all 255 registers for sums and for products of one group, and spill some.
-_REGISTERS = {("four", 128): (Tile(128, 64, 32, 8, 3),)}
+_REGISTERS = {(kind, 128): (Tile(128, 64, 32, 8, 3),) for kind in ("four", "table")}
 # Tiles of dense products with up to 8 and 16 rows ("few"), without splits, so no second kernel adds parts. At least 32
 # KB of weights are under way for each program. A warp multiplies 16 outputs: with four warps, each weight would be read
 # from shared memory twice, and a B200 would wait for that.
@@ -119,6 +126,8 @@ def tile_of(card: Card, kind: str, rows: int, outs: int, ins: int, experts: int 
         return _fitted(tiles[0], card, outs, 1)
     tile = next((tile for tile in tiles if -(-outs // tile.outs) * at_once >= enough), tiles[-1])
     programs = -(-outs // tile.outs) * at_once
+    if kind == "table" and tile.rows <= 32:  # looking up takes a warp longer than its weights need to arrive
+        enough *= 4
     splits = 1
     while programs * splits < enough and splits < 8 and ins >= splits * 2 * 4 * tile.ins:
         splits *= 2  # each part has at least four steps

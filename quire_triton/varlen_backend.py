@@ -67,7 +67,8 @@ class VarlenAttention(TritonAttention):
 
     def attend(self, q: Tensor, cache: Tensor, plan: TritonPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
         stored, soft_cap = self._stored, scores.get("soft_cap") or 0.0
-        supported = scores.get("sinks") is None and (self.soft_caps or not soft_cap)
+        is_plain = scores.get("sinks") is None and scores.get("bias") is None
+        supported = is_plain and (self.soft_caps or not soft_cap)
         if stored is None or stored[0] is not cache or not plan.layout.longest_prompt or not supported:
             return super().attend(q, cache, plan, **scores)
         out, lse = self.varlen(q, stored[1], stored[2], plan.layout, scores["scale"], scores.get("window"), soft_cap)

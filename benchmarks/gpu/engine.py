@@ -70,7 +70,7 @@ def serve(llm: LLM, folder: Path) -> None:
     run([1], temperature=0)
     run([longest], temperature=0)
     run([longest // 2, longest, 3, longest - 5, 17], temperature=0)  # more than a step: prompts beside decoding
-    run([5, 1000, 20], temperature=0.7, seed=1)
+    run([5, min(1000, longest), 20], temperature=0.7, seed=1)
     run([7] * 3, top_k=5, seed=1)
     run([7] * 5, top_p=0.9)
     run([7] * 2, top_k=40, top_p=0.8, min_p=0.05)

@@ -140,6 +140,32 @@ SHAPES: dict[str, Config] = {
         "num_experts": 16, "num_experts_per_tok": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
         "mamba_dt_rank": 256, "max_position_embeddings": 262_144, "attn_layer_period": 2, "attn_layer_offset": 1,
     },
+    "rwkv7-1.5b": {
+        "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "vocab_size": 65_536, "hidden_size": 2048,
+        "intermediate_size": 8192, "num_hidden_layers": 24, "head_dim": 64, "decay_low_rank_dim": 96,
+        "a_low_rank_dim": 96, "gate_low_rank_dim": 256, "v_low_rank_dim": 64, "norm_eps": 1e-5, "hidden_act": "sqrelu",
+        "max_position_embeddings": 1_048_576,
+    },
+    "flan-t5-xl": {
+        "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": 32_128, "d_model": 2048,
+        "d_kv": 64, "d_ff": 5120, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 32, "n_positions": 512,
+        "max_position_embeddings": 512,  # called n_positions
+        "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6,
+        "feed_forward_proj": "gated-gelu", "is_encoder_decoder": True, "tie_word_embeddings": False,
+        "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+    },
+    "qwen2.5-vl-7b": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "vocab_size": 152_064,
+        "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "max_position_embeddings": 128_000, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "image_token_id": 151_655, "video_token_id": 151_656, "vision_start_token_id": 151_652,
+        "vision_end_token_id": 151_653, "vision_config": {
+            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
+            "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31], "hidden_act": "silu",
+        },
+    },
     "tiny": {
         **_QWEN3, "vocab_size": 16_384, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
@@ -155,7 +181,7 @@ SHAPES["deepseek-v3.2"] = {
 _LAYERS = {  # one of each kind; others need 1
     "gemma-2-9b": 2, "gemma-3-27b": 6, "gpt-oss-120b": 2, "deepseek-v3": 4, "deepseek-v3.2": 4, "modernbert": 3,
     "embedding-gemma": 6, "granite-4-h-tiny": 2, "qwen3-next-80b": 2, "kimi-linear-48b": 2,
-    "jamba-1.5-mini": 2,
+    "jamba-1.5-mini": 2, "rwkv7-1.5b": 2,
 }  # fmt: skip
 
 
@@ -180,6 +206,17 @@ SERVED = (
 FORMATS: dict[str, Config] = {  # quantization_config of checkpoints
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "mxfp4": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]},
+    "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
 }
 
 
@@ -188,6 +225,9 @@ def few_layers(name: str) -> Config:
     config = {**SHAPES[name], "num_hidden_layers": _LAYERS.get(name, 1)}
     if name.startswith("deepseek-v3"):
         config["first_k_dense_replace"] = 3
+    config.update((field, 1) for field in ("num_layers", "num_decoder_layers") if field in config)  # T5
+    if "vision_config" in config:
+        config["vision_config"] = {**config["vision_config"], "depth": 2, "fullatt_block_indexes": [1]}
     return config
 
 

@@ -1,5 +1,6 @@
 """The interface of attention backends. A backend owns the layout of the cache and all code that accesses it."""
 
+import ctypes
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ class Scores(TypedDict):
     window: NotRequired[int | None]
     soft_cap: NotRequired[float | None]
     sinks: NotRequired[Tensor | None]
+    bias: NotRequired[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,33 @@ class Selection:
 
     rows: [tokens], int32, indices of their requests in block_table, which lists blocks. seen: [tokens], int32, how
     many keys of its request a token sees, at least 1. slots: [tokens, most], int32; if a token sees more keys than
-    `most`, it selects so many, and else all of them, behind which the row is arbitrary.
+    `most`, it selects so many, and else all of them, behind which the row is arbitrary. place: where kernels on a CPU
+    find block_table: its address and its stride.
     """
 
     rows: Tensor
     seen: Tensor
     block_table: Tensor
     slots: Tensor
+
+    def __post_init__(self) -> None:
+        self.place = (ctypes.c_int64 * 2)()
+        self._note_place()
+
+    def _note_place(self) -> None:
+        if self.block_table.device.type == "cpu":
+            self.block_table = self.block_table.contiguous()
+            self.place[:] = [self.block_table.data_ptr(), self.block_table.stride(0)]
+
+    def change(self, rows: Tensor, seen: Tensor, block_table: Tensor) -> None:
+        """Take those of another step, with as many tokens. What kernels have recorded stays where it is."""
+        self.rows.copy_(rows)
+        self.seen.copy_(seen)
+        if block_table.device.type == "cpu":
+            self.block_table = block_table
+            self._note_place()
+        else:
+            self.block_table[:, : block_table.shape[1]].copy_(block_table)
 
 
 class CacheBackend(ABC):
@@ -192,9 +214,11 @@ class AttentionBackend(CacheBackend):
 
         A query at position p sees the keys at positions max(0, p - window + 1) ... p. A scaled score s becomes
         soft_cap * tanh(s / soft_cap) (Gemma 2, arXiv:2408.00118). sinks: [heads], float32; one more logit in the
-        softmax of each head, without a value (gpt-oss; arXiv:2309.17453). lse is the natural logarithm of the sum of
-        the exponentiated scores, including the sink's. It allows merging partial results over disjoint keys, of which
-        at most one may include the sinks.
+        softmax of each head, without a value (gpt-oss; arXiv:2309.17453). bias: [heads, 2 * reach + 1], float32,
+        contiguous; it is added to the scores of a head, by the distance (position of the key) - p, from -reach to
+        reach; keys that are farther away have the bias of that end (T5, arXiv:1910.10683). lse is the natural logarithm
+        of the sum of the exponentiated scores, including the sink's. It allows merging partial results over disjoint
+        keys, of which at most one may include the sinks.
         """
 
     def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:
@@ -204,7 +228,7 @@ class AttentionBackend(CacheBackend):
             score of a key = sum over heads of weight * max(0, q . key)
 
         cache: of the indexer's keys, latents whose value_dim is their head_dim. q: [tokens, heads, head_dim]; weights:
-        [tokens, heads], float32.
+        [tokens, heads], of the same type.
         """
         raise NotImplementedError(f"the {self.name} backend has no indexer")
 

@@ -123,23 +123,24 @@ class CpuAttention(PreparingBackend):
 
     def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:
         q, weights, slots = q.contiguous(), weights.contiguous(), selection.slots
-        kernel("quire_select", "pplllpplplpppll")(
+        kernel("quire_select", "pplllpplppppll")(
             self._geometry_address, q.data_ptr(), *q.shape[:2], q.stride(0), weights.data_ptr(), cache.data_ptr(),
-            cache.stride(0), selection.block_table.data_ptr(), selection.block_table.stride(0),
-            selection.rows.data_ptr(), selection.seen.data_ptr(), slots.data_ptr(), slots.shape[1],
+            cache.stride(0), ctypes.addressof(selection.place), selection.rows.data_ptr(),
+            selection.seen.data_ptr(), slots.data_ptr(), slots.shape[1],
             torch.get_num_threads(),
         )  # fmt: skip
 
     def attend(self, q: Tensor, cache: Tensor, plan: CpuPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
         window, soft_cap, sinks = scores.get("window"), scores.get("soft_cap"), scores.get("sinks")
-        q = _dense(q)
+        bias, q = scores.get("bias"), _dense(q)
         tokens, heads, _ = q.shape
         out = q.new_empty(tokens, heads, self.shape.out_dim)
         lse = torch.empty(tokens, heads, dtype=torch.float32)
-        kernel("quire_attention_attend", "pppllplfifppp")(
+        kernel("quire_attention_attend", "pppllplfifppipp")(
             self._geometry_address, ctypes.addressof(plan.step), q.data_ptr(), q.stride(0), q.stride(1),
             cache.data_ptr(), cache.stride(0), scores["scale"], window or 0, soft_cap or 0.0,
-            None if sinks is None else sinks.data_ptr(), out.data_ptr(), lse.data_ptr(),
+            None if sinks is None else sinks.data_ptr(), None if bias is None else bias.data_ptr(),
+            0 if bias is None else bias.shape[1] // 2, out.data_ptr(), lse.data_ptr(),
         )  # fmt: skip
         return out, lse
 

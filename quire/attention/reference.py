@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionShape, Scores, Selection, StepLayout
 from quire.attention.cells import SCALE_BYTES, from_bytes, to_bytes
+from quire.ops.reference.encoder_attention import bias_of
 
 
 class ReferenceAttention(AttentionBackend):
@@ -66,12 +67,12 @@ class ReferenceAttention(AttentionBackend):
             table, positions = selection.block_table[row], torch.arange(seen, device=q.device)
             if seen > most:
                 keys = self._keys(cache, table, seen)[0, :, 0]
-                scores = weights[token] @ (q[token].float() @ keys.T).relu()
+                scores = weights[token].float() @ (q[token].float() @ keys.T).relu()
                 positions = scores.argsort(descending=True, stable=True)[:most].sort().values
             selection.slots[token, : len(positions)] = table[positions // size] * size + positions % size
 
     def attend(self, q: Tensor, cache: Tensor, plan: StepLayout, **how: Unpack[Scores]) -> tuple[Tensor, Tensor]:
-        window, soft_cap, sinks = how.get("window"), how.get("soft_cap"), how.get("sinks")
+        window, soft_cap, sinks, bias = how.get("window"), how.get("soft_cap"), how.get("sinks"), how.get("bias")
         out = q.new_empty(*q.shape[:2], self.shape.out_dim)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         starts, lengths = plan.query_start_loc.tolist(), plan.seq_lens.tolist()
@@ -85,6 +86,8 @@ class ReferenceAttention(AttentionBackend):
                 scores = soft_cap * torch.tanh(scores / soft_cap)
             position = torch.arange(length - (end - start), length, device=q.device)[:, None]
             key = torch.arange(length, device=q.device)[None, :]
+            if bias is not None:
+                scores += bias_of(bias, key - position)
             seen = key <= position
             if window is not None:
                 seen &= key > position - window

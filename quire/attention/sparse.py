@@ -56,9 +56,7 @@ class SparseAttention(AttentionBackend):
             selection = Selection(rows, seen, layout.block_table, slots)
         else:
             selection = previous.selection
-            selection.rows.copy_(rows)
-            selection.seen.copy_(seen)
-            selection.block_table[:, : layout.block_table.shape[1]].copy_(layout.block_table)
+            selection.change(rows, seen, layout.block_table)
         inner = StepLayout(
             token, seen.clamp(max=self.most), layout.slot_mapping, selection.slots, tokens_per_request=1
         )  # fmt: skip

@@ -36,12 +36,12 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
 from quire.speculative.choice import make_proposer
 from quire.speculative.lengths import DraftLengths
-from quire.structured.backends import check_backend, load_backend
-from quire.structured.gate import GrammarGate
-from quire.structured.grammar import Backend
-from quire.structured.vocabulary import Vocabulary
 from quire.worker.compression import check_compression
 from quire.worker.context import check_context
+from quire_structured.backends import check_backend, load_backend
+from quire_structured.gate import GrammarGate
+from quire_structured.grammar import Backend
+from quire_structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from quire.engine.kv_events import KVEvents

@@ -216,7 +216,8 @@ class CrossAttentionSpec(KVCacheSpec, frozen=True, tag=True):
 class StateShape(msgspec.Struct, frozen=True):
     """The sizes of a recurrent layer's state on one rank: one matrix for each head, and the last inputs of a
     convolution. decays: how many factors by which a head's state decays with a token: 1, key_dim, or none if they
-    follow from its scales. scales: how many factors a head's values have: 1 or value_dim."""
+    follow from its scales. scales: how many factors a head's values have: 1 or value_dim, or 2 * key_dim for the keys
+    of what a token removes. mlp_channels: those of an MLP that also reads the token before."""
 
     heads: int
     key_heads: int
@@ -226,6 +227,7 @@ class StateShape(msgspec.Struct, frozen=True):
     conv_width: int
     decays: int = 1
     scales: int = 1
+    mlp_channels: int = 0
 
     @property
     def state_numbers(self) -> int:
@@ -239,7 +241,7 @@ class StateShape(msgspec.Struct, frozen=True):
     def page_numbers(self, drafts: int) -> int:
         """The numbers of a page, see Pages."""
         rows = self.conv_width - 1 + drafts
-        return rows * self.channels + self.state_numbers + drafts * self.token_numbers + 1
+        return rows * (self.channels + self.mlp_channels) + self.state_numbers + drafts * self.token_numbers + 1
 
 
 ModelKVSpec = FullAttentionSpec | LatentSpec | SlidingWindowSpec | ChunkedSpec | StateSpec | CrossAttentionSpec

@@ -19,12 +19,15 @@ class AlibiSlopes:
         power = 1 << (num_heads.bit_length() - 1)
         slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
         slopes += [2.0 ** (-4 * (i + 1) / power) for i in range(0, 2 * (num_heads - power), 2)]
-        local = torch.tensor(slopes[heads.start : heads.stop], dtype=builder.dtype, device=builder.device)
-        self.slopes = local[None, :, None].expand(1, -1, 2)  # [1, heads, 2]
+        self.slopes = torch.tensor(slopes[heads.start : heads.stop], dtype=builder.dtype, device=builder.device)
+        self.kernels = builder.kernels
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v: [tokens, heads, head_dim], positions: [tokens] -> [tokens, heads, head_dim + 2] each"""
-        low = positions & 255
-        digits = torch.stack([positions - low, low], dim=-1).to(k.dtype)[:, None]  # [tokens, 1, 2]
-        slopes, digits = self.slopes.expand(len(q), -1, -1), digits.expand(-1, k.shape[1], -1)
-        return torch.cat([q, slopes], -1), torch.cat([k, digits], -1), torch.nn.functional.pad(v, (0, 2))
+        longer: tuple[Tensor, Tensor, Tensor] = self.kernels.append_positions(q, k, v, self.slopes, positions)
+        return longer
+
+    def without(self, out: Tensor) -> Tensor:
+        """The values of what attention returns: [tokens, heads, head_dim + 2] -> [tokens, heads, head_dim]"""
+        values: Tensor = self.kernels.join(out[..., :-2], out[..., :0])
+        return values

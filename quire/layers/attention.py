@@ -7,6 +7,7 @@ from quire.attention.base import AttentionBackend, Preparation, PreparingBackend
 from quire.layers.alibi import AlibiSlopes
 from quire.layers.attention_spec import AttentionSpec, HeadShare, LayerPlace
 from quire.layers.build import Builder
+from quire.layers.distance_bias import distance_bias
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.norm import RMSNorm
@@ -55,6 +56,7 @@ class Attention(CachedAttention):
         self.norm_after_rotary, self.qkv_clip = spec.norm_after_rotary, spec.qkv_clip
         self.temperature = spec.temperature
         self.alibi = AlibiSlopes(spec.num_heads, share.heads, builder) if spec.alibi else None
+        self.bias = distance_bias(builder, spec, names["distance_bias"], share.heads) if spec.buckets else None
         self.sinks = None
         if spec.sinks:
             self.sinks = builder.parameter(self.num_heads, dtype=torch.float32)
@@ -94,16 +96,16 @@ class Attention(CachedAttention):
             self.backend.store(self.cache, k, v, plan)
         if wanted is not None and not len(wanted):
             return x.new_empty(0, self.hidden_size)  # only keys and values were to be computed
-        if (temperature := self.temperature) is not None:
-            lengths = (state.inputs.positions + temperature.offset) // temperature.length
-            q = (q * (1 + temperature.scale * torch.log1p(lengths.float()))[:, None, None]).to(q.dtype)
+        if (rise := self.temperature) is not None:
+            q = self.kernels.sharpen(q, state.inputs.positions, rise.scale, rise.length, rise.offset)
         out, lse = self.backend.attend(
-            q, self.cache, plan, scale=self.scale, window=place.window, soft_cap=self.soft_cap, sinks=self.sinks
-        )
+            q, self.cache, plan, scale=self.scale, window=place.window, soft_cap=self.soft_cap, sinks=self.sinks,
+            bias=self.bias,
+        )  # fmt: skip
         if (media := state.inputs.media) is not None and media.spans:
             ahead, ahead_lse = media.look_ahead(q, k, v, self.scale)
             out, _ = self.kernels.merge_partials(torch.stack((out, ahead)), torch.stack((lse, ahead_lse)))
-        out = pick(out[..., : self.head_dim], wanted)
+        out = pick(out if self.alibi is None else self.alibi.without(out), wanted)
         if self.sub_norm is not None:
             out = self.sub_norm(out)
         out = out.reshape(len(out), self.num_heads * self.head_dim)
@@ -117,8 +119,7 @@ class Attention(CachedAttention):
         qkv, queries = self.qkv(x).view(x.shape[0], -1, self.head_dim), heads * (2 if self.output_gate else 1)
         keys = queries + kv_heads
         v = qkv[:, keys:]
-        if self.qkv_clip is not None:
-            v = v.clamp(-self.qkv_clip, self.qkv_clip)
+        v = self._clipped(v)
         return qkv[:, :heads], qkv[:, queries:keys], v, qkv[:, heads:queries]
 
     def rotate(self, q: Tensor, k: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
@@ -132,9 +133,10 @@ class Attention(CachedAttention):
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if (most := self.qkv_clip) is not None:
-            q, k = q.clamp(-most, most), k.clamp(-most, most)
-        return q, k
+        return self._clipped(q), self._clipped(k)
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        return x if self.qkv_clip is None else self.kernels.clip(x.flatten(1), self.qkv_clip).view(x.shape)
 
     def _preparation(self, state: ForwardState) -> Preparation:
         cos, sin = (None, None) if self.place.rotary is None else state.rotary[self.place.rotary]
@@ -153,5 +155,5 @@ class EncoderAttention(Attention):
         q, k, v, _ = self.project(x)
         q, k = self.rotate(q, k, state)
         starts = state.inputs.query_start_loc
-        out = self.kernels.encoder_attention(q, k, v, starts, self.scale, self.place.window)
+        out = self.kernels.encoder_attention(q, k, v, starts, self.scale, self.place.window, self.bias)
         return self.out(pick(out.flatten(1), wanted))

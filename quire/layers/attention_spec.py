@@ -31,6 +31,15 @@ class CacheShape:
 
 
 @dataclass(frozen=True)
+class Buckets:
+    """Distances of keys, of which those in a bucket have the same bias (see layers/distance_bias.py). count: of the
+    buckets. reach: the distance from which on all are in the last one."""
+
+    count: int
+    reach: int
+
+
+@dataclass(frozen=True)
 class Temperature:
     """The factor of a query at a position: 1 + scale * log(1 + floor((position + offset) / length)). It keeps attention
     sharp in texts that are longer than those of the training (Llama 4, Ministral 3)."""
@@ -54,7 +63,8 @@ class AttentionSpec:
     and v are computed, None for hidden_size. output_gate: each head's result is multiplied by the sigmoid of a gate,
     which "q" has behind its query (Qwen3-Next). is_causal: False for encoders, whose tokens also see those behind them,
     and cache nothing. key_bias: False if keys lack the bias of queries and values (Whisper). sub_norm: of all heads'
-    results as one vector, before the output projection (BitNet).
+    results as one vector, before the output projection (BitNet). buckets: of the distances for which each head has a
+    learned bias on its scores (T5).
     """
 
     hidden_size: int
@@ -80,6 +90,7 @@ class AttentionSpec:
     is_causal: bool = True
     key_bias: bool = True
     sub_norm: NormSpec | None = None
+    buckets: Buckets | None = None
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)

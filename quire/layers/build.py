@@ -42,7 +42,8 @@ class Builder:
     the quantizer that is applied at load to a layer that the checkpoint keeps dense, None to keep it dense. adapters:
     the slots of low-rank adapters for the model's linear layers, None if it takes none. experts: the ranks to which
     experts are dealt, None if the ranks of the tensor group divide each expert. residual_stream: None for one that
-    every rank has whole.
+    every rank has whole. shape_of: of a tensor in the checkpoint; None if there is none of that name, and () if that is
+    not known.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Builder:
         quantizer_of: "Callable[[str], Quantizer | None]" = lambda name: None, adapters: "AdapterSlots | None" = None,
         experts: "ExpertRanks | None" = None,
         residual_stream: ResidualStream | None = None,
+        shape_of: Callable[[str], tuple[int, ...] | None] = lambda name: (),
     ) -> None:  # fmt: skip
         self.kernels, self.experts = kernels, experts
         self.device = kernels.target.device
@@ -57,7 +59,8 @@ class Builder:
         self.tensor_group = tensor_group
         self.residual_stream = residual_stream or ResidualStream(tensor_group)
         self.method_of, self.quantizer_of, self.adapters = method_of, quantizer_of, adapters
-        self.embeddings: dict[str, Any] = {}  # by name: an encoder and a decoder may have the same one
+        self.shape_of = shape_of
+        self.shared: dict[str, Any] = {}  # tables by name: an encoder and a decoder, or layers, may have the same one
         self.slots: list[WeightSlot] = []
         self._sizes: dict[str, int] = {}  # parameters by the name of a checkpoint tensor
         self._actions: list[tuple[int, Callable[[], None]]] = []  # with how many slots must be filled before
@@ -127,8 +130,9 @@ class Outline(Builder):
 
     def __init__(self, builder: Builder) -> None:
         super().__init__(
-            builder.kernels, builder.tensor_group, builder.method_of, builder.quantizer_of, None, builder.experts
-        )
+            builder.kernels, builder.tensor_group, builder.method_of, builder.quantizer_of, None, builder.experts,
+            shape_of=builder.shape_of,
+        )  # fmt: skip
         self.device = torch.device("meta")
 
     @property

@@ -41,17 +41,18 @@ class DeepEP(Exchanged):
         super().__init__(builder, ranks, num_experts)
         self.buffer = ranks.buffer
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor, num_tokens: int) -> Sent:
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int) -> Sent:
         return _OnTheWay(self, x, self.slots.of(experts), weights, num_tokens)
 
 
 class _OnTheWay(Sent):
-    def __init__(self, dispatch: DeepEP, x: Tensor, slots: Tensor, weights: Tensor, num_tokens: int) -> None:
+    def __init__(self, dispatch: DeepEP, x: Tensor, slots: Tensor, weights: Tensor | None, num_tokens: int) -> None:
         self.dispatch, self.num_tokens, buffer = dispatch, num_tokens, dispatch.buffer
         of_rank, of_node, of_expert, is_sent, _ = buffer.get_dispatch_layout(slots, len(dispatch.slots.experts))
         self.x, self.slots, self.weights, _, self.handle, self.event = buffer.dispatch(
             x, num_tokens_per_rank=of_rank, num_tokens_per_rdma_rank=of_node, is_token_in_rank=is_sent,
-            num_tokens_per_expert=of_expert, topk_idx=slots, topk_weights=weights, async_finish=True,
+            num_tokens_per_expert=of_expert, topk_idx=slots, async_finish=True,
+            topk_weights=torch.ones(slots.shape, device=slots.device) if weights is None else weights,
         )  # fmt: skip
 
     def receive(self) -> Routed:

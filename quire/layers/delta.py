@@ -121,7 +121,7 @@ class DeltaNet(Recurrent):
         _, decay = kernels.time_steps(a, self.dt_bias, self.rate, 0.0, float("inf"))
         y = kernels.scan(
             q, k, by_head(v, heads, self.value_dim), decay, kernels.activate(b, "sigmoid"), None, self.pages,
-            plan, True,
+            plan, "delta",
         )  # fmt: skip
         y, act = pick(y.flatten(1), wanted), "sigmoid" if self.is_kimi else "silu"
         return self.out(kernels.gated_norm(y, z, self.gate_weight, self.spec.norm.eps, self.value_dim, False, act))

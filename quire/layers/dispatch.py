@@ -10,6 +10,7 @@ has these steps:
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,14 +27,13 @@ class Routed:
     """Rows for the experts of this rank, sorted by expert.
 
     rows: [rows, hidden]. offsets: [experts + 1], int64: expert e has the rows offsets[e] : offsets[e + 1]. Rows behind
-    the last offset belong to no expert. tokens: [rows], the token of the step that each row is a copy of. experts:
-    [rows], the number of each row's expert among those of this rank.
+    the last offset belong to no expert. origins: a function that returns, for each row or more, the token of the step
+    of which it is a copy, and the number of its expert among those of this rank.
     """
 
     rows: Tensor
     offsets: Tensor
-    tokens: Tensor
-    experts: Tensor
+    origins: Callable[[], tuple[Tensor, Tensor]]
 
 
 class Sent(ABC):
@@ -59,9 +59,9 @@ class Dispatch(ABC):
         return x
 
     @abstractmethod
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor, num_tokens: int) -> Sent:
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int) -> Sent:
         """Start to send own tokens. x: [own tokens, hidden]; experts: [own tokens, top_k], int64; weights: of these
-        experts, float32. num_tokens: of the step."""
+        experts, float32; None if each token has one, with the weight 1. num_tokens: of the step."""
 
 
 class Everywhere(Dispatch):
@@ -72,19 +72,21 @@ class Everywhere(Dispatch):
         self.local = list(range(num_experts))
         self.bounds = torch.arange(num_experts + 1, device=builder.device)
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor, num_tokens: int) -> Sent:
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int) -> Sent:
         return SortedTokens(self.kernels, x, experts, weights, self.bounds)
 
 
 class SortedTokens(Sent):
     """All tokens of the step, sorted by expert."""
 
-    def __init__(self, kernels: Kernels, x: Tensor, experts: Tensor, weights: Tensor, bounds: Tensor) -> None:
+    def __init__(self, kernels: Kernels, x: Tensor, experts: Tensor, weights: Tensor | None, bounds: Tensor) -> None:
         """bounds: 0, 1, ... number of experts."""
-        self.kernels, self.weights = kernels, weights
-        sorted_experts, self.order = experts.flatten().sort(stable=True)
-        tokens = self.order // experts.shape[1]
-        self.routed = Routed(x[tokens], torch.searchsorted(sorted_experts, bounds), tokens, sorted_experts)
+        self.kernels, self.weights, self.experts = kernels, weights, experts
+        rows, offsets, self.order = kernels.sort_by_expert(x, experts, bounds)
+        self.routed = Routed(rows, offsets, self._origins)
+
+    def _origins(self) -> tuple[Tensor, Tensor]:
+        return self.order // self.experts.shape[1], self.experts.flatten()[self.order]
 
     def receive(self) -> Routed:
         return self.routed
@@ -147,7 +149,7 @@ class DealtExperts(Dispatch):
 class Replicated(DealtExperts):
     """All ranks have the same tokens, and each computes its experts for them."""
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor, num_tokens: int) -> Sent:
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int) -> Sent:
         slots = self.slots.of(experts) - self.first
         elsewhere = (slots < 0) | (slots >= self.count)
         here = slots.masked_fill(elsewhere, self.count)
@@ -161,12 +163,11 @@ class OwnTokens(SortedTokens):
     On a GPU, the numbers of rows do not depend on how many these are, so the host need not wait for them.
     """
 
-    def __init__(self, kernels: Kernels, x: Tensor, experts: Tensor, weights: Tensor, bounds: Tensor) -> None:
+    def __init__(self, kernels: Kernels, x: Tensor, experts: Tensor, weights: Tensor | None, bounds: Tensor) -> None:
         super().__init__(kernels, x, experts, weights, bounds)
         self.shape = experts.shape
         if x.device.type == "cpu":
-            here, routed = int(self.routed.offsets[-1]), self.routed
-            self.routed = Routed(routed.rows[:here], routed.offsets, routed.tokens[:here], routed.experts[:here])
+            self.routed.rows = self.routed.rows[: int(self.routed.offsets[-1])]
 
     def collect(self, out: Tensor) -> Tensor:
         tokens, top_k = self.shape
@@ -205,7 +206,7 @@ class Exchanged(DealtExperts):
         result[start:stop] = own
         return result
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor, num_tokens: int) -> Sent:
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int) -> Sent:
         return _OnTheWay(self, x, self.slots.of(experts), weights, num_tokens)
 
 
@@ -213,7 +214,7 @@ class _OnTheWay(Sent):
     """Tokens that are being exchanged. Each travels as one row: its elements, then its slots on the rank to which it is
     sent, integers of the same width [top_k], with -1 for choices that are elsewhere."""
 
-    def __init__(self, dispatch: Exchanged, x: Tensor, slots: Tensor, weights: Tensor, num_tokens: int) -> None:
+    def __init__(self, dispatch: Exchanged, x: Tensor, slots: Tensor, weights: Tensor | None, num_tokens: int) -> None:
         """x: [tokens, hidden]; slots, weights: [tokens, top_k]"""
         self.dispatch, self.weights, self.num_tokens, self.top_k = dispatch, weights, num_tokens, slots.shape[1]
         self.hidden, self.integers = x.shape[1], torch.int16 if x.itemsize == 2 else torch.int32
@@ -239,7 +240,7 @@ class _OnTheWay(Sent):
         self.place = (slots.flatten() >= 0).nonzero()[:, 0]  # of each result, in the order in which they are returned
         experts, self.sorting = slots.flatten()[self.place].sort(stable=True)
         row = self.place[self.sorting] // self.top_k
-        return Routed(x[row], torch.searchsorted(experts, self.dispatch.bounds), row, experts)
+        return Routed(x[row], torch.searchsorted(experts, self.dispatch.bounds), lambda: (row, experts))
 
     def collect(self, out: Tensor) -> Tensor:
         dispatch = self.dispatch

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.layers.linear import DenseWeight, LinearMethod, LinearShape, LinearWeight, dense_slots, make_weight
 from quire.layers.specs import MoESpec, OutputPart
-from quire.ops.reference.quantized import QuantizedMatrix, concatenate
 
 
 class GroupedExperts:
@@ -18,7 +18,15 @@ class GroupedExperts:
     def __init__(self, builder: Builder, num_experts: int, out_features: int, in_features: int, bias: bool) -> None:
         self.grouped_linear = builder.kernels.grouped_linear
         self.weight = builder.parameter(num_experts, out_features, in_features)
+        self.packed: Any = self.weight  # in the form that the kernel reads fastest, in the same memory if that has room
         self.bias = builder.parameter(num_experts, out_features) if bias else None
+
+    def pack(self) -> None:
+        """To be called once the weights are loaded."""
+        if (pack := getattr(self.grouped_linear, "pack", None)) is not None:
+            self.packed = pack(self.weight)
+            if self.packed is not self.weight:
+                self.weight = self.packed.data.view(self.weight.shape)
 
     def drop_bias(self) -> None:
         self.bias = None
@@ -29,14 +37,14 @@ class GroupedExperts:
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
         """x: [rows, in], where expert e has the rows offsets[e] : offsets[e + 1] -> [rows, out]"""
-        out: Tensor = self.grouped_linear(x, self.weight, self.bias, offsets)
+        out: Tensor = self.grouped_linear(x, self.packed, self.bias, offsets)
         return out
 
 
 class SeparateExperts:
     """One projection of all experts, each with a (quantized) weight of its own.
 
-    If there is a kernel for it and all weights have the same form, they are concatenated, for one product of all.
+    If there is a kernel for it and all weights have the same form, they are joined, for one product of all.
     """
 
     def __init__(
@@ -44,18 +52,16 @@ class SeparateExperts:
     ) -> None:
         """bias: [experts, out]"""
         self.kernels, self.weights, self.out_features, self.bias = builder.kernels, weights, out_features, bias
-        self.concatenated: QuantizedMatrix | None = None
-        if self.kernels.chosen["grouped_quantized_linear"] != "reference":
-            builder.when_loaded(self._concatenate)
+        self.joined: Any = None
+        if hasattr(self.kernels.grouped_quantized_linear, "join"):
+            builder.when_loaded(self._join)
 
-    def _concatenate(self) -> None:
+    def _join(self) -> None:
         pieces = [piece for weight in self.weights for piece in getattr(weight, "pieces", ())]
-        matrices = [piece for piece in pieces if isinstance(piece, QuantizedMatrix)]
-        if len(matrices) == len(pieces) == len(self.weights):
-            merged = concatenate(matrices)
-            if len(merged) == 1:
-                pack = getattr(self.kernels.quantized_linear, "pack", None)
-                self.concatenated, self.weights = merged[0] if pack is None else pack(merged[0]), []
+        if len(pieces) == len(self.weights):
+            self.joined = self.kernels.grouped_quantized_linear.join(pieces)  # type: ignore[attr-defined]
+        if self.joined is not None:
+            self.weights = []
 
     def drop_bias(self) -> None:
         self.bias = None
@@ -63,14 +69,14 @@ class SeparateExperts:
     def tensors_of(self, expert: int) -> list[Tensor]:
         """All that this rank has of one of its experts."""
         bias = [] if self.bias is None else [self.bias[expert]]
-        if self.concatenated is None:
+        if self.joined is None:
             return [*_tensors(self.weights[expert]), *bias]
         outs = self.out_features
-        return [*self.concatenated.rows(expert * outs, (expert + 1) * outs).by_row.values(), *bias]
+        return [*self.joined.rows(expert * outs, (expert + 1) * outs).by_row.values(), *bias]
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
-        if self.concatenated is not None:
-            product: Tensor = self.kernels.grouped_quantized_linear(x, self.concatenated, self.bias, offsets)
+        if self.joined is not None:
+            product: Tensor = self.kernels.grouped_quantized_linear(x, self.joined, self.bias, offsets)
             return product
         ends, out = offsets.tolist(), x.new_empty(len(x), self.out_features)
         for e, (start, stop) in enumerate(pairwise(ends)):
@@ -89,6 +95,7 @@ def _dense_experts(builder: Builder, name: str, experts: GroupedExperts) -> Expe
     """
     quantizer = builder.quantizer_of(name)
     if quantizer is None:
+        builder.when_loaded(experts.pack)
         return experts
     weights = [quantizer(builder, [weight].pop) for weight in experts.weight]
     return SeparateExperts(builder, weights, experts.weight.shape[1], experts.bias)
@@ -114,7 +121,7 @@ def fused_experts(
     """
     count, size, (start, stop) = spec.num_experts, spec.intermediate_size, inner
     share, everything = stop - start, slice(None)
-    method = builder.method_of(names["experts_gate_up"])
+    method = builder.method_of(names["experts_gate_up"].removesuffix(".weight"))
     if method is not DenseWeight:
         return _packed_experts(builder, method, spec, hidden, names, local, inner)
     gate_up = GroupedExperts(builder, len(local), 2 * share, hidden, spec.bias)
@@ -124,7 +131,7 @@ def fused_experts(
             outputs, half = slice(which * share, (which + 1) * share), slice(which * size + start, which * size + stop)
             target, shape = gate_up.weight[here, outputs], (count, hidden, 2 * size)
             if spec.layout == "stacked":
-                builder.part(f"{names['experts_gate_up']}.weight", target, (count, 2 * size, hidden), picked, half)
+                builder.part(names["experts_gate_up"], target, (count, 2 * size, hidden), picked, half)
                 continue
             columns = half if spec.layout == "fused_halves" else slice(2 * start + which, 2 * stop, 2)
             builder.part(names["experts_gate_up"], target, shape, picked, everything, columns, transposed=True)
@@ -132,8 +139,8 @@ def fused_experts(
                 name = f"{names['experts_gate_up']}_bias"
                 builder.part(name, gate_up.bias[here, outputs], (count, 2 * size), picked, columns)
         if spec.layout == "stacked":
-            name, inputs = f"{names['experts_down']}.weight", slice(start, stop)
-            builder.part(name, down.weight[here], (count, hidden, size), picked, everything, inputs)
+            shape, inputs = (count, hidden, size), slice(start, stop)
+            builder.part(names["experts_down"], down.weight[here], shape, picked, everything, inputs)
             continue
         shape = (count, size, hidden)
         builder.part(names["experts_down"], down.weight[here], shape, picked, slice(start, stop), transposed=True)

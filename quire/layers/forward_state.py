@@ -14,13 +14,15 @@ class ForwardState:
     """What all layers of a step share.
 
     rotary: cos and sin [tokens, rotary_dim / 2], float32, for each rotary spec of the model. plans: one for each KV
-    group. layer_done: if set, called behind each layer; the last one may be left out.
+    group. layer_done: if set, called behind each layer; the last one may be left out. first_values: what the first
+    layer of an RWKV-7 leaves for the others, [tokens, this rank's values].
     """
 
     inputs: StepInputs
     rotary: list[tuple[Tensor, Tensor]]
     plans: list[Any]
     layer_done: Callable[[], None] | None = None
+    first_values: Tensor | None = None
 
 
 def pick(x: Tensor, wanted: Tensor | None) -> Tensor:

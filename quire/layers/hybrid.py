@@ -16,7 +16,7 @@ class Hybrid:
     """The sum of the results of both, which read the same input. names: of both."""
 
     def __init__(self, builder: Builder, spec: HybridSpec, names: dict[str, str], place: LayerPlace) -> None:
-        self.spec = spec
+        self.spec, self.kernels = spec, builder.kernels
         self.attention = Attention(builder, spec.attention, names, place)
         self.recurrent = Mamba2(builder, spec.recurrent, names, place)
 
@@ -29,4 +29,8 @@ class Hybrid:
     def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens or len(wanted), hidden], this rank's summand."""
         (a_in, a_out), (r_in, r_out) = self.spec.attention_multipliers, self.spec.recurrent_multipliers
-        return self.attention(x * a_in, state, wanted) * a_out + self.recurrent(x * r_in, state, wanted) * r_out
+        scaled = self.kernels.multiply
+        attended = scaled(self.attention(scaled(x, a_in), state, wanted), a_out)
+        recurred = scaled(self.recurrent(scaled(x, r_in), state, wanted), r_out)
+        total: Tensor = self.kernels.add(attended, recurred, attended)
+        return total

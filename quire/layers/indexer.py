@@ -29,7 +29,6 @@ class Indexer:
         self.k = ReplicatedLinear(builder, names["index_k"], hidden, dim)
         self.k_norm = make_norm(builder, names["index_k_norm"], dim, NormSpec("layer", 1e-6, bias=True))
         self.weights = ReplicatedLinear(builder, names["index_weights"], hidden, heads)
-        self.scale = (heads * dim) ** -0.5
 
     def bind(self, backend: SparseAttention, cache: Tensor) -> None:
         """cache: the layer's entry for the indexer's keys."""
@@ -42,4 +41,4 @@ class Indexer:
         attention are made of, [tokens, q_rank]."""
         q = self.q(compressed).view(len(x), self.spec.num_heads, self.spec.head_dim)
         q, k = self.rotary_embedding(q, self.k_norm(self.k(x))[:, None], *rotary, self.spec.interleaved_rotary)
-        backend.select_from(self.cache, q, self.weights(x).float() * self.scale, k, plan)
+        backend.select_from(self.cache, q, self.weights(x), k, plan)

@@ -33,7 +33,10 @@ class LatentAttention(CachedAttention):
 
     def __init__(self, builder: Builder, spec: LatentAttentionSpec, names: dict[str, str], place: LayerPlace) -> None:
         self.spec, self.place = spec, place
-        self.rotary_embedding, self.linear_by_head = builder.kernels.rotary_embedding, builder.kernels.linear_by_head
+        kernels = builder.kernels
+        self.rotary_embedding, self.linear_by_head, self.join = (
+            kernels.rotary_embedding, kernels.linear_by_head, kernels.join,
+        )  # fmt: skip
         (heads, is_copy), hidden = spec.heads(builder.tensor_group), spec.hidden_size
         query_dim, total = spec.nope_dim + spec.rope_dim, spec.num_heads
         self.num_heads = len(heads)
@@ -93,9 +96,9 @@ class LatentAttention(CachedAttention):
         absorbed = self._adapted(
             0, x, q[..., : spec.nope_dim], self.linear_by_head(q[..., : spec.nope_dim], self.to_latent)
         )
-        self.backend.store(self.cache, torch.cat([latent[:, None], k_rope], dim=-1), None, plan)
+        self.backend.store(self.cache, self.join(latent[:, None], k_rope), None, plan)
         out, _ = self.backend.attend(
-            torch.cat([absorbed, q_rope], dim=-1), self.cache, plan, scale=spec.scale, window=self.place.window
+            self.join(absorbed, q_rope), self.cache, plan, scale=spec.scale, window=self.place.window
         )  # [tokens, heads, kv_rank]
         out = pick(out, wanted)
         values = self._adapted(1, out, out, self.linear_by_head(out, self.from_latent))  # [tokens, heads, value_dim]

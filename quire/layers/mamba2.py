@@ -52,9 +52,8 @@ class Mamba2(Recurrent):
         self.factors: Tensor | None = None
         if spec.multipliers is not None:
             sizes = [stop - start for start, stop in (z, x, b, c, dt)]
-            self.factors = self.conv.new_tensor(
-                [m for m, n in zip(spec.multipliers, sizes, strict=True) for _ in range(n)]
-            )
+            factors = [m for m, n in zip(spec.multipliers, sizes, strict=True) for _ in range(n)]
+            self.factors = self.conv.new_tensor(factors).to(builder.dtype)
 
     def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens or len(wanted), hidden], this rank's summand."""
@@ -62,7 +61,7 @@ class Mamba2(Recurrent):
         spec, kernels, plan = self.spec, self.kernels, state.plans[self.place.state_group]
         projected = self.into(x)
         if self.factors is not None:
-            projected = projected * self.factors.to(projected.dtype)
+            projected = kernels.multiply(projected, self.factors)
         channels = self.values + 2 * self.keys
         z, inputs, dt = torch.split(projected, [self.values, channels, self.num_heads], 1)
         inputs = kernels.causal_conv(inputs, self.conv, self.conv_bias, self.pages, plan)
@@ -71,7 +70,7 @@ class Mamba2(Recurrent):
         heads, key_heads = (self.num_heads, self.value_dim), (self.num_kv_heads, self.key_dim)
         y = kernels.scan(
             by_head(q, *key_heads), by_head(k, *key_heads), by_head(v, *heads), decay, steps, self.skip, self.pages,
-            plan, False,
+            plan, "plain",
         )  # fmt: skip
         y, z = pick(y.flatten(1), wanted), pick(z, wanted)
         size = self.values // self.num_kv_heads

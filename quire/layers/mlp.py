@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
-from torch.nn import functional
 
 from quire.layers.build import Builder
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, inner_share
@@ -15,7 +15,7 @@ from quire.ops import Kernels
 
 Activation = Callable[[Tensor], Tensor]
 
-_PLAIN: dict[str, Activation] = {"relu": functional.relu, "relu2": lambda x: functional.relu(x).square()}
+_PLAIN = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 _SAME = {
     "swish": "silu",
     "gelu_new": "gelu_tanh",
@@ -36,27 +36,15 @@ def activation(kernels: Kernels, name: str, gated: bool, swiglu: tuple[float, fl
             "silu": kernels.silu_and_mul,
             "gelu": kernels.gelu_and_mul,
             "gelu_tanh": partial(kernels.gelu_and_mul, approximate="tanh"),
+            "relu": kernels.relu_and_mul,
+            "relu2": partial(kernels.relu_and_mul, squared=True),
             "swiglu_oai": partial(kernels.swiglu_oai, alpha=swiglu[0], limit=swiglu[1]),
         }
         if name in fused:
             return fused[name]
-    # torch's own silu and gelu_tanh depend on an element's place: at the end of a tensor, results may differ by a bit.
-    by_name: dict[str, Activation] = {
-        **_PLAIN,
-        **{key: partial(kernels.activate, name=key) for key in ("silu", "gelu", "gelu_tanh")},
-    }
-    if name not in by_name:
-        raise ValueError(f"activation {name!r} is not supported; supported: {', '.join(sorted({*by_name, *_SAME}))}")
-    plain = by_name[name]
-    return _gated(plain) if gated else plain
-
-
-def _gated(plain: Activation) -> Activation:
-    def function(x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return plain(gate) * up
-
-    return function
+    elif name in _PLAIN:
+        return partial(kernels.activate, name=name)
+    raise ValueError(f"activation {name!r} is not supported; supported: {', '.join(sorted({*_PLAIN, *_SAME}))}")
 
 
 class MLP:
@@ -65,7 +53,10 @@ class MLP:
     def __init__(self, builder: Builder, spec: MLPSpec, hidden: int, names: dict[str, str]) -> None:
         size = spec.intermediate_size
         start, stop = inner_share(builder, size, names["down"])
-        (self.gate_scale, self.down_scale), self.inner = spec.multipliers, stop - start
+        (gate_scale, self.down_scale), self.kernels, self.factors = spec.multipliers, builder.kernels, None
+        if gate_scale != 1:
+            self.factors = torch.ones(2 * (stop - start), dtype=torch.float32, device=builder.device)
+            self.factors[: stop - start] = gate_scale
         if not spec.gated:
             parts = [OutputPart(names["up"], size, start, stop)]
         elif fused := names.get("gate_up") or names.get("up_gate"):
@@ -89,10 +80,10 @@ class MLP:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden], this rank's summand"""
         up = self.up(x)
-        if self.gate_scale != 1:
-            up[:, : self.inner] *= self.gate_scale
+        if self.factors is not None:
+            up = self.kernels.multiply(up, self.factors)
         inner = self.activation(up)
         if self.sub_norm is not None:
             inner = self.sub_norm(inner[..., None])[..., 0]
         down = self.down(inner)
-        return down if self.down_scale == 1 else down * self.down_scale
+        return down if self.down_scale == 1 else self.kernels.multiply(down, self.down_scale)

@@ -1,16 +1,19 @@
 """Mixture of experts: a router chooses experts for each token, and each expert computes all its tokens at once."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.layers.deep_ep import DeepEP
 from quire.layers.dispatch import Dispatch, Everywhere, Exchanged, Replicated, Routed
-from quire.layers.experts import Experts, fused_experts, separate_experts
+from quire.layers.experts import fused_experts, separate_experts
 from quire.layers.linear import LinearShape, ReplicatedLinear, inner_share, make_weight
 from quire.layers.lora import LowRank
 from quire.layers.mlp import MLP, activation
 from quire.layers.specs import MoESpec, OutputPart
+from quire.ops.reference.routing import Routing
 
 
 def make_dispatch(builder: Builder, num_experts: int) -> Dispatch:
@@ -23,35 +26,52 @@ def make_dispatch(builder: Builder, num_experts: int) -> Dispatch:
     return (Exchanged if ranks.buffer is None else DeepEP)(builder, ranks, num_experts)
 
 
+def _as_saved(builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> MoESpec:
+    """The spec with the layout of the checkpoint, where there are several in use. transformers 5 saves some models in
+    another one than that in which they were published."""
+    shape = builder.shape_of(names["experts_gate_up"])
+    if shape is None:
+        return replace(spec, layout="separate")
+    is_stacked = shape == (spec.num_experts, 2 * spec.intermediate_size, hidden)
+    return replace(spec, layout="stacked") if is_stacked else spec
+
+
 class MoE:
     """A mixture of experts.
 
     names: of router and correction_bias; of expert_gate, expert_up and expert_down with {e} for the expert, or of
-    experts_gate_up and experts_down for all; of shared_gate and shared_up, or shared_gate_up; of shared_down and
-    shared_expert_gate.
+    experts_gate_up and experts_down for all, or of both if the checkpoint decides; of shared_gate and shared_up, or
+    shared_gate_up; of shared_down and shared_expert_gate.
     """
 
     def __init__(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> None:
+        if spec.layout != "separate" and "expert_gate" in names:
+            spec = _as_saved(builder, spec, hidden, names)
         self.spec, self.kernels = spec, builder.kernels
         self.router = ReplicatedLinear(builder, names["router"], hidden, spec.num_experts, spec.bias)
         self.correction_bias = None
         if spec.correction_bias:
             shape = (1, spec.num_experts) if spec.correction_bias == "row" else (spec.num_experts,)
             self.correction_bias = builder.whole(names["correction_bias"], *shape, dtype=torch.float32)
+        self.routing = Routing(
+            spec.top_k, spec.scoring, spec.jitter, spec.normalize, spec.scale, spec.groups, spec.topk_groups,
+            spec.group_score,
+        )  # fmt: skip
         self.activation = activation(builder.kernels, spec.activation, True, spec.swiglu)
         self.dispatch = make_dispatch(builder, spec.num_experts)
         self.loads: Tensor | None = None  # [experts]: for how many tokens each was chosen
         if builder.experts is not None and builder.experts.measures:
             self.loads = torch.zeros(spec.num_experts, dtype=torch.int64, device=builder.device)
         self.adapters: list[LowRank] = []  # of gate_up and of down
+        is_fused = spec.layout != "separate"
         inner = (0, spec.intermediate_size)  # each expert is whole on a rank, or all ranks have a share of it
         if builder.experts is None:
-            reader = names["expert_down" if spec.layout == "separate" else "experts_down"].replace("{e}", "0")
+            reader = names["experts_down" if is_fused else "expert_down"].replace("{e}", "0")
             inner = inner_share(builder, spec.intermediate_size, reader)
-        if spec.layout == "separate":
-            self.gate_up, self.down = self._separate(builder, hidden, names, inner)
-        else:
+        if is_fused:
             self.gate_up, self.down = fused_experts(builder, spec, hidden, names, self.dispatch.local, inner)
+        if "expert_gate" in names:
+            self._separate(builder, hidden, names, inner, is_fused)
         self.shared = self.shared_gate = None
         if spec.shared is not None:
             keys = ("gate", "up", "gate_up", "down")
@@ -61,9 +81,10 @@ class MoE:
                 self.shared_gate = ReplicatedLinear(builder, names["shared_expert_gate"], hidden, 1)
 
     def _separate(
-        self, builder: Builder, hidden: int, names: dict[str, str], inner: tuple[int, int]
-    ) -> tuple[Experts, Experts]:
-        """(gate_up, down) of a checkpoint with tensors for each expert. Notes which of them other ranks have."""
+        self, builder: Builder, hidden: int, names: dict[str, str], inner: tuple[int, int], is_fused: bool
+    ) -> None:
+        """Make what has a name for each expert: the adapters and, unless is_fused, gate_up and down. Notes which of
+        their tensors other ranks have."""
         size, (start, stop) = self.spec.intermediate_size, inner
 
         def shapes(expert: int) -> tuple[LinearShape, LinearShape]:
@@ -73,33 +94,34 @@ class MoE:
             return LinearShape(ups, hidden, 0, hidden), LinearShape((down,), size, start, stop)
 
         here = [shapes(expert) for expert in self.dispatch.local]
-        for expert in set(range(self.spec.num_experts)) - set(self.dispatch.local):
-            for shape in shapes(expert):
-                make_weight(builder.elsewhere, shape)
         ups, downs = [up for up, _ in here], [down for _, down in here]
-        experts = separate_experts(builder, ups), separate_experts(builder, downs)
+        if not is_fused:
+            for expert in set(range(self.spec.num_experts)) - set(self.dispatch.local):
+                for shape in shapes(expert):
+                    make_weight(builder.elsewhere, shape)
+            self.gate_up, self.down = separate_experts(builder, ups), separate_experts(builder, downs)
         if builder.adapters is not None:
             self.adapters = [LowRank(builder, builder.adapters, of_projection) for of_projection in (ups, downs)]
-        return experts
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden], this rank's summand"""
         own = self.dispatch.own(x)
-        weights, experts = self.route(own)  # [own tokens, top_k]
+        weights, experts = self.kernels.choose_experts(self.router(own), self.correction_bias, self.routing)
         if self.spec.weigh_inputs:
-            own, weights = (own * weights).to(own.dtype), torch.ones_like(weights)
+            own, weights = self.kernels.multiply(own, weights), None
         if self.loads is not None:
             self.loads += experts.flatten().bincount(minlength=self.spec.num_experts)
         sent = self.dispatch.send(own, experts, weights, len(x))
         shared = self._shared(x)  # meanwhile, tokens are on their way
         routed = sent.collect(self._compute(x, sent.receive()))
-        return routed if shared is None else routed + shared
+        return routed if shared is None else self.kernels.add(routed, shared, routed)
 
     def _compute(self, x: Tensor, routed: Routed) -> Tensor:
         """The results of this rank's experts, [rows, hidden]. x: the tokens of the step."""
         slots = None
         if self.adapters:
-            slots = self.adapters[0].slots.of_copies(x, len(self.dispatch.local), routed.tokens, routed.experts)
+            tokens, experts = (part[: len(routed.rows)] for part in routed.origins())
+            slots = self.adapters[0].slots.of_copies(x, len(self.dispatch.local), tokens, experts)
         out = self.gate_up(routed.rows, routed.offsets)
         if slots is not None:
             self.adapters[0].add_rows(out, routed.rows, slots)
@@ -114,43 +136,11 @@ class MoE:
         if self.shared is None:
             return None
         shared = self.shared(x)
-        return shared if self.shared_gate is None else shared * self.kernels.activate(self.shared_gate(x), "sigmoid")
+        if self.shared_gate is None:
+            return shared
+        gated: Tensor = self.kernels.multiply(shared, self.kernels.activate(self.shared_gate(x), "sigmoid"))
+        return gated
 
     def expert(self, index: int) -> list[Tensor]:
         """All that this rank has of the expert in one of its slots."""
         return self.gate_up.tensors_of(index) + self.down.tensors_of(index)
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [tokens, hidden] -> the chosen experts' weights (float32) and ids: [tokens, top_k]"""
-        spec = self.spec
-        logits = self.router(x).float()
-        if spec.scoring == "sparse_mixer":
-            return self.sparse_mixer(logits)
-        scores = logits.softmax(-1) if spec.scoring == "softmax" else self.kernels.activate(logits, "sigmoid")
-        choice = scores if self.correction_bias is None else scores + self.correction_bias
-        if spec.groups > 1:
-            grouped = choice.view(len(x), spec.groups, choice.shape[1] // spec.groups)
-            best = grouped.topk(1 if spec.group_score == "best" else 2, dim=-1).values.sum(-1)
-            excluded = torch.ones_like(best, dtype=torch.bool).scatter_(
-                1, best.topk(spec.topk_groups, dim=-1).indices, False
-            )
-            choice = grouped.masked_fill(excluded[:, :, None], float("-inf")).flatten(1)
-        experts = choice.topk(spec.top_k, dim=-1).indices
-        weights = scores.gather(1, experts)
-        if spec.normalize:
-            weights = weights / (self.kernels.row_sums(weights) + 1e-20)
-        return weights * spec.scale, experts
-
-    def sparse_mixer(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights and ids of two experts by SparseMixer-v2 (arXiv:2409.12136): the best, and the best of the
-        others. The weight of each is its share of the softmax over those that are nearly as good; the second choice
-        leaves the first out. logits: [tokens, experts]"""
-        weights, experts, left = [], [], logits
-        for _ in range(2):
-            best, index = left.max(-1, keepdim=True)
-            distance = (best - logits) / torch.maximum(logits.abs(), best)
-            near = left.masked_fill(distance > 2 * self.spec.jitter, float("-inf"))
-            weights.append(near.softmax(-1).gather(1, index))
-            experts.append(index)
-            left = left.scatter(1, index, float("-inf"))
-        return torch.cat(weights, 1), torch.cat(experts, 1)

@@ -5,17 +5,21 @@ from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.layers.specs import NormSpec
+from quire.ops import Kernels
 
 
 class Norm:
     """Norm over the last dimension. The base class is the identity, used where a model has no norm."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         return x
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual). Both may be overwritten. If residual is None, x starts the stream."""
-        residual = x if residual is None else residual.add_(x)
+        residual = x if residual is None else self.kernels.add(x, residual, residual)
         return self(residual), residual
 
 
@@ -70,5 +74,5 @@ class LayerNorm(Norm):
 def make_norm(builder: Builder, name: str | None, size: int, spec: NormSpec) -> Norm:
     """The norm called `name` in the checkpoint, or the identity if the model has none there."""
     if name is None:
-        return Norm()
+        return Norm(builder.kernels)
     return (RMSNorm if spec.kind == "rms" else LayerNorm)(builder, name, size, spec)

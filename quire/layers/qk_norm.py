@@ -30,7 +30,7 @@ class NormOfEachHead:
     def __init__(
         self, builder: Builder, name: str, spec: NormSpec, head_dim: int, num_heads: int, heads: range
     ) -> None:
-        self.eps = spec.eps
+        self.kernels, self.eps = builder.kernels, spec.eps
         self.weight = builder.parameter(len(heads), head_dim)
         if "{h}" in name:  # StableLM: one tensor for each head. Tensors of other ranks' heads fill empty slots.
             for head in range(num_heads):
@@ -40,8 +40,8 @@ class NormOfEachHead:
             builder.part(f"{name}.weight", self.weight, (num_heads, head_dim), slice(heads.start, heads.stop))
 
     def __call__(self, x: Tensor) -> Tensor:
-        normed = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
-        return (normed * self.weight).to(x.dtype)
+        normed: Tensor = self.kernels.layer_norm(x, self.weight, None, self.eps)
+        return normed
 
 
 class RMSNormOfAllHeads:
@@ -52,14 +52,17 @@ class RMSNormOfAllHeads:
     ) -> None:
         """weight: see make_qk_norm."""
         self.eps, self.group, self.size = spec.eps, builder.tensor_group, num_heads * head_dim
-        self.row_sums = builder.kernels.row_sums
+        self.kernels = builder.kernels
         self.weight = builder.parameter(len(heads), head_dim, dtype=torch.float32)
         share = slice(heads.start * head_dim, heads.stop * head_dim)
         builder.part(f"{name}.weight", self.weight.view(-1), (self.size,), share)
         self.own_weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.group.size == 1:
+            normed: Tensor = self.kernels.rms_norm(x.flatten(1), self.weight.view(-1), self.eps)
+            return normed.view(x.shape)
         wide = x.float()
-        squares = self.row_sums(wide.square().flatten(1)) * self.own_weight
+        squares = self.kernels.row_sums(wide.square().flatten(1)) * self.own_weight
         squares = self.group.all_reduce(squares)[..., None]
         return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype)

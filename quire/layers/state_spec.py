@@ -88,6 +88,22 @@ class DeltaSpec(RecurrentSpec):
 
 
 @dataclass(frozen=True)
+class RwkvSpec(RecurrentSpec):
+    """A layer of RWKV-7 (arXiv:2503.14456), whose keys and values are as wide as the stream. Its state includes the
+    last input of the MLP. norm: of the results of each head. The others are the ranks of its small products;
+    value_rank is 0 in the first layer, whose values all others read."""
+
+    decay_rank: int
+    rate_rank: int
+    gate_rank: int
+    value_rank: int
+
+    def cache_shape(self, group: "Communicator") -> StateShape:
+        heads, dim, hidden = len(HeadShare.of(self, group).heads), self.key_dim, self.hidden_size
+        return StateShape(heads, heads, dim, dim, hidden, self.conv_width, dim, 2 * dim, mlp_channels=hidden)
+
+
+@dataclass(frozen=True)
 class HybridSpec:
     """Attention and a recurrent layer, which read the same input and whose results are added up (Falcon-H1).
 

@@ -8,6 +8,7 @@ import mmap
 import re
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ class GgufTensor:
     offset: int
     kind: TensorType
     shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """The offset behind the tensor."""
+        return self.offset + math.prod(self.shape) // self.kind.elements * self.kind.nbytes
 
     @property
     def row_bytes(self) -> int:
@@ -157,9 +163,12 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
             raise WeightError(f"tensor {name} is of ggml type {number}, which is not supported; supported: {supported}")
         if shape[-1] % kind.elements or (len(shape) == 1 and not kind.is_float):
             raise WeightError(f"tensor {name} has rows of {shape[-1]} elements, which cannot be {kind.name}")
-        if base + offset + math.prod(shape) // kind.elements * kind.nbytes > len(cursor.data):
+        tensors[name] = tensor = GgufTensor(path, base + offset, kind, shape)
+        if tensor.stop > len(cursor.data):
             raise WeightError(f"tensor {name} lies beyond the end of the file")
-        tensors[name] = GgufTensor(path, base + offset, kind, shape)
+    for name, following in pairwise(sorted(tensors, key=lambda name: tensors[name].offset)):
+        if tensors[name].stop > tensors[following].offset:  # such as blocks of another size than ggml's
+            raise WeightError(f"tensors {name} and {following} overlap")
     return GgufFile(path, metadata, tensors)
 
 
@@ -169,17 +178,26 @@ class Stored:
 
     expert: its index, if it is part of a tensor of all experts. rotary_heads: the number of heads, if llama.cpp stores
     their rows in another order, in which the two rows of a rotated pair are neighbors. shift: to be added to the stored
-    values.
+    values. scale: a vector with the number by which the values of each expert are multiplied, or those of all.
     """
 
     tensor: GgufTensor
     expert: int | None = None
     rotary_heads: int | None = None
     shift: float = 0.0
+    scale: GgufTensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+
+    @property
+    def factor(self) -> float:
+        """By which the stored values are multiplied."""
+        if self.scale is None:
+            return 1.0
+        values: list[float] = Stored(self.scale).floats().tolist()
+        return values[self.expert or 0] if len(values) > 1 else values[0]
 
     def rows(self, start: int, stop: int) -> Bytes:
         """The bytes of the rows [start, stop): [stop - start, bytes of a row]"""

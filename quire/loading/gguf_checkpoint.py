@@ -32,12 +32,15 @@ class GgufCheckpoint(Checkpoint):
     def linear_method(self) -> Callable[[str], LinearMethod]:
         """The `method_of` of a `Builder`. All layers have the same method, which finds the type of each tensor."""
         linear = (s for n, s in self.names.items() if not n.startswith("model.embed_tokens"))
-        method = DenseWeight if all(s.tensor.kind.is_float for s in linear) else GGUF(self._type_of)
+        method = DenseWeight if all(s.tensor.kind.is_float for s in linear) else GGUF(self._type_of, self._scale_of)
         return lambda name: method
 
     def _type_of(self, name: str) -> TensorType:
         stored = self.names.get(self.alias(name))
         return TYPES[0] if stored is None else stored.tensor.kind  # `load_weights` reports a missing tensor
+
+    def _scale_of(self, name: str) -> float:
+        return self.names[self.alias(name)].factor
 
     def read(self, slot: WeightSlot) -> Tensor:
         stored = self.names[slot.name]
@@ -48,7 +51,7 @@ class GgufCheckpoint(Checkpoint):
         first = slot.pick[0] if slot.pick else slice(0, slot.shape[0])
         data = torch.from_numpy(stored.rows(first.start, first.stop))
         if not as_bytes:
-            data = dequantize(stored.tensor.kind, data).float() + stored.shift
+            data = dequantize(stored.tensor.kind, data).float() * stored.factor + stored.shift
         return data.view(-1, *slot.shape[1:])[:, *slot.pick[1:]]
 
     def copy_into(self, slot: WeightSlot) -> None:

@@ -124,6 +124,9 @@ def gguf_tensors(gguf: GgufFile) -> dict[str, Stored]:
     heads = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"} if family.pairs else {}
     found: dict[str, Stored] = {}
     for name, tensor in gguf.tensors.items():
+        stem, _, end = name.rpartition(".")
+        if end in ("scale", "input_scale") and f"{stem}.weight" in gguf.tensors:
+            continue  # the first belongs to the weight; by the second, inputs would be rounded, which is less exact
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
         if match is None or match[2] not in names:
             if not name.startswith("rope_f"):  # these divisors are in the config
@@ -136,5 +139,9 @@ def gguf_tensors(gguf: GgufFile) -> dict[str, Stored]:
         if match[2] == "ffn_gate_inp_shexp":  # it has one output, so GGUF leaves out the dimension of outputs
             stored = replace(stored, tensor=replace(tensor, shape=(1, tensor.shape[-1])))
         experts = range(tensor.shape[0]) if "{e}" in full else ()
+        if match[3] == "weight" and (scale := gguf.tensors.get(f"{stem}.scale")) is not None:
+            if scale.shape not in ((1,), (len(experts),)):
+                raise WeightError(f"{gguf.path}: {stem}.scale has shape {scale.shape}, which {name} does not have")
+            stored = replace(stored, scale=scale)
         found |= {full.replace("{e}", str(e)): replace(stored, expert=e) for e in experts} or {full: stored}
     return found

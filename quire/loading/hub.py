@@ -21,7 +21,7 @@ _LEFT_OUT = ["consolidated*", "[!0-9]*/*.safetensors", "[!0-9]*/*.json", "[!0-9]
 _BUNDLED = "quire-demo/"
 # A GGUF file of a repository: its kind, such as Q4_K_M or UD-Q4_K_XL, and its number among the parts of a split file.
 _GGUF = re.compile(
-    r"(?:.*?[-._/])?((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))(?:-\d{5}-of-(\d{5}))?\.gguf", re.IGNORECASE
+    r"(?:.*?[-._/])?((?:UD-)?(?:[IT]?Q\d\w*|(?:MX|NV)FP4\w*|BF16|F16|F32))(?:-\d{5}-of-(\d{5}))?\.gguf", re.IGNORECASE
 )
 _USUAL_KIND = "Q4_K_M"
 
@@ -36,12 +36,13 @@ _Name = str | None
 
 def local_model(model: _Name) -> Path | None:
     """The local directory or .gguf file that a name means, None if it is the name of a model of the hub. The drafters
-    of the bundled model are called quire-demo/eagle3, quire-demo/medusa and quire-demo/draft, and its adapter
-    quire-demo/rhyme. Raises ModelNotFoundError for a name that is neither."""
+    of the bundled model are called quire-demo/eagle3, quire-demo/medusa and quire-demo/draft, its adapter
+    quire-demo/rhyme, and itself with an encoder of pictures quire-demo/vision. Raises ModelNotFoundError for a name
+    that is neither."""
     if model is None:
         return bundled_model()
     if model.startswith(_BUNDLED):
-        for kind in ("speculators", "adapters"):
+        for kind in ("speculators", "adapters", "."):
             if (bundled := bundled_model().parent / kind / model.removeprefix(_BUNDLED)).is_dir():
                 return bundled
     path = Path(os.path.expanduser(model))  # for a user without a home, Path.expanduser would raise an error

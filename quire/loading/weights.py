@@ -38,15 +38,21 @@ class Checkpoint(ABC):
         """Of a tensor with one of the `names`. Raises WeightError in formats whose tensors are not the model's."""
         raise WeightError("weights in this format can be replaced from a folder only")
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor of the model, None if there is none of that name."""
+        name = self.alias(name)
+        return self.shape(name) if name in self.names else None
+
     def linear_method(self) -> Callable[[str], LinearMethod] | None:
         """The `method_of` of a `Builder`, if the files and not config.json say how each layer is stored."""
         return None
 
     def alias(self, name: str) -> str:
         """The checkpoint's name of a tensor: a model may have been saved without its head, or inside a larger model."""
-        bare = name.partition(".")[2]
-        names = [name, bare, f"language_model.{name}", f"model.language_model.{bare}", f"model.{name}"]
-        names.append(f"model.text_model.{bare}")
+        root, _, bare = name.partition(".")
+        names = [name, bare, f"language_model.{name}", f"model.{name}"]
+        if root == "model":
+            names += [f"model.language_model.{bare}", f"model.text_model.{bare}"]
         if name.startswith("vision_tower."):  # which some versions of transformers nest deeper
             names += [f"vision_tower.vision_model.{bare}", f"model.vision_tower.vision_model.{bare}"]
         return next((n for n in names if n in self.names), name)
@@ -196,10 +202,14 @@ def parts_of(checkpoint: Checkpoint, builder: Builder) -> Parts:
 
 
 def weight_files(directory: Path, single: str, pattern: str) -> list[Path]:
-    """The files that the index lists. Without an index: the file `single`, or else all files that match the pattern."""
+    """The files that the index lists, in the directory or in one beside it. Without an index: the file `single`, or
+    else all files that match the pattern. Raises WeightError."""
     index = read_json(directory, f"{single}.index.json").get("weight_map")
     if index is not None and not (isinstance(index, dict) and all(isinstance(f, str) for f in index.values())):
         raise WeightError(f"{directory / f'{single}.index.json'} has a weight_map that does not map to file names")
+    for file in map(Path, (index or {}).values()):
+        if file.is_absolute() or ".." in file.parts[1:]:  # judged as it is written: files of the hub's cache are links
+            raise WeightError(f"{directory / f'{single}.index.json'} names {file}, which is outside {directory.parent}")
     if index:
         return sorted({directory / f for f in index.values()})
     if (directory / single).is_file():  # other files may be second copies, such as consolidated.safetensors

@@ -26,8 +26,9 @@ from quire.layers.mlp import MLP
 from quire.layers.moe import MoE
 from quire.layers.norm import make_norm
 from quire.layers.rotary import RotaryEmbedding
+from quire.layers.rwkv import Rwkv
 from quire.layers.specs import MLPSpec
-from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec
+from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RwkvSpec
 from quire.models.model import Model, Shape
 from quire.models.pooler import Pooler
 from quire.models.spec import DecoderSpec
@@ -40,6 +41,7 @@ MIXERS: dict[type, Callable[..., Any]] = {
     Mamba2Spec: Mamba2,
     DeltaSpec: DeltaNet,
     HybridSpec: Hybrid,
+    RwkvSpec: Rwkv,
 }
 
 
@@ -93,9 +95,12 @@ class DecoderLayer:
         x, residual = self.attention_norm.add(x, residual)
         out = self.mixer(stream.whole(x, tokens), state, wanted)
         x, residual = self.attention_post_norm(stream.sum(out)), stream.pick(residual, wanted, tokens)
-        x, residual = self.mlp_norm.add(x if self.scale == 1 else x * self.scale, residual)
+        x, residual = self.mlp_norm.add(self._scaled(x), residual)
         x = self.mlp_post_norm(stream.sum(self.mlp(stream.whole(x, out))))
-        return x if self.scale == 1 else x * self.scale, residual
+        return self._scaled(x), residual
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale == 1 else self.kernels.multiply(x, self.scale)
 
 
 class ParallelLayer(DecoderLayer):
@@ -181,9 +186,23 @@ class SingleLayer(DecoderLayer):
         return stream.sum(out), stream.pick(residual, wanted, tokens)
 
 
+class ShiftedLayer(DecoderLayer):
+    """The MLP reads a mix of each token and the one before, so the mixer computes all tokens (RWKV-7)."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        stream, tokens = self.residual_stream, state.inputs.positions
+        x, residual = self.attention_norm.add(x, residual)
+        out = self.mixer(stream.whole(x, tokens), state)
+        x, residual = self.mlp_norm.add(stream.sum(out), residual)
+        x = self.mixer.mlp_input(stream.whole(x, tokens), state, wanted)
+        return stream.sum(self.mlp(x)), stream.pick(residual, wanted, tokens)
+
+
 LAYERS = {
     "sequential": DecoderLayer, "parallel": ParallelLayer, "post_norm": PostNormLayer, "single": SingleLayer,
-    "cross": CrossLayer, "cross_post_norm": CrossPostNormLayer,
+    "cross": CrossLayer, "cross_post_norm": CrossPostNormLayer, "shifted": ShiftedLayer,
 }  # fmt: skip
 
 
@@ -198,6 +217,8 @@ class LayerStack:
         if isinstance(first, LatentAttentionSpec) and first.shares_selection:
             raise ValueError(f"layer {own.start} attends to the tokens that the layer before selects, and must be in "
                              "its stage; give pipeline_layers, or lower pipeline_parallel_size")  # fmt: skip
+        if isinstance(first, RwkvSpec) and own.start:
+            raise ValueError("pipeline_parallel_size must be 1: all layers read the values of the first one")
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
         chunks = [c if c and c < max_model_len else None for c in spec.chunks or [None] * spec.num_layers]
         self.kv_specs: Sequence[ModelKVSpec] = []
@@ -316,10 +337,10 @@ class Decoder(LayerStack, Model):
     def _make_embedding(self, builder: Builder, names: Mapping[str, str], embedding_size: int) -> None:
         spec = self.spec
         name = names["embedding"]
-        if name not in builder.embeddings:
-            table = VocabParallelEmbedding(builder, name, spec.vocab_size, embedding_size, spec.tie_embeddings)
-            builder.embeddings[name] = table
-        self.embedding: VocabParallelEmbedding = builder.embeddings[name]
+        if name not in builder.shared:
+            table = VocabParallelEmbedding(builder, name, spec.vocab_size, embedding_size, bool(spec.tie_embeddings))
+            builder.shared[name] = table
+        self.embedding: VocabParallelEmbedding = builder.shared[name]
         self.embedding_scale = None
         if spec.embedding_scale is not None:  # rounded to the model's type, as in training
             self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=builder.dtype, device=builder.device)

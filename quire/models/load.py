@@ -1,6 +1,7 @@
 """Builds the model of this rank: spec, layers, weights."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,7 @@ from quire.loading.gguf import read_gguf
 from quire.loading.gguf_checkpoint import GgufCheckpoint
 from quire.loading.gguf_models import gguf_tensors
 from quire.loading.mxfp4 import Mxfp4Checkpoint
+from quire.loading.rwkv import PACKED, RwkvCheckpoint
 from quire.loading.weights import Checkpoint, load_dummy, load_weights, open_checkpoint, parts_of
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription, describe
@@ -70,6 +72,8 @@ def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     """The checkpoint in the form that the schemes read, if its own is another one."""
     if any(name.endswith("_blocks") for name in checkpoint.names):
         return Mxfp4Checkpoint(checkpoint)
+    if any(name.endswith(PACKED) for name in checkpoint.names):
+        return RwkvCheckpoint(checkpoint)
     if quantization_kind(config) == "bitsandbytes":
         return BitsAndBytesCheckpoint(checkpoint)
     if quantization_kind(config) == "torchao":
@@ -117,13 +121,16 @@ def load_model(
     checkpoint: Checkpoint | None = None
     if directory.is_file():
         checkpoint = gguf = GgufCheckpoint(gguf_tensors(read_gguf(directory)))
-        method_of = gguf.linear_method()
+        method_of, shape_of = gguf.linear_method(), gguf.shape_of
     elif config.model.load_format == "dummy" and weights is None:
-        method_of = quantization_method(description.config)
+        method_of, is_dense = quantization_method(description.config), quantization_kind(description.config) is None
+        shape_of = lambda name: () if is_dense else None  # noqa: E731  # quantized experts have tensors of their own
     else:
-        checkpoint = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or directory)
-        checkpoint = presented(checkpoint, description.config)
+        files = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or directory)
+        checkpoint, shape_of = presented(files, description.config), files.shape_of
         method_of = checkpoint.linear_method() or quantization_method(description.config, checkpoint.has)
+    if spec.tie_embeddings is None and checkpoint is not None:
+        spec = replace(spec, tie_embeddings=not checkpoint.has(f"{spec.names['lm_head']}.weight"))
     choose_instruction_set(config.kernels.cpu_isa)
     kernels = Kernels(target, config.kernels.kernels)
     if config.model.torch_compile:
@@ -133,7 +140,7 @@ def load_model(
     experts = _expert_ranks(config, spec, mesh, device, adapters)
     stream = (DividedStream if config.parallel.enable_sequence_parallel else ResidualStream)(mesh.tp)
     quantizer = quantizer_of(config.model.quantization, spec.names)
-    builder = Builder(kernels, mesh.tp, method_of, quantizer, adapters, experts, stream)
+    builder = Builder(kernels, mesh.tp, method_of, quantizer, adapters, experts, stream, shape_of)
     stage, elsewhere = None, set[str]()
     if mesh.pp.size > 1:
         drafts = config.scheduler.speculation is not None and config.scheduler.speculation.on_device
@@ -144,6 +151,9 @@ def load_model(
         model.tower = towers.make(builder if model.stage.layers.start == 0 else builder.elsewhere, spec.media)
         if hasattr(towers, "output_rules"):
             model.output_rules = partial(towers.output_rules, directory, spec.media)
+        if device.type == "cuda":
+            largest = import_module("quire_multimodal.samples").largest_items
+            model.largest_items = partial(largest, spec.media, directory, config.multimodal)
     elsewhere |= builder.tensors_elsewhere
     if adapters is not None:
         adapters.elsewhere = {name.rpartition(".")[0] for name in elsewhere}

@@ -1,6 +1,6 @@
 """The interface between the worker and a model of any architecture."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from quire.layers.attention_spec import CacheShape
 from quire.layers.forward_state import ForwardState
 from quire.layers.lora import AdapterSlots
 from quire.loading.weights import Parts
+from quire.messages.media import EncoderLimits, MediaItem
 from quire.models.pooler import Pooler
 from quire.ops import Kernels
 from quire.parallel.experts import ExpertRanks
@@ -36,12 +37,13 @@ class Model(Protocol):
     of the residual stream. num_parameters: of all ranks of this stage. rotary: functions from positions to the tables
     (cos, sin) in ForwardState.rotary. kv_specs: what each KV group caches of a token in the layers of this stage; empty
     for a model without a cache. cache_shapes: for each KV group, the sizes of what this rank caches in one layer.
-    pooler: of a model that pools. adapters: the slots for low-rank adapters, None if the model takes none. experts:
-    the ranks to which experts are dealt, if they are. stage: the part of the model that this rank has in a pipeline.
+    pooler: of a model that pools. adapters: the slots for low-rank adapters, None if the model takes none. experts: the
+    ranks to which experts are dealt, if they are. stage: the part of the model that this rank has in a pipeline.
     residual_stream: which tokens are the rank's own, whose norms and residual sums it computes. parts: what the rank
-    has of which tensors of the checkpoint; nothing, if there was none. sees: whether it takes
-    pictures, and whether tokens have several rotary positions (DecoderSpec.has_sections). tower: in the first stage.
-    output_rules: makes the logits processor of a model whose output has rules of its own.
+    has of which tensors of the checkpoint; nothing, if there was none. sees: whether it takes pictures, and whether
+    tokens have several rotary positions (DecoderSpec.has_sections). tower: in the first stage. largest_items: what the
+    tower may have to encode, on a GPU (quire_multimodal/samples.py). output_rules: makes the logits processor of a
+    model whose output has rules of its own.
     """
 
     kernels: Kernels
@@ -60,6 +62,7 @@ class Model(Protocol):
     parts: Parts = {}  # noqa: RUF012
     sees: tuple[bool, bool] = False, False
     tower: Tower | None = None
+    largest_items: Callable[[EncoderLimits], Iterator[MediaItem]] | None = None
     output_rules: MakeProcessor | None = None
 
     def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:

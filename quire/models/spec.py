@@ -9,11 +9,11 @@ from typing import Any, Literal
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.rotary_spec import RotarySpec, max_model_positions, rotary_spec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RecurrentSpec
+from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
 # What keeps an entry in the cache
-CachedSpec = AttentionSpec | LatentAttentionSpec | MambaSpec | Mamba2Spec | DeltaSpec
+CachedSpec = AttentionSpec | LatentAttentionSpec | MambaSpec | Mamba2Spec | DeltaSpec | RwkvSpec
 MixerSpec = CachedSpec | HybridSpec  # decoder.MIXERS names the layer that implements each kind
 # Role -> checkpoint name, without ".weight"; {i} is the layer, {e} the expert, {h} the head. If a role is missing or
 # None, the model has no such part.
@@ -50,8 +50,9 @@ class DecoderSpec:
     windows: the number of tokens that a query sees, None for all. rotary: None for a layer without rotary embedding.
     residual: how a layer's branches use the residual stream: one after the other ("sequential"), both from the same
     input ("parallel"), with the norm after the sum ("post_norm"), or with cross-attention between both ("cross", or
-    "cross_post_norm" with the norms after the sums). With "single", a layer has one branch only: its mixer or its MLP
-    is None (Mamba-2, Nemotron-H). A layer has the norms that `names` contains.
+    "cross_post_norm" with the norms after the sums), or with an MLP that also reads the token before ("shifted",
+    RWKV-7). With "single", a layer has one branch only: its mixer or its MLP is None (Mamba-2, Nemotron-H). A layer has
+    the norms that `names` contains.
     position_offset: rows before position 0 in the table of learned positions, None if there is no such table.
     embedding_size: width of the token table if it is not hidden_size; the embeddings are then projected.
     score_scales: one factor for the attention scores of each layer. token_types: how many kinds of segments have a
@@ -59,7 +60,8 @@ class DecoderSpec:
     before its attention. In an encoder, windows are numbers of tokens to each side. Without the name "lm_head", a model
     has no logits. chunks: of each layer, the tokens of a chunk of the text, outside of which a query sees nothing
     (Llama 4); None for no chunks. media: of a model that sees or hears. crossed: the most tokens of an encoder, which
-    the cross-attention of each layer reads; 0 for a model without an encoder.
+    the cross-attention of each layer reads; 0 for a model without an encoder. tie_embeddings: whether the head uses the
+    table of the embedding; None if it does so in checkpoints without a table for the head.
     """
 
     vocab_size: int
@@ -71,8 +73,10 @@ class DecoderSpec:
     rotary: tuple[RotarySpec | None, ...]
     max_positions: int
     windows: tuple[int | None, ...]
-    residual: Literal["sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm"] = "sequential"
-    tie_embeddings: bool = False
+    residual: Literal["sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm", "shifted"] = (
+        "sequential"
+    )
+    tie_embeddings: bool | None = False
     lm_head_bias: bool = False
     embedding_size: int | None = None
     embedding_scale: float | None = None

@@ -8,10 +8,12 @@ import torch
 import quire.ops.cpu.drafts
 import quire.ops.cpu.elementwise
 import quire.ops.cpu.encoder_attention
+import quire.ops.cpu.heads
 import quire.ops.cpu.linear
 import quire.ops.cpu.lora
 import quire.ops.cpu.masks
 import quire.ops.cpu.quantized_linear
+import quire.ops.cpu.routing
 import quire.ops.cpu.sampling
 import quire.ops.cpu.states
 import quire.ops.reference.batch  # the imports register; nothing is compiled before an engine chooses

@@ -1,12 +1,14 @@
 """Decodes the tensor types of GGUF files (ggml's quantized blocks) into the engine's own layout.
 
 The layouts are those of ggml's ggml-common.h. The values equal those of ggml's reference dequantization bit for bit.
+Types whose codes stand for the values of a table, and other further ones, are in quire_formats/ggml_blocks.py.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -20,16 +22,16 @@ from quire.quantization.packing import integer_matrix, narrow
 from quire.quantization.scheme import Groups, Piece, Scheme, slot
 
 
-def _fields(x: Tensor, run: int, bits: int, count: int) -> Tensor:
+def fields(x: Tensor, run: int, bits: int, count: int) -> Tensor:
     """Unpack `count` fields of `bits` bits from each byte. [..., bytes] -> [..., bytes * count]
 
     Of each `run` bytes, the lowest fields of all bytes come first, then the next fields of all bytes.
     """
-    shifts = torch.arange(0, bits * count, bits, dtype=torch.uint8)[:, None]
+    shifts = torch.arange(0, bits * count, bits, dtype=torch.uint8, device=x.device)[:, None]
     return (x.reshape(*x.shape[:-1], -1, 1, run) >> shifts & ((1 << bits) - 1)).flatten(-3)
 
 
-def _half(x: Tensor, offset: int) -> Tensor:
+def half(x: Tensor, offset: int) -> Tensor:
     """The float16 at byte `offset` of each block: [out, blocks]"""
     return x[..., offset : offset + 2].contiguous().view(torch.float16)[..., 0]
 
@@ -44,14 +46,14 @@ def _simple(x: Tensor, bits: int, has_minimum: bool) -> QuantizedMatrix:
     """Q4_0, Q4_1, Q5_0, Q5_1. A block has: d, m (if has_minimum), fifth bits (if bits == 5), 4 bits of each of 32
     elements."""
     start = 4 if has_minimum else 2  # offset of the fifth bits
-    codes = _fields(x[..., -16:], 16, 4, 2)
+    codes = fields(x[..., -16:], 16, 4, 2)
     if bits == 5:
-        codes = codes | _fields(x[..., start : start + 4], 1, 1, 8) << 4
-    return _matrix(codes, bits, _half(x, 0), _half(x, 2) if has_minimum else None)
+        codes = codes | fields(x[..., start : start + 4], 1, 1, 8) << 4
+    return _matrix(codes, bits, half(x, 0), half(x, 2) if has_minimum else None)
 
 
 def _q8_0(x: Tensor) -> QuantizedMatrix:
-    return _matrix(x[..., 2:] ^ 128, 8, _half(x, 0))
+    return _matrix(x[..., 2:] ^ 128, 8, half(x, 0))
 
 
 def _super_blocks(matrix: QuantizedMatrix, *factors: Tensor) -> QuantizedMatrix:
@@ -59,14 +61,14 @@ def _super_blocks(matrix: QuantizedMatrix, *factors: Tensor) -> QuantizedMatrix:
 
 
 def _q2_k(x: Tensor) -> QuantizedMatrix:
-    scales, codes = x[..., :16].flatten(1), _fields(x[..., 16:80], 32, 2, 4)
-    return _super_blocks(_matrix(codes, 2, scales & 15, scales >> 4), _half(x, 80), -_half(x, 82))
+    scales, codes = x[..., :16].flatten(1), fields(x[..., 16:80], 32, 2, 4)
+    return _super_blocks(_matrix(codes, 2, scales & 15, scales >> 4), half(x, 80), -half(x, 82))
 
 
 def _q3_k(x: Tensor) -> QuantizedMatrix:
-    codes = _fields(x[..., 32:96], 32, 2, 4) | _fields(x[..., :32], 32, 1, 8) << 2
-    scales = _fields(x[..., 96:104], 8, 4, 2) | _fields(x[..., 104:108], 4, 2, 4) << 4
-    return _super_blocks(_matrix(codes, 3, scales.flatten(1).view(torch.int8) - 32), _half(x, 108))
+    codes = fields(x[..., 32:96], 32, 2, 4) | fields(x[..., :32], 32, 1, 8) << 2
+    scales = fields(x[..., 96:104], 8, 4, 2) | fields(x[..., 104:108], 4, 2, 4) << 4
+    return _super_blocks(_matrix(codes, 3, scales.flatten(1).view(torch.int8) - 32), half(x, 108))
 
 
 def _q45_k(x: Tensor, bits: int) -> QuantizedMatrix:
@@ -75,45 +77,23 @@ def _q45_k(x: Tensor, bits: int) -> QuantizedMatrix:
     low, minimum, mixed = x[..., 4:8], x[..., 8:12], x[..., 12:16]
     scales = torch.cat([low & 63, mixed & 15 | low >> 2 & 48], dim=-1)
     minima = torch.cat([minimum & 63, mixed >> 4 | minimum >> 2 & 48], dim=-1)
-    codes = _fields(x[..., -128:], 32, 4, 2)
+    codes = fields(x[..., -128:], 32, 4, 2)
     if bits == 5:
-        codes = codes | _fields(x[..., 16:48], 32, 1, 8) << 4
-    return _super_blocks(_matrix(codes, bits, scales.flatten(1), minima.flatten(1)), _half(x, 0), -_half(x, 2))
+        codes = codes | fields(x[..., 16:48], 32, 1, 8) << 4
+    return _super_blocks(_matrix(codes, bits, scales.flatten(1), minima.flatten(1)), half(x, 0), -half(x, 2))
 
 
 def _q6_k(x: Tensor) -> QuantizedMatrix:
-    codes = _fields(x[..., :128], 64, 4, 2) | _fields(x[..., 128:192], 32, 2, 4) << 4
+    codes = fields(x[..., :128], 64, 4, 2) | fields(x[..., 128:192], 32, 2, 4) << 4
     scales = x[..., 192:208].flatten(1).view(torch.int8)
-    return _super_blocks(_matrix(codes, 6, scales), _half(x, 208))
+    return _super_blocks(_matrix(codes, 6, scales), half(x, 208))
 
 
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+# From bytes [out, blocks, bytes of a block] to a matrix [out, in].
+Decoder = Callable[[Tensor], QuantizedMatrix]
 
-
-def _from_table(codes: Tensor, scales: Tensor, values: tuple[int, ...]) -> QuantizedMatrix:
-    table = torch.tensor(values, dtype=torch.float32, device=codes.device)
-    return replace(_matrix(codes, 4, scales), table=table)
-
-
-def _iq4_nl(x: Tensor) -> QuantizedMatrix:
-    return _from_table(_fields(x[..., 2:], 16, 4, 2), _half(x, 0), _IQ4)
-
-
-def _iq4_xs(x: Tensor) -> QuantizedMatrix:
-    """Bytes 2 to 8 have the scales of eight groups of 32 elements: their upper 2 bits, then their lower 4."""
-    scales = _fields(x[..., 4:8], 1, 4, 2) | _fields(x[..., 2:4], 1, 2, 4) << 4
-    matrix = _from_table(_fields(x[..., 8:], 16, 4, 2), scales.flatten(1).view(torch.int8) - 32, _IQ4)
-    return _super_blocks(matrix, _half(x, 0))
-
-
-def _mxfp4(x: Tensor) -> QuantizedMatrix:
-    scales = torch.ldexp(torch.ones_like(x[..., 0], dtype=torch.float32), x[..., 0].int() - 128)
-    return _from_table(_fields(x[..., 1:], 16, 4, 2), scales, _E2M1_TWICE)
-
-
-# By type: the dtype of a float, or the function from bytes [out, blocks, bytes of a block] to a matrix [out, in].
-_DECODERS: dict[str, torch.dtype | Callable[[Tensor], QuantizedMatrix]] = {
+# By type: the dtype of a float, or the decoder.
+_DECODERS: dict[str, torch.dtype | Decoder] = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
@@ -127,15 +107,20 @@ _DECODERS: dict[str, torch.dtype | Callable[[Tensor], QuantizedMatrix]] = {
     "Q4_K": partial(_q45_k, bits=4),
     "Q5_K": partial(_q45_k, bits=5),
     "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
-    "MXFP4": _mxfp4,
 }
+
+
+def decoder_of(kind: TensorType) -> torch.dtype | Decoder:
+    """Raises WeightError if the type needs a package that is not installed."""
+    if (known := _DECODERS.get(kind.name)) is not None:
+        return known
+    further: Decoder = import_module("quire_formats.ggml_blocks").decoder_of(kind.name)
+    return further
 
 
 def decode(kind: TensorType, data: Tensor) -> Piece:
     """data: bytes [out, bytes of a row] -> [out, in], still quantized."""
-    decoder = _DECODERS[kind.name]
+    decoder = decoder_of(kind)
     if isinstance(decoder, torch.dtype):
         return data.contiguous().view(decoder)
     return decoder(data.view(len(data), -1, kind.nbytes))
@@ -147,11 +132,24 @@ def dequantize(kind: TensorType, data: Tensor) -> Tensor:
     return matrix if isinstance(matrix, Tensor) else matrix.dequantize()
 
 
+def _scaled(piece: Piece, scale: float) -> Piece:
+    if scale == 1:
+        return piece
+    if isinstance(piece, Tensor):
+        return piece.float() * scale
+    factors = piece.scales.new_ones(piece.out_features, 1, 2) if piece.factors is None else piece.factors
+    return replace(piece, factors=factors.float() * scale)
+
+
 @dataclass(frozen=True)
 class GGUF(Scheme):
-    """The scheme of GGUF files, whose tensors have different types. type_of: from a tensor's name to its type."""
+    """The scheme of GGUF files, whose tensors have different types.
+
+    type_of: from a tensor's name to its type. scale_of: to the number by which its values are multiplied.
+    """
 
     type_of: Callable[[str], TensorType]
+    scale_of: Callable[[str], float]
 
     def __call__(self, builder: Builder, shape: LinearShape) -> LinearWeight:
         shape = replace(shape, transposed=False)
@@ -165,6 +163,7 @@ class GGUF(Scheme):
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], Piece]:
         name = f"{part.name}.weight"
         kind = self.type_of(name)
+        decoder_of(kind)  # raises an error before anything is read
         blocks = Groups.of(shape, kind.elements, divisible=False)
         columns = slice(blocks.picked.start * kind.nbytes, blocks.picked.stop * kind.nbytes)
         outputs = slice(part.start, part.stop)
@@ -172,7 +171,7 @@ class GGUF(Scheme):
         start, dtype = shape.start - blocks.picked.start * kind.elements, builder.dtype
 
         def make() -> Piece:
-            piece = decode(kind, data)
+            piece = _scaled(decode(kind, data), self.scale_of(name))
             return piece.to(dtype) if isinstance(piece, Tensor) else _inputs(piece, start, shape.stop - shape.start)
 
         return make

@@ -97,11 +97,12 @@ class TableCodes(Scheme):
         self, codes: Tensor, scales: Tensor, groups: Groups, shape: LinearShape, skip: int, factor: Tensor | None = None
     ) -> QuantizedMatrix:
         """skip: inputs before the first one of the rank."""
-        table = torch.tensor(_TABLES[self.table], device=codes.device)
-        if scales.dtype is torch.uint8:
-            scales = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
-        scales = narrow(groups.spread(scales.float()))
-        matrix = QuantizedMatrix(codes, scales, groups.size, shape.stop - shape.start, table=table)
+        if scales.dtype is torch.uint8:  # powers of two are exact in bfloat16
+            scales = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127).bfloat16()
+        else:
+            scales = scales.float()
+        scales = narrow(groups.spread(scales))
+        matrix = QuantizedMatrix(codes, scales, groups.size, shape.stop - shape.start, table=_TABLES[self.table])
         if skip % 2:
             single = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)
             matrix = replace(matrix, codes=pack_pairs(single[:, skip:][:, : matrix.in_features]))

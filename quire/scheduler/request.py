@@ -6,7 +6,7 @@ from enum import Enum, auto
 from quire.kvcache.block_pool import Block
 from quire.messages.engine import EngineCoreRequest
 from quire.scheduler.repetition import RepetitionDetector
-from quire.structured.constraint import Constraint
+from quire_structured.constraint import Constraint
 
 
 class Status(Enum):

@@ -23,7 +23,7 @@ from quire.scheduler.limits import SchedulerLimits, SchedulerStats
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.request import Request, Status
 from quire.scheduler.speculation import Speculation
-from quire.structured.gate import GrammarGate
+from quire_structured.gate import GrammarGate
 
 _by_key = attrgetter("key")
 

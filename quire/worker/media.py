@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.layers.step_inputs import Array
 from quire.layers.step_media import StepMedia
-from quire.messages.media import Buffer, MediaItem, MediaPlace
+from quire.messages.media import Buffer, EncoderLimits, MediaItem, MediaPlace
 from quire.messages.step import NewRequest, SchedulerOutput
 from quire.models.model import Model
 from quire.ops.memory import upload
@@ -36,6 +36,17 @@ class MediaInputs:
         self._offsets: dict[int, Array] = {}  # the same: [axes, prompt tokens], of rotary positions
         self._behind = np.zeros(len(batch.num_tokens), np.int64)  # by row: the offset behind the prompt
         self._crossed = np.ones(len(batch.num_tokens), np.int32)  # by row: the tokens that cross-attention reads
+
+    def rehearse(self, limits: EncoderLimits) -> int:
+        """Encode the largest items, and forget them. Returns the bytes of all embeddings that the cache may hold."""
+        width = self.hidden_size
+        for item in self._model.largest_items(limits) if self._is_first and self._model.largest_items else ():
+            embeds = self._encode(item)
+            width = max(width, embeds.shape[1])
+            for group in self._batch.cross_groups:
+                blocks = np.zeros(-(-len(embeds) // self._batch.block_size), np.int64)  # the null block
+                self._model.store_encoded(embeds, group, upload(blocks, self.device))
+        return limits.capacity * width * self.dtype.itemsize
 
     def install(self, new: NewRequest) -> None:
         row = new.row

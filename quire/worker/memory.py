@@ -8,6 +8,7 @@ import torch
 
 from quire.config import ConfigError, EngineConfig
 from quire.layers.step_inputs import StepSize
+from quire.messages.media import EncoderLimits
 from quire.worker.runner import Runner
 
 FREE_SHARE = 0.5  # the part of a CPU's free memory that is used, unless --kv-cache-memory-bytes says how much
@@ -42,8 +43,9 @@ def explained(what: str, device: torch.device) -> Iterator[None]:
                           "quantization=int8 or int4") from error  # fmt: skip
 
 
-def left_by_a_step(runner: Runner[Any], budget: int, tokens: int) -> int:
-    """Bytes of the budget that the weights and the largest step do not need. Runs such a step and measures it.
+def left_by_a_step(runner: Runner[Any], budget: int, tokens: int, encoders: EncoderLimits) -> int:
+    """Bytes of the budget that the weights, the largest step, and pictures do not need. Runs such a step, encodes the
+    largest pictures, and measures both.
 
     Raises ConfigError if nothing is left.
     """
@@ -52,15 +54,16 @@ def left_by_a_step(runner: Runner[Any], budget: int, tokens: int) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     with explained(f"weights and a step of {tokens} tokens", device), torch.inference_mode():
+        pictures = 0 if runner.media is None else runner.media.rehearse(encoders)
         inputs = runner.staging.stage_dummy(StepSize(tokens, len(batch.num_tokens)))
         runner.run(inputs, rows)
         torch.cuda.synchronize(device)
     step = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    left = budget - before - int(step * (1 + _CAPTURED_SHARE))
+    left = budget - before - int(step * (1 + _CAPTURED_SHARE)) - pictures
     if left <= 0:
         raise ConfigError(f"nothing is left for the KV cache: of {_gib(budget)}, the weights take {_gib(before)} and a "
-                          f"step of {tokens} tokens {_gib(step)}; raise gpu_memory_utilization, lower "
+                          f"step of {tokens} tokens {_gib(step + pictures)}; raise gpu_memory_utilization, lower "
                           "max_num_batched_tokens, or quantize")  # fmt: skip
     return left
 

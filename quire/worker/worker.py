@@ -158,7 +158,8 @@ class Worker:
         if device.type == "cuda":
             self._allocate(1, block_bytes)  # the dummy step needs a null block
             tokens = min(most_tokens, max_num_seqs * max_model_len)
-            free = memory.left_by_a_step(self.runner, budget, tokens)
+            encoders = config.multimodal.limits(most_tokens, most_tokens)
+            free = memory.left_by_a_step(self.runner, budget, tokens, encoders)
             warm_up(self.runner, tokens)
         else:
             free = free_on_host() // (mesh.ranks_on_machine * max(1, len(config.layout.here)))

@@ -18,14 +18,19 @@ _METHODS = {
 }  # fmt: skip
 _FILE_TYPES = {  # general.file_type, by llama.cpp's numbers
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
-    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 21: "Q2_K_S",
-    25: "IQ4_NL", 30: "IQ4_XS", 32: "BF16", 38: "MXFP4_MOE",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS",
+    20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M",
+    28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
+    39: "NVFP4", 40: "Q1_0", 41: "Q2_0",
 }  # fmt: skip
 _GGUF_TYPES = {  # bits of a code, elements of a group, and whether groups have offsets; all others are floats
     "Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q5_0": (5, 32, False), "Q5_1": (5, 32, True),
     "Q8_0": (8, 32, False), "Q2_K": (2, 16, True), "Q3_K": (3, 16, False), "Q4_K": (4, 32, True),
     "Q5_K": (5, 32, True), "Q6_K": (6, 16, False), "IQ4_NL": (4, 32, False), "IQ4_XS": (4, 32, False),
-    "MXFP4": (4, 32, False),
+    "MXFP4": (4, 32, False), "NVFP4": (4, 16, False), "IQ1_S": (4, 32, False), "IQ1_M": (4, 16, False),
+    "IQ2_XXS": (4, 32, False), "IQ2_XS": (4, 16, False), "IQ2_S": (4, 16, False), "IQ3_XXS": (4, 32, False),
+    "IQ3_S": (4, 32, False), "TQ1_0": (4, 256, False), "TQ2_0": (4, 256, False), "Q1_0": (4, 128, False),
+    "Q2_0": (4, 64, False),
 }  # fmt: skip
 
 

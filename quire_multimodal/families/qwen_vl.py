@@ -1,8 +1,8 @@
-"""Qwen2-VL (arXiv:2409.12191), Qwen2.5-VL and Qwen3-VL: pictures keep about their size and their proportions.
+"""Qwen2-VL (arXiv:2409.12191), Qwen2.5-VL, Qwen3-VL and Qwen3.5: pictures keep about their size and their proportions.
 
 A picture is a grid of patches, of which 2 x 2 become one embedding. A token has three rotary positions: time, row and
-column in its picture. Text after a picture goes on behind the largest of them. To Qwen3-VL, a video is a text with the
-time of each pair of frames before it.
+column in its picture. Text after a picture goes on behind the largest of them. To models since Qwen3-VL, a video is a
+text with the time of each pair of frames before it.
 """
 
 import math
@@ -24,12 +24,13 @@ class Pictures(Family):
         vision, self.settings = config["vision_config"], settings
         kind = config.get("model_type", "qwen2_vl")
         is_third = kind.startswith("qwen3")
-        image_id, video_id = config.get("image_token_id", 151_655), config.get("video_token_id", 151_656)
+        first = 248_053 if kind.startswith("qwen3_5") else 151_652  # start, end, a token that is not used, image, video
+        image_id, video_id = config.get("image_token_id", first + 3), config.get("video_token_id", first + 4)
         self.texts = {"image": token(image_id), "video": token(video_id)}
         self.kinds = {"image": Kind(self.texts["image"], image_id)}
         self.around = ("", "")  # what stands around the embeddings of a pair of frames, if times stand between pairs
         if is_third:
-            start, end = config.get("vision_start_token_id", 151_652), config.get("vision_end_token_id", 151_653)
+            start, end = config.get("vision_start_token_id", first), config.get("vision_end_token_id", first + 1)
             self.around = (token(start), token(end))
         self.kinds["video"] = Kind(self.texts["video"].join(self.around), video_id)
         self.patch = settings.get("patch_size") or vision.get("patch_size", 16 if is_third else 14)

@@ -1,4 +1,4 @@
-"""Encoders of texts (BART): the decoder reads their results by cross-attention."""
+"""Encoders of texts (BART, T5): the decoder reads their results by cross-attention."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,8 +1,8 @@
-"""The encoders of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: vision transformers over pictures of any size.
+"""The encoders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: vision transformers over pictures of any size.
 
-Patches have rotary positions in two dimensions. In Qwen2.5-VL, most layers attend within windows. In Qwen3-VL, patches
-also have learned positions, and some layers have features that are added to the first layers of the language model
-(DeepStack, arXiv:2406.04334).
+Patches have rotary positions in two dimensions. In Qwen2.5-VL, most layers attend within windows. Since Qwen3-VL,
+patches also have learned positions. In Qwen3-VL, some layers have features that are added to the first layers of the
+language model (DeepStack, arXiv:2406.04334).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -121,7 +121,7 @@ class Tower:
             return Merger(before, TwoLayers(builder, names, (width, width, out), "gelu"), width, joined)
 
         self.merger = merger("visual.merger", joined=False)
-        taps = config.get("deepstack_visual_indexes", ()) if is_third else ()
+        taps = config.get("deepstack_visual_indexes", (8, 16, 24)) if spec.levels else ()
         self.levels = {layer: merger(f"visual.deepstack_merger_list.{i}", joined=True) for i, layer in enumerate(taps)}
         self.taps = list(taps)
 

@@ -1,6 +1,7 @@
 // Chats with the model: streams answers, shows how likely each token was, and copies requests.
 
 import { call, events } from "./api.js";
+import * as pictures from "./pictures.js";
 
 const byId = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "max_tokens", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
@@ -17,7 +18,9 @@ export function start(server) {
   about = server;
   byId("options").elements.model.replaceChildren(...server.models.map((name) => new Option(name, name)));
   if (!server.generates) problem(byId("messages"), "This model makes embeddings or scores, and generates no text.");
+  byId("attach").hidden = !(server.takes_pictures && server.has_chat_template);
   if (!isFirst) return;
+  pictures.start((message) => problem(byId("messages"), message));
   byId("ask").addEventListener("submit", (event) => { event.preventDefault(); ask(); });
   byId("prompt").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); ask(); }
@@ -26,6 +29,7 @@ export function start(server) {
   byId("clear").addEventListener("click", () => {
     running?.abort();
     messages = [];
+    pictures.take();
     byId("messages").replaceChildren();
     byId("prompt").focus();
   });
@@ -71,8 +75,8 @@ function path() { return about.has_chat_template ? "v1/chat/completions" : "v1/c
 
 async function ask() {
   const text = byId("prompt").value;
-  if (!text.trim() || running || !about) return;
-  const conversation = [...messages, { role: "user", content: text }];
+  if (!(text.trim() || pictures.count()) || running || !about) return;
+  const conversation = [...messages, { role: "user", content: pictures.content(text) }];
   let body;
   try {
     body = { ...request(conversation), stream: true, stream_options: { include_usage: true } };
@@ -81,7 +85,11 @@ async function ask() {
     return;
   }
   byId("prompt").value = "";
-  bubble("user").querySelector(".text").textContent = text;
+  const said = bubble("user");
+  said.querySelector(".text").textContent = text;
+  const seen = Object.assign(document.createElement("div"), { className: "pictures" });
+  seen.append(...pictures.take().map(pictures.thumbnail));
+  if (seen.hasChildNodes()) said.prepend(seen);
   messages = conversation;
   const answer = new Answer(bubble("assistant"));
   running = new AbortController();
@@ -294,7 +302,8 @@ function url() { return new URL(path(), document.baseURI).href; }
 
 function pending() {
   const text = byId("prompt").value.trim();
-  const conversation = text ? [...messages, { role: "user", content: text }] : messages.slice(0, -1);
+  const content = pictures.content(text);
+  const conversation = content.length ? [...messages, { role: "user", content }] : messages.slice(0, -1);
   return request(conversation.length ? conversation : [{ role: "user", content: "Hello!" }]);
 }
 

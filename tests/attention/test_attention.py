@@ -111,11 +111,12 @@ class World:
         return StepLayout(starts, lengths, torch.cat(slots), self.table, tokens_per_request=uniform)
 
     def check(self, window: int | None = None, scale: float | None = None, tolerance: float | None = None,
-              soft_cap: float | None = None, sinks: Tensor | None = None) -> None:  # fmt: skip
+              soft_cap: float | None = None, sinks: Tensor | None = None,
+              bias: Tensor | None = None) -> None:  # fmt: skip
         s = self.backend.shape
         scale = scale or s.head_dim**-0.5
         plan, q = self.backend.plan(self.layout(self.requests)), torch.cat(self.q)
-        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "bias": bias}
         out, lse = self.backend.attend(q, self.cache, plan, **how)
         tolerance = tolerance or (1e-5 if s.dtype is torch.float32 else 1e-2)
         at = 0
@@ -130,8 +131,8 @@ class World:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, soft_cap: float | None,
-          sinks: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over one request's tokens in float64. Without caps and sinks it is torch's own."""
+          sinks: Tensor | None, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention over one request's tokens in float64. Without caps, sinks and biases it is torch's own."""
     length, new, group = len(k), len(q), q.shape[1] // k.shape[1]
     position, key = torch.arange(length - new, length)[:, None], torch.arange(length)[None, :]
     mask = (key <= position) & (key > position - (window or length + 1))
@@ -140,11 +141,14 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sof
     scores = (q @ k.transpose(1, 2)) * scale  # [heads, queries, keys]
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
+    if bias is not None:
+        far = bias.shape[1] // 2
+        scores = scores + bias.double()[:, far + (key - position).clamp(-far, far)]
     scores = scores.masked_fill(~mask, -math.inf)
     if sinks is not None:  # one key more, whose value is 0
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, new, 1)], dim=-1)
         v = torch.cat([v, v.new_zeros(len(v), 1, v.shape[2])], dim=1)
-    if soft_cap is None and sinks is None:
+    if soft_cap is None and sinks is None and bias is None:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
         out = scores.softmax(-1) @ v
@@ -202,6 +206,16 @@ def test_sinks_take_part_in_the_softmax(backend, kept, window, soft_cap):
     """From those that count nothing to those that leave nothing for the keys."""
     sinks = torch.tensor([-200.0, -3.0, 0.0, 1.5, 4.0, 9.0, 90.0, 300.0])
     World(build(backend, 8, 2, 64, 16, kept), MIXED).check(window, soft_cap=soft_cap, sinks=sinks)
+
+
+@kinds
+@pytest.mark.parametrize(("dim", "window", "soft_cap"), [(24, None, None), (33, 16, 3.0), (64, None, 3.0)])
+def test_scores_get_the_bias_of_their_distance(backend, kept, dim, window, soft_cap):
+    """From one that is the same for all keys behind, to one that differs in all distances."""
+    world, sinks = World(build(backend, 4, 2, dim, 16, kept), MIXED), torch.tensor([-3.0, 0.0, 1.5, 4.0])
+    for far in (1, 40, 128):
+        bias = 2 * torch.randn(4, 2 * far + 1, generator=torch.Generator().manual_seed(far))
+        world.check(window, soft_cap=soft_cap, sinks=sinks if far == 40 else None, bias=bias)
 
 
 @kinds
@@ -279,6 +293,7 @@ def test_long_contexts_of_a_single_stream(backend, kept, window, value_dim):
     for requests in ([(2999, 1)], [(1500, 33), (10, 1)]):
         World(attention, requests).check(window)
         World(attention, requests).check(window, soft_cap=5.0, sinks=torch.tensor([-9.0, 0.0, 7.0, 20.0]))
+        World(attention, requests).check(window, bias=torch.linspace(-3, 4, 4 * 257).view(4, 257))
 
 
 def test_requests_share_blocks_and_one_stores_what_another_reads(backend):

@@ -50,6 +50,7 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    biased: int = 0  # the farthest distance with a bias of its own
     length: int = LENGTH
 
     def __str__(self) -> str:
@@ -59,6 +60,7 @@ class Case:
         parts += [f"window{self.window}"] if self.window else []
         parts += ["capped"] if self.soft_cap else []
         parts += ["sinks"] if self.sinks else []
+        parts += [f"biased{self.biased}"] if self.biased else []
         return "-".join(parts)
 
 
@@ -98,6 +100,7 @@ class Sequences:
         self.k = [draw(length, case.kv_heads) for length in lengths]
         self.v = [draw(length, case.kv_heads) for length in lengths]
         self.sinks = torch.randn(case.heads, generator=generator) if case.sinks else None
+        self.bias = torch.randn(case.heads, 2 * case.biased + 1, generator=generator) if case.biased else None
         blocks = [-(-length // BLOCK) for length in lengths]
         order = torch.randperm(sum(blocks), generator=generator).int()
         self.table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
@@ -117,7 +120,7 @@ class Sequences:
         q = torch.cat([self.q[r][start:stop] for r, start, stop in parts])
         out, lse = self.backend.attend(
             q, self.cache, self.backend.plan(self.layout(parts)), scale=case.dim**-0.5, window=case.window,
-            soft_cap=case.soft_cap, sinks=self.sinks,
+            soft_cap=case.soft_cap, sinks=self.sinks, bias=self.bias,
         )  # fmt: skip
         sizes = [stop - start for _, start, stop in parts]
         return list(zip(out.split(sizes), lse.split(sizes), strict=True))
@@ -175,6 +178,8 @@ CASES = [
     Case(soft_cap=5.0, window=64),
     Case(soft_cap=5.0, dtype=torch.float32),
     Case(sinks=True),
+    Case(biased=128, heads=2, kv_heads=2),
+    Case(biased=30, dtype=torch.float32, dim=24, window=333),
     Case(cell=INT8),
     Case(cell=FP8, heads=6, kv_heads=2, dim=96),
     Case(cell=FP8, dtype=torch.float32, window=70, sinks=True),

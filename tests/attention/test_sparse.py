@@ -58,7 +58,7 @@ class SparseWorld:
             self.keys = [keys[torch.arange(len(keys)) % 5] for keys in self.keys]
         self.q = [draw(length, self.heads, self.dim) for length in lengths]
         self.index_q = [draw(length, self.index_heads, self.index_dim) for length in lengths]
-        self.weights = [draw(length, self.index_heads).float() for length in lengths]
+        self.weights = [draw(length, self.index_heads) for length in lengths]
         needed = [-(-length // BLOCK) for length in lengths]
         order = (torch.randperm(sum(needed) + 2, generator=g) + 1).tolist()
         self.table = torch.zeros(len(lengths), max(needed) + 1, dtype=torch.int32)
@@ -89,7 +89,7 @@ class SparseWorld:
         """The result of a token, and the positions that it selects, in order."""
         keys = self.stored(self.keys[r][: position + 1, 0])
         products = torch.einsum("hd,kd->hk", self.index_q[r][position].float(), keys)
-        scores = (products.clamp(min=0) * self.weights[r][position][:, None]).sum(0).tolist()
+        scores = (products.clamp(min=0) * self.weights[r][position].float()[:, None]).sum(0).tolist()
         best = sorted(range(position + 1), key=lambda key: (-scores[key], key))[: self.top_k]
         chosen = sorted(best)
         latents = self.stored(self.latents[r][chosen, 0])

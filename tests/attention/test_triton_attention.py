@@ -37,6 +37,17 @@ def test_shapes(heads, kv_heads, dim, block, requests):
     World(build(TritonAttention, heads, kv_heads, dim, block, FLOAT32), requests).check()
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("window", "soft_cap", "far"), [(None, None, 1), (16, None, 40), (None, 3.0, 128)])
+@pytest.mark.parametrize("requests", [SHORT_MIXED, SHORT_DECODE], ids=["mixed", "decode"])
+def test_biases_by_distance(requests, window, soft_cap, far):
+    bias = 2 * torch.randn(6, 2 * far + 1, generator=torch.Generator().manual_seed(far))
+    sinks = torch.linspace(-3, 4, 6) if far == 40 else None
+    World(build(TritonAttention, 6, 2, 40, 16, FLOAT32), requests).check(
+        window, soft_cap=soft_cap, sinks=sinks, bias=bias
+    )
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("requests", [SHORT_MIXED, SHORT_DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize("kept", KINDS, ids=str)

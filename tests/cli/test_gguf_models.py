@@ -132,10 +132,10 @@ def test_only_the_beginning_of_a_file_is_fetched_to_describe_it(repositories, mo
 
 
 def test_a_type_that_quire_does_not_have_is_told_after_the_beginning(tmp_path, monkeypatch):
-    path = tmp_path / "a/b/model-IQ2_S.gguf"
+    path = tmp_path / "a/b/model-Q8_K.gguf"
     path.parent.mkdir(parents=True)
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("x", np.zeros((4000, 82), np.uint8), raw_dtype=gguf.GGMLQuantizationType.IQ2_S)
+    writer.add_tensor("x", np.zeros((1000, 292), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_K)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -145,7 +145,7 @@ def test_a_type_that_quire_does_not_have_is_told_after_the_beginning(tmp_path, m
                             hub.address + "/{repo_id}/resolve/{revision}/{filename}")  # fmt: skip
         monkeypatch.setattr(remote, "_HEAD_BYTES", 100)
         model = remote.RemoteModel("a/b", None, COMMIT, {path.name: path.stat().st_size}, {}, None)
-        with pytest.raises(WeightError, match=r"^model-IQ2_S.gguf cannot be read as GGUF: .* is not supported"):
+        with pytest.raises(WeightError, match=r"^model-Q8_K.gguf cannot be read as GGUF: .* is not supported"):
             remote.describe(model, None)
         assert sum(hub.sent.values()) < 2000
 
@@ -154,6 +154,8 @@ def test_kinds_are_recognized_by_the_names_of_files():
     names = ["a-b.Q4_K_M.gguf", "IQ4_XS.gguf", "x/Qwen3-0.6B-UD-Q2_K_XL-00001-of-00002.gguf", "a-F16-mmproj.gguf",
              "x/Qwen3-0.6B-UD-Q2_K_XL-00002-of-00002.gguf", "model.gguf", "README.md", "mmproj-F16.gguf"]  # fmt: skip
     assert gguf_kinds(names) == {"IQ4_XS": [names[1]], "Q4_K_M": [names[0]], "UD-Q2_K_XL": [names[2], names[4]]}
+    for kind in ("IQ2_XXS", "IQ1_M", "TQ2_0", "NVFP4", "MXFP4_MOE", "Q1_0"):
+        assert gguf_kinds([f"a-{kind}.gguf"]) == {kind: [f"a-{kind}.gguf"]}
     assert gguf_files(names, None) == [names[0]]
     with pytest.raises(ModelNotFoundError, match="is not one file or all parts of one"):
         gguf_files(names[:3], "UD-Q2_K_XL")

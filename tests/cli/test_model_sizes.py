@@ -69,7 +69,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("wide") / "llama", "llama", WIDE, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("kind", ["BF16", *formats._GGUF_TYPES])
+@pytest.mark.parametrize("kind", ["BF16", *sorted(formats._GGUF_TYPES.keys() - {"Q2_0"})])
 def test_the_memory_of_a_gguf_file_is_known(wide, tmp_path: Path, kind):
     file = write_gguf(wide, tmp_path / "model.gguf", kind)
     assert footprint_of(file).weights(None)[0] == pytest.approx(memory.weights_in_memory(built(file)), rel=0.02)
@@ -131,5 +131,6 @@ def test_the_machine_is_measured():
 
 def test_types_of_gguf_files_are_those_of_the_library():
     for number, name in formats._FILE_TYPES.items():
-        assert gguf.LlamaFileType(number).name in (f"MOSTLY_{name}", f"ALL_{name}")
+        if name != "Q2_0":  # newer than the library
+            assert gguf.LlamaFileType(number).name in (f"MOSTLY_{name}", f"ALL_{name}")
     assert formats._GGUF_TYPES.keys() == {kind.name for kind in TYPES.values() if not kind.is_float}

@@ -224,6 +224,23 @@ def test_a_broken_index_is_named(tmp_path, content):
         make_llm(path)
 
 
+def test_an_index_may_name_files_of_a_folder_beside_it(tmp_path):
+    path = write_checkpoint(tmp_path / "one")
+    index = {"weight_map": {"any": "../two/weights.safetensors"}}
+    (path / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    (tmp_path / "two").mkdir()
+    (path / WEIGHTS).rename(tmp_path / "two/weights.safetensors")
+    make_llm(path)
+
+
+@pytest.mark.parametrize("name", ["../../x", "{}/x", "a/../../x", "./../../x", ".././../x"])
+def test_an_index_names_nothing_farther_away(copy, name):
+    name = name.format(copy.absolute())
+    (copy / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"any": name}}))
+    with pytest.raises(WeightError, match=r"index.json names .*x, which is outside"):
+        make_llm(copy)
+
+
 def test_a_directory_without_config_json_says_what_was_expected(tmp_path):
     with pytest.raises(ModelNotFoundError, match=r"has no config.json; is it a checkpoint in the Hugging Face layout"):
         make_llm(tmp_path)

@@ -89,7 +89,11 @@ def test_bfloat16_chooses_the_tokens_that_float32_does(tmp_path, variant):
     assert (right.argmax(-1) == following)[known].float().mean() >= 0.98, "it has not learned its text"
     llm = make_llm(path, dtype="bfloat16")
     ours = torch.cat([teacher_forced_logits(llm, text) for text in texts()]).float()
-    assert (ours.argmax(-1) == right.argmax(-1))[known].float().mean() >= 0.99
+
+    def share_of_right(logits: Tensor) -> Tensor:
+        return (logits.argmax(-1) == right.argmax(-1))[known].float().mean()
+
+    assert share_of_right(ours) >= min(0.99, share_of_right(rounded))
     assert error(ours, right) <= 1.5 * error(rounded, right)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.specs import MoESpec
-from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec
+from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec, RwkvSpec
 from quire.loading.metadata import hf_config
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
@@ -85,6 +85,7 @@ PEOPLE_CALL_IT = {
     "qwen3_5_text": "Qwen3.5 (text)",
     "qwen3_5_moe_text": "Qwen3.5 with experts (text)",
     "kimi_linear": "Kimi Linear",
+    "rwkv7": "RWKV-7 (Goose)",
     "glm_moe_dsa": "GLM-5, GLM-5.1",
 }
 
@@ -94,6 +95,8 @@ OTHER_NAMES = {
     "llama4_text": ["Llama4ForConditionalGeneration"],
     "phimoe": ["PhiMoEForCausalLM"],
 }
+
+REFERENCES = {"rwkv7": "the paper's equations, and these against the package `rwkv`"}
 
 
 def of_attention(has: Callable[[AttentionSpec], object]) -> Callable[[DecoderSpec], object]:
@@ -120,6 +123,7 @@ FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("shared selections", of_latents(lambda a: a.shares_selection)),
     ("state-space layers", lambda s: any(isinstance(mixer, MambaSpec | Mamba2Spec) for _, mixer in s.cached)),
     ("delta rule", lambda s: any(isinstance(mixer, DeltaSpec) for _, mixer in s.cached)),
+    ("generalized delta rule", lambda s: any(isinstance(mixer, RwkvSpec) for mixer in s.mixers)),
     ("windows", lambda s: any(s.windows)),
     ("chunks of attention", lambda s: s.chunks),
     ("temperature by position", of_attention(lambda a: a.temperature)),
@@ -158,7 +162,7 @@ def table(checkpoints) -> str:
         names += [f"`{name}`" for name in OTHER_NAMES.get(family, [])]
         features = [label for label, has in FEATURES if any(map(has, specs))]
         other = STAND_INS.get(family)
-        reference = f"transformers' {other.capitalize()}, renamed" if other else "transformers"
+        reference = f"transformers' {other.capitalize()}, renamed" if other else REFERENCES.get(family, "transformers")
         rows.append(
             f"| {PEOPLE_CALL_IT[family]} | {', '.join(names)} | {', '.join(features)} | {reference} | "
             f"`pytest -m \"family(name='{family}')\"` |"

@@ -262,6 +262,12 @@ MODEL_MUTATIONS: list[tuple[str, str, m.ModelMutation]] = [
     ("qwen3_5_text", "no bias of time steps", m.in_states(lambda mixer: mixer.dt_bias.zero_())),
     ("qwen3_5_moe_text", "oldest input forgotten", m.in_states(lambda mixer: mixer.conv[0].zero_())),
     ("kimi_linear", "one decay for each head", m.in_states(m.one_decay)),
+    ("rwkv7", "no norm's bias", m.in_states(lambda mixer: mixer.norm_bias.zero_())),
+    ("rwkv7", "no bonus", m.in_states(lambda mixer: mixer.bonus.zero_())),
+    ("rwkv7", "MLP forgets the token before", m.in_states(lambda mixer: mixer.mlp_mix.zero_())),
+    ("rwkv7", "keys without their rate", m.in_states(lambda mixer: mixer.rate_scale.zero_())),
+    ("rwkv7", "removal by the key itself", m.in_states(lambda mixer: mixer.removal_scale.fill_(1))),
+    ("rwkv7", "each layer its own values", m.in_states(lambda mixer: setattr(mixer, "first_part", None))),
     # ends
     ("llama", "tied", m.tied),
     ("qwen2", "untied", m.untied),

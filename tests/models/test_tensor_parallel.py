@@ -122,6 +122,7 @@ SPLITS = [
     ("qwen3_5_text", 4),
     ("qwen3_5_moe_text", 2),
     ("kimi_linear", 2),
+    ("rwkv7", 2),
     ("llama-gqa2-tied-llama3", 2),  # a vocabulary of 333, tied
     ("llama-gqa4-llama3-old", 4),  # 8 heads over 2 KV heads: two ranks keep the same one
     ("llama-6-heads-over-2", 2),

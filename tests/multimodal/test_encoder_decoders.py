@@ -6,6 +6,7 @@ model's own tokens, or with a text.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ import torch
 from quire.config import ConfigError
 from quire.engine.llm import LLM
 from quire.kvcache.specs import CrossAttentionSpec
+from quire.layers.attention_spec import Buckets
 from quire.messages.sampling_params import SamplingParams
 from quire.models import description
 from support import mutations as m
@@ -71,7 +73,7 @@ def make(folder) -> Callable[..., LLM]:
     return make
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_greedy_tokens_equal_transformers(make, expected, kind, way):
@@ -79,12 +81,21 @@ def test_greedy_tokens_equal_transformers(make, expected, kind, way):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_encoders_results_equal_transformers(folder, make, kind):
-    token_ids = torch.tensor([BOS, *range(20, 90), EOS])
+def test_the_encoders_results_and_the_log_probabilities_equal_transformers(folder, make, kind):
+    llm, token_ids = make(kind), torch.tensor([BOS, *range(20, 90), EOS])
+    decoder = [*KINDS[kind].beginning, *range(50, 110)]
     with torch.inference_mode():
-        wanted = network(folder, kind).get_encoder()(input_ids=token_ids[None]).last_hidden_state[0]
-        made = runner_of(make(kind)).model.tower("text", {"ids": token_ids})
-    torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-4)
+        encoded = network(folder, kind).get_encoder()(input_ids=token_ids[None])
+        logits = network(folder, kind)(encoder_outputs=encoded, decoder_input_ids=torch.tensor([decoder])).logits[0, -1]
+        made = runner_of(llm).model.tower("text", {"ids": token_ids})
+    torch.testing.assert_close(made, encoded.last_hidden_state[0], rtol=1e-4, atol=1e-4)
+    prompt: Any = {"encoder_prompt": token_ids.tolist(), "decoder_prompt": {"prompt_token_ids": decoder}}
+    [output] = generate(llm, [prompt], PARAMS.clone(max_tokens=1, logprobs=5))
+    assert output.outputs[0].logprobs is not None
+    found = {token_id: entry.logprob for token_id, entry in output.outputs[0].logprobs[0].items()}
+    wanted = logits.log_softmax(-1)
+    assert set(found) == set(wanted.topk(5).indices.tolist())
+    assert all(abs(logprob - wanted[token_id].item()) < 1e-3 for token_id, logprob in found.items())
 
 
 def test_blocks_of_cross_attention_are_as_many_as_a_text_needs(make):
@@ -195,6 +206,32 @@ def test_options_and_configs_that_do_not_fit_are_refused(folder):
         LLM(str(written(folder, "bart")), dtype="float32", enable_lora=True)
     with pytest.raises(ValueError, match="tie_word_embeddings=False is not supported"):
         LLM(str(written(folder, "bart")), dtype="float32", hf_overrides={"tie_word_embeddings": False})
+    for overrides, reason in (
+        ({"feed_forward_proj": "wide-relu"}, "feed_forward_proj='wide-relu' must be an activation, or one behind"),
+        ({"feed_forward_proj": "gated-what"}, "activation 'what' is not supported"),
+        ({"relative_attention_num_buckets": 3}, "relative_attention_num_buckets=3 must be at least 4"),
+        ({"relative_attention_max_distance": 6}, "less than twice relative_attention_max_distance=6"),
+        ({"relative_attention_num_buckets": 16}, "relative_attention_bias.weight has shape"),
+        ({"d_kv": 16}, "has shape"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            LLM(str(written(folder, "t5")), dtype="float32", hf_overrides=overrides)
+
+
+def test_the_head_of_t5_is_tied_if_its_inputs_are_scaled_or_the_checkpoint_has_none(folder):
+    """Old checkpoints with a head of their own have tie_word_embeddings=False. transformers 5 overwrites that, and
+    saves scale_decoder_outputs in its place."""
+    sizes = json.loads((written(folder, "t5") / "config.json").read_text())
+    del sizes["scale_decoder_outputs"], sizes["tie_word_embeddings"]
+    for given, architecture, wanted in (
+        ({}, "T5", (True, 0.125)),
+        ({"tie_word_embeddings": False}, "T5", (None, None)),
+        ({"tie_word_embeddings": True, "scale_decoder_outputs": False}, "T5", (None, None)),
+        ({"tie_word_embeddings": False}, "UMT5", (None, None)),
+        ({"tie_word_embeddings": True}, "MT5", (None, None)),
+    ):
+        spec = description.spec_of({**sizes, **given, "architectures": [f"{architecture}ForConditionalGeneration"]})
+        assert (spec.tie_embeddings, spec.logit_scale) == wanted
 
 
 def of_encoder(mutate: m.SpecMutation) -> m.SpecMutation:
@@ -214,6 +251,12 @@ MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
     ("mbart", "an encoder without the embedding's scale", of_encoder(m.decoder(embedding_scale=None))),
     ("bart", "an encoder with its norms exchanged", of_encoder(m.exchanged("attention_norm", "mlp_norm"))),
     ("mbart", "an encoder with windows", of_encoder(m.decoder(windows=lambda w: (8,) * len(w)))),
+    ("t5", "scaled scores", m.attention(scale=None)),
+    ("t5", "GELU", m.mlp(activation="gelu")),
+    ("flan-t5", "other buckets", m.attention(buckets=Buckets(12, 8))),
+    ("flan-t5", "a tied head", m.decoder(tie_embeddings=True)),
+    ("umt5", "an encoder with other buckets", of_encoder(m.attention(buckets=Buckets(12, 8)))),
+    ("mt5", "an encoder with scaled scores", of_encoder(m.attention(scale=None))),
 ]
 
 
@@ -231,17 +274,28 @@ def test_a_wrong_spec_is_found_out(make, expected, monkeypatch, kind, mutate):
     assert right <= len(wanted) // 2
 
 
+LAYER_MUTATIONS: list[tuple[str, str, Callable[[Any], object]]] = [
+    ("bart", "bias of the head", lambda model: model.lm_head.bias.zero_()),
+    ("bart", "offset of positions", lambda model: setattr(model.positions, "offset", 0)),
+    ("bart", "offset of the encoder's positions", lambda model: setattr(model.tower.model.positions, "offset", 0)),
+    ("t5", "no biases by distance", lambda model: model.layers[0].mixer.bias.zero_()),
+    ("flan-t5", "no biases in the encoder", lambda model: model.tower.model.layers[0].mixer.bias.zero_()),
+    ("flan-t5", "a mirrored encoder", lambda model: model.tower.model.layers[0].mixer.bias.copy_(
+        model.tower.model.layers[0].mixer.bias.flip(1))),
+    ("umt5", "biases of the first layer", lambda model: setattr(
+        model.layers[1].mixer, "bias", model.layers[0].mixer.bias)),
+]  # fmt: skip
+
+
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("part", ["bias of the head", "offset of positions", "offset of the encoder's positions"])
-def test_a_wrong_layer_is_found_out(make, expected, part):
-    llm = make("bart", "reference")
-    model = runner_of(llm).model
-    if part == "bias of the head":
-        model.lm_head.bias.zero_()
-    else:
-        (model if part.endswith("of positions") else model.tower.model).positions.offset = 0
+@pytest.mark.parametrize(
+    ("kind", "mutate"), [pytest.param(kind, f, id=f"{kind}: {what}") for kind, what, f in LAYER_MUTATIONS]
+)
+def test_a_wrong_layer_is_found_out(make, expected, kind, mutate):
+    llm = make(kind, "reference")
+    mutate(runner_of(llm).model)
     with pytest.raises(AssertionError):
-        check(llm, expected("bart"))
+        check(llm, expected(kind))
 
 
 def test_completions_over_http_read_the_prompt_with_the_encoder(folder, expected):

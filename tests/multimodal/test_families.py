@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from quire.engine.llm import LLM
+from quire.messages.media import EncoderLimits
 from quire.messages.sampling_params import SamplingParams
 from support.engines import MAX_MODEL_LEN, assert_preempted, generate, make_llm, tokens_of
 from support.late_device import run_late
+from support.rehearsal import rehearsed
 from support.seeing import FIRST, MODELS, NUM_TOKENS, prepared
 
 COMBINES = [
@@ -67,7 +69,7 @@ def with_a_warm_cache(make: MakeLLM, expected: list[Any], chunk: int) -> None:
 def preempted(make: MakeLLM, expected: list[Any], chunk: int) -> None:
     needed, longest = 198, max(len(c.prompt) for _, _, c in expected) + NUM_TOKENS + 8
     for _ in range(2):  # the second time, few more than one request of full length needs
-        llm = make(num_gpu_blocks_override=needed + 3, max_model_len=longest)
+        llm = make(num_gpu_blocks_override=needed + 3, max_model_len=longest, max_num_batched_tokens=chunk)
         needed = llm.core.scheduler.kv.max_blocks(longest)
     check(llm, expected * 3)
     assert_preempted(llm)
@@ -94,6 +96,7 @@ def test_greedy_tokens_equal_transformers(folder, name, way):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_reference_kernels_say_the_same(folder, name):
     path, expected = prepared(name, folder)
@@ -109,9 +112,19 @@ def test_two_ranks_say_the_same(folder, name):
     check(make_llm(path, "cpu", tensor_parallel_size=2, max_num_batched_tokens=64, max_num_seqs=8), expected)
 
 
-def test_two_stages_say_the_same(folder):
-    path, expected = prepared("llava", folder)
+@pytest.mark.parametrize("name", ["llava", "qwen3_5"])
+def test_two_stages_say_the_same(folder, name):
+    path, expected = prepared(name, folder)
     check(make_llm(path, "cpu", pipeline_parallel_size=2, max_num_batched_tokens=64, max_num_seqs=8), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_largest_pictures_are_encoded_to_measure_memory(folder, name):
+    llm = make_llm(prepared(name, folder)[0], max_num_seqs=8)
+    items, width = rehearsed(llm, EncoderLimits(400, 400, 400))
+    assert [item.modality for item in items] == list(llm.processor.media.kinds)
+    assert all(8 <= item.place.num_embeds <= 400 for item in items)
+    assert width == (3 if name.startswith("qwen3_vl") else 1)
 
 
 def test_token_ids_with_one_placeholder_for_each_picture_are_expanded(folder):

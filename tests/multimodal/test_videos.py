@@ -19,7 +19,7 @@ from support.seeing import FIRST, MODELS, picture, prepared
 MARK = "<|vision_start|><|video_pad|><|vision_end|>"
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_a_videos_embeddings_and_positions_equal_transformers(folder, name):
     path, _ = prepared(name, folder)
     network = type(MODELS[name].make()).from_pretrained(path, dtype=torch.float32).eval()
@@ -29,7 +29,7 @@ def test_a_videos_embeddings_and_positions_equal_transformers(folder, name):
     request = llm.processor.process("v", prompt, SamplingParams()).core_requests[0]
     [item] = request.media
     tensors = {n: tensor_of(buffer, torch.device("cpu")) for n, buffer in item.tensors.items()}
-    assert tensors["grid"].tolist() == ([3, 10, 12] if name == "qwen3_vl" else [3, 6, 8])
+    assert tensors["grid"].tolist() == ([3, 10, 12] if name in ("qwen3_vl", "qwen3_5") else [3, 6, 8])
     with torch.inference_mode():
         ours = runner_of(llm).model.tower("video", tensors)
         found = network.model.get_video_features(tensors["pixels"].flatten(1), tensors["grid"][None])

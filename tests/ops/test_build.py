@@ -295,7 +295,9 @@ def check_against_references(library: build.Library, monkeypatch: pytest.MonkeyP
     for dtype in (torch.float32, torch.bfloat16):
         shape = AttentionShape(14, 2, 80, 16, dtype, torch.device("cpu"))
         World(quire.attention.cpu.CpuAttention(shape), MIXED).check()
-        World(quire.attention.cpu.CpuAttention(shape), MIXED).check(window=16, soft_cap=5.0, sinks=torch.randn(14))
+        World(quire.attention.cpu.CpuAttention(shape), MIXED).check(
+            window=16, soft_cap=5.0, sinks=torch.randn(14), bias=torch.randn(14, 41)
+        )  # fmt: skip
         latent = replace(shape, num_kv_heads=1, head_dim=40, value_dim=32)
         World(quire.attention.cpu.CpuAttention(latent), MIXED).check()
         for cell in (torch.int8, torch.float8_e4m3fn):

@@ -32,12 +32,17 @@ def function(request: pytest.FixtureRequest):
     return implementation.function
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, reach: int | None) -> Tensor:
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, reach: int | None, bias: Tensor | None = None
+) -> Tensor:
     out, group = torch.zeros(q.shape, dtype=torch.float64), q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     for start, stop in pairwise(starts.tolist()):
         scores = torch.einsum("qhd,khd->hqk", q[start:stop].double(), k[start:stop]) * scale
         places = torch.arange(stop - start)
+        if bias is not None:
+            far = bias.shape[1] // 2
+            scores += bias.double()[:, far + (places - places[:, None]).clamp(-far, far)]
         if reach is not None:
             scores.masked_fill_((places[:, None] - places).abs() > reach, -torch.inf)
         out[start:stop] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[start:stop])
@@ -61,6 +66,18 @@ def test_it_is_the_formula(function, dtype, heads, kv_heads, dim, lengths):
         assert (got.dtype, got.shape, got.is_contiguous()) == (dtype, q.shape, True)
         wanted = formula(q, k, v, starts, dim**-0.5, reach)
         tolerance = 2e-5 if dtype is torch.float32 else 0.03
+        torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "far"), [(3, 3, 33, 1), (4, 2, 64, 20), (2, 2, 24, 128)])
+def test_scores_get_the_bias_of_their_distance(function, dtype, heads, kv_heads, dim, far):
+    starts = torch.tensor([0, 3, 3, 300, 380], dtype=torch.int32)
+    q, k, v = drawn(dtype, 380, heads, kv_heads, dim)
+    bias = 2 * torch.randn(heads, 2 * far + 1)
+    tolerance = 2e-5 if dtype is torch.float32 else 0.03
+    for reach in (None, 40):
+        got, wanted = (f(q, k, v, starts, dim**-0.5, reach, bias) for f in (function, formula))
         torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
 
 

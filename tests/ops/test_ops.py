@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.ops import OPS, Kernels, Target
 from quire.ops.reference.drafts import draft_seeds
+from quire.ops.reference.routing import Routing
 from quire.ops.reference.sampling import gumbel_noise, philox
 
 Arguments = tuple[Any, ...]
@@ -69,6 +70,9 @@ def layer_norm_cases(dtype: torch.dtype) -> Iterator[Arguments]:
                     yield slice_of_wider(x) + 3, weight, bias, 1e-5
     yield draw(dtype, 40, 7).t(), draw(dtype, 40), None, 1e-6
     yield draw(dtype, 2, 3, 24), draw(dtype, 24), draw(dtype, 24), 1e-6
+    heads = draw(dtype, 5, 6, 40)[:, 2:, :33]
+    yield heads, draw(dtype, 33), None, 1e-6
+    yield heads, draw(dtype, 4, 33), None, 1e-6
     yield draw(dtype, 300, 512), draw(dtype, 512), None, 1e-6  # enough for several threads
 
 
@@ -102,6 +106,48 @@ def gelu_and_mul_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     for arguments in gated_cases(dtype):
         yield arguments
         yield *arguments, "tanh"
+
+
+def relu_and_mul_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for arguments in gated_cases(dtype):
+        yield arguments
+        yield *arguments, True
+
+
+def xielu_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    """Small numbers, too, of which e^x - 1 - x would keep no digit if it were computed so."""
+    slopes = torch.tensor([0.8]), torch.tensor([1.3])
+    for scale in (4.0, 0.1, 1e-4):
+        for shape in ((0, 8), (1, 1), (3, 37), (70, 1000)):
+            yield scale * draw(dtype, *shape), *slopes
+        yield scale * slice_of_wider(draw(dtype, 5, 33)), *slopes
+
+
+def clip_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for shape in ((0, 8), (1, 1), (3, 37), (70, 1000)):
+        yield 3 * draw(dtype, *shape), 2.5
+    yield slice_of_wider(3 * draw(dtype, 5, 33)), 0.5
+
+
+def join_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, heads, first, second in ((0, 2, 4, 4), (1, 1, 3, 5), (7, 3, 33, 8), (200, 4, 64, 32)):
+        yield draw(dtype, tokens, heads, first), draw(dtype, tokens, heads, second)
+        wider = draw(dtype, tokens, heads, first + second + 3)
+        yield wider[..., :first], wider[..., first + 1 : first + 1 + second]
+
+
+def sharpen_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, heads, dim in ((0, 2, 8), (1, 1, 3), (7, 3, 33), (200, 4, 64)):
+        positions = torch.randint(100_000, (tokens,))
+        yield draw(dtype, tokens, heads, dim), positions, 0.1, 8192, 1
+        yield draw(dtype, tokens, heads, dim + 8)[..., 4 : dim + 4], positions, 0.3, 7, 0
+
+
+def append_positions_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, heads, kv_heads, dim in ((0, 2, 1, 8), (1, 1, 1, 3), (7, 6, 3, 33), (200, 4, 4, 64)):
+        qkv = draw(dtype, tokens, heads + 2 * kv_heads, dim)
+        parts = qkv.split([heads, kv_heads, kv_heads], 1)
+        yield *parts, draw(dtype, heads), torch.randint(65_536, (tokens,))
 
 
 def swiglu_oai_cases(dtype: torch.dtype) -> Iterator[Arguments]:
@@ -146,7 +192,7 @@ def grouped_linear_cases(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 def activate_cases(dtype: torch.dtype) -> Iterator[Arguments]:
-    for name in ("silu", "gelu", "gelu_tanh", "sigmoid"):
+    for name in ("silu", "gelu", "gelu_tanh", "sigmoid", "relu", "relu2"):
         for shape in ((0, 8), (1, 1), (3, 37), (70, 1000)):
             yield 3 * draw(dtype, *shape), name
         yield slice_of_wider(draw(dtype, 5, 33)), name
@@ -164,6 +210,40 @@ def linear_by_head_cases(dtype: torch.dtype) -> Iterator[Arguments]:
 def combine_experts_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     for tokens, top_k, dim in ((0, 2, 16), (1, 1, 5), (3, 8, 33), (50, 4, 700)):
         yield draw(dtype, tokens * top_k, dim), torch.randperm(tokens * top_k), torch.rand(tokens, top_k)
+
+    yield draw(dtype, 7, 40), torch.randperm(7), None
+
+
+def choose_experts_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    """All scores of a token differ, so that only one choice is right, also in bfloat16."""
+    for tokens, experts, routing in (
+        (0, 8, Routing(2)),
+        (1, 4, Routing(1)),
+        (5, 8, Routing(2, scoring="sigmoid", normalize=False)),
+        (40, 60, Routing(6, scale=2.5)),
+        (9, 128, Routing(8, scoring="sigmoid", groups=8, topk_groups=3, group_score="two_best", scale=2.5)),
+        (9, 33, Routing(3, groups=3, topk_groups=2)),
+        (300, 16, Routing(2, scoring="sparse_mixer", jitter=0.01)),
+    ):
+        order = torch.rand(tokens, experts).argsort(1)
+        logits = ((order - experts / 2) / 16).to(dtype)
+        yield logits, None, routing
+        yield slice_of_wider(logits), torch.linspace(0, 0.3, experts), routing
+
+
+def sort_by_expert_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, top_k, count, dim in ((0, 2, 4, 8), (1, 1, 1, 5), (7, 3, 9, 33), (300, 4, 6, 70)):
+        x, experts = draw(dtype, tokens, dim), torch.randint(count + 1, (tokens, top_k))  # the last one is not here
+        yield x, experts, torch.arange(count + 1)
+        yield slice_of_wider(x), experts, torch.arange(count + 1)
+
+
+def multiply_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for rows, dim in ((0, 8), (1, 1), (3, 37), (70, 1000)):
+        x = draw(dtype, rows, dim)
+        for factor in (0.22, draw(torch.float32, dim), draw(dtype, dim), draw(dtype, rows, 1), torch.rand(rows, 1)):
+            yield x, factor
+            yield slice_of_wider(x), factor
 
 
 def add_lora_cases(dtype: torch.dtype) -> Iterator[Arguments]:
@@ -285,9 +365,18 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "swiglu_oai": swiglu_oai_cases,
     "rotary_embedding": rotary_embedding_cases,
     "activate": activate_cases,
+    "relu_and_mul": relu_and_mul_cases,
+    "xielu": xielu_cases,
+    "clip": clip_cases,
+    "join": join_cases,
+    "sharpen": sharpen_cases,
+    "append_positions": append_positions_cases,
     "linear": linear_cases,
     "linear_by_head": linear_by_head_cases,
     "combine_experts": combine_experts_cases,
+    "choose_experts": choose_experts_cases,
+    "sort_by_expert": sort_by_expert_cases,
+    "multiply": multiply_cases,
     "add_lora": add_lora_cases,
     "grouped_linear": grouped_linear_cases,
     "row_sums": row_cases,

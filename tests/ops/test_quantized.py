@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ from torch import Tensor
 from quire.ops import OPS, Target
 from quire.ops.cpu.linear import grouped_linear_cpu, linear_cpu
 from quire.ops.cpu.panels import Panels
-from quire.ops.cpu.quantized_linear import QuantizedPanels, quantize_cpu, quantized_linear_cpu
+from quire.ops.cpu.quantized_linear import (
+    QuantizedPanels,
+    grouped_quantized_linear_cpu,
+    quantize_cpu,
+    quantized_linear_cpu,
+)
 from quire.ops.reference.quantized import QuantizedMatrix, concatenate
 
 Product = Callable[..., Tensor]
@@ -41,8 +47,9 @@ def quantized_matrices() -> Iterator[QuantizedMatrix]:
             minima = torch.randint(0, 64, (out, count), dtype=torch.uint8)
             factors = torch.rand(out, 1 if count % 2 else count // 2, 2).half() * 0.01
             yield QuantizedMatrix(codes, minima.flip(0), group, width, minima, factors)
-        yield QuantizedMatrix(four, scales, group, width, table=torch.randn(16))
-        yield QuantizedMatrix(four, sub, group, width, factors=torch.rand(out, 1, 1), table=torch.randn(16))
+        table = tuple(torch.randn(16).tolist())
+        yield QuantizedMatrix(four, scales, group, width, table=table)
+        yield QuantizedMatrix(four, sub, group, width, factors=torch.rand(out, 1, 1), table=table)
         yield QuantizedMatrix((torch.randn(out, width) * 2).to(torch.float8_e4m3fn), scales, group, width)
 
 
@@ -112,7 +119,7 @@ def check_products(product: Product) -> None:
             matrices.append(QuantizedMatrix(codes, scales, group, width))
             matrices.append(QuantizedMatrix(codes, scales, group, width, scales * -7.5))
             if bits == 4:
-                matrices.append(QuantizedMatrix(codes, scales, group, width, table=torch.randn(16)))
+                matrices.append(QuantizedMatrix(codes, scales, group, width, table=tuple(torch.randn(16).tolist())))
     in_panels = 0
     for matrix in matrices:
         packed = product.pack(replace(matrix, **{name: t.clone() for name, t in matrix.by_row.items()}))
@@ -214,3 +221,44 @@ def test_products_of_experts_are_those_of_each_experts_own_weight():
         weight = matrix.dequantize().view(experts, outs, -1)
         wanted = [x[offsets[e] : offsets[e + 1]] @ weight[e].T + bias[e] for e in range(experts)]
         torch.testing.assert_close(product(x, matrix, bias, offsets), torch.cat(wanted), rtol=1e-4, atol=1e-3)
+
+
+@needs_kernels
+@pytest.mark.parametrize("counts", [(1, 0, 2), (0, 0, 0), (150, 1, 90)])
+def test_joined_experts_give_the_bits_of_each_experts_own_product(counts):
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, *counts]).cumsum(0)
+    for matrix in quantized_matrices():
+        experts = [replace(matrix, **{n: _repeated(t, 128) for n, t in matrix.by_row.items()}) for _ in counts]
+        packed = [quantized_linear_cpu.pack(expert) for expert in experts]
+        x, bias = torch.randn(sum(counts), matrix.in_features).bfloat16(), torch.randn(3, 128).bfloat16()
+        joined = grouped_quantized_linear_cpu.join(packed)
+        if not isinstance(packed[0], QuantizedPanels):
+            assert joined is None
+            continue
+        made = grouped_quantized_linear_cpu(x, joined, bias, bounds)
+        for e, (start, stop) in enumerate(pairwise(bounds.tolist())):
+            assert torch.equal(made[start:stop], quantized_linear_cpu(x[start:stop], packed[e], bias[e]))
+        own = joined.rows(128, 256)
+        assert torch.equal(quantized_linear_cpu(x, own, None), quantized_linear_cpu(x, packed[1], None))
+        assert all(part.data_ptr() != other.data_ptr() for part, other in zip(
+            own.by_row.values(), packed[1].by_row.values(), strict=True))  # fmt: skip
+
+
+def _repeated(tensor: Tensor, rows: int) -> Tensor:
+    """Rows of the tensor in another order, with repetitions."""
+    return tensor[torch.randint(len(tensor), (rows,))]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_experts_give_the_bits_of_packed_weights(dtype):
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, 3, 3, 140])
+    for width in (33, 256):
+        weight = (torch.randn(3, 192, width) / width**0.5).to(dtype)
+        x, bias = torch.randn(140, width).to(dtype), torch.randn(3, 192).to(dtype)
+        made = grouped_linear_cpu(x, grouped_linear_cpu.pack(weight.clone()), bias, bounds)
+        for e, (start, stop) in enumerate(pairwise(bounds.tolist())):
+            assert torch.equal(made[start:stop], linear_cpu(x[start:stop], Panels.of(weight[e].clone()), bias[e]))
+    assert isinstance(grouped_linear_cpu.pack(weight[:, :100]), Tensor), "not in whole panels"

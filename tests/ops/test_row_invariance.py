@@ -62,7 +62,7 @@ def test_quantized_layers(kernels: Kernels, form: str) -> None:
     if form != "fp8":
         matrix = kernels.quantize(weight, 8 if form == "int8" else 4, 32)
     if form == "table":
-        matrix = replace(matrix, table=torch.randn(16))
+        matrix = replace(matrix, table=tuple(torch.randn(16).tolist()))
     function = kernels.quantized_linear
     packed = function.pack(matrix) if hasattr(function, "pack") else matrix
     check(lambda x: function(x, packed, None), torch.randn(ROWS, 512).to(dtype), form)

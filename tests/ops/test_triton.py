@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -92,10 +91,6 @@ def test_products_of_experts(dtype, counts):
             close(grouped_linear_triton(x, weight, bias, offsets), wanted)
 
 
-# Floats of four bits, which the kernels multiply as integers of eight.
-FLOATS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], device=DEVICE)
-
-
 def matrices() -> Iterator[QuantizedMatrix]:
     for outs, ins, group in ((70, 64, 32), (24, 70, 32), (40, 33, 33)):
         weight = draw(torch.float32, outs, ins)
@@ -109,8 +104,6 @@ def matrices() -> Iterator[QuantizedMatrix]:
             factors = torch.rand(outs, 1, 1, device=DEVICE).half()
             yield QuantizedMatrix(matrix.codes, matrix.scales, group, ins, factors=factors)
         yield QuantizedMatrix(weight.to(torch.float8_e4m3fn), matrix.scales, group, ins)
-        for table in (FLOATS, draw(torch.float32, 16)):
-            yield QuantizedMatrix(matrix.codes, matrix.scales, group, ins, table=table)
 
 
 def test_products_with_quantized_weights():
@@ -143,8 +136,8 @@ def test_products_of_eight_bits_are_those_of_rounded_inputs():
 def test_products_of_experts_with_quantized_weights(counts):
     torch.manual_seed(0)
     offsets = torch.tensor([0, *counts], device=DEVICE).cumsum(0)
-    for bits, group, table in ((8, 64, None), (4, 32, None), (4, 32, FLOATS)):
-        matrix = replace(quantize.reference(draw(torch.float32, len(counts) * 24, 64), bits, group), table=table)
+    for bits, group in ((8, 64), (4, 32)):
+        matrix = quantize.reference(draw(torch.float32, len(counts) * 24, 64), bits, group)
         x = draw(torch.float32, sum(counts), 64) / 8
         for bias in (None, draw(torch.float32, len(counts), 24)):
             made = grouped_quantized_linear_triton(x, quantized_linear_triton.pack(matrix), bias, offsets)

@@ -52,6 +52,15 @@ def test_scores_may_be_large():
     torch.testing.assert_close(got, encoder_attention.reference(q * 100, k * 10, v, starts_of(50), 1.0, None))
 
 
+@pytest.mark.parametrize("reach", [None, 7])
+def test_biases_by_distance(reach):
+    q, k, v = drawn(torch.float16, 150, 2, 2, 32)
+    bias, starts = torch.randn(2, 41, device=DEVICE), starts_of(100, 1, 49)
+    got = encoder_attention_triton(q, k, v, starts, 1.0, reach, bias)
+    wanted = encoder_attention.reference(q.float(), k.float(), v.float(), starts, 1.0, reach, bias)
+    torch.testing.assert_close(got.float(), wanted, rtol=2**-9, atol=2**-9)
+
+
 def test_no_tokens():
     q, k, v = drawn(torch.float32, 0, 2, 2, 32)
     assert encoder_attention_triton(q, k, v, starts_of(0), 1.0, None).shape == (0, 2, 32)

@@ -163,7 +163,7 @@ def test_with_fixed_tiles_a_row_has_the_same_bits_in_any_batch(bits, monkeypatch
 
 @pytest.mark.parametrize("card", [card for name, card in CARDS.items() if name != "gfx942"], ids=lambda card: card.name)
 def test_tiles_change_only_at_the_row_sizes(card):
-    for kind in ("dense", "int8", "float8", "wide", "four", "float32"):
+    for kind in ("dense", "int8", "float8", "wide", "four", "table", "float32"):
         for experts in (1, 128):
             for outs in (1024, 6144, 28672):
                 limits = [0, *row_sizes(experts)]
@@ -186,13 +186,15 @@ _COMPILE = """
     import torch
     from benchmarks.gpu.machine_code import read
     from quire.ops.reference.quantized import QuantizedMatrix
+    from quire.quantization.tables import MXFP4, _TABLES
     from quire_triton import linear
     results = []
     for kind, columns, rows in {cases!r}:
         dtype = torch.float8_e4m3fn if kind == "float8" else torch.uint8
         codes = torch.empty(4096, columns, dtype=dtype, device=torch.device("cuda", 0))
-        scales = torch.empty(4096, 32, dtype=torch.float16, device=codes.device)
-        matrix = linear.quantized_linear_triton.pack(QuantizedMatrix(codes, scales, 128, 4096))
+        group, table = (MXFP4.group, _TABLES[MXFP4.table]) if kind == "table" else (128, None)
+        scales = torch.empty(4096, 4096 // group, dtype=torch.float16, device=codes.device)
+        matrix = linear.quantized_linear_triton.pack(QuantizedMatrix(codes, scales, group, 4096, table=table))
         x = torch.empty(rows, 4096, dtype=torch.bfloat16, device=codes.device)
         with device.traced() as launches:
             linear.quantized_linear_triton(x, matrix, None)
@@ -231,10 +233,10 @@ def test_products_of_few_rows_keep_the_rules_of_machine_code(card):
 
 
 def test_products_use_the_tensor_cores_of_the_card():
-    """Codes of 4 bits in decoding, and float8 with as many rows as a warp group has. Both load 16 bytes at once."""
-    cases = [("four", 2048, 1), ("float8", 4096, 64)]
+    """Codes of 4 bits in decoding, and float8 with as many rows as a warp group has. All load 16 bytes at once."""
+    cases = [("four", 2048, 1), ("table", 2048, 1), ("float8", 4096, 64)]
     printed = run_on_stand_in(_COMPILE.format(cases=cases), "sm_90")
-    assert json.loads(printed.splitlines()[-1]) == [[["mma.sync"], 0, True, True], [["wgmma"], 0, True, True]]
+    assert json.loads(printed.splitlines()[-1]) == [[["mma.sync"], 0, True, True]] * 2 + [[["wgmma"], 0, True, True]]
 
 
 @pytest.mark.slow
@@ -246,10 +248,12 @@ def test_products_fit_all_cards(card, few, many):
     cases = [
         ("four", 2048, 1),
         ("four", 2048, 2048),
+        ("table", 2048, 1),
+        ("table", 2048, 2048),
         ("integer", 4096, 1),
         ("integer", 4096, 2048),
         ("float8", 4096, 2048),
     ]
     printed = run_on_stand_in(_COMPILE.format(cases=cases), card)
-    wanted = [[[kind], 0, True, True] for kind in (few, many, few, many, many)]
+    wanted = [[[kind], 0, True, True] for kind in (few, many, few, many, few, many, many)]
     assert json.loads(printed.splitlines()[-1]) == wanted

@@ -4,6 +4,7 @@ batch, at every place."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -99,7 +100,7 @@ def test_linear_by_head(dtype):
 
 
 @each_dtype
-@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("form", ["int8", "int4", "table", "fp8"])
 def test_quantized_linear(dtype, form):
     if form == "fp8" and INTERPRETED and dtype is not torch.float32:
         pytest.skip("the interpreter rounds to float8 in another way")
@@ -107,6 +108,8 @@ def test_quantized_linear(dtype, form):
     matrix = QuantizedMatrix(weight.to(torch.float8_e4m3fn).to(DEVICE), torch.ones(40, 1, device=DEVICE), 128, 128)
     if form != "fp8":
         matrix = quantize.reference(weight.to(DEVICE), 8 if form == "int8" else 4, 64)
+    if form == "table":
+        matrix = replace(quantize.reference(weight.to(DEVICE), 4, 32), table=tuple(torch.randn(16).tolist()))
     linear = chosen("quantized_linear", dtype)
     packed = linear.pack(matrix)  # type: ignore[attr-defined]
     check(lambda x: linear(x, packed, None), torch.randn(ROWS, 128, device=DEVICE).to(dtype), alone=(0, 129))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image, ImageDraw
 
 from support.server import Host, Service, eventually
 
@@ -107,6 +108,7 @@ def test_an_answer_is_streamed_with_the_likelihood_of_its_tokens(page: Any, serv
     again = ask(page, "And then?")
     assert again.locator(".text").first.text_content()
     assert page.locator(".message").count() == 4
+    assert not page.is_visible("#attach"), "the model takes no pictures"
 
 
 def test_an_answer_can_be_stopped(page: Any, host: Host):
@@ -161,6 +163,39 @@ def test_a_request_can_be_copied_and_runs(page: Any, server: Service, browser: A
     if shutil.which("curl"):
         done = subprocess.run(["sh", "-c", command.replace("curl ", "curl -s ", 1)], capture_output=True, check=True)
         assert json.loads(done.stdout)["usage"]["completion_tokens"] <= 5
+
+
+def test_pictures_are_attached(browser: Any, tmp_path: Path):
+    for name, colour in (("sun", "yellow"), ("ball", "red")):
+        picture = Image.new("RGB", (200, 200), "white")
+        ImageDraw.Draw(picture).ellipse((50, 40, 150, 140), fill=colour)
+        picture.save(tmp_path / f"{name}.png")
+    host = Host(model="quire-demo/vision", max_num_seqs=4, num_gpu_blocks_override=200)
+    page = browser.new_page()
+    try:
+        page.goto(host.serve().url)
+        until(page, "document.querySelector('#status').textContent")
+        assert page.is_visible("#attach")
+        page.set_input_files("#files", [tmp_path / "sun.png", tmp_path / "ball.png"])
+        page.locator("#ask .pictures img").nth(1).wait_for()
+        page.get_by_role("button", name="Remove picture sun.png").click()
+        assert page.locator("#ask .pictures img").count() == 1
+        answer = ask(page, "What colour is it?", temperature="0", max_tokens="30")
+        assert "red" in answer.locator(".text").first.text_content()
+        shown = page.locator(".message.user .pictures img")
+        assert shown.get_attribute("alt") == "Picture ball.png"
+        assert shown.evaluate("image => image.naturalWidth") == 200
+        assert not page.is_visible("#pictures"), "the next message has none"
+        assert "1" in ask(page, "How many are there?").locator(".text").first.text_content(), "it is still seen"
+        (tmp_path / "text.png").write_text("no picture")
+        page.set_input_files("#files", tmp_path / "text.png")
+        page.locator("#ask .pictures img").wait_for()
+        refused = ask(page, "And this?").locator(".problem").text_content()
+        assert "no image in a known format" in refused
+        assert ask(page, "What is it?").locator(".problem").count() == 0, "what was refused is not sent again"
+    finally:
+        page.close()
+        host.close()
 
 
 def test_the_map_changes_under_load(page: Any, server: Service):

@@ -26,7 +26,7 @@ from support.engines import (
     teacher_forced_logits,
     tokens_of,
 )
-from support.gguf_files import TABLE_TYPES, TYPES, WIDE, write_gguf
+from support.gguf_files import FURTHER_TYPES, TABLE_TYPES, TYPES, WIDE, write_gguf
 from support.mxfp4 import write_mxfp4
 from support.quantized import FORMATS, write_quantized
 from support.reference import TIE, load, logits, prompts
@@ -71,7 +71,10 @@ def test_so_do_ranks_that_share_experts(tmp_path, name, family):
         check(logits_of_ranks(runners_of_ranks(quantized, ranks), TEXT), wanted)
 
 
-@pytest.mark.parametrize("kind", [*TYPES, *TABLE_TYPES])
+FEW = [pytest.param(kind, marks=pytest.mark.sampled(4)) for kind in FURTHER_TYPES]
+
+
+@pytest.mark.parametrize("kind", [*TYPES, *TABLE_TYPES, *FEW])
 def test_ranks_divide_the_blocks_of_gguf_files(tmp_path, kind):
     """256 inputs of four heads, in blocks of 32 or one of 256; and 512 of the MLP."""
     path = write_gguf(write_checkpoint(tmp_path / "source", "llama", WIDE), tmp_path / "model.gguf", kind)

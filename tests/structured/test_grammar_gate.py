@@ -8,8 +8,8 @@ import pytest
 
 from quire import SamplingParams
 from quire.messages.engine import EngineCoreRequest
-from quire.structured import gate as gate_module
-from quire.structured.gate import GrammarGate
+from quire_structured import gate as gate_module
+from quire_structured.gate import GrammarGate
 
 
 class Word:

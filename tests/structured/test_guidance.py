@@ -12,10 +12,10 @@ from quire import SamplingParams, StructuredOutputsParams
 from quire.loading.hub import bundled_model
 from quire.loading.metadata import load_tokenizer
 from quire.messages.engine import EngineCoreRequest
-from quire.structured.constraint import Constraint
-from quire.structured.gate import GrammarGate
-from quire.structured.guidance import GuidanceBackend
-from quire.structured.vocabulary import Vocabulary
+from quire_structured.constraint import Constraint
+from quire_structured.gate import GrammarGate
+from quire_structured.guidance import GuidanceBackend
+from quire_structured.vocabulary import Vocabulary
 
 EOS = 2
 

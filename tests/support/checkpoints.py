@@ -124,6 +124,8 @@ def model_class(kind: str) -> Any:
     """(config class, model class) of transformers; imported here because that takes seconds."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
+    import support.rwkv7  # noqa: F401  registers a family that transformers lacks
+
     config_class = type(AutoConfig.for_model(STAND_INS.get(kind, kind)))
     return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
 

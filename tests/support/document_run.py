@@ -54,6 +54,7 @@ class DocumentRun:
             shutil.copytree(resolve("quire-demo/rhyme"), folder / "work" / "adapters" / name)
         shutil.copytree(resolve("quire-demo/rhyme"), folder / "work" / "sql-v2")
         shutil.copyfile(bundled_model() / "model.safetensors", folder / "work" / "model.safetensors")
+        (folder / "work" / "tools").symlink_to(ROOT / "tools")
         write_files(folder / "work")
         self._hub = Hub(folder / "hub")
 

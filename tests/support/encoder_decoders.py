@@ -22,6 +22,11 @@ SIZES: dict[str, Any] = {
     "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "max_position_embeddings": LONGEST,
     "init_std": 0.3, "pad_token_id": UNK, "bos_token_id": BOS, "eos_token_id": EOS,
 }  # fmt: skip
+T5_SIZES: dict[str, Any] = {  # d_kv is no part of d_model, and texts are longer than the farthest distance
+    "vocab_size": 310, "d_model": 64, "d_kv": 24, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
+    "relative_attention_num_buckets": 12, "relative_attention_max_distance": 40, "n_positions": LONGEST,
+    "pad_token_id": UNK, "eos_token_id": EOS,
+}  # fmt: skip
 TEXTS = (
     "A small engine read a whole book in one night.",
     "The cat sat on the mat with the hat, and the quick brown fox jumped over it. " * 2,
@@ -52,6 +57,13 @@ KINDS = {
                           "encoder_layers": 3, "encoder_ffn_dim": 80},
         "$A </s> <|en|>", {"decoder_start_token_id": DE}, [DE],
     ),
+    "t5": Kind("T5", T5_SIZES, "$A </s>", {"decoder_start_token_id": UNK}, [UNK]),
+    "flan-t5": Kind(
+        "T5", T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 2},
+        "$A </s>", {"decoder_start_token_id": UNK}, [UNK],
+    ),
+    "mt5": Kind("MT5", T5_SIZES, "$A </s>", {"decoder_start_token_id": UNK}, [UNK]),
+    "umt5": Kind("UMT5", T5_SIZES, "$A </s>", {"decoder_start_token_id": UNK}, [UNK]),
 }  # fmt: skip
 
 
@@ -72,9 +84,20 @@ def written(folder: Path, kind: str) -> Path:
                 tensor.normal_(0, 0.2)
             elif "q_proj" in name or "k_proj" in name:
                 tensor.mul_(2)
+            elif "Attention.q" in name:
+                tensor.mul_(3)
+            elif "relative_attention_bias" in name:
+                tensor.normal_(0, 2)
+            elif "layer_norm.weight" in name:
+                tensor.uniform_(0.5, 1.5)
             elif "shared" in name:
                 tensor.mul_(0.3)
-        model.final_logits_bias.normal_(0, 0.3)
+            elif name.endswith((".o.weight", ".wo.weight")):
+                tensor.mul_(6)
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.normal_(0, 0.3)
+    if config.tie_word_embeddings and not described.config.get("tie_word_embeddings", True):  # which T5Config overrides
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     model.generation_config = transformers.GenerationConfig(**described.generation)
     model.save_pretrained(directory)
     made = tokenizer(("<|en|>", "<|de|>"))

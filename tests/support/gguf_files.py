@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
@@ -17,11 +19,13 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import ALL_VARIANTS, write_checkpoint
 from support.families import REFERENCE_CONFIG
 from support.families.base import GLOBAL, LOCAL, rope
+from support.ggml_blocks import RANDOM, meaning
 from support.k_quants import quantize
 from support.reference import load
 
 TYPES = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
 TABLE_TYPES = ["IQ4_NL", "IQ4_XS", "MXFP4"]  # whose codes stand for the values of a table
+FURTHER_TYPES = [*RANDOM, "TQ1_0", "TQ2_0"]
 WIDE = {  # rows of whole super-blocks
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 320,
@@ -87,7 +91,7 @@ def write_meaning(checkpoint: Path, directory: Path, kind: str) -> Path:
     for name, tensor in state.items():
         stored_as = tool().kind_of(name, tensor.shape, Type[kind])
         data = quantize(tensor.float().numpy(), stored_as)
-        state[name] = torch.from_numpy(gguf.quants.dequantize(data, stored_as).reshape(tensor.shape).copy())
+        state[name] = torch.from_numpy(meaning(data, stored_as.name).reshape(tensor.shape).copy())
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32", "dtype": "float32"}))
@@ -100,16 +104,35 @@ def in_parts(path: Path, folder: Path, count: int) -> list[Path]:
     for i in range(count):
         parts.append(folder / f"model-{i + 1:05}-of-{count:05}.gguf")
         writer = gguf.GGUFWriter(parts[-1], "llama")
-        for field in reader.fields.values() if i == 0 else ():
-            if not field.name.startswith(("GGUF.", "general.architecture")):
-                sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-                writer.add_key_value(field.name, field.contents(), field.types[0], sub_type)
+        if i == 0:
+            _copy_metadata(reader, writer)
         writer.add_uint16("split.no", i)
         writer.add_uint16("split.count", count)
-        for tensor in reader.tensors[i::count]:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        _write_tensors(writer, reader.tensors[i::count])
     return parts
+
+
+def with_tensors(path: Path, out: Path, tensors: dict[str, np.ndarray]) -> Path:
+    """A copy of a file of Llama's architecture with further tensors."""
+    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(out, "llama")
+    _copy_metadata(reader, writer)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    _write_tensors(writer, reader.tensors)
+    return out
+
+
+def _copy_metadata(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type)
+
+
+def _write_tensors(writer: gguf.GGUFWriter, tensors: Iterable[gguf.ReaderTensor]) -> None:
+    for tensor in tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from quire.messages.structured_outputs import StructuredOutputsParams
-from quire.structured.gate import GrammarGate
+from quire_structured.gate import GrammarGate
 
 EOS = 2
 Automaton = list[dict[int, int]]  # by state: the tokens that may follow, and the states that they lead to

@@ -11,6 +11,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
+from support.ggml_blocks import RANDOM, random_blocks
+
 Array = np.ndarray
 
 
@@ -141,7 +143,10 @@ WRITERS: dict[Type, Callable[[Array], Array]] = {
 
 
 def quantize(values: Array, kind: Type) -> Array:
-    """Like `gguf.quants.quantize`, which lacks K-quants and IQ4: floats [..., in] -> bytes [..., bytes of a row]"""
+    """Like `gguf.quants.quantize`, which lacks some types: floats [..., in] -> bytes [..., bytes of a row]. Blocks of
+    the types in RANDOM have the size of the floats only."""
+    if kind.name in RANDOM:
+        return random_blocks(np.ascontiguousarray(values, np.float32), kind)
     if kind not in WRITERS:
         return gguf.quants.quantize(values, kind)
     blocks = WRITERS[kind](np.ascontiguousarray(values, np.float32).reshape(-1, gguf.GGML_QUANT_SIZES[kind][0]))

@@ -39,7 +39,6 @@ from quire.scheduler.compression import Compression
 from quire.scheduler.encoding import EncoderCache
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
-from quire.structured.gate import GrammarGate
 from quire.worker.compression import CompressedRows, CompressingForward, CompressingStaging
 from quire.worker.device import Device, layout, pack, unpack
 from quire.worker.drafters.drafter import Drafter
@@ -52,6 +51,7 @@ from quire.worker.media import MediaInputs
 from quire.worker.model_runner import ModelRunner
 from quire.worker.staging import Staging
 from quire_multimodal.towers.text import Encoder as TextEncoder
+from quire_structured.gate import GrammarGate
 
 
 class Stream(TorchDispatchMode):

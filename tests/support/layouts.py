@@ -194,6 +194,14 @@ def internlm2_hub(tensors: Tensors, config: Config) -> Tensors:
     return made
 
 
+def rwkv7_hub(tensors: Tensors, config: Config) -> Tensors:
+    """The first checkpoints of flash-linear-attention have the six mixes of a layer in one tensor."""
+    for i in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{i}.attn.x_"
+        tensors[f"{prefix}x"] = torch.stack([tensors.pop(f"{prefix}{key}") for key in "rwkvag"])
+    return tensors
+
+
 def kimi_linear_hub(tensors: Tensors, config: Config) -> Tensors:
     """transformers saves the dense first layer under the name of the layers with experts."""
     return {name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): tensor for name, tensor in tensors.items()}
@@ -201,6 +209,7 @@ def kimi_linear_hub(tensors: Tensors, config: Config) -> Tensors:
 
 HUB_LAYOUTS = {
     "kimi_linear": kimi_linear_hub,
+    "rwkv7": rwkv7_hub,
     "gpt2": gpt2_hub,
     "opt": opt_hub,
     "falcon": falcon_hub,

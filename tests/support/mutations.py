@@ -26,6 +26,17 @@ ModelMutation = Callable[[Decoder], None]
 # ---- of the spec: new values of fields, or functions of the old ones
 
 
+class NoNorm(Norm):
+    """The identity."""
+
+    def __init__(self) -> None:
+        pass
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        residual = x if residual is None else residual.add_(x)
+        return residual, residual
+
+
 def _changed(value: Any, fields: dict[str, Any]) -> Any:
     return replace(value, **{k: new(getattr(value, k)) if callable(new) else new for k, new in fields.items()})
 
@@ -126,7 +137,7 @@ def without(part: str, instead: Any = None) -> ModelMutation:
 
 
 def without_norm(part: str) -> ModelMutation:
-    return without(part, Norm())
+    return without(part, NoNorm())
 
 
 def in_experts(change: Callable[[MoE], None]) -> ModelMutation:
@@ -153,7 +164,7 @@ def in_states(change: Callable[[Any], Any]) -> ModelMutation:
 
 def no_norms_inside(mixer: Any) -> None:
     """The input of time steps, B and C are not normed."""
-    mixer.norms = [Norm()] * 3
+    mixer.norms = [NoNorm()] * 3
 
 
 def one_decay(mixer: Any) -> None:

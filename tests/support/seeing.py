@@ -15,16 +15,21 @@ from PIL import Image
 
 from support.checkpoints import EOS, byte_level_tokenizer
 from support.reference import Continuation
+from support.seeing_base import FIRST, TEXT
+from support.seeing_qwen import (
+    QWEN_MARK,
+    QWEN_SPECIAL,
+    qwen2_5_vl_model,
+    qwen2_vl_model,
+    qwen3_5_model,
+    qwen3_5_moe_model,
+    qwen3_vl_model,
+    qwen3_vl_moe_model,
+    qwen_processor,
+)
 
 NUM_TOKENS = 24
 TIE = 1e-4
-TEXT = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.3,
-    "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0,
-}  # fmt: skip
-# The first ids behind those of the byte-level tokenizer.
-FIRST = 300
 
 
 def tokenizer(tokens: tuple[str, ...]) -> Any:
@@ -80,13 +85,15 @@ def write(directory: Path, model: Model) -> Path:
 
 
 @torch.inference_mode()
-def continuations(directory: Path, model: Model) -> list[tuple[list[Image.Image], str, Continuation]]:
-    """For each prompt: its pictures, its text, and what transformers says, with the tokens as its processor makes
-    them."""
+def continuations(
+    directory: Path, model: Model, prompts: list[tuple[str, list[Image.Image]]] | None = None
+) -> list[tuple[list[Image.Image], str, Continuation]]:
+    """For each prompt, by default those of the model: its pictures, its text, and what transformers says, with the
+    tokens as its processor makes them."""
     network = type(model.make()).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     processor = model.processor(tokenizer(model.tokens))
     found = []
-    for text, pictures in model.prompts():
+    for text, pictures in prompts or model.prompts():
         inputs = processor(text=[text], images=[pictures] if pictures else None, return_tensors="pt")
         made = network.generate(
             **inputs, do_sample=False, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS, eos_token_id=None,
@@ -178,90 +185,6 @@ def onevision_processor(tokenizer: Any) -> Any:
 
     pixels = LlavaOnevisionImageProcessorPil(size={"height": 56, "width": 56}, image_grid_pinpoints=SIZES)
     return OnevisionStandIn(pixels, tokenizer, 16)
-
-
-def qwen2_vl_model() -> Any:
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    vision = {
-        "depth": 3, "embed_dim": 32, "mlp_ratio": 2, "num_heads": 2, "hidden_size": 64, "patch_size": 14,
-        "initializer_range": 0.3,
-    }  # fmt: skip
-    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=qwen_text(), vision_config=vision, **QWEN_TOKENS))
-
-
-def qwen2_5_vl_model() -> Any:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    vision = {
-        "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14,
-        "window_size": 56, "fullatt_block_indexes": [1], "initializer_range": 0.3,
-    }  # fmt: skip
-    config = Qwen2_5_VLConfig(text_config=qwen_text(), vision_config=vision, **QWEN_TOKENS)
-    return Qwen2_5_VLForConditionalGeneration(config)
-
-
-def qwen3_vl_model() -> Any:
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    vision = {
-        "depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 16,
-        "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2], "initializer_range": 0.3,
-    }  # fmt: skip
-    text = qwen_text()
-    text["rope_parameters"]["mrope_interleaved"] = True
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **QWEN_TOKENS))
-
-
-def qwen_text() -> dict[str, Any]:
-    return {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}}
-
-
-QWEN_TOKENS = {
-    "image_token_id": FIRST, "video_token_id": FIRST + 1, "vision_start_token_id": FIRST + 2,
-    "vision_end_token_id": FIRST + 3, "bos_token_id": 1, "eos_token_id": EOS,
-}  # fmt: skip
-QWEN_SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
-
-
-def qwen_processor(patch: int, mean: float | None = None) -> Callable[[Any], Any]:
-    def make(tokenizer: Any) -> Any:
-        """A processor without that of videos, which needs torchvision."""
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-        means = {} if mean is None else {"image_mean": [mean] * 3, "image_std": [mean] * 3}
-        pixels = Qwen2VLImageProcessorPil(
-            patch_size=patch, size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 30}, **means
-        )
-        return QwenProcessor(pixels, tokenizer)
-
-    return make
-
-
-class QwenProcessor:
-    """What transformers' processor does with pictures; the class itself cannot be made without torchvision."""
-
-    def __init__(self, pixels: Any, tokenizer: Any) -> None:
-        self.pixels, self.tokenizer = pixels, tokenizer
-
-    def save_pretrained(self, directory: Path) -> None:
-        self.pixels.save_pretrained(directory)
-        self.tokenizer.save_pretrained(directory)
-
-    def __call__(self, text: list[str], images: Any, return_tensors: str) -> dict[str, Any]:
-        [prompt] = text
-        inputs: dict[str, Any] = {}
-        if images:
-            inputs = dict(self.pixels(images=images[0], return_tensors="pt"))
-            pieces = prompt.split("<|image_pad|>")
-            counts = [int(grid.prod()) // 4 for grid in inputs["image_grid_thw"]]
-            prompt = "".join(p + "<|image_pad|>" * c for p, c in zip(pieces, [*counts, 0], strict=True))
-        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
-        return {
-            **inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids),
-            "mm_token_type_ids": (ids == FIRST).int(),
-        }  # fmt: skip
 
 
 GEMMA_SPECIAL = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
@@ -487,6 +410,9 @@ MODELS: dict[str, Model] = {
     "qwen2_vl": Model(qwen2_vl_model, qwen_processor(14), QWEN_SPECIAL, QWEN_MARK),
     "qwen2_5_vl": Model(qwen2_5_vl_model, qwen_processor(14), QWEN_SPECIAL, QWEN_MARK),
     "qwen3_vl": Model(qwen3_vl_model, qwen_processor(16, 0.5), QWEN_SPECIAL, QWEN_MARK),
+    "qwen3_vl_moe": Model(qwen3_vl_moe_model, qwen_processor(16, 0.5), QWEN_SPECIAL, QWEN_MARK),
+    "qwen3_5": Model(qwen3_5_model, qwen_processor(16, 0.5), QWEN_SPECIAL, QWEN_MARK),
+    "qwen3_5_moe": Model(qwen3_5_moe_model, qwen_processor(16, 0.5), QWEN_SPECIAL, QWEN_MARK),
 }
 
 
@@ -495,8 +421,10 @@ SEEING = {
     "InternVLForConditionalGeneration", "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "WhisperForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "WhisperForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration", "BartForConditionalGeneration", "MBartForConditionalGeneration",
+    "T5ForConditionalGeneration", "MT5ForConditionalGeneration", "UMT5ForConditionalGeneration",
 }  # fmt: skip
 
 

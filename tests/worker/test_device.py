@@ -13,6 +13,7 @@ import torch
 
 import quire.ops
 from quire.config import ConfigError, EngineConfig
+from quire.messages.media import EncoderLimits
 from quire.ops import triton_works
 from quire.worker import memory
 from quire.worker.device import layout, on_gpu, pack, unpack
@@ -101,10 +102,10 @@ def test_the_budget_is_a_share_of_the_gpu_less_what_others_use(gpu):
 
 def test_keys_and_values_get_what_weights_and_a_step_leave(gpu, checkpoints):
     llm = make_llm(checkpoints.path("llama"))
-    left = memory.left_by_a_step(llm.core.executor.runner, 60 << 30, 100)
+    left = memory.left_by_a_step(llm.core.executor.runner, 60 << 30, 100, EncoderLimits())
     assert left == (60 << 30) - (16 << 30) - int(1.25 * (2 << 30))
     with pytest.raises(ConfigError, match=r"nothing is left .* weights take 16.00 GiB and a step of 100 tokens 2.00"):
-        memory.left_by_a_step(llm.core.executor.runner, 17 << 30, 100)
+        memory.left_by_a_step(llm.core.executor.runner, 17 << 30, 100, EncoderLimits())
     assert memory.num_blocks(config(), left, 1 << 20, 10**6, GPU) == left >> 20
     assert memory.num_blocks(config(), left, 1 << 20, 1000, GPU) == 1000
     assert tokens_of(generate(llm, [[5, 6]], GREEDY.clone(max_tokens=3)))

@@ -67,7 +67,7 @@ class Eagle3Head(EagleLayers):
         self.norm_output = bool(options.get("norm_output", False))
         self.taps, width = taps, max(1, len(taps)) * of_target
         self.fc = ReplicatedLinear(builder, "fc", width, size, has("fc.bias")) if taps else None
-        self.input_norm = norm("input_norm", width) if options.get("norm_before_fc") else Norm()
+        self.input_norm = norm("input_norm", width) if options.get("norm_before_fc") else Norm(builder.kernels)
         count = len(taps) if options.get("fc_norm") else 0
         self.fc_norms = [norm(f"fc_norm.{i}", of_target) for i in range(count)]
 

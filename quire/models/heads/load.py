@@ -58,6 +58,8 @@ def load_head(
     quantization = "int8" if config.model.quantization in ("int8", "int4") else None
     builder = Builder(target.kernels, group, method_of, quantizer_of(quantization, {}))
     has = checkpoint.has if checkpoint is not None else lambda name: is_mtp
+    if checkpoint is not None:
+        builder.shape_of = checkpoint.shape_of
     try:
         head = maker(builder, fields, target, has, max_model_len)
     except KeyError as missing:

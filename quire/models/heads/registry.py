@@ -16,5 +16,7 @@ MTP_HEADS: dict[str, HeadMaker] = {
     "MiMoForCausalLM": mimo_mtp,
     "Qwen3NextForCausalLM": qwen_mtp,
     "Qwen3_5ForCausalLM": qwen_mtp,
+    "Qwen3_5ForConditionalGeneration": qwen_mtp,
     "Qwen3_5MoeForCausalLM": qwen_mtp,
+    "Qwen3_5MoeForConditionalGeneration": qwen_mtp,
 }

@@ -11,6 +11,8 @@
 //   - a key that a row does not see adds exactly 0 to its sums: its probability is 0, and its value is a finite number.
 #include "attention.h"
 #include "attention_scores.h"
+#include "attention_values.h"
+#include "biases.h"
 #include "replay.h"
 #include "team.h"
 
@@ -33,72 +35,6 @@ struct Tile {
   const uint32_t *keys[TILE_LINES] = {}, *values[TILE_LINES] = {};
   const float *key_scales[TILE_LINES] = {}, *value_scales[TILE_LINES] = {};
 };
-
-// out[r][from + 16 c ...] = out * rescale[r] + p[r] . values.
-template <class S, int R, int C>
-void weigh(const uint32_t* p, const uint32_t* const* values, int from, int count, float* out, int dim,
-           const float* rescale, const uint32_t* const* ahead) {
-  out += from;
-  constexpr int STEPS = LANES / TOKENS<S>;                // that make up 16 tokens
-  constexpr int WORDS = TILE_KEYS / PAIR<typename S::T>;  // of a row of p
-  const typename S::Expand expand;
-  f32x16 sums[R][C];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-    for (int c = 0; c < C; c++) sums[r][c] = load(out + r * dim + c * LANES) * rescale[r];
-  for (int w = 0; w < count; w++) {
-    u32x16 lines[C][S::LINES];
-#pragma GCC unroll 8
-    for (int c = 0; c < C; c++) expand(load_words(values[w] + from + c * LANES), lines[c]);
-    if (ahead && ahead[w / STEPS])
-#pragma GCC unroll 8
-      for (int c = 0; c < C; c++) fetch(ahead[w / STEPS] + w % STEPS * dim + from + c * LANES);
-#pragma GCC unroll 4
-    for (int j = 0; j < S::LINES; j++)
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        u32x16 word = splat(p[r * WORDS + w * S::LINES + j]);
-#pragma GCC unroll 8
-        for (int c = 0; c < C; c++) sums[r][c] = dot<typename S::T>(sums[r][c], lines[c][j], word);
-      }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-    for (int c = 0; c < C; c++) store(out + r * dim + c * LANES, sums[r][c]);
-}
-
-// Turns the keys of 16 tokens into as many values of `dims` elements: lines of tokens into lines of dims.
-template <class T>
-void transpose(const uint32_t* keys, int stride, int dims, uint32_t* values) {
-  constexpr int P = PAIR<T>;
-  for (int w = 0; w < dims / P; w++) {
-    u32x16 line = load_words(keys + w * stride);
-    if (P == 2) {  // words of (token, dims 2w and 2w + 1) become words of (two tokens, dim)
-      u32x16 other = shuffle<1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14>(line, line);
-      u32x16 first = (line & 0xffffu) | other << 16, second = (line & 0xffff0000u) | other >> 16;
-      line = shuffle<0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31>(first, second);
-    }
-    uint32_t words[LANES];
-    store(words, line);
-    for (int i = 0; i < LANES / P; i++) memcpy(values + i * dims + w * P, words + i * P, P * sizeof(uint32_t));
-  }
-}
-
-// Turns rows of cells, of so many words each, into LINES times as many rows of T. The same part of `ahead` is fetched.
-template <class S>
-void expand(const uint32_t* from, int from_stride, int rows, int columns, uint32_t* to, int to_stride,
-            const uint32_t* ahead) {
-  const typename S::Expand expand;
-  for (int w = 0; w < rows; w++)
-    for (int i = 0; i < columns; i += LANES) {
-      u32x16 lines[S::LINES];
-      expand(load_words(from + w * from_stride + i), lines);
-      if (ahead) fetch(ahead + w * from_stride + i);
-      for (int j = 0; j < S::LINES; j++) store(to + (w * S::LINES + j) * to_stride + i, lines[j]);
-    }
-}
 
 // A thread's working memory, kept between calls.
 struct Scratch {
@@ -141,6 +77,7 @@ struct Attention {
   int window;          // 0: none
   float soft_cap;      // 0: none
   const float* sinks;  // [heads] or null
+  Biases biases;
   T* out;  // [tokens, heads, out_dim]
   float *lse, *partials;  // lse: [tokens, heads]
 
@@ -231,16 +168,18 @@ struct Attention {
   }
 
   // Turns a row's scores into probabilities relative to its running maximum; keys outside [begin, end) count nothing.
-  // Scales of keys and values, where there are any, become part of scores and probabilities.
-  template <bool MASKED, bool CAPPED>
-  void softmax_row(const float* scores, int begin, int end, const float* scales, T* p, float& maximum, float& rescale,
-                   f32x16& sums) const {
+  // Scales of keys and values, where there are any, become part of scores and probabilities. ahead: of the query, the
+  // tile's first key.
+  template <bool MASKED, bool CAPPED, bool BIASED>
+  void softmax_row(const float* scores, int begin, int end, int head, int ahead, const float* scales, T* p,
+                   float& maximum, float& rescale, f32x16& sums) const {
     f32x16 x[TILE_LINES], top = splat(MINUS_INFINITY);
     for (int c = 0; c < TILE_LINES; c++) {
       x[c] = load(scores + c * LANES);
       if (S::SCALED) x[c] *= load(scales + c * LANES);
       if (CAPPED) x[c] = tanh(x[c] * (scale / soft_cap)) * (soft_cap * LOG2_E);
       else x[c] *= scale * LOG2_E;
+      if (BIASED) x[c] += biases.of(head, ahead + c * LANES) * LOG2_E;
       if (MASKED) {
         i32x16 key = LANE + c * LANES;
         x[c] = where((key >= begin) & (key < end), x[c], splat(MINUS_INFINITY));
@@ -260,20 +199,20 @@ struct Attention {
     }
   }
 
-  template <bool MASKED, bool CAPPED>
-  void softmax(const Task& t, int base, int from, int to, Scratch& s) const {
+  template <bool MASKED, bool CAPPED, bool BIASED = false>
+  void softmax(const Task& t, int head, int base, int from, int to, Scratch& s) const {
     for (int row = 0; row < t.tokens * group(); row++) {
       const int position = t.position + row / group();
       const int begin = std::max(from, window ? position - window + 1 : 0) - base;
       const int end = std::min(to, position + 1) - base;
-      softmax_row<MASKED, CAPPED>(s.scores + row * TILE_KEYS, begin, end, s.scales,
-                                  reinterpret_cast<T*>(s.p) + row * TILE_KEYS, s.maximum[row], s.rescale[row],
-                                  s.sums[row]);
+      softmax_row<MASKED, CAPPED, BIASED>(s.scores + row * TILE_KEYS, begin, end, head * group() + row % group(),
+                                          base - position, s.scales, reinterpret_cast<T*>(s.p) + row * TILE_KEYS,
+                                          s.maximum[row], s.rescale[row], s.sums[row]);
     }
   }
 
   // The task's rows against the keys of [from, to), which lie in the tile at `base`.
-  void visit_tile(const Task& t, int base, int from, int to, Tile& tile, const Tile& ahead, Scratch& s) const {
+  void visit_tile(const Task& t, int head, int base, int from, int to, Tile& tile, const Tile& ahead, Scratch& s) const {
     const int rows = t.tokens * group();
     // Cells are expanded in registers where the kernels read them once, and else beforehand, once for all rows.
     const bool read_once = rows <= S::ROWS && (rows & (rows - 1)) == 0 && !g.is_latent;
@@ -286,8 +225,11 @@ struct Attention {
     if (S::SCALED && !g.by_slot) gather_scales(base, from, to, tile, ahead, s.scales);
     const bool masked = from > base || to < base + TILE_KEYS || to > t.position + 1 ||
                         (window && base < t.position + t.tokens - window);
-    if (soft_cap) masked ? softmax<true, true>(t, base, from, to, s) : softmax<false, true>(t, base, from, to, s);
-    else masked ? softmax<true, false>(t, base, from, to, s) : softmax<false, false>(t, base, from, to, s);
+    if (biases.table) soft_cap ? softmax<true, true, true>(t, head, base, from, to, s)
+                               : softmax<true, false, true>(t, head, base, from, to, s);
+    else if (soft_cap) masked ? softmax<true, true>(t, head, base, from, to, s)
+                              : softmax<false, true>(t, head, base, from, to, s);
+    else masked ? softmax<true, false>(t, head, base, from, to, s) : softmax<false, false>(t, head, base, from, to, s);
 
     if (g.is_latent) add_values<Whole<T>>(rows, from - base, to - base, transpose_keys(tile, s), ahead, s);
     else if (as_stored) add_values<S>(rows, from - base, to - base, tile, ahead, s);
@@ -419,7 +361,7 @@ struct Attention {
         Tile ahead;
         if (base + TILE_KEYS < last) ahead = tile_at(t, head, base + TILE_KEYS);
         else if (next) ahead = tile_at(*next, next_head, tile_start(first_key(*next)));
-        visit_tile(t, base, std::max(base, from), std::min(base + TILE_KEYS, to), tile, ahead, s);
+        visit_tile(t, head, base, std::max(base, from), std::min(base + TILE_KEYS, to), tile, ahead, s);
         tile = ahead;
       }
       if (!is_whole) save_rows(rows, head, partial, s);
@@ -491,16 +433,17 @@ struct Attention {
 }  // namespace
 
 extern "C" {
-// block_stride: elements of the cache from one block to the next. window, soft_cap: 0 for none. sinks: null for none.
+// block_stride: elements of the cache from one block to the next. window, soft_cap: 0 for none. sinks, biases: null for
+// none.
 void quire_attention_attend(const Geometry* g, const Step* step, const void* q, int64_t q_stride, int64_t q_head_stride,
                             const void* cache, int64_t block_stride, float scale, int32_t window, float soft_cap,
-                            const float* sinks, void* out, float* lse) {
+                            const float* sinks, const float* biases, int32_t reach, void* out, float* lse) {
   with_storage(*g, [&](auto storage) {
     using S = decltype(storage);
     using T = typename S::T;
     const int64_t block_words = block_stride / TOKENS<S>;
     Attention<S>{*g, *step, (const T*)q, q_stride, q_head_stride, (const uint32_t*)cache, block_words, scale, window,
-                 soft_cap, sinks, (T*)out, lse, nullptr}
+                 soft_cap, sinks, {biases, reach}, (T*)out, lse, nullptr}
         .run_all();
   });
 }

@@ -38,12 +38,15 @@ void add_rms_norm(T* x, int64_t x_stride, T* residual, int64_t residual_stride, 
   });
 }
 
-// The norm of x, or of residual, which then becomes x + residual. residual, weight, bias: null for none.
+// The norm of x, or of residual, which then becomes x + residual. residual, weight, bias: null for none. x: [outer, inner,
+// dim] with strides; out: contiguous. weights: elements from the weight of one of `inner` to the next; 0 for the same.
 template <class T>
-void layer_norm(const T* x, int64_t stride, T* residual, int64_t residual_stride, int64_t rows, int64_t dim,
-                const T* weight, const T* bias, float eps, T* out, int threads) {
-  for_rows(rows, dim, threads, [=](int64_t row) {
-    const T* from = x + row * stride;
+void layer_norm(const T* x, int64_t outer, int64_t inner, int64_t stride, int64_t inner_stride, T* residual,
+                int64_t residual_stride, int64_t dim, const T* weights, int64_t weight_stride, const T* bias, float eps,
+                T* out, int threads) {
+  for_rows(outer * inner, dim, threads, [=](int64_t row) {
+    const T* from = x + row / inner * stride + row % inner * inner_stride;
+    const T* weight = weights ? weights + row % inner * weight_stride : nullptr;
     if (residual) {
       T* to = residual + row * residual_stride;
       for_lanes(dim, [&](int64_t i, int n) { store_up_to(to + i, load_up_to(from + i, n) + load_up_to(to + i, n), n); });
@@ -75,6 +78,21 @@ void add(const T* x, const T* y, int64_t size, T* out, int threads) {
     const int64_t start = piece * PIECE;
     for_lanes(std::min(PIECE, size - start), [&](int64_t i, int n) {
       store_up_to(out + start + i, load_up_to(x + start + i, n) + load_up_to(y + start + i, n), n);
+    });
+  });
+}
+
+// out = x * number * factors, each of which may be of a row or of a column. by_column: 0 or 1.
+template <class T, class F>
+void multiply(const T* x, int64_t stride, int64_t rows, int64_t dim, float number, const F* factors, int64_t by_row,
+              int64_t by_column, T* out, int threads) {
+  for_rows(rows, dim, threads, [=](int64_t row) {
+    const F* own = factors ? factors + row * by_row : nullptr;
+    const f32x16 same = own && !by_column ? splat(number * load_part(own, 1)[0]) : splat(number);
+    for_lanes(dim, [&](int64_t i, int n) {
+      f32x16 v = load_up_to(x + row * stride + i, n) * same;
+      if (by_column) v *= load_up_to(own + i, n);
+      store_up_to(out + row * dim + i, v, n);
     });
   });
 }
@@ -113,6 +131,44 @@ struct Sigmoid {
   template <class T>
   f32x16 operator()(f32x16 gate, f32x16 up, T) const {
     return sigmoid(gate) * up;
+  }
+};
+
+struct Relu {
+  template <class T>
+  f32x16 operator()(f32x16 gate, f32x16 up, T) const {
+    return where(gate > 0.0f, gate, f32x16{}) * up;
+  }
+};
+
+struct ReluSquared {
+  template <class T>
+  f32x16 operator()(f32x16 gate, f32x16 up, T type) const {
+    const f32x16 positive = where(gate > 0.0f, gate, f32x16{});
+    return rounded_to(positive * positive, type) * up;
+  }
+};
+
+struct Clip {
+  float most;
+  template <class T>
+  f32x16 operator()(f32x16 x, f32x16, T) const {
+    return where(x > most, splat(most), where(x < -most, splat(-most), x));
+  }
+};
+
+// See layers/xielu.py.
+struct Xielu {
+  float positive, negative;
+  template <class T>
+  f32x16 operator()(f32x16 x, f32x16, T) const {
+    const f32x16 low = where(x > -1e-6f, splat(-1e-6f), x);
+    // e^x - 1 - x: near 0, where that would lose its digits, the series.
+    f32x16 series = splat(1.0f / 40320);
+    for (float factor : {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f}) series = fma(series, low, factor);
+    const f32x16 near = series * low * low, far = exp2(low * LOG2_E) - 1.0f;
+    const f32x16 below = (where(low < -0.5f, far, near + low) - x) * negative;
+    return where(x > 0.0f, positive * x * x, below) + 0.5f * x;
   }
 };
 
@@ -192,12 +248,30 @@ void quire_add_rms_norm(int is_bf16, int wide_weight, void* x, int64_t x_stride,
   });
 }
 
-void quire_layer_norm(int is_bf16, const void* x, int64_t stride, void* residual, int64_t residual_stride, int64_t rows,
-                      int64_t dim, const void* weight, const void* bias, float eps, void* out, int threads) {
+void quire_layer_norm(int is_bf16, const void* x, int64_t outer, int64_t inner, int64_t stride, int64_t inner_stride,
+                      void* residual, int64_t residual_stride, int64_t dim, const void* weight, int64_t weight_stride,
+                      const void* bias, float eps, void* out, int threads) {
   with_types(is_bf16, false, [&](auto t, auto) {
     using T = decltype(t);
-    layer_norm((const T*)x, stride, (T*)residual, residual_stride, rows, dim, (const T*)weight, (const T*)bias, eps,
-               (T*)out, threads);
+    layer_norm((const T*)x, outer, inner, stride, inner_stride, (T*)residual, residual_stride, dim, (const T*)weight,
+               weight_stride, (const T*)bias, eps, (T*)out, threads);
+  });
+}
+
+// The elements within -most ... most. x: [rows, dim].
+void quire_clip(int is_bf16, const void* x, int64_t stride, int64_t rows, int64_t dim, float most, void* out,
+                int threads) {
+  with_types(is_bf16, false, [&](auto t, auto) {
+    using T = decltype(t);
+    activate((const T*)x, stride, rows, dim, (T*)out, threads, Clip{most});
+  });
+}
+
+void quire_xielu(int is_bf16, const void* x, int64_t stride, int64_t rows, int64_t dim, const float* positive,
+                 const float* negative, void* out, int threads) {
+  with_types(is_bf16, false, [&](auto t, auto) {
+    using T = decltype(t);
+    activate((const T*)x, stride, rows, dim, (T*)out, threads, Xielu{*positive, *negative});
   });
 }
 
@@ -205,6 +279,16 @@ void quire_add(int is_bf16, const void* x, const void* y, int64_t size, void* ou
   with_types(is_bf16, false, [&](auto t, auto) {
     using T = decltype(t);
     add((const T*)x, (const T*)y, size, (T*)out, threads);
+  });
+}
+
+// factors: null for none.
+void quire_multiply(int is_bf16, int wide_factors, const void* x, int64_t stride, int64_t rows, int64_t dim,
+                    float number, const void* factors, int64_t by_row, int64_t by_column, void* out, int threads) {
+  with_types(is_bf16, wide_factors, [&](auto t, auto f) {
+    using T = decltype(t);
+    using F = decltype(f);
+    multiply((const T*)x, stride, rows, dim, number, (const F*)factors, by_row, by_column, (T*)out, threads);
   });
 }
 
@@ -219,6 +303,8 @@ void quire_gate(int is_bf16, int activation, float alpha, float limit, const voi
       case 1: return run(Gelu{});
       case 2: return run(GeluTanh{});
       case 3: return run(SwigluOai{alpha, limit});
+      case 4: return run(Relu{});
+      case 5: return run(ReluSquared{});
     }
   });
 }
@@ -234,6 +320,8 @@ void quire_activate(int is_bf16, int activation, const void* x, int64_t stride, 
       case 1: return run(GeluTanh{});
       case 2: return run(Sigmoid{});
       case 3: return run(Gelu{});
+      case 4: return run(Relu{});
+      case 5: return run(ReluSquared{});
     }
   });
 }
@@ -252,7 +340,10 @@ void quire_rotary(int is_bf16, void* q, int64_t q_stride, int64_t q_head_stride,
 RECORDABLE(quire_rms_norm)
 RECORDABLE(quire_add_rms_norm)
 RECORDABLE(quire_add)
+RECORDABLE(quire_multiply)
 RECORDABLE(quire_layer_norm)
+RECORDABLE(quire_clip)
+RECORDABLE(quire_xielu)
 RECORDABLE(quire_gate)
 RECORDABLE(quire_activate)
 RECORDABLE(quire_rotary)

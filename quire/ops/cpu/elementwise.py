@@ -53,18 +53,21 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def _layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, out: Tensor
 ) -> None:
-    """x, out: [rows, dim]. residual: becomes x + residual, which is normed then."""
-    rows, dim = x.shape
-    kernel("quire_layer_norm", "iplplllppfpi")(
-        x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr(),
-        0 if residual is None else residual.stride(0), rows, dim, None if weight is None else weight.data_ptr(),
+    """x, out: [rows, dim] or [tokens, heads, dim]. residual: becomes x + residual, which is normed then."""
+    is_flat = x.dim() == 2
+    outer, inner, inner_stride = len(x), 1 if is_flat else x.shape[1], 0 if is_flat else x.stride(1)
+    kernel("quire_layer_norm", "ipllllpllplpfpi")(
+        x.dtype is torch.bfloat16, x.data_ptr(), outer, inner, x.stride(0), inner_stride,
+        None if residual is None else residual.data_ptr(), 0 if residual is None else residual.stride(0), x.shape[-1],
+        None if weight is None else weight.data_ptr(), 0 if weight is None or weight.dim() == 1 else weight.stride(0),
         None if bias is None else bias.data_ptr(), eps, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
 
 
 def _fits(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether x is [rows, dim] with dense rows, and all are of its type."""
-    return x.dim() == 2 and x.stride(1) == 1 and all(other is None or other.dtype is x.dtype for other in others)
+    """Whether x is [rows, dim] or [tokens, heads, dim] with dense rows, and all are of its type."""
+    is_dense = x.dim() in (2, 3) and x.stride(-1) == 1
+    return is_dense and all(other is None or other.dtype is x.dtype for other in others)
 
 
 @reference.layer_norm.implementation("cpu", supports=on_cpu)
@@ -99,8 +102,27 @@ def add(x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+@reference.multiply.implementation("cpu", supports=on_cpu)
+def multiply(x: Tensor, factor: Tensor | float) -> Tensor:
+    rows, dim = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = x.new_empty(rows, dim)
+    number, factors, by_row, by_column, is_wide = 1.0, None, 0, 0, True
+    if isinstance(factor, Tensor):
+        is_row, is_wide, factors = factor.dim() == 1, factor.dtype is torch.float32, factor.data_ptr()
+        by_row, by_column = (0, factor.stride(0)) if is_row else (factor.stride(0), 0)
+    else:
+        number = factor
+    kernel("quire_multiply", "iiplllfpllpi")(
+        x.dtype is torch.bfloat16, is_wide, x.data_ptr(), x.stride(0), rows, dim, number, factors, by_row, by_column,
+        out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
 def _gate(activation: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
-    """activation: 0 is silu, 1 gelu, 2 gelu by tanh, 3 that of gpt-oss, as in elementwise.cpp."""
+    """activation: 0 is silu, 1 gelu, 2 gelu by tanh, 3 that of gpt-oss, 4 relu, 5 its square, as in elementwise.cpp."""
     rows, width = x.shape
     stride, last = x.stride()
     if last != 1:
@@ -128,7 +150,33 @@ def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     return _gate(3, x, alpha, limit)
 
 
-_ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "gelu")  # in the order of elementwise.cpp
+@reference.relu_and_mul.implementation("cpu", supports=on_cpu)
+def relu_and_mul(x: Tensor, squared: bool = False) -> Tensor:
+    return _gate(5 if squared else 4, x)
+
+
+@reference.xielu.implementation("cpu", supports=on_cpu)
+def xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    kernel("quire_xielu", "iplllpppi")(
+        x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), *x.shape, positive.data_ptr(), negative.data_ptr(),
+        out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+@reference.clip.implementation("cpu", supports=on_cpu)
+def clip(x: Tensor, most: float) -> Tensor:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    kernel("quire_clip", "iplllfpi")(
+        x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), *x.shape, most, out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+_ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "gelu", "relu", "relu2")  # in the order of elementwise.cpp
 
 
 @reference.activate.implementation("cpu", supports=on_cpu)

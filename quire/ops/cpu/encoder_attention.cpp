@@ -4,6 +4,7 @@
 // into lines of 16 words, as they lie in a cache (attention.h). Scores of a few rows against all keys fit into the
 // second-level cache, so the softmax is the plain one. A row's result depends on its own sequence only: chunks begin at
 // fixed positions, and a row's sums are formed in one order.
+#include "biases.h"
 #include "replay.h"
 #include "team.h"
 #include "vector.h"
@@ -79,6 +80,7 @@ struct Encoder {
   int heads, kv_heads, dim;
   float scale;
   int reach;  // how far a token sees to both sides; -1: everything
+  Biases biases;
   T* out;     // [tokens, heads, dim]
 
   static constexpr int P = PAIR<T>;
@@ -117,12 +119,15 @@ struct Encoder {
     }
   }
 
-  // Scores -> probabilities times the returned sum, of the keys [begin, end) of `width`.
-  float softmax(float* scores, int begin, int end, int width, T* p) const {
+  // Scores -> probabilities times the returned sum, of the keys [begin, end) of `width`. ahead: of the query, the first
+  // key.
+  template <bool BIASED>
+  float softmax(float* scores, int begin, int end, int width, int head, int ahead, T* p) const {
     f32x16 top = splat(-std::numeric_limits<float>::infinity());
     for (int i = 0; i < width; i += LANES) {
       const i32x16 key = LANE + i;
-      const f32x16 x = load(scores + i) * (scale * LOG2_E);
+      f32x16 x = load(scores + i) * (scale * LOG2_E);
+      if (BIASED) x += biases.of(head, ahead + i) * LOG2_E;
       const f32x16 seen = where((key >= begin) & (key < end), x, splat(-std::numeric_limits<float>::infinity()));
       store(scores + i, seen);
       top = larger(top, seen);
@@ -153,7 +158,10 @@ struct Encoder {
       for (int r = 0; r < rows; r++) {
         const int begin = reach < 0 ? 0 : std::max(0, first + r - reach - from);
         const int end = reach < 0 ? to - from : std::min(to, first + r + reach + 1) - from;
-        sums[r] = softmax(&s.scores[r * width], begin, end, width, reinterpret_cast<T*>(s.p.data()) + r * width);
+        float* scores = &s.scores[r * width];
+        T* p = reinterpret_cast<T*>(s.p.data()) + r * width;
+        sums[r] = biases.table ? softmax<true>(scores, begin, end, width, head, from - first - r, p)
+                               : softmax<false>(scores, begin, end, width, head, from - first - r, p);
       }
       multiply<T>(s.p.data(), width / P, rows, s.values.data(), padded(), width / P, s.out.data(), padded());
       for (int r = 0; r < rows; r++) {
@@ -169,15 +177,17 @@ struct Encoder {
 
 extern "C" {
 
-// starts: [sequences + 1], where each sequence begins in q, k and v.
+// starts: [sequences + 1], where each sequence begins in q, k and v. biases: null for none.
 void quire_encoder_attention(int is_bf16, const void* q, int64_t q_stride, int64_t q_head_stride, const void* k,
                              int64_t k_stride, int64_t k_head_stride, const void* v, int64_t v_stride,
                              int64_t v_head_stride, const int32_t* starts, int sequences, int heads, int kv_heads,
-                             int dim, float scale, int reach, void* out, int threads) {
+                             int dim, float scale, int reach, const float* biases, int farthest, void* out,
+                             int threads) {
   auto of_type = [&](auto type) {
     using T = decltype(type);
     const Encoder<T> encoder{{(const T*)q, q_stride, q_head_stride}, {(const T*)k, k_stride, k_head_stride},
-                             {(const T*)v, v_stride, v_head_stride}, heads, kv_heads, dim, scale, reach, (T*)out};
+                             {(const T*)v, v_stride, v_head_stride}, heads, kv_heads, dim, scale, reach,
+                             {biases, farthest}, (T*)out};
     std::vector<Chunk> chunks;
     for (int i = 0; i < sequences; i++)
       for (int first = 0, length = starts[i + 1] - starts[i]; first < length; first += CHUNK)

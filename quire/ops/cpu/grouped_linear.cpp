@@ -27,16 +27,18 @@ struct GroupedLinear {
   const T* weight;  // [experts, out, in]
   int64_t expert_stride, output_stride;
   const T* bias;  // [experts, out] or null
-  const int64_t* offsets;
+  const int64_t* offsets;  // null: every group has the same rows of x, from its own columns
+  int64_t rows, x_group;   // without offsets: how many rows, and from one group's columns to the next one's
   int64_t in, out;
-  T* result;  // [rows, out]
+  T* result;  // [rows, out], or without offsets [rows, groups, out]
+  int64_t result_stride;
 
   // R rows by C outputs. fetch: also the weights of the next C outputs, which the processor would not see coming (up to
   // twice as fast with one row an expert).
   template <int R, int C>
   void piece(int64_t expert, int64_t row, int64_t output, bool fetch) const {
     constexpr int STEP = LANES * PAIR<T>;
-    const T *from = x + row * x_stride, *w = weight + expert * expert_stride + output * output_stride;
+    const T *from = x + expert * x_group + row * x_stride, *w = weight + expert * expert_stride + output * output_stride;
     f32x16 sums[R][C] = {};
     int64_t i = 0;
     for (; i + STEP <= in; i += STEP) {
@@ -58,13 +60,16 @@ struct GroupedLinear {
           sums[r][c] = fma(load_up_to(from + r * x_stride + i + at, n),
                            load_up_to(w + c * output_stride + i + at, n), sums[r][c]);
     });
+    T* to = result + (offsets ? 0 : expert * out) + output;
     const f32x16 added = bias ? load_part(bias + expert * out + output, C) : f32x16{};
 #pragma GCC unroll 6
-    for (int r = 0; r < R; r++) store_part(result + (row + r) * out + output, sums_of<C>(sums[r]) + added, C);
+    for (int r = 0; r < R; r++) store_part(to + (row + r) * result_stride, sums_of<C>(sums[r]) + added, C);
   }
 
+  int64_t rows_of(int64_t expert) const { return offsets ? offsets[expert + 1] - offsets[expert] : rows; }
+
   void tile(int64_t expert, int64_t first) const {
-    const int64_t start = offsets[expert], rows = offsets[expert + 1] - start;
+    const int64_t start = offsets ? offsets[expert] : 0, rows = rows_of(expert);
     const int outputs = int(std::min<int64_t>(TILE_OUTPUTS, out - first));
     const int64_t block = std::max<int64_t>(BLOCK_BYTES / (in * int64_t(sizeof(T))) / MAX_ROWS, 1) * MAX_ROWS;
     for (int64_t from = 0; from < rows; from += block)
@@ -80,7 +85,7 @@ struct GroupedLinear {
     thread_local std::vector<Item> kept;
     kept.clear();
     for (int64_t e = 0; e < experts; e++)
-      if (offsets[e + 1] > offsets[e])
+      if (rows_of(e))
         for (int64_t first = 0; first < out; first += TILE_OUTPUTS) kept.push_back({e, first});
     const Item* items = kept.data();
     const int64_t count = kept.size();
@@ -90,7 +95,7 @@ struct GroupedLinear {
 };
 
 // out: [tokens * top_k, dim], of which row i is that of the (token, choice) order[i] -> [tokens, dim], weighted sums in the
-// order of the choices. weights: [tokens, top_k], rounded to T first.
+// order of the choices. weights: [tokens, top_k], rounded to T first; null for 1.
 template <class T>
 void combine(const T* out, const int64_t* order, const float* weights, int64_t tokens, int64_t top_k, int64_t dim,
              T* result, int threads) {
@@ -102,7 +107,7 @@ void combine(const T* out, const int64_t* order, const float* weights, int64_t t
     for_lanes(dim, [&](int64_t i, int n) {
       f32x16 sum = {};
       for (int64_t j = token * top_k; j < (token + 1) * top_k; j++)
-        sum = fma(rounded_to(splat(weights[j]), T{}), load_up_to(out + rows[j] * dim + i, n), sum);
+        sum = fma(rounded_to(splat(weights ? weights[j] : 1.0f), T{}), load_up_to(out + rows[j] * dim + i, n), sum);
       store_up_to(result + token * dim + i, sum, n);
     });
   });
@@ -125,11 +130,26 @@ extern "C" void quire_grouped_linear(int is_bf16, const void* x, int64_t x_strid
                                      int threads) {
   auto run = [&](auto type) {
     using T = decltype(type);
-    GroupedLinear<T>{(const T*)x, x_stride, (const T*)weight, expert_stride, output_stride, (const T*)bias,
-                     offsets,     in,       out,              (T*)result}
+    GroupedLinear<T>{(const T*)x, x_stride, (const T*)weight, expert_stride, output_stride, (const T*)bias, offsets, 0,
+                     0, in, out, (T*)result, out}
         .run(experts, threads);
   };
   is_bf16 ? run(bf16{}) : run(float{});
 }
 
+// x: [tokens, heads, in], weight: [heads, out, in] -> [tokens, heads, out]
+extern "C" void quire_linear_by_head(int is_bf16, const void* x, int64_t x_stride, int64_t x_head, int64_t tokens,
+                                     const void* weight, int64_t head_stride, int64_t output_stride, int64_t heads,
+                                     int64_t in, int64_t out, void* result, int threads) {
+  auto run = [&](auto type) {
+    using T = decltype(type);
+    GroupedLinear<T>{(const T*)x, x_stride, (const T*)weight, head_stride, output_stride, nullptr, nullptr, tokens,
+                     x_head, in, out, (T*)result, heads * out}
+        .run(heads, threads);
+  };
+  is_bf16 ? run(bf16{}) : run(float{});
+}
+
+RECORDABLE(quire_combine_experts)
 RECORDABLE(quire_grouped_linear)
+RECORDABLE(quire_linear_by_head)

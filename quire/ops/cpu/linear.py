@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.ops.cpu.build import kernel
 from quire.ops.cpu.elementwise import on_cpu
-from quire.ops.cpu.panels import Panels
+from quire.ops.cpu.panels import PANEL, Panels
 from quire.ops.reference.elementwise import combine_experts, grouped_linear, linear, linear_by_head
 
 
@@ -19,6 +19,11 @@ def check_width(given: int, expected: int) -> None:
 def linear_cpu(x: Tensor, weight: Tensor | Panels, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor):  # not packed
         return torch.nn.functional.linear(x, weight, bias)
+    return _multiply(x, weight, bias, weight.rows, None)
+
+
+def _multiply(x: Tensor, weight: Panels, bias: Tensor | None, outs: int, offsets: Tensor | None) -> Tensor:
+    """outs, offsets: of each expert, if the weights are those of several."""
     rows, columns = x.shape
     check_width(columns, weight.columns)
     is_bf16 = x.dtype is torch.bfloat16
@@ -26,10 +31,11 @@ def linear_cpu(x: Tensor, weight: Tensor | Panels, bias: Tensor | None) -> Tenso
     stride, last = x.stride()
     if last != 1:
         x, stride = x.contiguous(), x.shape[1]
-    out = x.new_empty(rows, weight.rows)
-    kernel("quire_linear", "ipllpllppi")(
-        is_bf16, x.data_ptr(), stride, rows, weight.data.data_ptr(), weight.rows, weight.words,
-        None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads(),
+    out = x.new_empty(rows, outs)
+    kernel("quire_linear", "ipllpllpplpi")(
+        is_bf16, x.data_ptr(), stride, rows, weight.data.data_ptr(), outs, weight.words,
+        None if bias is None else bias.data_ptr(), None if offsets is None else offsets.data_ptr(),
+        weight.rows // outs, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -38,7 +44,9 @@ linear_cpu.pack, linear_cpu.rows = Panels.of, Panels.pick  # type: ignore[attr-d
 
 
 @grouped_linear.implementation("cpu", supports=on_cpu)
-def grouped_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+def grouped_linear_cpu(x: Tensor, weight: Tensor | Panels, bias: Tensor | None, offsets: Tensor) -> Tensor:
+    if isinstance(weight, Panels):
+        return _multiply(x, weight, bias, weight.rows // (len(offsets) - 1), offsets)
     rows, experts = len(x), len(weight)
     out_features, in_features = weight.shape[1:]
     check_width(x.shape[1], in_features)
@@ -55,21 +63,39 @@ def grouped_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: 
     return out
 
 
+def _pack_experts(weight: Tensor) -> Tensor | Panels:
+    """weight: [experts, out, in]"""
+    if weight.shape[1] % PANEL:
+        return weight
+    return Panels.of(weight.flatten(0, 1))
+
+
+grouped_linear_cpu.pack = _pack_experts  # type: ignore[attr-defined]
+
+
 @linear_by_head.implementation("cpu", supports=on_cpu)
 def linear_by_head_cpu(x: Tensor, weight: Tensor) -> Tensor:
-    tokens, heads, _ = x.shape
-    offsets = torch.arange(0, (heads + 1) * tokens, tokens) if tokens else torch.zeros(heads + 1, dtype=torch.int64)
-    out = grouped_linear_cpu(x.transpose(0, 1).flatten(0, 1), weight, None, offsets)
-    return out.view(heads, tokens, weight.shape[1]).transpose(0, 1)  # type: ignore[no-any-return]
+    (tokens, heads, in_features), out_features = x.shape, weight.shape[1]
+    check_width(in_features, weight.shape[2])
+    if weight.stride(2) != 1 or weight.dtype is not x.dtype:
+        return linear_by_head.reference(x, weight)  # type: ignore[no-any-return]
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    out = x.new_empty(tokens, heads, out_features)
+    kernel("quire_linear_by_head", "iplllplllllpi")(
+        x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), x.stride(1), tokens, weight.data_ptr(), weight.stride(0),
+        weight.stride(1), heads, in_features, out_features, out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 @combine_experts.implementation("cpu", supports=on_cpu)
-def combine_experts_cpu(out: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    tokens, top_k = weights.shape
-    out, order, weights = out.contiguous(), order.contiguous(), weights.contiguous()
+def combine_experts_cpu(out: Tensor, order: Tensor, weights: Tensor | None) -> Tensor:
+    tokens, top_k = (len(out), 1) if weights is None else weights.shape
+    out, order, weights = out.contiguous(), order.contiguous(), None if weights is None else weights.contiguous()
     combined = out.new_empty(tokens, out.shape[1])
     kernel("quire_combine_experts", "ippplllpi")(
-        out.dtype is torch.bfloat16, out.data_ptr(), order.data_ptr(), weights.data_ptr(), tokens, top_k, out.shape[1],
-        combined.data_ptr(), torch.get_num_threads(),
+        out.dtype is torch.bfloat16, out.data_ptr(), order.data_ptr(), None if weights is None else weights.data_ptr(),
+        tokens, top_k, out.shape[1], combined.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return combined

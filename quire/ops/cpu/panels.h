@@ -51,11 +51,35 @@ struct Ahead {
   }
 };
 
+// Rows that meet a panel.
+struct Item {
+  int64_t panel, first;
+  int rows;
+};
+
 struct Shape {
   int64_t rows, out, words;  // words of 32 bits in a row of the weight
+  // Of a product for each of several experts, whose weights follow each other in whole panels: the rows of expert e are
+  // bounds[e] ... bounds[e + 1], and `out` is the number of its outputs. Null for one weight.
+  const int64_t* bounds = nullptr;
+  int64_t experts = 1;
 
-  int64_t panels() const { return (out + PANEL - 1) / PANEL; }
-  int lines(int64_t panel) const { return int(std::min<int64_t>(PANEL, out - panel * PANEL) + LANES - 1) / LANES; }
+  int64_t panels() const { return (out + PANEL - 1) / PANEL; }  // of an expert
+  int lines(int64_t panel) const {
+    return bounds ? PANEL_LINES : int(std::min<int64_t>(PANEL, out - panel * PANEL) + LANES - 1) / LANES;
+  }
+
+  // All items, those of a panel one behind the other.
+  void list(std::vector<Item>& items) const {
+    items.clear();
+    for (int64_t e = 0; e < experts; e++) {
+      const int64_t begin = bounds ? bounds[e] : 0, end = bounds ? bounds[e + 1] : rows;
+      if (begin < end)
+        for (int64_t panel = e * panels(); panel < (e + 1) * panels(); panel++)
+          for (int64_t first = begin; first < end; first += ROW_BLOCK)
+            items.push_back({panel, first, int(std::min<int64_t>(ROW_BLOCK, end - first))});
+    }
+  }
 };
 
 // Format has: weights, the panels; step(), how many words make up the smallest run of inputs that a visit can end
@@ -65,8 +89,11 @@ struct Shape {
 // sums, is_first, ahead), for up to AMX_ROWS rows and all lines.
 template <class Format>
 void multiply(const Format& format, const Shape& shape, int threads) {
-  const int64_t blocks = (shape.rows + ROW_BLOCK - 1) / ROW_BLOCK, items = shape.panels() * blocks;
-  const bool pays = threads > 1 && shape.out * shape.words >= PARALLEL_WORDS && items > 1;
+  thread_local std::vector<Item> listed;
+  shape.list(listed);
+  const Item* const items = listed.data();
+  const int64_t number = listed.size();
+  const bool pays = threads > 1 && number * PANEL * shape.words >= PARALLEL_WORDS && number > 1;
   const int64_t step = format.step();
 #ifdef QUIRE_TILES
   const bool in_tiles = format.in_tiles(shape.rows);
@@ -83,10 +110,10 @@ void multiply(const Format& format, const Shape& shape, int threads) {
     Tiles tiles;
 #endif
     // Each thread draws one item ahead of the one it works on, to have its weights fetched in time.
-    for (int64_t item = counter++, next; item < items; item = next) {
+    for (int64_t item = counter++, next; item < number; item = next) {
       next = counter++;
-      const int64_t panel = item / blocks, first = item % blocks * ROW_BLOCK;
-      const int rows = int(std::min<int64_t>(ROW_BLOCK, shape.rows - first)), lines = shape.lines(panel);
+      const auto [panel, first, rows] = items[item];
+      const int lines = shape.lines(panel);
       const int pieces = (rows + at_once - 1) / at_once;
       const uint32_t* weights = format.weights + panel * PANEL * shape.words;
       const int64_t bytes = pieces > 8 ? LARGE_CHUNK_BYTES : CHUNK_BYTES;
@@ -95,8 +122,8 @@ void multiply(const Format& format, const Shape& shape, int threads) {
         const int64_t words = std::min(chunk, shape.words - word), rest = shape.words - word - words;
         const char* ahead = reinterpret_cast<const char*>(weights + (word + words) * lines * LANES);
         int64_t to_fetch = std::min(chunk, rest) * lines;
-        if (!rest && next < items) {
-          const int64_t then = next / blocks;
+        if (!rest && next < number) {
+          const int64_t then = items[next].panel;
           ahead = reinterpret_cast<const char*>(format.weights + then * PANEL * shape.words);
           to_fetch = then == panel ? 0 : std::min(chunk, shape.words) * shape.lines(then);
           if (then != panel) format.expect(then, shape.lines(then));
@@ -134,10 +161,12 @@ inline int64_t first_word(const Shape& shape, int64_t output) {
   return output / PANEL * PANEL * shape.words + output % PANEL;
 }
 
-// The sums of a panel's outputs and `rows` rows, [rows][PANEL], into result [all rows, out].
+// The sums of a panel's outputs and `rows` rows, [rows][PANEL], into result [all rows, out]. bias: of all experts.
 template <class T>
 void write_sums(const float* sums, int64_t panel, int64_t first, int rows, const T* bias, T* result, int64_t out) {
-  const int64_t output = panel * PANEL, count = std::min<int64_t>(PANEL, out - output);
+  const int64_t panels = (out + PANEL - 1) / PANEL, output = panel % panels * PANEL;
+  const int64_t count = std::min<int64_t>(PANEL, out - output);
+  if (bias) bias += panel / panels * out;
   for (int row = 0; row < rows; row++)
     for_lanes(count, [&](int64_t i, int n) {
       f32x16 sum = load(sums + row * PANEL + i);

@@ -1,12 +1,14 @@
 """Matrices in panels, the form in which products read weights (drawn in panels.h), and reading rows back from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import kernel
 from quire.ops.memory import lasting
+
+PANEL = 64  # rows of a panel
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class Panels:
         panels = Panels(data, rows, columns, data.shape[1] * data.element_size() // 4)
         kernel("quire_panels", "pllpi")(matrix.data_ptr(), rows, panels.words, data.data_ptr(), torch.get_num_threads())
         return panels
+
+    def part(self, start: int, stop: int) -> "Panels":
+        """The rows from start to stop, both of which are multiples of PANEL, in the same memory."""
+        return replace(self, data=self.data[start:stop], rows=stop - start)
 
     def pick(self, ids: Tensor) -> Tensor:
         """Rows `ids`: [len(ids), columns]"""

@@ -362,28 +362,29 @@ struct Tabled {
   }
 };
 
-void multiply_tabled(const bf16* x, int64_t x_stride, int64_t rows, Tabled format, int64_t in, int threads) {
+void multiply_tabled(const bf16* x, int64_t x_stride, const Shape& shape, Tabled format, int64_t in, int threads) {
   thread_local std::vector<float> widened;  // kept between calls
-  const int64_t width = format.row_words * Tabled::INPUTS;
+  const int64_t rows = shape.rows, width = format.row_words * Tabled::INPUTS;
   widened.assign(rows * width, 0);
   float* to = widened.data();
   for_each(rows, rows * in > 32768 ? threads : 1, [=](int64_t row) {
     for_lanes(in, [&](int64_t i, int n) { store_up_to(to + row * width + i, load_up_to(x + row * x_stride + i, n), n); });
   });
   format.x = to;
-  multiply(format, {rows, format.out, format.row_words}, threads);
+  multiply(format, shape, threads);
 }
 
 }  // namespace
 
 // x: [rows, in] -> result: [rows, out]. codes, scales, offsets: from quire_panels; table: 16 values or null; group: of
-// inputs, of whole words.
+// inputs, of whole words. bounds: null, or see Shape.
 extern "C" void quire_quantized_linear(int bits, const void* x, int64_t x_stride, int64_t rows, const void* codes,
                                        const float* scales, const float* offsets, const float* table, int64_t out,
-                                       int64_t in, int64_t group, const void* bias, void* result, int threads) {
+                                       int64_t in, int64_t group, const void* bias, const int64_t* bounds,
+                                       int64_t experts, void* result, int threads) {
   if (table) {
     const int64_t words = (in + 7) / 8, group_words = std::min((group + 7) / 8, words);
-    multiply_tabled((const bf16*)x, x_stride, rows,
+    multiply_tabled((const bf16*)x, x_stride, {rows, out, words, bounds, experts},
                     {(const uint32_t*)codes, scales, nullptr, {load(table)}, (const bf16*)bias, (bf16*)result, out,
                      words, group_words, (in + group - 1) / group},
                     in, threads);
@@ -396,7 +397,7 @@ extern "C" void quire_quantized_linear(int bits, const void* x, int64_t x_stride
     const int64_t words = (in + INPUTS - 1) / INPUTS, group_words = std::min((group + INPUTS - 1) / INPUTS, words);
     Quantized<width.value> format{(const uint32_t*)codes, scales, offsets, activations, (const bf16*)bias,
                                   (bf16*)result,          out,    words,   group_words};
-    multiply(format, {rows, out, words}, threads);
+    multiply(format, {rows, out, words, bounds, experts}, threads);
   };
   bits == 4 ? run(Constant<4>{}) : run(Constant<8>{});
 }

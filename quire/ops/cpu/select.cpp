@@ -29,7 +29,7 @@ struct Indexer {
   const Geometry& g;
   const T* q;
   int64_t heads, stride;  // of q: from token to token; its heads lie one after the other
-  const float* weights;   // [tokens, heads]
+  const T* weights;       // [tokens, heads]
   const uint32_t* cache;
   int64_t block_stride;  // in words
   const int32_t *table, *rows, *seen;
@@ -42,9 +42,9 @@ struct Indexer {
     constexpr int LINES = TILE_KEYS / LANES;
     const int words = g.dim / PAIR<T>, scales = g.block_size * g.dim / 4;
     thread_local std::vector<float> kept;
-    kept.resize(MOST_TOKENS * heads * words + heads * TILE_KEYS + LANES);
+    kept.resize(MOST_TOKENS * heads * words + heads * TILE_KEYS + heads + LANES);
     uint32_t* const queries = reinterpret_cast<uint32_t*>(kept.data());
-    float* const products = kept.data() + MOST_TOKENS * heads * words;
+    float *const products = kept.data() + MOST_TOKENS * heads * words, *const of_heads = products + heads * TILE_KEYS;
     for (int i = 0; i < item.tokens; i++)
       for (int h = 0; h < heads; h++) {
         T* row = reinterpret_cast<T*>(queries + (i * heads + h) * words);
@@ -69,7 +69,9 @@ struct Indexer {
                                        products + head * TILE_KEYS + line * LANES, nullptr);
           });
         });
-        const float* of_heads = weights + (item.token + i) * heads;
+        for_lanes(heads, [&](int64_t h, int n) {
+          store_up_to(of_heads + h, load_up_to(weights + (item.token + i) * heads + h, n), n);
+        });
         for (int c = 0; c < lines; c++) {
           f32x16 sum = {};
           for (int h = 0; h < heads; h++) {
@@ -142,15 +144,15 @@ struct Indexer {
 
 extern "C" {
 // q: [tokens, heads, head_dim], heads without gaps. block_stride: elements of the cache from one block to the next.
+// place: the address of the block table, and its stride.
 void quire_select(const Geometry* g, const void* q, int64_t tokens, int64_t heads, int64_t q_stride,
-                  const float* weights, const void* cache, int64_t block_stride, const int32_t* table,
-                  int64_t table_stride, const int32_t* rows, const int32_t* seen, int32_t* slots, int64_t most,
-                  int64_t threads) {
+                  const void* weights, const void* cache, int64_t block_stride, const int64_t* place,
+                  const int32_t* rows, const int32_t* seen, int32_t* slots, int64_t most, int64_t threads) {
   with_storage(*g, [&](auto storage) {
     using S = decltype(storage);
     using T = typename S::T;
-    Indexer<S>{*g, (const T*)q, heads, q_stride, weights, (const uint32_t*)cache, block_stride / TOKENS<S>, table, rows,
-               seen, table_stride, slots, most, threads}
+    Indexer<S>{*g, (const T*)q, heads, q_stride, (const T*)weights, (const uint32_t*)cache, block_stride / TOKENS<S>,
+               (const int32_t*)place[0], rows, seen, place[1], slots, most, threads}
         .run(tokens);
   });
 }

@@ -50,7 +50,7 @@ f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp2(where(x < -80.0f, splat(-8
 // inputs: of the pages, [blocks, rows, channels].
 template <class T>
 void causal_conv(const Step& step, const T* x, int64_t stride, int64_t channels, const float* weight, int64_t width,
-                 const float* bias, float* inputs, int64_t page, T* out) {
+                 const float* bias, float* inputs, int64_t page, bool silu, T* out) {
   const int64_t tail = width - 1, rows = tail + step.drafts, pieces = (channels + TILE - 1) / TILE;
   for_each(step.requests * pieces, step.threads, [&](int64_t task) {
     const Span span(step, task / pieces);
@@ -77,7 +77,8 @@ void causal_conv(const Step& step, const T* x, int64_t stride, int64_t channels,
         f32x16 total = {};
         for (int64_t k = 0; k < width; k++) total = fma(input(position - tail + k, channel, n), taps[k], total);
         total += add;
-        store_up_to(out + (span.first + position - span.start) * channels + channel, total * sigmoid(total), n);
+        if (silu) total *= sigmoid(total);
+        store_up_to(out + (span.first + position - span.start) * channels + channel, total, n);
       }
       span.pages([&](int64_t block, int64_t number) {
         const int64_t last = std::min(number + step.drafts, span.end);
@@ -110,9 +111,9 @@ void time_steps(const T* x, int64_t stride, int64_t rows, int64_t n, const float
   });
 }
 
-// How a state changes: as in the scan without and with delta, or as in the selective scan, where each element decays by
-// a rate of its own and each column has a scale of its own, the time step.
-enum Rule { PLAIN, DELTA, SELECTIVE };
+// How a state changes: by one of the scan's RULES, or as in the selective scan, where each element decays by a rate of
+// its own and each column has a scale of its own, the time step.
+enum Rule { PLAIN, DELTA, REMOVAL, SELECTIVE };
 
 struct Sizes {
   int64_t heads, key_heads, key_dim, value_dim, decays, scales;
@@ -120,15 +121,15 @@ struct Sizes {
 };
 
 // N vectors of the columns of a head's state; its rows are TILE apart. decay: in a selective scan, the rates, with rows
-// that are TILE apart, too. q, out: null for a token without a result.
+// that are TILE apart, too. scale: with removal, the key that reads and the one that writes. q, out: null for a token
+// without a result.
 template <Rule RULE, int N>
 void advance(float* state, int64_t key_dim, const float* k, const float* v, const float* decay, int64_t decay_stride,
              const float* scale, const float* q, float* out) {
-  f32x16 change[N], by[N], found[N] = {};
+  f32x16 change[N], by[N], known[N] = {}, found[N] = {};
 #pragma GCC unroll 4
   for (int j = 0; j < N; j++) change[j] = load(v + j * LANES);
   if (RULE == DELTA) {
-    f32x16 known[N] = {};
     for (int64_t i = 0; i < key_dim; i++) {
       const f32x16 factor = splat(decay[i * decay_stride]), key = splat(k[i]);
 #pragma GCC unroll 4
@@ -141,18 +142,25 @@ void advance(float* state, int64_t key_dim, const float* k, const float* v, cons
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) change[j] -= known[j];
   }
+  for (int64_t i = 0; RULE == REMOVAL && i < key_dim; i++) {
+    const f32x16 key = splat(scale[i]);
 #pragma GCC unroll 4
-  for (int j = 0; j < N; j++) {
+    for (int j = 0; j < N; j++) known[j] = fma(load(state + i * TILE + j * LANES), key, known[j]);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; RULE != REMOVAL && j < N; j++) {
     by[j] = RULE == SELECTIVE ? load(scale + j * LANES) : splat(*scale);
     change[j] *= by[j];
     by[j] *= -LOG2_E;
   }
   for (int64_t i = 0; i < key_dim; i++) {
     const f32x16 factor = splat(decay[i * decay_stride]), key = splat(k[i]), query = splat(q ? q[i] : 0.0f);
+    const f32x16 removed = splat(RULE == REMOVAL ? -scale[key_dim + i] : 0.0f);
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) {
       f32x16 s = load(state + i * TILE + j * LANES);
-      if (RULE == PLAIN) s *= factor;
+      if (RULE == PLAIN || RULE == REMOVAL) s *= factor;
+      if (RULE == REMOVAL) s = fma(known[j], removed, s);
       if (RULE == SELECTIVE) s *= exp2(load(decay + i * TILE + j * LANES) * by[j]);
       s = fma(change[j], key, s);
       store(state + i * TILE + j * LANES, s);
@@ -179,11 +187,13 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
     const int64_t in_page = head * z.key_dim * z.value_dim + from;
     thread_local std::vector<float> memory;
     const int64_t rate_rows = RULE == SELECTIVE ? z.key_dim : 0;
-    memory.assign((z.key_dim + rate_rows + 3) * TILE + 2 * (z.key_dim + LANES), 0.0f);
+    memory.assign((z.key_dim + rate_rows + 3) * TILE + 4 * (z.key_dim + LANES), 0.0f);
     float *state = memory.data(), *value = state + z.key_dim * TILE, *found = value + TILE, *factor = found + TILE;
-    float *rates = factor + TILE, *key = rates + rate_rows * TILE, *query = key + z.key_dim + LANES;
-    // The scales of the task: one of the head, or those of its columns.
-    const int64_t scale_at = head * z.scales + (RULE == SELECTIVE ? from : 0), scales = RULE == SELECTIVE ? columns : 1;
+    float *rates = factor + TILE + 2 * (z.key_dim + LANES), *key = rates + rate_rows * TILE;
+    float* query = key + z.key_dim + LANES;
+    // The scales of the task: those of the head, or of its columns.
+    const int64_t scale_at = head * z.scales + (RULE == SELECTIVE ? from : 0);
+    const int64_t scales = RULE == SELECTIVE ? columns : z.scales;
     for (int64_t i = 0; i < rate_rows; i++)
       memcpy(rates + i * TILE, decay + i * z.value_dim + from, columns * sizeof(float));
     int64_t at = span.start;
@@ -297,12 +307,12 @@ void with_type(int is_bf16, F f) {
 
 }  // namespace
 
-extern "C" void quire_causal_conv(const Step* step, int is_bf16, const void* x, int64_t stride, int64_t channels,
-                                  const float* weight, int64_t width, const float* bias, float* inputs, int64_t page,
-                                  void* out) {
+extern "C" void quire_causal_conv(const Step* step, int silu, int is_bf16, const void* x, int64_t stride,
+                                  int64_t channels, const float* weight, int64_t width, const float* bias,
+                                  float* inputs, int64_t page, void* out) {
   with_type(is_bf16, [&](auto type) {
     using T = decltype(type);
-    causal_conv(*step, static_cast<const T*>(x), stride, channels, weight, width, bias, inputs, page,
+    causal_conv(*step, static_cast<const T*>(x), stride, channels, weight, width, bias, inputs, page, silu,
                 static_cast<T*>(out));
   });
 }
@@ -314,23 +324,24 @@ extern "C" void quire_time_steps(int is_bf16, const void* x, int64_t stride, int
   });
 }
 
-extern "C" void quire_scan(const Step* step, int is_bf16, int wide_scale, int delta, int64_t heads, int64_t key_heads,
+extern "C" void quire_scan(const Step* step, int is_bf16, int wide_scale, int rule, int64_t heads, int64_t key_heads,
                            int64_t key_dim, int64_t value_dim, int64_t decays, const void* q, int64_t q_stride,
                            int64_t q_head, const void* k, int64_t k_stride, int64_t k_head, const void* v,
                            int64_t v_stride, const float* decay, const void* scale, int64_t scale_stride,
                            const float* skip, float* pages, int64_t page, float* behind, int32_t* number, void* out) {
-  const Sizes sizes{heads, key_heads, key_dim, value_dim, decays, 1};
+  const Sizes sizes{heads, key_heads, key_dim, value_dim, decays, rule == REMOVAL ? 2 * key_dim : 1};
   with_type(is_bf16, [&](auto type) {
     using T = decltype(type);
     with_type(is_bf16 && !wide_scale, [&](auto of_scale) {
       using S = decltype(of_scale);
-      auto run = [&](auto rule) {
-        scan<T, S, rule.value>(*step, sizes, static_cast<const T*>(q), q_stride, q_head, static_cast<const T*>(k),
+      auto run = [&](auto fixed) {
+        scan<T, S, fixed.value>(*step, sizes, static_cast<const T*>(q), q_stride, q_head, static_cast<const T*>(k),
                                k_stride, k_head, static_cast<const T*>(v), v_stride, decay,
                                static_cast<const S*>(scale), scale_stride, skip, pages, page, behind, number,
                                static_cast<T*>(out));
       };
-      if (delta) run(std::integral_constant<Rule, DELTA>{});
+      if (rule == DELTA) run(std::integral_constant<Rule, DELTA>{});
+      else if (rule == REMOVAL) run(std::integral_constant<Rule, REMOVAL>{});
       else run(std::integral_constant<Rule, PLAIN>{});
     });
   });

@@ -12,13 +12,15 @@ from quire.ops.reference.states import Pages, StatePlan
 
 
 @reference.causal_conv.implementation("cpu", supports=on_cpu)
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, pages: Pages, plan: StatePlan) -> Tensor:
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, pages: Pages, plan: StatePlan, silu: bool = True
+) -> Tensor:
     width, channels = weight.shape
     out = x.new_empty(len(x), channels)
-    kernel("quire_causal_conv", "pipllplpplp")(
-        ctypes.addressof(plan.step), x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), channels, weight.data_ptr(),
-        width, None if bias is None else bias.data_ptr(), pages.inputs.data_ptr(), pages.inputs.stride(0),
-        out.data_ptr(),
+    kernel("quire_causal_conv", "piipllplpplp")(
+        ctypes.addressof(plan.step), silu, x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), channels,
+        weight.data_ptr(), width, None if bias is None else bias.data_ptr(), pages.inputs.data_ptr(),
+        pages.inputs.stride(0), out.data_ptr(),
     )  # fmt: skip
     return out
 
@@ -36,16 +38,16 @@ def time_steps(x: Tensor, bias: Tensor, rate: Tensor, least: float, most: float)
 @reference.scan.implementation("cpu", supports=on_cpu)
 def scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: Tensor, skip: Tensor | None, pages: Pages, plan: StatePlan,
-    delta: bool,
+    rule: str,
 ) -> Tensor:  # fmt: skip
     tokens, heads, value_dim = v.shape
     out = v.new_empty(tokens, heads, value_dim)
     kernel("quire_scan", "piiilllllpllpllplpplpplppp")(
-        ctypes.addressof(plan.step), v.dtype is torch.bfloat16, scale.dtype is torch.float32, delta, heads, k.shape[1],
-        k.shape[2], value_dim, decay.shape[1] // heads, q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(),
-        k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), decay.data_ptr(), scale.data_ptr(), scale.stride(0),
-        None if skip is None else skip.data_ptr(), pages.state.data_ptr(), pages.state.stride(0),
-        pages.behind.data_ptr(), pages.number.data_ptr(), out.data_ptr(),
+        ctypes.addressof(plan.step), v.dtype is torch.bfloat16, scale.dtype is torch.float32,
+        reference.RULES.index(rule), heads, *k.shape[1:], value_dim, decay.shape[1] // heads, q.data_ptr(),
+        q.stride(0), q.stride(1), k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), decay.data_ptr(),
+        scale.data_ptr(), scale.stride(0), None if skip is None else skip.data_ptr(), pages.state.data_ptr(),
+        pages.state.stride(0), pages.behind.data_ptr(), pages.number.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
 

@@ -39,8 +39,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Norm by mean and variance over the last dimension, computed in float32 (arXiv:1607.06450).
 
-    x: [..., dim]; weight, bias: [dim] of x's dtype -> [..., dim], contiguous.
+    x: [..., dim]; weight, bias: [dim] of x's dtype -> [..., dim], contiguous. For x: [tokens, heads, dim], each head
+    may have a weight of its own, [heads, dim].
     """
+    if weight is not None and weight.dim() == 2:
+        return (torch.nn.functional.layer_norm(x.float(), x.shape[-1:], eps=eps) * weight).to(x.dtype)
     return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
@@ -60,6 +63,12 @@ def add_layer_norm(
 def add(x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
     """Write x + residual to `out` and return `out`. All are [tokens, dim] and of one type."""
     return torch.add(x, residual, out=out)
+
+
+@declare_invariant(*ANYWHERE)
+def multiply(x: Tensor, factor: Tensor | float) -> Tensor:
+    """x times a number, a row of numbers [dim], or a number for each row [rows, 1], rounded once. x: [rows, dim]."""
+    return (x.float() * factor).to(x.dtype)
 
 
 @declare_invariant("cuda")
@@ -90,9 +99,35 @@ def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
 
 
+@declare_invariant(*ANYWHERE)
+def relu_and_mul(x: Tensor, squared: bool = False) -> Tensor:
+    """relu(x[:, :half]) * x[:, half:], or the square of relu. x: [tokens, 2 * half] -> [tokens, half]."""
+    gate, up = x.chunk(2, dim=-1)
+    return (gate.relu().square() if squared else gate.relu()) * up
+
+
+@declare_invariant("cuda")
+def xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """The activation xIELU (arXiv:2411.13010), in float32. For x > 0: positive * x^2 + x / 2; otherwise negative *
+    (e^min(x, -1e-6) - 1 - x) + x / 2. x: [rows, dim]; positive, negative: [1], float32."""
+    wide = x.float()
+    below = (torch.expm1(wide.clamp(max=-1e-6)) - wide) * negative
+    return (torch.where(wide > 0, positive * wide * wide, below) + wide / 2).to(x.dtype)
+
+
+@declare_invariant(*ANYWHERE)
+def clip(x: Tensor, most: float) -> Tensor:
+    """The elements within -most ... most. x: [rows, dim] -> [rows, dim]."""
+    return x.clamp(-most, most)
+
+
 @declare_invariant("cuda")
 def activate(x: Tensor, name: str) -> Tensor:
-    """An activation that is not gated: "silu", "gelu", "gelu_tanh" or "sigmoid". x: [rows, dim] -> [rows, dim]."""
+    """An activation that is not gated: "silu", "gelu", "gelu_tanh", "sigmoid", "relu" or "relu2", the square of relu.
+    x: [rows, dim] -> [rows, dim]."""
+    if name in ("relu", "relu2"):
+        positive = x.relu()
+        return positive if name == "relu" else positive.square()
     if name in ("gelu", "gelu_tanh"):
         return torch.nn.functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
     return torch.sigmoid(x) if name == "sigmoid" else torch.nn.functional.silu(x)
@@ -138,12 +173,37 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias)
 
 
+@declare_invariant(*ANYWHERE)
+def join(first: Tensor, second: Tensor) -> Tensor:
+    """The vectors of each head, one behind the other: [tokens, heads, a] and [tokens, heads, b] -> [..., a + b]."""
+    return torch.cat([first, second], -1)
+
+
+@declare_invariant("cuda")
+def sharpen(q: Tensor, positions: Tensor, scale: float, length: int, offset: int) -> Tensor:
+    """Queries times 1 + scale * log(1 + (position + offset) // length), in float32 (Llama 4). q: [tokens, heads, dim];
+    positions: [tokens], int64."""
+    lengths = (positions + offset) // length
+    return (q * (1 + scale * torch.log1p(lengths.float()))[:, None, None]).to(q.dtype)
+
+
+@declare_invariant(*ANYWHERE)
+def append_positions(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values with two more elements a head, for linear biases: see layers/alibi.py. q, k, v: [tokens,
+    heads, dim]; slopes: [heads] of q's type; positions: [tokens], int64 -> [tokens, heads, dim + 2] each."""
+    low = positions & 255
+    digits = torch.stack([positions - low, low], dim=-1).to(k.dtype)[:, None].expand(-1, k.shape[1], -1)
+    twice = slopes[None, :, None].expand(len(q), -1, 2)
+    return torch.cat([q, twice], -1), torch.cat([k, digits], -1), torch.nn.functional.pad(v, (0, 2))
+
+
 @declare
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     """x_e W_e^T + b_e for each expert e, whose rows of x are offsets[e] : offsets[e + 1].
 
     x: [rows, in], sorted by expert; weight: [experts, out, in]; bias: [experts, out]; offsets: [experts + 1], int64,
-    rising from 0 to rows -> [rows, out].
+    rising from 0 to rows -> [rows, out]. An implementation may have an attribute `pack`, like implementations of
+    `linear`.
     """
     out = x.new_empty(len(x), weight.shape[1])
     bounds = offsets.tolist()
@@ -160,14 +220,17 @@ def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @declare
-def combine_experts(out: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+def combine_experts(out: Tensor, order: Tensor, weights: Tensor | None) -> Tensor:
     """The weighted sum of the experts' results for each token.
 
     out: [tokens * top_k, dim], sorted by expert; order: [tokens * top_k], int64, token * top_k + choice of each row of
-    out; weights: [tokens, top_k], float32, rounded to out's dtype first -> [tokens, dim].
+    out; weights: [tokens, top_k], float32, rounded to out's dtype first; None if each token has one expert, with the
+    weight 1 -> [tokens, dim].
     """
     by_token = torch.empty_like(out)
     by_token[order] = out
+    if weights is None:
+        return by_token
     by_token = by_token.view(*weights.shape, out.shape[-1])  # [tokens, top_k, dim]
     return torch.bmm(weights.to(out.dtype)[:, None], by_token).squeeze(1)
 

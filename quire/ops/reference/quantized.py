@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -24,7 +25,7 @@ class QuantizedMatrix:
     scales, offsets: [out, groups], groups = ceil(in / group); floats, or integers that are multiplied by factors
     factors: [out, groups / n, 1 or 2], for the scales and the offsets of n neighbouring groups (GGUF's super-blocks)
     order: [in], int64; column j above is input order[j] (GPTQ's act-order); None if column j is input j
-    table: [16], float32: the weight that each code of four bits means before scaling, in place of code - centre; for
+    table: of 16 values: the weight that each code of four bits means before scaling, in place of code - centre; for
         codes that are no integers, such as four-bit floats. It excludes offsets.
     num_inputs: if some inputs have several columns, of which all but one are zeros: the number of inputs, where
         in_features counts columns
@@ -38,7 +39,7 @@ class QuantizedMatrix:
     factors: Tensor | None = None
     order: Tensor | None = None
     num_inputs: int | None = None
-    table: Tensor | None = None
+    table: tuple[float, ...] | None = None
 
     @property
     def out_features(self) -> int:
@@ -65,7 +66,7 @@ class QuantizedMatrix:
     def dequantize(self) -> Tensor:
         """[out, in], float32, the inputs in their own order"""
         codes = self.single_codes()
-        weight = codes.float() if self.table is None else self.table[codes.int()]
+        weight = codes.float() if self.table is None else tensor_of(self.table, codes.device)[codes.int()]
         if self.table is None and self.offsets is None and codes.dtype is torch.uint8:
             weight -= 1 << (self.bits - 1)
         weight = torch.nn.functional.pad(weight, (0, -self.in_features % self.group))
@@ -94,18 +95,6 @@ class QuantizedMatrix:
         """[out, groups], float32"""
         return None if self.offsets is None else self._multiplied(self.offsets, 1)
 
-    def with_integers(self) -> "QuantizedMatrix":
-        """The same weights with codes of 8 bits in place of a table, if the table's values are small multiples of the
-        smallest one, as those of four-bit floats are; else this matrix itself."""
-        if self.table is None:
-            return self
-        step = self.table[self.table != 0].abs().min()
-        values = self.table / step
-        if not torch.equal(values, values.round().clamp(-127, 127)):
-            return self
-        codes = values.to(torch.int8)[self.single_codes().int()]
-        return replace(self, codes=codes, scales=self.effective_scales() * step, factors=None, table=None)
-
     def _multiplied(self, values: Tensor, index: int) -> Tensor:
         values = values.float()
         if self.factors is not None:
@@ -114,21 +103,35 @@ class QuantizedMatrix:
         return values
 
 
+@cache
+def tensor_of(table: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The table as a tensor that stays on the device, since steps that graphs record cannot copy it there."""
+    return torch.tensor(table, dtype=dtype, device=device)
+
+
 def concatenate(matrices: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:
     """The outputs of all matrices, in order, in as few matrices as their forms allow."""
-    merged: list[QuantizedMatrix] = []
+    runs: list[list[QuantizedMatrix]] = []
     for matrix in matrices:
-        if merged and _alike(merged[-1], matrix):
-            last = merged.pop()
-            joined = {name: torch.cat([tensor, getattr(matrix, name)]) for name, tensor in last.by_row.items()}
-            matrix = replace(last, **joined)  # type: ignore[arg-type]
-        merged.append(matrix)
-    return merged
+        if runs and alike(runs[-1][0], matrix):
+            runs[-1].append(matrix)
+        else:
+            runs.append([matrix])
+    return [_concatenated(run) for run in runs]
 
 
-def _alike(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
+def _concatenated(run: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """The outputs of matrices of the same form."""
+    if len(run) == 1:
+        return run[0]
+    names = run[0].by_row
+    return replace(run[0], **{name: torch.cat([getattr(matrix, name) for matrix in run]) for name in names})  # type: ignore[arg-type]
+
+
+def alike(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
+    """Whether their outputs could be those of one matrix."""
     forms = [(m.group, {name: (t.dtype, t.shape[1:]) for name, t in m.by_row.items()}) for m in (a, b)]
-    return forms[0] == forms[1] and _same(a.order, b.order) and _same(a.table, b.table)
+    return forms[0] == forms[1] and _same(a.order, b.order) and a.table == b.table
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -192,10 +195,11 @@ def quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) ->
     return torch.cat(parts, dim=-1) if parts else x.new_empty(len(x), 0)
 
 
-@declare_invariant("cpu")  # where no layer calls it: experts are multiplied one after the other
+@declare_invariant("cpu")  # where layers call it for joined weights only, and the reference joins none
 def grouped_quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, offsets: Tensor) -> Tensor:
     """Like grouped_linear, with the experts' weights concatenated. weight: [experts * out, in], bias: [experts, out].
-    The weight may have been packed for quantized_linear."""
+    The weight may have been packed for quantized_linear. An implementation may have an attribute `join`: it makes one
+    weight of those of the experts, each packed for quantized_linear, or returns None if it cannot."""
     bounds = offsets.tolist()
     outs = weight.out_features // (len(bounds) - 1)
     out = x.new_empty(len(x), outs)

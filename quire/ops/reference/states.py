@@ -31,6 +31,7 @@ class Pages(NamedTuple):
     """
 
     inputs: Tensor  # [blocks, width - 1 + drafts, channels]: of the convolution, float32
+    mlp_inputs: Tensor  # the same of the MLP, if it reads the token before, too: [blocks, ..., mlp_channels]
     state: Tensor  # [blocks, heads, key_dim, value_dim]: behind `number` tokens, float32
     behind: Tensor  # [blocks, drafts, numbers of a token]: keys, values, decays, scales of tokens behind these, float32
     number: Tensor  # [blocks], int32
@@ -39,14 +40,18 @@ class Pages(NamedTuple):
     def of(cls, cache: Tensor, shape: StateShape, drafts: int) -> Pages:
         """cache: [blocks, numbers of a page], float32"""
         rows = shape.conv_width - 1 + drafts
-        sizes = [rows * shape.channels, shape.state_numbers, drafts * shape.token_numbers, 1]
-        inputs, state, behind, number = torch.split(cache[:, : sum(sizes)], sizes, 1)
+        sizes = [rows * shape.channels, rows * shape.mlp_channels, shape.state_numbers, drafts * shape.token_numbers, 1]
+        inputs, mlp_inputs, state, behind, number = torch.split(cache[:, : sum(sizes)], sizes, 1)
         return cls(
             inputs.view(len(cache), rows, shape.channels),
+            mlp_inputs.view(len(cache), rows, shape.mlp_channels),
             state.view(len(cache), shape.heads, shape.key_dim, shape.value_dim),
             behind.view(len(cache), drafts, shape.token_numbers),
             number.view(torch.int32)[:, 0],
         )
+
+
+RULES = ("plain", "delta", "removal")  # of the scan; in C++, the enum Rule
 
 
 class _Step(ctypes.Structure):
@@ -114,8 +119,10 @@ class StatePlan:
 
 
 @declare
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, pages: Pages, plan: StatePlan) -> Tensor:
-    """silu of a convolution over the last `width` tokens, of each channel for itself, in float32.
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, pages: Pages, plan: StatePlan, silu: bool = True
+) -> Tensor:
+    """A convolution over the last `width` tokens, of each channel for itself, or silu of that, in float32.
 
     x: [tokens, channels]; weight: [width, channels], bias: [channels], float32 -> [tokens, channels] of x's type.
     """
@@ -126,7 +133,8 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, pages: Pages, pl
             text[tail - back] = pages.inputs[span.source, (span.start - back) % rows]
         count = len(text) - tail
         total = torch.stack([text[k : k + count] * weight[k] for k in range(tail + 1)]).sum(0)
-        out[span.tokens] = torch.nn.functional.silu(total if bias is None else total + bias).to(x.dtype)
+        total = total if bias is None else total + bias
+        out[span.tokens] = (torch.nn.functional.silu(total) if silu else total).to(x.dtype)
         for block, number in span.pages:
             for position in range(max(0, number - tail), min(number + plan.drafts, span.start + count)):
                 pages.inputs[block, position % rows] = text[position - span.start + tail]
@@ -144,32 +152,40 @@ def time_steps(x: Tensor, bias: Tensor, rate: Tensor, least: float, most: float)
 @declare
 def scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: Tensor, skip: Tensor | None, pages: Pages, plan: StatePlan,
-    delta: bool,
+    rule: str,
 ) -> Tensor:  # fmt: skip
     """Linear attention with a state S that decays, from token to token, in float32:
 
-        S = decay * S;  S += k (scale * (v - S^T k))  if delta, else  k (scale * v);  out = S^T q + skip * v
+        "plain":    S = decay * S;  S += k (scale * v)
+        "delta":    S = decay * S;  S += k (scale * (v - S^T k))
+        "removal":  S = decay * S + k v - write (S^T read)
+        out = S^T q + skip * v
 
-    Without delta, this is Mamba-2 (arXiv:2405.21060) with q = C, k = B and the time step as scale; with delta, the
-    gated delta rule (arXiv:2412.06464), and Kimi Delta Attention (arXiv:2510.26692) if each element of a key has a
-    decay of its own. q, k: [tokens, key_heads, key_dim]; v: [tokens, heads, value_dim]; decay: [tokens, heads] or
-    [tokens, heads * key_dim], float32; scale: [tokens, heads]; skip: [heads], float32 -> [tokens, heads, value_dim] of
-    v's type. Head h has key head h // (heads / key_heads).
+    The plain rule is Mamba-2 (arXiv:2405.21060) with q = C, k = B and the time step as scale. The delta rule is that of
+    Gated DeltaNet (arXiv:2412.06464), and of Kimi Delta Attention (arXiv:2510.26692) if each element of a key has a
+    decay of its own. With removal, what a token takes away has keys of its own, which it finds before the state decays
+    (RWKV-7, arXiv:2503.14456): scale has `read` and `write` of each head, [tokens, heads * 2 * key_dim], float32.
+    q, k: [tokens, key_heads, key_dim]; v: [tokens, heads, value_dim]; decay: [tokens, heads] or [tokens, heads *
+    key_dim], float32; scale: [tokens, heads] otherwise; skip: [heads], float32 -> [tokens, heads, value_dim] of v's
+    type. Head h has key head h // (heads / key_heads).
     """
     out, heads, (key_heads, key_dim) = (
         torch.empty_like(v, memory_format=torch.contiguous_format),
         v.shape[1],
         k.shape[1:],
     )
-    sizes = [key_heads * key_dim, heads * v.shape[2], decay.shape[1], heads]
+    sizes = [key_heads * key_dim, heads * v.shape[2], decay.shape[1], scale.shape[1]]
 
     def advance(state: Tensor, token: Tensor) -> Tensor:
         key, value, rates, scales = torch.split(token, sizes)
         key = key.view(key_heads, key_dim, 1).repeat_interleave(heads // key_heads, 0)
         value = value.view(heads, 1, -1)
-        state = rates.view(heads, -1, 1) * state
-        change = value - (key * state).sum(1, keepdim=True) if delta else value
-        return state + key * (scales.view(heads, 1, 1) * change)
+        kept = rates.view(heads, -1, 1) * state
+        if rule == "removal":
+            reading, writing = scales.view(heads, 2, key_dim, 1).unbind(1)
+            return kept + key * value - writing * (reading * state).sum(1, keepdim=True)
+        change = value - (key * kept).sum(1, keepdim=True) if rule == "delta" else value
+        return kept + key * (scales.view(heads, 1, 1) * change)
 
     def read(state: Tensor, place: int) -> None:
         query = q[place].float().repeat_interleave(heads // key_heads, 0)

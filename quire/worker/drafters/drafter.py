@@ -3,14 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.attention.base import CacheBackend
 from quire.kvcache.specs import FullAttentionSpec, KVCacheSpec, ModelKVSpec
-from quire.layers.step_inputs import StepInputs, StepSize
+from quire.layers.step_inputs import SectionedInputs, StepInputs, StepSize
 from quire.messages.step import NewRequest, TokenEdits
 from quire.models.model import Shape
 from quire.worker.drafters.sampling import DraftSampling
@@ -89,11 +89,15 @@ class DraftInputs:
         table = self.staging.state.block_tables[self.group, :, :blocks].index_select(0, step.rows)
         slots = table.gather(1, entries // self.block_size) * self.block_size + entries % self.block_size
         slots = torch.where(positions < step.limits[:, None], slots, -1).view(-1)
-        return StepInputs(
+        kind, more = StepInputs, dict[str, Any]()
+        if isinstance(step.inputs, SectionedInputs):  # the text goes on at the distance of the last token before it
+            offsets = step.inputs.rotary_offsets.index_select(1, step.last_kept())
+            kind, more = SectionedInputs, {"rotary_offsets": offsets.repeat_interleave(count, 1)}
+        return kind(
             size=StepSize(requests * count, requests, count), input_ids=ids, positions=positions.view(-1),
             slot_mapping=slots.expand(self.groups, -1),
             query_start_loc=torch.arange(0, requests * count + 1, count, dtype=torch.int32, device=device),
-            seq_lens=entries[:, -1].int() + 1, block_tables=table.expand(self.groups, -1, -1),
+            seq_lens=entries[:, -1].int() + 1, block_tables=table.expand(self.groups, -1, -1), **more,
         )  # fmt: skip
 
     def width(self, step: SampledStep, count: int) -> int:

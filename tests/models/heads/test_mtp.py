@@ -111,7 +111,7 @@ class Published:
         group, cpu = group or Communicator(), torch.device("cpu")
         target: Any = load_model(self.directory, config, 64, cpu, Mesh(tp=group), show_progress=False)
         checkpoint = open_checkpoint(self.directory)
-        builder = Builder(target.kernels, group, lambda name: DenseWeight)
+        builder = Builder(target.kernels, group, lambda name: DenseWeight, shape_of=checkpoint.shape_of)
         head = MAKERS.get(self.kind, deepseek_mtp)(builder, {}, target, has or checkpoint.has, 64)
         load_weights(checkpoint, builder, head.ignored, show_progress=False)
         return head

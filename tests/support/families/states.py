@@ -92,4 +92,10 @@ STATES: dict[str, Variant] = {
     ),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {**_DELTA, **_EXPERTS}, {"seed": 1, "hub_layout": True}),
     "kimi_linear": ("kimi_linear", _KIMI, {"hub_layout": True}),
+    "rwkv7": ("rwkv7", {}, {}),
+    "rwkv7-other-widths": (
+        "rwkv7",
+        {"hidden_size": 96, "head_dim": 24, "num_hidden_layers": 2, "norm_first": False, "intermediate_size": 128},
+        {"without": ["intermediate_size"], "adds": {"hidden_ratio": 4 / 3, "value_dim": [96, 96]}},
+    ),
 }  # fmt: skip

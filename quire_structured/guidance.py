@@ -9,12 +9,12 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.messages.structured_outputs import StructuredOutputsParams
-from quire.structured.open_values import narrowed
-from quire.structured.references import Schema
-from quire.structured.schema import rewritten
-from quire.structured.structural_tag import as_lark, structural_tag
-from quire.structured.vocabulary import Vocabulary
 from quire.system.limits import processors
+from quire_structured.open_values import narrowed
+from quire_structured.references import Schema
+from quire_structured.schema import rewritten
+from quire_structured.structural_tag import as_lark, structural_tag
+from quire_structured.vocabulary import Vocabulary
 
 MAX_CHOICES = 10_000
 MAX_TEXT = 200_000  # characters of a regular expression or a grammar, and of all choices together

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.structured.references import KEYWORDS, Schema, UnsupportedError
+from quire_structured.references import KEYWORDS, Schema, UnsupportedError
 
 _ALONE = ("$ref", "anyOf", "enum", "const")  # keywords beside which these back ends ignore others
 

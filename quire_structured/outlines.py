@@ -10,9 +10,9 @@ from outlines_core.json_schema import build_regex_from_schema
 
 from quire.messages.errors import error_text
 from quire.messages.structured_outputs import StructuredOutputsParams
-from quire.structured.keywords import check_keywords
-from quire.structured.schema import rewritten
-from quire.structured.vocabulary import Vocabulary
+from quire_structured.keywords import check_keywords
+from quire_structured.schema import rewritten
+from quire_structured.vocabulary import Vocabulary
 
 
 class OutlinesMatcher:

@@ -5,7 +5,7 @@ from copy import copy
 
 from quire.messages.errors import error_text
 from quire.messages.structured_outputs import ThinkingLimits
-from quire.structured.grammar import Matcher
+from quire_structured.grammar import Matcher
 
 
 class Constraint:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from quire.structured.references import KEYWORDS, Schema, UnsupportedError
-from quire.structured.schema import TYPES, types_of
+from quire_structured.references import KEYWORDS, Schema, UnsupportedError
+from quire_structured.schema import TYPES, types_of
 
 _LIMITS = {kind: set(keywords) for kind, keywords in KEYWORDS["limits"].items()}
 _MAX_STEPS = 2_000  # branches of all values, in all their combinations

@@ -6,14 +6,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from quire.config import ConfigError
-from quire.structured.grammar import Backend
-from quire.structured.vocabulary import Vocabulary
+from quire_structured.grammar import Backend
+from quire_structured.vocabulary import Vocabulary
 
 # name → the package that it needs, the module and the class of the back end. They are imported when they are used.
 _BACKENDS = {
-    "guidance": ("llguidance", "quire.structured.guidance", "GuidanceBackend"),
-    "xgrammar": ("xgrammar", "quire.structured.xgrammar", "XgrammarBackend"),
-    "outlines": ("outlines_core", "quire.structured.outlines", "OutlinesBackend"),
+    "guidance": ("llguidance", "quire_structured.guidance", "GuidanceBackend"),
+    "xgrammar": ("xgrammar", "quire_structured.xgrammar", "XgrammarBackend"),
+    "outlines": ("outlines_core", "quire_structured.outlines", "OutlinesBackend"),
 }
 
 

@@ -10,11 +10,11 @@ import xgrammar
 
 from quire.messages.errors import error_text
 from quire.messages.structured_outputs import StructuredOutputsParams
-from quire.structured.keywords import check_keywords
-from quire.structured.references import Schema
-from quire.structured.schema import rewritten
-from quire.structured.vocabulary import Vocabulary
 from quire.system.limits import processors
+from quire_structured.keywords import check_keywords
+from quire_structured.references import Schema
+from quire_structured.schema import rewritten
+from quire_structured.vocabulary import Vocabulary
 
 
 class XgrammarMatcher:

@@ -12,8 +12,8 @@ from quire.messages.engine import EngineCoreRequest
 from quire.messages.errors import error_text
 from quire.messages.structured_outputs import StructuredOutputsParams
 from quire.metrics.logging import logger
-from quire.structured.constraint import Constraint
-from quire.structured.grammar import Backend, Matcher
+from quire_structured.constraint import Constraint
+from quire_structured.grammar import Backend, Matcher
 
 if TYPE_CHECKING:
     import numpy as np

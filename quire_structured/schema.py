@@ -14,7 +14,7 @@ from itertools import combinations, product
 from typing import Any
 
 from quire.messages.errors import error_text
-from quire.structured.references import KEYWORDS, References, Schema, UnsupportedError
+from quire_structured.references import KEYWORDS, References, Schema, UnsupportedError
 
 TYPES = ("null", "boolean", "object", "array", "number", "string")
 _MAX_ALTERNATIVES = 64  # of the ways in which properties can be evaluated

@@ -1,0 +1,44 @@
+"""Learned biases on attention scores by the distance between query and key."""
+
+from math import log
+
+import torch
+from torch import Tensor
+
+from quire.layers.attention_spec import AttentionSpec, Buckets
+from quire.layers.build import Builder
+
+
+def distance_bias(builder: Builder, spec: AttentionSpec, name: str, heads: range) -> Tensor:
+    """The biases of a rank's heads by distance, as AttentionBackend.attend takes them: [heads, 2 * reach + 1], float32.
+
+    The checkpoint has one for each bucket of distances (T5; arXiv:1910.10683, section 2.1): [buckets, heads]. The table
+    is made of these when they are loaded, and layers with the same `name` share it.
+    """
+    assert spec.buckets is not None
+    if name not in builder.shared:
+        count, bucket_of = spec.buckets.count, buckets_by_distance(spec.buckets, two_way=not spec.is_causal)
+        weight = builder.parameter(count, len(heads), dtype=torch.float32)
+        table = builder.parameter(len(heads), len(bucket_of), dtype=torch.float32)
+        builder.part(f"{name}.weight", weight, (count, spec.num_heads), slice(None), slice(heads.start, heads.stop))
+        builder.when_loaded(lambda: table.copy_(weight[bucket_of.to(weight.device)].T))  # type: ignore[arg-type]
+        builder.shared[name] = table
+    found: Tensor = builder.shared[name]
+    return found
+
+
+def buckets_by_distance(buckets: Buckets, two_way: bool) -> Tensor:
+    """The bucket of each distance from -reach to reach, which is negative for a key behind the query: [2 * reach + 1].
+
+    two_way: keys ahead of the query have half of the buckets. Otherwise they are in the first one, which nobody sees.
+    The first half of a direction's buckets has a distance each, and the sizes of the others grow by a constant factor.
+    """
+    ahead = torch.arange(-buckets.reach, buckets.reach + 1)
+    distance, count, first = (-ahead).clamp(min=0), buckets.count, torch.zeros_like(ahead)
+    if two_way:
+        distance, count = ahead.abs(), buckets.count // 2
+        first = torch.where(ahead > 0, count, 0)
+    single = count // 2
+    # In float32 and in this order, as in training: a distance at the border of two buckets depends on the rounding.
+    wide = torch.log(distance.float() / single) / log(buckets.reach / single) * (count - single)
+    return first + torch.where(distance < single, distance, (single + wide.long()).clamp(max=count - 1))

@@ -1,0 +1,26 @@
+// Biases on the scores of each head, by the distance of key and query (layers/distance_bias.py).
+#pragma once
+
+#include "vector.h"
+
+#include <algorithm>
+
+namespace quire {
+
+struct Biases {
+  const float* table;  // [heads, 2 * reach + 1], from the key that is farthest behind to the one farthest ahead; or null
+  int reach;           // keys that are farther away have the bias of this distance
+
+  // Of 16 keys in a row, the first of which is so many tokens ahead of the query.
+  f32x16 of(int head, int ahead) const {
+    const float* middle = table + int64_t(head) * (2 * reach + 1) + reach;
+    if (ahead >= -reach && ahead + LANES - 1 <= reach) return load(middle + ahead);
+    if (ahead + LANES - 1 <= -reach) return splat(middle[-reach]);
+    if (ahead >= reach) return splat(middle[reach]);
+    float x[LANES];
+    for (int i = 0; i < LANES; i++) x[i] = middle[std::clamp(ahead + i, -reach, reach)];
+    return load(x);
+  }
+};
+
+}  // namespace quire
