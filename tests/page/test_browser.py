@@ -111,14 +111,20 @@ def test_an_answer_is_streamed_with_the_likelihood_of_its_tokens(page: Any, serv
     assert not page.is_visible("#attach"), "the model takes no pictures"
 
 
+CLICK_STOP = """new Promise(done => (function look() {
+    if (document.querySelectorAll(".token").length <= 5) return setTimeout(look, 5);
+    document.querySelector("#stop").click();
+    done();
+})())"""
+
+
 def test_an_answer_can_be_stopped(page: Any, host: Host):
     page.fill("[name=max_tokens]", "1500")
     page.locator("details:has([name=more])").evaluate("element => { element.open = true }")
     page.fill("[name=more]", '{"ignore_eos": true}')
     page.fill("#prompt", "Tell me a very long story.")
     page.press("#prompt", "Enter")
-    until(page, "document.querySelectorAll('.token').length > 5")
-    page.click("#stop")
+    page.evaluate(CLICK_STOP)  # in the page, since the answer might end while a click makes its way there
     page.locator(".message.assistant .facts").wait_for()
     assert "stopped" in page.locator(".message.assistant .facts").text_content()
     assert page.is_enabled("#send")
