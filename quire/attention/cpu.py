@@ -125,9 +125,8 @@ class CpuAttention(PreparingBackend):
         q, weights, slots = q.contiguous(), weights.contiguous(), selection.slots
         kernel("quire_select", "pplllpplppppll")(
             self._geometry_address, q.data_ptr(), *q.shape[:2], q.stride(0), weights.data_ptr(), cache.data_ptr(),
-            cache.stride(0), ctypes.addressof(selection.place), selection.rows.data_ptr(),
-            selection.seen.data_ptr(), slots.data_ptr(), slots.shape[1],
-            torch.get_num_threads(),
+            cache.stride(0), ctypes.addressof(selection.place), selection.rows.data_ptr(), selection.seen.data_ptr(),
+            slots.data_ptr(), slots.shape[1], torch.get_num_threads(),
         )  # fmt: skip
 
     def attend(self, q: Tensor, cache: Tensor, plan: CpuPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:

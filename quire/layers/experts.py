@@ -26,7 +26,7 @@ class GroupedExperts:
         if (pack := getattr(self.grouped_linear, "pack", None)) is not None:
             self.packed = pack(self.weight)
             if self.packed is not self.weight:
-                self.weight = self.packed.data.view(self.weight.shape)
+                self.weight = self.packed.data.view(*self.weight.shape[:2], -1)
 
     def drop_bias(self) -> None:
         self.bias = None

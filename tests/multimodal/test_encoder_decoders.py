@@ -17,14 +17,13 @@ import torch
 
 from quire.config import ConfigError
 from quire.engine.llm import LLM
-from quire.kvcache.specs import CrossAttentionSpec
 from quire.layers.attention_spec import Buckets
 from quire.messages.sampling_params import SamplingParams
 from quire.models import description
 from support import mutations as m
 from support.checkpoints import EOS
 from support.encoder_decoders import BOS, KINDS, LONGEST, NUM_TOKENS, TEXTS, continuation, network, written
-from support.encoder_ways import WAYS, Encoded
+from support.encoder_ways import WAYS, Encoded, check_cross_blocks
 from support.engines import generate, make_llm, runner_of
 from support.server import Host
 
@@ -100,20 +99,9 @@ def test_the_encoders_results_and_the_log_probabilities_equal_transformers(folde
 
 def test_blocks_of_cross_attention_are_as_many_as_a_text_needs(make):
     llm = make("bart")
-    kv = llm.core.scheduler.kv
-    [group] = [group for group, spec in enumerate(kv.specs) if isinstance(spec, CrossAttentionSpec)]
-    assert kv.max_blocks(100) == -(-LONGEST // 16) + 7
+    assert llm.core.scheduler.kv.max_blocks(100) == -(-LONGEST // 16) + 7
     for length in (3, 16, 17, LONGEST):
-        request = llm.processor.process("a", {"prompt_token_ids": [EOS] * length}, PARAMS).core_requests[0]
-        llm.core.add_request(request)
-        tables = []
-        while llm.core.has_unfinished:
-            llm.core.step()
-            for running in llm.core.scheduler.requests.values():
-                tables.append([block.block_id for block in running.block_tables[group]])
-        assert len(tables) > 2
-        assert all(table == tables[0] and len(table) == -(-length // 16) for table in tables)
-        assert kv.pool.num_free == kv.pool.num_usable
+        check_cross_blocks(llm, {"prompt_token_ids": [EOS] * length}, PARAMS, -(-length // 16))
 
 
 def test_a_prompt_may_be_given_in_many_forms(make):

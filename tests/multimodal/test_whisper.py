@@ -18,7 +18,7 @@ from quire.messages.sampling_params import SamplingParams
 from quire_multimodal.families.whisper import Sounds
 from quire_multimodal.mel import log_mel, mel_filters
 from quire_multimodal.preprocessing import read_settings
-from support.encoder_ways import WAYS, Encoded
+from support.encoder_ways import WAYS, Encoded, check_cross_blocks
 from support.engines import generate, make_llm, runner_of
 from support.hearing import (
     DE,
@@ -105,21 +105,11 @@ def test_spectra_have_the_values_of_transformers(tmp_path, bins, seconds):
 
 def test_blocks_of_cross_attention_are_allocated_once_and_freed(folder):
     llm = make_llm(written(folder), max_model_len=128)
-    kv = llm.core.scheduler.kv
-    [(group, spec)] = [(g, s) for g, s in enumerate(kv.specs) if isinstance(s, CrossAttentionSpec)]
-    blocks = -(-POSITIONS // 16)
+    kv, blocks = llm.core.scheduler.kv, -(-POSITIONS // 16)
+    [spec] = [spec for spec in kv.specs if isinstance(spec, CrossAttentionSpec)]
     assert kv.max_blocks(128) == blocks + 8
     prompt = {"prompt_token_ids": PROMPTS[0][1], "multi_modal_data": {"audio": (sound(1), RATE)}}
-    request = llm.processor.process("a", prompt, PARAMS).core_requests[0]
-    llm.core.add_request(request)
-    tables = []
-    while llm.core.has_unfinished:
-        llm.core.step()
-        for running in llm.core.scheduler.requests.values():
-            tables.append([block.block_id for block in running.block_tables[group]])
-    assert len(tables) > 2
-    assert all(table == tables[0] and len(table) == blocks for table in tables)
-    assert kv.pool.num_free == kv.pool.num_usable
+    check_cross_blocks(llm, prompt, PARAMS, blocks)
     assert spec.entries[0].role == "cross"
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.llm import LLM
+from quire.kvcache.specs import CrossAttentionSpec
+from quire.messages.sampling_params import SamplingParams
 from support.engines import assert_preempted
 from support.late_device import run_late
 
@@ -24,6 +26,21 @@ class Encoded:
 
     def check_with(self, **options: Any) -> None:
         self.check(self.make(**options), self.expected)
+
+
+def check_cross_blocks(llm: LLM, prompt: Any, params: SamplingParams, blocks: int) -> None:
+    """A request holds so many blocks of cross-attention, the same in all steps, and frees them."""
+    kv = llm.core.scheduler.kv
+    [group] = [group for group, spec in enumerate(kv.specs) if isinstance(spec, CrossAttentionSpec)]
+    llm.core.add_request(llm.processor.process("a", prompt, params).core_requests[0])
+    tables = []
+    while llm.core.has_unfinished:
+        llm.core.step()
+        for running in llm.core.scheduler.requests.values():
+            tables.append([block.block_id for block in running.block_tables[group]])
+    assert len(tables) > 2
+    assert all(table == tables[0] and len(table) == blocks for table in tables)
+    assert kv.pool.num_free == kv.pool.num_usable
 
 
 def alone(case: Encoded) -> None:
