@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.layers.build import Builder
+from quire.layers.experts import GroupedExperts
+from quire.layers.linear import DenseWeight
 from quire.layers.moe import MoE
 from quire.layers.specs import MLPSpec, MoESpec
+from quire.ops import OPS, Kernels, Target
+from quire.ops.cpu.build import library
+from quire.parallel.mesh import Communicator
 from support.layers import build_layer, draw, on_two_ranks
 
 EXPERTS, TOP_K, HIDDEN, SIZE = 8, 3, 24, 20
@@ -95,3 +101,20 @@ def test_two_ranks_compute_summands_of_what_one_does(name):
 def test_a_step_without_tokens_gives_none():
     layer, _ = build_layer(lambda builder: MoE(builder, MoESpec(EXPERTS, TOP_K, SIZE), HIDDEN, NAMES))
     assert layer(X[:0]).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("inputs", [32, 33])
+def test_experts_in_panels_have_memory_of_their_own(inputs):
+    """Also if panels need another number of inputs than the model has."""
+    if library() is None:
+        pytest.skip("the CPU kernels cannot be compiled here")
+    kernels, offsets = Kernels(Target(torch.device("cpu"), torch.bfloat16)), torch.tensor([0, 2, 2, 5])
+    experts = GroupedExperts(Builder(kernels, Communicator(), lambda name: DenseWeight), 3, 64, inputs, bias=False)
+    weight, x = draw("experts", 3, 64, inputs).bfloat16(), draw("rows", 5, inputs).bfloat16()
+    experts.weight.copy_(weight)
+    experts.pack()
+    made = experts(x, offsets)
+    torch.testing.assert_close(made, OPS["grouped_linear"].reference(x, weight, None, offsets))
+    for mine, given in zip(experts.tensors_of(0), experts.tensors_of(2), strict=True):
+        mine.copy_(given)  # as the balancing of experts does
+    assert torch.equal(experts(x, torch.tensor([0, 5, 5, 5]))[2:], made[2:])
