@@ -54,8 +54,8 @@ def _tq1_0(x: Tensor) -> QuantizedMatrix:
 
 
 def _trits(x: Tensor, count: int) -> Tensor:
-    """The first `count` ternary digits of each byte, which is a fraction of 256. The first digits of all bytes come
-    first, then the second ones. [..., bytes] -> [..., bytes * count]"""
+    """The first `count` digits in base 3 of each byte, read as the fraction byte / 256. The first digits of all bytes
+    come first, then the second ones. [..., bytes] -> [..., bytes * count]"""
     powers = 3 ** torch.arange(count, dtype=torch.uint8, device=x.device)[:, None]
     rest = x[..., None, :] * powers  # modulo 256
     return (rest.short() * 3 >> 8).to(torch.uint8).flatten(-2)
@@ -102,7 +102,8 @@ _Layout = Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 _BITS = torch.arange(256)[:, None] >> torch.arange(8) & 1  # [bytes, 8]
 _SIGNS = (_BITS * 8).to(torch.uint8).view(torch.int64)[:, 0]  # each bit of a byte as the highest of a code's four
-_EVEN = torch.arange(128) | (_BITS[:128].sum(1) & 1) << 7  # seven signs, and the eighth, which makes the minuses even
+# Seven signs, and an eighth that makes the number of minuses even
+_EVEN = torch.arange(128) | (_BITS[:128].sum(1) & 1) << 7
 
 
 def _shifted(x: Tensor, shifts: tuple[int, ...], mask: int) -> Tensor:
@@ -163,7 +164,8 @@ def _iq1_m(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 _SHIFT = 0.125  # of a group of IQ1's -1, 0 and 1, up or down
 
-# By type: the layout, and the codebook's unit, in which a scale is an odd integer; None where signs mean a shift.
+# By type: the layout, and the factor from the codebook's values to the table's; None for IQ1, whose "signs" shift a
+# group up or down. Scales are odd integers.
 _LAYOUTS: dict[str, tuple[_Layout, float | None]] = {
     "IQ1_S": (_iq1_s, None),
     "IQ1_M": (_iq1_m, None),

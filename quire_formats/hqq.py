@@ -23,8 +23,9 @@ class HQQ(Scheme):
     points.
 
     W_q: uint8 [groups * bits / 8, group]; scale, zero: [groups, 1]. With four bits, the first half of the groups is in
-    the high halves of the bytes; with fewer, the first quarter or eighth in the highest bits. group: None if it is a
-    row. If rows do not consist of whole groups, those in memory are smaller ones.
+    the high halves of the bytes; with fewer, the first quarter or eighth in the highest bits. group: the weights of
+    a group; None if each row is one. If a group spans rows, the groups in memory are smaller, so that rows consist of
+    whole ones.
     """
 
     bits: int

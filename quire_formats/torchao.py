@@ -127,7 +127,7 @@ class TorchaoCheckpoint(Checkpoint):
         if "act_pre_scale" in tensors:
             raise WeightError(f"tensor {name} has act_pre_scale, a scale of its inputs, which is not supported")
         if missing := {"qdata", "scale_and_zero" if kind == "Int4TilePackedTo4dTensor" else "scale"} - tensors.keys():
-            raise WeightError(f"tensor {name}, a {kind}, lacks {', '.join(sorted(missing))}")
+            raise WeightError(f"tensor {name} ({kind}) lacks {', '.join(sorted(missing))}")
         shape = fields.get("shape") or self.inner.shape(tensors["qdata"])
         self.layers[layer] = made = _Layer(kind, fields, tensors, tuple(shape))
         for raw in tensors.values():
@@ -187,8 +187,8 @@ def _tiles(words: Tensor) -> Tensor:
 
 
 def scheme_of(settings: Settings) -> SchemeOf:
-    def method_of(name: str) -> Scheme:
+    def scheme_of_layer(name: str) -> Scheme:
         raise ValueError("quant_method='torchao': only the checkpoint says how a layer is quantized; load it without "
                          "load_format='dummy'")  # fmt: skip
 
-    return method_of
+    return scheme_of_layer

@@ -226,7 +226,7 @@ class MediaProcessor:
 
 
 def load_family(spec: MediaSpec, settings: Mapping[str, Any], token: Callable[[int], str]) -> Family:
-    """See Family."""
+    """Make the family that the spec names. settings: of its processor. token: from an id to a token's text."""
     module = import_module(f"quire_multimodal.families.{spec.family}")
     make = next(getattr(module, name) for name in ("Pictures", "Sounds", "Texts") if hasattr(module, name))
     family: Family = make(spec.config, settings, token)
@@ -268,17 +268,17 @@ def _positions(family: Family, found: Sequence[tuple[str, Prepared]], token_ids:
     needed = Counter[int]()
     for modality, item in found:
         needed[family.kinds[modality].token_id] += item.num_embeds
-    there: dict[int, list[int]] = {token_id: [] for token_id in needed}
+    positions_of: dict[int, list[int]] = {token_id: [] for token_id in needed}
     for position, token in enumerate(token_ids):
-        if token in there:
-            there[token].append(position)
+        if token in positions_of:
+            positions_of[token].append(position)
     parts, starts = [], Counter[int]()
     for modality, item in found:
         token_id = family.kinds[modality].token_id
-        if (count := len(there[token_id])) != needed[token_id]:
+        if (count := len(positions_of[token_id])) != needed[token_id]:
             raise MediaError(f"the prompt has {count} tokens for the {needed[token_id]} embeddings of its items of "
                              f"modality {modality}; it must not contain the token itself")  # fmt: skip
-        parts.append(there[token_id][starts[token_id] : starts[token_id] + item.num_embeds])
+        parts.append(positions_of[token_id][starts[token_id] : starts[token_id] + item.num_embeds])
         starts[token_id] += item.num_embeds
     return parts
 

@@ -1,5 +1,5 @@
-"""Items as large as an encoder gets them, with nothing in them: at start, they show how much memory the encoder needs,
-and have its kernels compiled."""
+"""Empty inputs of an encoder. A start on a GPU encodes them to measure the encoder's memory and to compile its
+kernels."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ _SAMPLES: dict[str, Callable[[Family], Iterator[Prepared]]] = {"image": _images,
 def largest_items(
     spec: MediaSpec, directory: Path, options: MultiModalConfig, limits: EncoderLimits
 ) -> Iterator[MediaItem]:  # fmt: skip
-    """Of each modality that the model takes, the largest item below that the limits allow."""
+    """For each modality that the model takes, the largest sample that the limits allow."""
     if spec.encoder is not None:  # of texts
         length = spec.encoder.max_positions
         ids = Buffer("int64", [length], bytes(8 * length))

@@ -8,10 +8,10 @@ tokens of the chunk up to i, what a chunk computes is, for its tokens i, in the 
     out(i)  = q(i) D(i) S + sum over j <= i of (q(i) D(j, i) k(j)) change(j)
     S       = D(last) S + sum over j of D(j, last) k(j) change(j)
 
-This is Mamba-2's form (arXiv:2405.21060, section 6). The changes of the delta rule are a triangular system, and its
-inverse T takes them from S in one product: change = T scale v - (T scale k D) S (arXiv:2412.06464, section 3.3). In
-RWKV-7, what is removed is such a system, too: removed(i) = r(i) D(i - 1) S + sums over j < i, and a change is minus
-that, with the key that writes it; what is added is known before. So there are two kernels:
+This is Mamba-2's form (arXiv:2405.21060, section 6). With the delta rule, each change depends on earlier ones: this is
+a triangular system. Its inverse T gives all changes from S in one product: change = T scale v - (T scale k D) S
+(arXiv:2412.06464, section 3.3). In RWKV-7, what is removed is such a system, too: removed(i) = r(i) D(i - 1) S + sums
+over j < i. Each is subtracted along its write key. What is added is known beforehand. So there are two kernels:
 
     _prepare      for each chunk, all at once: the factors of changes in the results, T times the values, T times keys
     _scan_chunks  from chunk to chunk, with a state of KEYS x COLUMNS numbers in registers
@@ -43,7 +43,7 @@ _CHUNK = 32  # tokens
 _COLUMNS = 32  # of a head's state in a program of _scan_chunks
 _PART = 32  # elements of keys and values that _prepare takes at a time; half as many if each has its own decays
 _WARPS = 8  # of a program of _scan_chunks
-_MOST_KEYS = 128  # elements of a key; longer ones were not compiled without values outside the registers
+_MOST_KEYS = 128  # elements of a key; chunks of longer ones have not passed the check of the machine code
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _number(position, block_size, CHUNK: tl.constexpr):
 
 @triton.jit
 def _slots(tokens, requests, block_size, CHUNK: tl.constexpr):
-    """At least the number of chunks that these tokens of so many requests are in."""
+    """An upper bound for the number of chunks that the tokens of so many requests fill."""
     return tokens // CHUNK + tokens // block_size + 4 * requests
 
 

@@ -132,8 +132,8 @@ def resume(
     REMOVAL: tl.constexpr,
 ):  # fmt: skip
     """The state before a span: what the page keeps, taken through the tokens that were computed before, but were not
-    certain then. place: [keys, columns], in the states of a page; inside: which of them there are. speed: of decays in
-    a selective scan."""
+    certain then. place: [keys, columns], in the states of a page; inside: which of these elements exist. speed: of
+    decays in a selective scan."""
     known, exists = i < KEY_DIM, column < value_dim
     source = tl.load(table + tl.maximum(start - 1, 0) // block_size, mask=start > 0, other=0).to(tl.int64)
     matrix = tl.load(state + source * page + place, mask=inside & (place * 0 + start > 0), other=0.0)

@@ -86,7 +86,7 @@ class StepLayout:
     tokens_per_request: int = 0  # of every request that has tokens; 0 if the numbers differ
     shares: Sequence[int] = ()  # of prefill context parallelism: how many of the tokens each rank computes
     by_head: "HeadLayout | None" = None  # of steps that have to do with compressed prompts
-    crossed: Tensor | None = None  # [requests], int32: the tokens of an encoder, of a model that has one
+    crossed: Tensor | None = None  # [requests], int32: how many encoder tokens cross-attention reads
 
 
 @dataclass
@@ -114,7 +114,8 @@ class Selection:
             self.place[:] = [self.block_table.data_ptr(), self.block_table.stride(0)]
 
     def change(self, rows: Tensor, seen: Tensor, block_table: Tensor) -> None:
-        """Take those of another step, with as many tokens. What kernels have recorded stays where it is."""
+        """Take the values of another step with equally many tokens. The addresses that recorded kernels read stay the
+        same."""
         self.rows.copy_(rows)
         self.seen.copy_(seen)
         if block_table.device.type == "cpu":
@@ -228,7 +229,7 @@ class AttentionBackend(CacheBackend):
             score of a key = sum over heads of weight * max(0, q . key)
 
         cache: of the indexer's keys, latents whose value_dim is their head_dim. q: [tokens, heads, head_dim]; weights:
-        [tokens, heads], of the same type.
+        [tokens, heads], of q's type.
         """
         raise NotImplementedError(f"the {self.name} backend has no indexer")
 

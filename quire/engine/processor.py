@@ -37,7 +37,7 @@ class PromptFields(TypedDict, total=False):
     multi_modal_uuids: dict[str, Any]
     mm_processor_kwargs: dict[str, Any]
     prompt_embeds: Any  # instead of tokens: a tensor or an array [tokens, hidden]
-    encoder_prompt: Any  # of a model with an encoder of texts: a string, or a dict with prompt or prompt_token_ids
+    encoder_prompt: Any  # of an encoder of texts: a string, token ids, or a dict with one of both
     decoder_prompt: Any  # the same; None is the model's own
 
 
@@ -203,7 +203,8 @@ class Processor:
     def check_length(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Raises PromptTooLongError if the prompt is certainly too long, which is found without tokenizing it.
 
-        params: with truncate_prompt_tokens, no prompt is too long. Nor is one for an encoder, which checks it itself.
+        params: with truncate_prompt_tokens, no prompt is too long. Prompts for an encoder of
+        texts are checked by EncoderPrompts.
         """
         if (params is not None and params.truncate_prompt_tokens is not None) or self._texts is not None:
             return

@@ -178,10 +178,10 @@ class StateSpec(KVCacheSpec, frozen=True, tag=True):
 
 
 class CrossAttentionSpec(KVCacheSpec, frozen=True, tag=True):
-    """Every query reads all tokens of an encoder, and none of the request's own (role "cross"). length: how many these
-    are at most.
+    """Every query reads all tokens of an encoder, and none of the request's own (role "cross"). length: the
+    most of these tokens.
 
-    The manager gives a request all of the blocks that its own number needs when it enters, and its first step fills
+    When a request enters, the manager gives it all blocks that its own encoder tokens need, and its first step fills
     them. The prefix cache does not know them, so each request begins with computed = 0.
     """
 
@@ -215,9 +215,10 @@ class CrossAttentionSpec(KVCacheSpec, frozen=True, tag=True):
 
 class StateShape(msgspec.Struct, frozen=True):
     """The sizes of a recurrent layer's state on one rank: one matrix for each head, and the last inputs of a
-    convolution. decays: how many factors by which a head's state decays with a token: 1, key_dim, or none if they
-    follow from its scales. scales: how many factors a head's values have: 1 or value_dim, or 2 * key_dim for the keys
-    of what a token removes. mlp_channels: those of an MLP that also reads the token before."""
+    convolution. decays: the number of factors by which a head's state decays with each token: 1, key_dim, or 0 if the
+    scales determine the decay (the first Mamba). scales: further numbers of a token for each head: 1, value_dim (the
+    first Mamba), or 2 * key_dim (the keys of what RWKV-7 removes). mlp_channels: the inputs of an MLP that also reads
+    the token before, otherwise 0."""
 
     heads: int
     key_heads: int

@@ -32,8 +32,8 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Distances of keys, of which those in a bucket have the same bias (see layers/distance_bias.py). count: of the
-    buckets. reach: the distance from which on all are in the last one."""
+    """How distances between key and query are grouped: all distances in a bucket have the same bias
+    (layers/distance_bias.py). count: the number of buckets. reach: from this distance on, all are in the last one."""
 
     count: int
     reach: int

@@ -42,8 +42,8 @@ class Builder:
     the quantizer that is applied at load to a layer that the checkpoint keeps dense, None to keep it dense. adapters:
     the slots of low-rank adapters for the model's linear layers, None if it takes none. experts: the ranks to which
     experts are dealt, None if the ranks of the tensor group divide each expert. residual_stream: None for one that
-    every rank has whole. shape_of: of a tensor in the checkpoint; None if there is none of that name, and () if that is
-    not known.
+    every rank has whole. shape_of: the shape of a tensor in the checkpoint; None if it has none of that name, () if
+    the checkpoint is not known.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ class Routed:
     """Rows for the experts of this rank, sorted by expert.
 
     rows: [rows, hidden]. offsets: [experts + 1], int64: expert e has the rows offsets[e] : offsets[e + 1]. Rows behind
-    the last offset belong to no expert. origins: a function that returns, for each row or more, the token of the step
-    of which it is a copy, and the number of its expert among those of this rank.
+    the last offset belong to no expert. origins: returns, for each row (and perhaps for further ones), the token of the
+    step that it copies, and the number of its expert on this rank.
     """
 
     rows: Tensor

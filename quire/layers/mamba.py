@@ -16,7 +16,7 @@ from quire.layers.state_spec import MambaSpec
 class Mamba(Recurrent):
     """names: of state_in, which projects to x and z; of state_x, which projects x to the input of time steps, B and C;
     of state_dt, from there to time steps; of conv, dt_bias, a_log, skip, state_out; of the norms dt_norm, b_norm and
-    c_norm, if there are some. Each rank has some of the channels, and all ranks together compute B and C."""
+    c_norm, if the family has them. Each rank has some of the channels, and all ranks together compute B and C."""
 
     def __init__(self, builder: Builder, spec: MambaSpec, names: dict[str, str], place: LayerPlace) -> None:
         super().__init__(builder, spec, names, place, spec.bias)

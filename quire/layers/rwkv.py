@@ -14,10 +14,10 @@ from quire.layers.recurrent import Recurrent, by_head
 from quire.layers.specs import OutputPart
 from quire.layers.state_spec import RwkvSpec
 
-_EPS = 1e-24  # a removal key of zeros stays one
+_EPS = 1e-24  # keeps a removal key of zeros at zero instead of NaN
 
 
-class LowRank:
+class NarrowProduct:
     """A product of two narrow matrices, of which each rank computes some outputs. inner: between both."""
 
     def __init__(
@@ -36,8 +36,8 @@ class LowRank:
 class Rwkv(Recurrent):
     """names: of mix_r, mix_w, mix_k, mix_v, mix_a and mix_g: how much of the token before is in the inputs of
     receptance, decay, key, value, rate and gate. Of mlp_mix, the same of the MLP. Of state_r, state_k and state_v, and
-    of low_w, low_v, low_a and low_g, which are LowRank. Of removal_scale and rate_scale, by which a key becomes the one
-    that is removed and the one that is added. Of bonus, gate_norm and state_out."""
+    of low_w, low_v, low_a and low_g, which are NarrowProduct. Of removal_scale and rate_scale, by which a key becomes
+    the one that is removed and the one that is added. Of bonus, gate_norm and state_out."""
 
     def __init__(self, builder: Builder, spec: RwkvSpec, names: dict[str, str], place: LayerPlace) -> None:
         super().__init__(builder, spec, names, place)
@@ -49,8 +49,8 @@ class Rwkv(Recurrent):
             for key in "rkv"
         }
 
-        def low(key: str, rank: int, *inner: Callable[[Tensor], Tensor]) -> LowRank:
-            return LowRank(builder, names[f"low_{key}"], rank, (hidden, *own), key != "g", *inner)
+        def low(key: str, rank: int, *inner: Callable[[Tensor], Tensor]) -> NarrowProduct:
+            return NarrowProduct(builder, names[f"low_{key}"], rank, (hidden, *own), key != "g", *inner)
 
         self.decay = low("w", spec.decay_rank, self._tanh)
         self.rate = low("a", spec.rate_rank)
@@ -75,7 +75,7 @@ class Rwkv(Recurrent):
         return (2 * self._sigmoid(2 * x.float()) - 1).to(x.dtype)
 
     def _exp(self, x: Tensor) -> Tensor:
-        """Of numbers near 0."""
+        """exp(x) = s / (1 - s) with s = sigmoid(x), precise for x near 0."""
         part = self._sigmoid(x)
         return part / (1 - part)
 

@@ -54,7 +54,7 @@ class MoESpec:
     """num_experts feed-forward layers, of which each token uses top_k.
 
     swiglu: alpha and limit of the activation "swiglu_oai". scoring: the function from the router's logits to scores;
-    "sparse_mixer" chooses two experts one after the other (Phi-3.5-MoE, see MoE.sparse_mixer).
+    "sparse_mixer" chooses two experts one after the other (Phi-3.5-MoE, see ops/reference/routing.py).
     normalize: the scores of the chosen experts are scaled to sum to 1. scale: factor of the result. groups: only
     experts of the topk_groups best groups can be chosen. group_score: the score of a group's best expert, or the sum of
     its two best. correction_bias: a bias is added to the scores for the choice alone (DeepSeek-V3, arXiv:2412.19437),
@@ -63,7 +63,8 @@ class MoESpec:
     expert has its own tensors ("separate"), or a tensor [experts, in, out] holds one projection of all experts, in
     which gate and up alternate ("fused", gpt-oss) or follow each other ("fused_halves", Llama 4), or a tensor
     [experts, out, in], in which up follows gate ("stacked", Granite). weigh_inputs: the weight of its one expert is a
-    factor of a token, not of its result (Llama 4).
+    factor of a token, not of its result (Llama 4). If the family also has names for single experts, the layout is that
+    of the checkpoint (layers/moe.py).
     """
 
     num_experts: int

@@ -9,8 +9,8 @@ BETA = 0.5  # of all published models
 
 
 class XIELU:
-    """See the op. name: the prefix of the checkpoint's alpha_p and alpha_n, of one element each; the slopes are made of
-    their softplus."""
+    """The op xielu with the slopes of a layer. name: the prefix of the checkpoint's alpha_p and alpha_n, of one element
+    each, whose softplus gives the slopes."""
 
     def __init__(self, builder: Builder, name: str) -> None:
         self.kernels = builder.kernels

@@ -1,4 +1,4 @@
-"""The first format of RWKV-7's checkpoints."""
+"""The first RWKV-7 checkpoints of flash-linear-attention, which pack six tensors of a layer into one."""
 
 from dataclasses import replace
 

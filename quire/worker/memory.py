@@ -44,8 +44,8 @@ def explained(what: str, device: torch.device) -> Iterator[None]:
 
 
 def left_by_a_step(runner: Runner[Any], budget: int, tokens: int, encoders: EncoderLimits) -> int:
-    """Bytes of the budget that the weights, the largest step, and pictures do not need. Runs such a step, encodes the
-    largest pictures, and measures both.
+    """The bytes of the budget that remain after the weights, the largest step, and the encoder with its cache. Runs
+    such a step, encodes the largest samples, and measures both.
 
     Raises ConfigError if nothing is left.
     """
@@ -54,18 +54,22 @@ def left_by_a_step(runner: Runner[Any], budget: int, tokens: int, encoders: Enco
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     with explained(f"weights and a step of {tokens} tokens", device), torch.inference_mode():
-        pictures = 0 if runner.media is None else runner.media.rehearse(encoders)
+        embeddings = 0 if runner.media is None else runner.media.rehearse(encoders)
         inputs = runner.staging.stage_dummy(StepSize(tokens, len(batch.num_tokens)))
         runner.run(inputs, rows)
         torch.cuda.synchronize(device)
     step = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    left = budget - before - int(step * (1 + _CAPTURED_SHARE)) - pictures
+    left = budget - before - int(step * (1 + _CAPTURED_SHARE)) - embeddings
     if left <= 0:
         raise ConfigError(f"nothing is left for the KV cache: of {_gib(budget)}, the weights take {_gib(before)} and a "
-                          f"step of {tokens} tokens {_gib(step + pictures)}; raise gpu_memory_utilization, lower "
-                          "max_num_batched_tokens, or quantize")  # fmt: skip
+                          f"step of {tokens} tokens {_gib(step)}{_of_encoder(embeddings)}; raise "
+                          "gpu_memory_utilization, lower max_num_batched_tokens, or quantize")  # fmt: skip
     return left
+
+
+def _of_encoder(embeddings: int) -> str:
+    return f", and the encoder's cache {_gib(embeddings)} (encoder_cache_size)" if embeddings else ""
 
 
 def num_blocks(config: EngineConfig, free: int, block_bytes: int, useful: int, device: torch.device) -> int:

@@ -211,7 +211,7 @@ def test_sinks_take_part_in_the_softmax(backend, kept, window, soft_cap):
 @kinds
 @pytest.mark.parametrize(("dim", "window", "soft_cap"), [(24, None, None), (33, 16, 3.0), (64, None, 3.0)])
 def test_scores_get_the_bias_of_their_distance(backend, kept, dim, window, soft_cap):
-    """From one that is the same for all keys behind, to one that differs in all distances."""
+    """Tables from one bias for all keys behind, to one bias for each distance."""
     world, sinks = World(build(backend, 4, 2, dim, 16, kept), MIXED), torch.tensor([-3.0, 0.0, 1.5, 4.0])
     for far in (1, 40, 128):
         bias = 2 * torch.randn(4, 2 * far + 1, generator=torch.Generator().manual_seed(far))

@@ -50,9 +50,12 @@ CODE = """
 """
 
 
+SPILLING = {("RWKV-7", "_prepare"), ("Kimi Linear", "_prepare"), ("Kimi Linear", "_scan_chunks")}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("card", ["sm_80", "sm_90", "sm_120"])
-def test_the_chunks_fit_the_card_and_its_registers(card):
+def test_the_chunks_use_tensor_cores_and_spill_no_more_than_is_known(card):
     made, decoding = json.loads(run_on_stand_in(CODE, card).splitlines()[-1])
     for name, kernels in made.items():
         assert [kernel["name"] for kernel in kernels] == ["_prepare", "_scan_chunks", "_scan", "_keep"], name
@@ -60,5 +63,6 @@ def test_the_chunks_fit_the_card_and_its_registers(card):
             assert kernel["broken"] == [], (name, kernel["name"])
             assert kernel["dots"], (name, kernel["name"])
             assert all(dot[0] != "fma" for dot in kernel["dots"]), (name, kernel["dots"])  # TF32
-            assert kernel["spilled"] <= 1200, (name, kernel["name"], kernel["spilled"])  # bytes of all instructions
+            most = 1200 if (name, kernel["name"]) in SPILLING else 0  # bytes of loads and stores
+            assert kernel["spilled"] <= most, (name, kernel["name"], kernel["spilled"])
     assert decoding == ["_scan", "_keep"]

@@ -93,7 +93,7 @@ def test_bfloat16_chooses_the_tokens_that_float32_does(tmp_path, variant):
     def share_of_right(logits: Tensor) -> Tensor:
         return (logits.argmax(-1) == right.argmax(-1))[known].float().mean()
 
-    assert share_of_right(ours) >= min(0.99, share_of_right(rounded))
+    assert share_of_right(ours) >= min(0.99, max(0.98, share_of_right(rounded)))
     assert error(ours, right) <= 1.5 * error(rounded, right)
 
 

@@ -129,7 +129,7 @@ def test_a_text_gives_the_same_bits_however_it_is_cut_and_whichever_drafts_are_r
         ):
             right = end - wrong
             # torch rounds differently for other numbers of tokens; near 0, that is more than the default of allclose.
-            near = partial(torch.allclose, atol=1e-8 if name in ("plain", "delta", "by channel") else 3e-6)
+            near = partial(torch.allclose, atol=3e-6 if name in ("selective", "removal") else 1e-8)
             same = near if reference else torch.equal
             assert same(out[: right - start], expected[text][start:right])
             done[text] = right

@@ -125,11 +125,12 @@ def plan_of(texts: Texts, length: int, requests: int = 1) -> Any:
     return texts.backend.plan(StepLayout(starts, lengths, torch.empty(0), texts.table, tokens_per_request=length))
 
 
-def test_steps_of_short_spans_launch_one_scan(monkeypatch):
-    """Decoding and drafts cost no launch more."""
+def test_steps_of_short_spans_launch_no_kernels_of_chunks(monkeypatch):
+    """Decoding and drafts need no additional launches."""
     shape = StateShape(1, 1, 16, 16, 48, 4)
     texts = Texts(shape, [4] * 9, 0, torch.float32)
     monkeypatch.setattr(state_chunks, "_prepare", None)
+    monkeypatch.setattr(state_chunks, "_scan_chunks", None)
     q, k, v = (torch.randn(36, 1, 16) for _ in range(3))
     state_chunks.scan(q, k, v, torch.ones(36, 1), torch.ones(36, 1), None, texts.pages, plan_of(texts, 4, 9), "plain")
 

@@ -30,6 +30,11 @@ PROMPTS = [[7 + i] * length for i, length in enumerate([1, 15, 16, 17, 30, 31, 6
 # Some end earlier than others: the number of requests in a step changes all the time.
 PARAMS = [SamplingParams(temperature=0, max_tokens=6 + 5 * i, ignore_eos=True, logprobs=1) for i in range(len(PROMPTS))]
 RECORDED = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral-window-20"]
+# Of the others, one for each kind of layer that has kernels of its own.
+MORE_RECORDED = [
+    "qwen3_moe", "qwen2_moe", "phimoe", "llama4", "deepseek_v3", "deepseek_v32", "falcon-rw", "olmo2", "olmo-clipped",
+    "cohere-query-key-norms", "granite", "exaone4", "nemotron", "apertus", "ministral3", "falcon_h1", "qwen3_next",
+]  # fmt: skip
 
 
 def said(llm: LLM) -> list[Any]:
@@ -59,6 +64,24 @@ def test_preempted_requests_too():
     crowded = LLM(bundled_model(), num_gpu_blocks_override=20, enable_prefix_caching=False, **options)
     assert tokens_of(generate(crowded, PROMPTS, PARAMS)) == tokens_of(generate(roomy, PROMPTS, PARAMS))
     assert_preempted(crowded)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("variant", MORE_RECORDED)
+def test_so_do_those_of_other_layers(tmp_path, variant):
+    kind, config, writing = ALL_VARIANTS[variant]
+    path = write_checkpoint(tmp_path, kind, config, **writing)
+    llm = make_llm(path, dtype="bfloat16")
+    assert said(llm) == said(make_llm(path, dtype="bfloat16", enforce_eager=True))
+    assert llm.core.executor.runner.forward.usable
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_so_do_those_of_quantized_experts_that_fill_panels(tmp_path, quantization):
+    path = write_checkpoint(tmp_path, "qwen3_moe", {"hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 32})
+    llm = make_llm(path, dtype="bfloat16", quantization=quantization)
+    assert said(llm) == said(make_llm(path, dtype="bfloat16", enforce_eager=True, quantization=quantization))
+    assert llm.core.executor.runner.forward.usable
 
 
 def test_engines_of_several_threads_record_their_own_kernels():

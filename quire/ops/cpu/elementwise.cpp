@@ -157,7 +157,7 @@ struct Clip {
   }
 };
 
-// See layers/xielu.py.
+// xIELU, see the reference (ops/reference/elementwise.py).
 struct Xielu {
   float positive, negative;
   template <class T>
@@ -258,7 +258,7 @@ void quire_layer_norm(int is_bf16, const void* x, int64_t outer, int64_t inner, 
   });
 }
 
-// The elements within -most ... most. x: [rows, dim].
+// Each element limited to -most ... most. x: [rows, dim].
 void quire_clip(int is_bf16, const void* x, int64_t stride, int64_t rows, int64_t dim, float most, void* out,
                 int threads) {
   with_types(is_bf16, false, [&](auto t, auto) {

@@ -38,7 +38,8 @@ def sharpen(q: Tensor, positions: Tensor, scale: float, length: int, offset: int
 
 @reference.append_positions.implementation("cpu", supports=on_cpu)
 def append_positions(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-    positions, made = positions.contiguous(), list[Tensor]()
+    positions = positions.contiguous()
+    outputs: list[Tensor] = []
     for which, x in enumerate((q, k, v)):
         x, (tokens, heads, dim) = _dense(x), x.shape
         out = x.new_empty(tokens, heads, dim + 2)
@@ -46,5 +47,5 @@ def append_positions(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, positions:
             x.dtype is torch.bfloat16, which, x.data_ptr(), x.stride(0), x.stride(1), tokens, heads, dim,
             slopes.data_ptr(), positions.data_ptr(), out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        made.append(out)
-    return tuple(made)
+        outputs.append(out)
+    return tuple(outputs)

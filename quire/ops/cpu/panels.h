@@ -50,7 +50,7 @@ struct Ahead {
   }
 };
 
-// Rows that meet a panel.
+// An item of work: a panel, and the rows that are multiplied with it.
 struct Item {
   int64_t panel, first;
   int rows;

@@ -9,14 +9,12 @@ from quire.ops.reference import routing as reference
 from quire.ops.reference.routing import Routing
 
 _SCORINGS = ("softmax", "sigmoid", "sparse_mixer")  # in the order of routing.cpp
-_MOST_CHOICES = 64
 
 
 @reference.choose_experts.implementation("cpu", supports=on_cpu)
 def choose_experts(logits: Tensor, correction_bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     tokens, count = logits.shape
-    if logits.stride(1) != 1 or routing.top_k > _MOST_CHOICES:
-        return reference.choose_experts.reference(logits, correction_bias, routing)  # type: ignore[no-any-return]
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     weights = torch.empty(tokens, routing.top_k, dtype=torch.float32)
     experts = torch.empty(tokens, routing.top_k, dtype=torch.int64)
     kernel("quire_choose_experts", "iplllpiliffllippi")(

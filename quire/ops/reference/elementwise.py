@@ -117,7 +117,7 @@ def xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
 
 @declare_invariant(*ANYWHERE)
 def clip(x: Tensor, most: float) -> Tensor:
-    """The elements within -most ... most. x: [rows, dim] -> [rows, dim]."""
+    """Each element limited to -most ... most. x: [rows, dim] -> [rows, dim]."""
     return x.clamp(-most, most)
 
 

@@ -166,10 +166,10 @@ def scan(
 
     The plain rule is Mamba-2 (arXiv:2405.21060) with q = C, k = B and the time step as scale. The delta rule is that of
     Gated DeltaNet (arXiv:2412.06464), and of Kimi Delta Attention (arXiv:2510.26692) if each element of a key has a
-    decay of its own. With removal, what a token takes away has keys of its own, which it finds before the state decays
-    (RWKV-7, arXiv:2503.14456): scale has `read` and `write` of each head, [tokens, heads * 2 * key_dim], float32.
-    q, k: [tokens, key_heads, key_dim]; v: [tokens, heads, value_dim]; decay: [tokens, heads] or [tokens, heads *
-    key_dim], float32; scale: [tokens, heads] otherwise; skip: [heads], float32 -> [tokens, heads, value_dim] of v's
+    decay of its own. The removal rule (RWKV-7, arXiv:2503.14456) also takes away what the key "read" finds in the state
+    before it decays, along the key "write": scale has `read` and `write` of each head, [tokens, heads * 2 * key_dim],
+    float32. q, k: [tokens, key_heads, key_dim]; v: [tokens, heads, value_dim]; decay: [tokens, heads] or [tokens, heads
+    * key_dim], float32; scale: [tokens, heads] otherwise; skip: [heads], float32 -> [tokens, heads, value_dim] of v's
     type. Head h has key head h // (heads / key_heads).
     """
     out, heads, (key_heads, key_dim) = (

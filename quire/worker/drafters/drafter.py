@@ -89,15 +89,16 @@ class DraftInputs:
         table = self.staging.state.block_tables[self.group, :, :blocks].index_select(0, step.rows)
         slots = table.gather(1, entries // self.block_size) * self.block_size + entries % self.block_size
         slots = torch.where(positions < step.limits[:, None], slots, -1).view(-1)
-        kind, more = StepInputs, dict[str, Any]()
-        if isinstance(step.inputs, SectionedInputs):  # the text goes on at the distance of the last token before it
+        inputs_class: type[StepInputs] = StepInputs
+        extra: dict[str, Any] = {}
+        if isinstance(step.inputs, SectionedInputs):  # drafts have the rotary offset of the last token that was kept
             offsets = step.inputs.rotary_offsets.index_select(1, step.last_kept())
-            kind, more = SectionedInputs, {"rotary_offsets": offsets.repeat_interleave(count, 1)}
-        return kind(
+            inputs_class, extra = SectionedInputs, {"rotary_offsets": offsets.repeat_interleave(count, 1)}
+        return inputs_class(
             size=StepSize(requests * count, requests, count), input_ids=ids, positions=positions.view(-1),
             slot_mapping=slots.expand(self.groups, -1),
             query_start_loc=torch.arange(0, requests * count + 1, count, dtype=torch.int32, device=device),
-            seq_lens=entries[:, -1].int() + 1, block_tables=table.expand(self.groups, -1, -1), **more,
+            seq_lens=entries[:, -1].int() + 1, block_tables=table.expand(self.groups, -1, -1), **extra,
         )  # fmt: skip
 
     def width(self, step: SampledStep, count: int) -> int:
