@@ -40,7 +40,7 @@ def test_layers_that_the_metadata_do_not_list_are_dense(tmp_path):
     [
         ({"_type": "MXTensor", "_data": {}}, BYTES, "a.weight has _type='MXTensor', .*supported: Int8Tensor"),
         ({"_type": "Int4Tensor", "_data": {}}, {**BYTES, "act_pre_scale": torch.ones(8)}, "a.weight has act_pre_scale"),
-        ({"_type": "Int8Tensor", "_data": {}}, {"qdata": BYTES["qdata"]}, "a.weight (Int8Tensor) lacks scale"),
+        ({"_type": "Int8Tensor", "_data": {}}, {"qdata": BYTES["qdata"]}, r"a.weight \(Int8Tensor\) lacks scale"),
         ({"type": "Int8Tensor"}, BYTES, "metadata of torchao's tensors cannot be read: KeyError"),
         ("Int8Tensor", BYTES, "metadata of torchao's tensors cannot be read"),
     ],
