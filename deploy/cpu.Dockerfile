@@ -15,7 +15,8 @@ RUN python3 -m venv /opt/quire \
 FROM ${BASE}
 COPY --from=build /opt/quire /opt/quire
 RUN install -d -o 10001 -g 10001 /models
-ENV PATH=/opt/quire/bin:$PATH HF_HOME=/models PYTHONDONTWRITEBYTECODE=1
+# The cache folder has the packed weights of models: the next container starts with them.
+ENV PATH=/opt/quire/bin:$PATH HF_HOME=/models XDG_CACHE_HOME=/models/cache PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=6 \

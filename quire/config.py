@@ -21,6 +21,7 @@ from quire.options.multimodal import MultiModalConfig
 from quire.options.profile import ProfileConfig
 from quire.options.speculative import SpeculativeOptions
 from quire.options.vllm import FOREIGN, UNSUPPORTED_VALUES, VALUES, translate, unknown
+from quire.options.weights import WeightsConfig
 
 _MAX_NUM_SEQS = 256
 
@@ -360,6 +361,7 @@ class EngineConfig:
     """All options of an engine."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

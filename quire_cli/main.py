@@ -7,61 +7,49 @@ import os
 import signal
 import sys
 import threading
+from importlib import import_module
 from types import FrameType
 
 from quire._version import __version__
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, log_options, logger
 from quire.system.garbage import skip_last_collection
-from quire_cli import (
-    bench,
-    chat,
-    compile,
-    doctor,
-    generate,
-    list_models,
-    plan,
-    pull,
-    rm,
-    route,
-    run_batch,
-    serve,
-    show,
-    top,
-)
-from quire_cli.errors import with_flags
-from quire_cli.parser import Parser
 
 # Importing torch creates 170,000 objects that stay alive. Python's default, a garbage collection after every 700 new
 # objects, takes a fifth of the import time. The processes that a command starts import this file first, too.
 gc.set_threshold(20_000)
 atexit.register(skip_last_collection)
 
-_COMMANDS = {
-    ("serve",): serve,
-    ("route",): route,
-    ("generate",): generate,
-    ("chat",): chat,
-    ("run-batch",): run_batch,
-    ("pull",): pull,
-    ("list", "ls"): list_models,
-    ("show",): show,
-    ("rm",): rm,
-    ("bench",): bench,
-    ("plan",): plan,
-    ("compile",): compile,
-    ("doctor",): doctor,
-    ("top",): top,
+_COMMANDS = {  # the modules of this package by the names of commands
+    ("serve",): "serve",
+    ("route",): "route",
+    ("generate",): "generate",
+    ("chat",): "chat",
+    ("run-batch",): "run_batch",
+    ("pull",): "pull",
+    ("list", "ls"): "list_models",
+    ("show",): "show",
+    ("rm",): "rm",
+    ("bench",): "bench",
+    ("plan",): "plan",
+    ("compile",): "compile",
+    ("doctor",): "doctor",
+    ("top",): "top",
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
+    """wanted: if this is the name of a command, the parser has no others, whose modules then need not be imported."""
+    from quire_cli.parser import Parser
+
     parser = Parser(
         prog="quire", description="Quire, an LLM inference engine. Without a model, commands use the bundled one."
     )
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for (name, *aliases), module in _COMMANDS.items():
+    chosen = [names for names in _COMMANDS if wanted in names] or list(_COMMANDS)
+    for name, *aliases in chosen:
+        module = import_module(f"quire_cli.{_COMMANDS[name, *aliases]}")
         command = commands.add_parser(name, aliases=aliases, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
         command.set_defaults(run=module.run, parser=command)
@@ -74,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _end)
     argv = sys.argv[1:] if argv is None else argv
-    arguments = build_parser().parse_args(argv)
+    arguments = build_parser(argv[0] if argv else None).parse_args(argv)
     configure_logging(getattr(arguments, "log_level", "INFO"))
     try:
         return int(arguments.run(arguments) or 0)
@@ -84,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if getattr(arguments, "log_level", "INFO").upper() == "DEBUG":
             raise
+        from quire_cli.errors import with_flags
+
         message = with_flags(error_text(error), arguments.parser, argv)
         if log_options().format == "json":
             logger.error("%s", message)

@@ -12,9 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from quire.engine.core import EngineDeadError
 from quire.engine.processor import PromptTooLongError
-from quire.messages.errors import error_text
+from quire.messages.errors import EngineDeadError, error_text
 from quire.metrics.logging import logger
 from quire_server.fields import TABLES
 

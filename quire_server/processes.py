@@ -12,11 +12,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from quire.config import ConfigError, EngineConfig, ServerConfig
-from quire.engine.core import EngineDeadError
 from quire.engine.core_client import CoreClient
 from quire.engine.cores import MAX_FAILED_STARTS, Cores
 from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreUp
-from quire.messages.errors import error_text
+from quire.messages.errors import EngineDeadError, error_text
 from quire.metrics.exposition import SHARED_FOLDER
 from quire.metrics.logging import LogOptions, configure_logging, log_options, logger
 from quire.system.folders import private_folder

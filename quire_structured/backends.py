@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config import ConfigError
 from quire_structured.grammar import Backend
-from quire_structured.vocabulary import Vocabulary
+
+if TYPE_CHECKING:  # imports the library of tokenizers
+    from quire_structured.vocabulary import Vocabulary
 
 # name → the package that it needs, the module and the class of the back end. They are imported when they are used.
 _BACKENDS = {
@@ -26,7 +28,7 @@ def check_backend(options: Mapping[str, Any]) -> None:
                           f"with pip install 'quire[{name}]'")  # fmt: skip
 
 
-def load_backend(options: Mapping[str, Any], vocabulary: Vocabulary) -> Backend:
+def load_backend(options: Mapping[str, Any], vocabulary: "Vocabulary") -> Backend:
     """The chosen back end, for the tokens of a model. It may take seconds."""
     _, module, class_name = _BACKENDS[_name(options)]
     backend: Backend = getattr(import_module(module), class_name)(

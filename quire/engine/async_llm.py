@@ -10,7 +10,6 @@ from secrets import token_hex
 from typing import Any, NamedTuple, get_args
 
 from quire.config import EngineConfig
-from quire.engine.core import EngineDeadError
 from quire.engine.core_client import CoreClient, CoreState
 from quire.engine.frontend import Frontend
 from quire.engine.output_processor import DeltaReader, OutputProcessor
@@ -34,7 +33,7 @@ from quire.messages.changes import (
     wake_up,
 )
 from quire.messages.engine import CoreStats, EngineCoreOutput
-from quire.messages.errors import error_text
+from quire.messages.errors import EngineDeadError, error_text
 from quire.messages.lora import Adapter, LoRARequest
 from quire.messages.outputs import PoolingRequestOutput, RequestOutput
 from quire.messages.pooling_params import PoolingParams

@@ -13,15 +13,11 @@ import torch
 from quire.config import ConfigError, EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.fingerprint import cache_fingerprint
-from quire.engine.frontend import generation_config
-from quire.engine.processor import end_of_sequence
 from quire.engine.tiers import make_tiers
 from quire.executor.choice import make_executor, uses_gpu
 from quire.executor.threads import limit_threads
 from quire.kvcache.hashing import hash_root
 from quire.kvcache.specs import KVCacheSize
-from quire.loading.hub import tokenizer_directory
-from quire.loading.metadata import load_tokenizer
 from quire.lora.gate import AdapterGate
 from quire.messages.engine import MeetingPlace
 from quire.metrics.logging import logger
@@ -41,7 +37,6 @@ from quire.worker.context import check_context
 from quire_structured.backends import check_backend, load_backend
 from quire_structured.gate import GrammarGate
 from quire_structured.grammar import Backend
-from quire_structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from quire.engine.kv_events import KVEvents
@@ -149,6 +144,13 @@ def make_core(
         max_model_len = limits.max_model_len
 
     def load_grammars() -> tuple[Backend, list[int]]:
+        # The text side is not imported before it is needed: a core in a process of its own is ready earlier.
+        from quire.engine.frontend import generation_config
+        from quire.engine.processor import end_of_sequence
+        from quire.loading.hub import tokenizer_directory
+        from quire.loading.metadata import load_tokenizer
+        from quire_structured.vocabulary import Vocabulary
+
         options = config.model
         tokenizer = load_tokenizer(tokenizer_directory(options, directory))
         eos_token_ids = end_of_sequence(tokenizer, generation_config(options, directory))

@@ -26,6 +26,7 @@ from quire.messages.changes import (
     WakeUp,
 )
 from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason
+from quire.messages.errors import EngineDeadError as EngineDeadError
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.metrics.logging import logger
@@ -34,10 +35,6 @@ from quire.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from quire.engine.kv_events import KVEvents
-
-
-class EngineDeadError(RuntimeError):
-    """A step failed on the device, and the engine cannot go on. `__cause__` is the exception of the step."""
 
 
 @dataclass

@@ -17,7 +17,6 @@ import zmq.asyncio
 
 from quire.cluster.secret import ClusterSecret
 from quire.config import ConfigError, EngineConfig
-from quire.engine.core import EngineDeadError
 from quire.engine.cores import Cores
 from quire.engine.router import Router, token_pieces
 from quire.messages import engine as messages
@@ -33,6 +32,7 @@ from quire.messages.engine import (
     EngineCoreRequest,
     FinishReason,
 )
+from quire.messages.errors import EngineDeadError
 from quire.metrics.logging import logger
 
 _DRAIN_MILLISECONDS = 50  # within which the last outputs of a lost core arrive

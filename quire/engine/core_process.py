@@ -12,22 +12,24 @@ from concurrent.futures import Future
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
-from tqdm import tqdm
 
 from quire.cluster.addresses import interface_variables
 from quire.cluster.secret import MOST_MESSAGE_BYTES, Admission, ClusterSecret
 from quire.config import EngineConfig
-from quire.engine.core import EngineCore, EngineDeadError
 from quire.kvcache.tiers import MEMORY_VARIABLE
 from quire.messages import engine as messages
 from quire.messages.changes import Look, Pause, TrainerOrder
 from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, MeetingPlace
-from quire.messages.errors import error_text
+from quire.messages.errors import EngineDeadError, error_text
 from quire.metrics.logging import LogOptions, configure_logging, logger
 from quire.system.garbage import skip_last_collection
+
+if TYPE_CHECKING:  # the parent of the process imports this file, too
+    from quire.engine.core import EngineCore
 
 HEARTBEAT_SECONDS = 1.0
 PATIENCE_SECONDS = 2.0  # how long a core that has to end may take, before it is killed
@@ -60,6 +62,8 @@ def run_core(
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to the whole group of processes; the parent decides
         signal.signal(number, signal.SIG_IGN)
     configure_logging(*log)
+    from tqdm import tqdm
+
     tqdm.set_lock(threading.RLock())  # tqdm's own lock is shared between processes; a killed process would leak it
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.ROUTER), context.socket(zmq.PUSH)
@@ -131,7 +135,7 @@ def _beat(context: "zmq.Context[zmq.Socket[bytes]]", folder: Path) -> None:
     os._exit(1)  # the main thread still loads the model, or it is stuck
 
 
-def _serve(core: EngineCore, inbox: "zmq.Socket[bytes]", report: Callable[[CoreReport], None]) -> None:
+def _serve(core: "EngineCore", inbox: "zmq.Socket[bytes]", report: Callable[[CoreReport], None]) -> None:
     """Carry out orders and run steps, until the core is shut down or its parent ends."""
     parent = parent_process()
     assert parent is not None
@@ -172,7 +176,7 @@ def _serve(core: EngineCore, inbox: "zmq.Socket[bytes]", report: Callable[[CoreR
 class _Clients:
     """The clients of a core, by their addresses. Each gets the outputs of its own requests, and the core's load."""
 
-    def __init__(self, core: EngineCore, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, core: "EngineCore", socket: "zmq.Socket[bytes]") -> None:
         self._core, self._socket = core, socket
         self._num_received: dict[bytes, int] = {}  # by client
         self._addresses: dict[str, bytes] = {}  # the last of each client, by its name

@@ -16,7 +16,6 @@ from quire.messages.lora import Adapter, LoRARequest
 from quire.models.description import describe
 from quire.models.spec import DecoderSpec
 from quire.options.declaration import imported
-from quire.text.chat_template import RESERVED, render
 from quire_parsing.reasoning import REASONING
 from quire_parsing.recognition import recognized
 
@@ -63,8 +62,11 @@ class Frontend:
             layers = pooler.layers or pooler.of_tokens
             out = layers[-1].out_features if layers else spec.hidden_size
             self.pooling = PoolingProcessor(self.processor, description.pooling, spec.token_types, out)
-        if reserved := sorted(RESERVED.intersection(m.default_chat_template_kwargs)):
-            raise ConfigError(f"default_chat_template_kwargs cannot set {reserved[0]!r}")
+        if m.default_chat_template_kwargs:
+            from quire.text.chat_template import RESERVED
+
+            if reserved := sorted(RESERVED.intersection(m.default_chat_template_kwargs)):
+                raise ConfigError(f"default_chat_template_kwargs cannot set {reserved[0]!r}")
         if m.override_generation_config:
             try:
                 self.processor.default_sampling_params()
@@ -114,6 +116,8 @@ class Frontend:
 
         content_format: "string", "openai" or "auto"; None takes the option chat_template_content_format.
         """
+        from quire.text.chat_template import render  # imports jinja2, which many programs do not need
+
         template = _template_text(chat_template) or self._template(with_tools=bool(arguments.get("tools")))
         if template is None:
             raise ValueError("the model has no chat template; give one with chat_template, or use generate")

@@ -43,7 +43,6 @@ from quire.messages.outputs import (
 from quire.messages.pooling_params import PoolingParams, PoolingTask
 from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.models.heads.resolve import with_files
-from quire.text.chat_template import RESERVED
 from quire.text.hf_tokenizer import HFTokenizer
 
 if TYPE_CHECKING:  # imports prometheus_client, which only an LLM that keeps statistics needs
@@ -148,6 +147,8 @@ class LLM:
         parts of a content: {"type": "image_url", "image_url": {"url": ...}}, or {"type": "image_pil", "image_pil":
         image}. mm_processor_kwargs: settings of their preprocessing.
         """
+        from quire.text.chat_template import RESERVED  # imports jinja2
+
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         if reserved := sorted((RESERVED - {"documents"}).intersection(chat_template_kwargs or ())):
             raise ValueError(f"chat_template_kwargs cannot set {reserved[0]!r}")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ class WeightSlot:
     """`target` is filled with source[pick] of a checkpoint tensor, its last two dimensions exchanged if `transposed`.
 
     shape: of the whole tensor in the checkpoint; () fits any tensor with one element. pick: a slice for each leading
-    dimension; () picks the whole tensor.
+    dimension; () picks the whole tensor. is_raw: whether only one of the builder's weights reads the target, and makes
+    its lasting form of it.
     """
 
     name: str
@@ -33,6 +34,13 @@ class WeightSlot:
     shape: tuple[int, ...]
     pick: tuple[slice, ...] = ()
     transposed: bool = False
+    is_raw: bool = False
+
+
+class Weight(Protocol):
+    """A weight that gets its lasting form, packed or quantized, when its slots are filled."""
+
+    lasting: str  # the attribute that has it then
 
 
 class Builder:
@@ -62,8 +70,11 @@ class Builder:
         self.shape_of = shape_of
         self.shared: dict[str, Any] = {}  # tables by name: an encoder and a decoder, or layers, may have the same one
         self.slots: list[WeightSlot] = []
+        self.weights: list[Weight] = []
+        self.is_restored = False  # whether the weights have their lasting forms, without raw slots being filled
         self._sizes: dict[str, int] = {}  # parameters by the name of a checkpoint tensor
-        self._actions: list[tuple[int, Callable[[], None]]] = []  # with how many slots must be filled before
+        # With how many slots must be filled before, and whether it makes the lasting form of a weight
+        self._actions: list[tuple[int, Callable[[], None], bool]] = []
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return empty(*shape, dtype=dtype or self.dtype, device=self.device)
@@ -74,14 +85,17 @@ class Builder:
         self.part(name, target, shape)
         return target
 
-    def part(self, name: str, target: Tensor, shape: tuple[int, ...], *pick: slice, transposed: bool = False) -> None:
+    def part(
+        self, name: str, target: Tensor, shape: tuple[int, ...], *pick: slice, transposed: bool = False,
+        is_raw: bool = False,
+    ) -> None:  # fmt: skip
         """Note that `target` is filled with the part [pick] of the checkpoint tensor called `name`."""
         self.count(name, math.prod(shape))
-        self.slots.append(WeightSlot(name, target, shape, pick, transposed))
+        self.slots.append(WeightSlot(name, target, shape, pick, transposed, is_raw))
 
     def quantized_part(self, name: str, target: Tensor, shape: tuple[int, ...], *pick: slice) -> None:
         """Like `part`, for a tensor of codes or scales, whose parameters are counted by a separate call of `count`."""
-        self.slots.append(WeightSlot(name, target, shape, pick))
+        self.slots.append(WeightSlot(name, target, shape, pick, is_raw=True))
 
     def count(self, name: str, num_parameters: int) -> None:
         """Count the parameters of the weight `name`, of all ranks together. Repeated calls count once."""
@@ -105,24 +119,30 @@ class Builder:
         """The number of parameters of the whole model, on all ranks."""
         return sum(self._sizes.values())
 
-    def when_loaded(self, action: Callable[[], None]) -> None:
-        """Call `action` as soon as the slots noted so far are filled."""
-        self._actions.append((len(self.slots), action))
+    def when_loaded(self, action: Callable[[], None], makes_lasting: bool = False) -> None:
+        """Call `action` as soon as the slots noted so far are filled.
+
+        makes_lasting: whether it makes the lasting form of a weight; it is not called if the weights were restored.
+        """
+        self._actions.append((len(self.slots), action, makes_lasting))
 
     def fill(self, fill: Callable[[WeightSlot], None]) -> None:
         """Fill the slots in order. Each layer's actions (packing, quantizing) run as soon as its own slots are filled,
         so the whole model is never in memory in two forms."""
-        slots, actions = self.slots, self._actions
+        slots, actions = self.slots, [*self._actions, (len(self.slots), lambda: None, False)]
         self.slots, self._actions = [], []
         slots.reverse()
+        actions.reverse()
         filled = 0
-        for needed, action in actions:
+        while actions:
+            needed, action, makes_lasting = actions.pop()
             for _ in range(needed - filled):
-                fill(slots.pop())
+                slot = slots.pop()
+                if not (slot.is_raw and self.is_restored):
+                    fill(slot)
             filled = needed
-            action()
-        while slots:
-            fill(slots.pop())
+            if not (makes_lasting and self.is_restored):
+                action()
 
 
 class Outline(Builder):

@@ -15,18 +15,26 @@ from quire.layers.specs import MoESpec, OutputPart
 class GroupedExperts:
     """One projection of all experts with dense weights: a grouped product over tokens sorted by expert."""
 
+    lasting = "packed"
+
     def __init__(self, builder: Builder, num_experts: int, out_features: int, in_features: int, bias: bool) -> None:
         self.grouped_linear = builder.kernels.grouped_linear
-        self.weight = builder.parameter(num_experts, out_features, in_features)
-        self.packed: Any = self.weight  # in the form that the kernel reads fastest, in the same memory if that has room
+        # Once they are loaded, in the form that the kernel reads fastest
+        self.packed: Any = builder.parameter(num_experts, out_features, in_features)
         self.bias = builder.parameter(num_experts, out_features) if bias else None
+        self.num_experts, self.out_features = num_experts, out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """[experts, out, in]; the elements of an expert are in the kernel's order once they are packed"""
+        if isinstance(self.packed, Tensor):
+            return self.packed
+        out: Tensor = self.packed.data.view(self.num_experts, self.out_features, -1)
+        return out
 
     def pack(self) -> None:
-        """To be called once the weights are loaded."""
         if (pack := getattr(self.grouped_linear, "pack", None)) is not None:
-            self.packed = pack(self.weight)
-            if self.packed is not self.weight:
-                self.weight = self.packed.data.view(*self.weight.shape[:2], -1)
+            self.packed = pack(self.packed)
 
     def drop_bias(self) -> None:
         self.bias = None
@@ -47,6 +55,8 @@ class SeparateExperts:
     If there is a kernel for it and all weights have the same form, they are joined, for one product of all.
     """
 
+    lasting = "joined"
+
     def __init__(
         self, builder: Builder, weights: list[LinearWeight], out_features: int, bias: Tensor | None = None
     ) -> None:
@@ -54,13 +64,16 @@ class SeparateExperts:
         self.kernels, self.weights, self.out_features, self.bias = builder.kernels, weights, out_features, bias
         self.joined: Any = None
         if hasattr(self.kernels.grouped_quantized_linear, "join"):
-            builder.when_loaded(self._join)
+            builder.weights.append(self)
+            builder.when_loaded(self._join, makes_lasting=True)
 
     def _join(self) -> None:
         pieces = [piece for weight in self.weights for piece in getattr(weight, "pieces", ())]
         if len(pieces) == len(self.weights):
             self.joined = self.kernels.grouped_quantized_linear.join(pieces)  # type: ignore[attr-defined]
         if self.joined is not None:
+            for weight in self.weights:
+                weight.pieces = []  # type: ignore[attr-defined]
             self.weights = []
 
     def drop_bias(self) -> None:
@@ -95,7 +108,8 @@ def _dense_experts(builder: Builder, name: str, experts: GroupedExperts) -> Expe
     """
     quantizer = builder.quantizer_of(name)
     if quantizer is None:
-        builder.when_loaded(experts.pack)
+        builder.weights.append(experts)
+        builder.when_loaded(experts.pack, makes_lasting=True)
         return experts
     weights = [quantizer(builder, [weight].pop) for weight in experts.weight]
     return SeparateExperts(builder, weights, experts.weight.shape[1], experts.bias)
@@ -131,19 +145,21 @@ def fused_experts(
             outputs, half = slice(which * share, (which + 1) * share), slice(which * size + start, which * size + stop)
             target, shape = gate_up.weight[here, outputs], (count, hidden, 2 * size)
             if spec.layout == "stacked":
-                builder.part(names["experts_gate_up"], target, (count, 2 * size, hidden), picked, half)
+                builder.part(names["experts_gate_up"], target, (count, 2 * size, hidden), picked, half, is_raw=True)
                 continue
             columns = half if spec.layout == "fused_halves" else slice(2 * start + which, 2 * stop, 2)
-            builder.part(names["experts_gate_up"], target, shape, picked, everything, columns, transposed=True)
+            columns_of_half = (picked, everything, columns)
+            builder.part(names["experts_gate_up"], target, shape, *columns_of_half, transposed=True, is_raw=True)
             if gate_up.bias is not None:
                 name = f"{names['experts_gate_up']}_bias"
                 builder.part(name, gate_up.bias[here, outputs], (count, 2 * size), picked, columns)
         if spec.layout == "stacked":
             shape, inputs = (count, hidden, size), slice(start, stop)
-            builder.part(names["experts_down"], down.weight[here], shape, picked, everything, inputs)
+            builder.part(names["experts_down"], down.weight[here], shape, picked, everything, inputs, is_raw=True)
             continue
         shape = (count, size, hidden)
-        builder.part(names["experts_down"], down.weight[here], shape, picked, slice(start, stop), transposed=True)
+        pick = (picked, slice(start, stop))
+        builder.part(names["experts_down"], down.weight[here], shape, *pick, transposed=True, is_raw=True)
         if down.bias is not None:
             builder.part(f"{names['experts_down']}_bias", down.bias[here], (count, hidden), picked)
     projections = [

@@ -37,6 +37,8 @@ class LinearShape:
 class LinearWeight(ABC):
     """The weight of one linear layer on one rank, in one format. Its constructor notes the slots that fill it."""
 
+    lasting: str
+
     @abstractmethod
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [tokens, in] -> x W^T + bias: [tokens, out]"""
@@ -73,14 +75,17 @@ class Quantizer(Protocol):
 class DenseWeight(LinearWeight):
     """A plain matrix in the model's type. It is packed once it is loaded, if the kernel has a packed form."""
 
+    lasting = "weight"
+
     def __init__(self, builder: Builder, shape: LinearShape, pack: bool = True) -> None:
         self.linear = builder.kernels.linear
         self.out_features = shape.out_features
         self.weight = builder.parameter(shape.out_features, shape.stop - shape.start)
         dense_slots(builder, shape, self.weight)
+        builder.weights.append(self)
         self.is_packed = pack and hasattr(self.linear, "pack")
         if self.is_packed:
-            builder.when_loaded(self._pack)
+            builder.when_loaded(self._pack, makes_lasting=True)
 
     @staticmethod
     def inputs_together(name: str) -> int:
@@ -103,14 +108,15 @@ class DenseWeight(LinearWeight):
 
 
 def dense_slots(builder: Builder, shape: LinearShape, weight: Tensor) -> None:
-    """Note which parts of the checkpoint's tensors fill the dense weight [out, in] of `shape`."""
+    """Note which parts of the checkpoint's tensors fill the dense weight [out, in] of `shape`, or the dense form of
+    another weight."""
     offset = 0
     for p in shape.parts:
         end = offset + p.stop - p.start
         whole, pick = (p.rows, shape.in_features), (slice(p.start, p.stop), slice(shape.start, shape.stop))
         if shape.transposed:
             whole, pick = whole[::-1], pick[::-1]
-        builder.part(f"{p.name}.weight", weight[offset:end], whole, *pick, transposed=shape.transposed)
+        builder.part(f"{p.name}.weight", weight[offset:end], whole, *pick, transposed=shape.transposed, is_raw=True)
         offset = end
 
 

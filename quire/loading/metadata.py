@@ -1,12 +1,14 @@
 """Reads a model's config, tokenizer and generation defaults, from a directory or a GGUF file."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.loading.gguf import read_gguf
 from quire.loading.gguf_models import gguf_config, gguf_generation_config
 from quire.loading.hub import read_json
-from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
 
 
 def hf_config(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -21,7 +23,9 @@ def hf_config(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     return {**config, **overrides}
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
+def load_tokenizer(path: Path) -> "Tokenizer":
+    from quire.text.tokenizer import Tokenizer  # cores in processes of their own seldom need it
+
     return Tokenizer.from_gguf(read_gguf(path).metadata) if path.is_file() else Tokenizer.from_directory(path)
 
 

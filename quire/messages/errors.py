@@ -1,4 +1,4 @@
-"""The text of exceptions, for clients, operators and users."""
+"""The text of exceptions, for clients, operators and users; and the exception of an engine that cannot go on."""
 
 _WRITTEN_FOR_PEOPLE = (ValueError, TypeError, OSError, RuntimeError)
 
@@ -13,3 +13,7 @@ def error_text(error: BaseException) -> str:
     if not text:
         return name
     return text if isinstance(error, _WRITTEN_FOR_PEOPLE) else f"{name}: {text}"
+
+
+class EngineDeadError(RuntimeError):
+    """A step failed on the device, and the engine cannot go on. `__cause__` is the exception of the step."""

@@ -166,5 +166,10 @@ def load_model(
         tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()
         ignored = (*spec.ignored, *extra_tensors(description.config), *tied)
         model.parts = parts_of(checkpoint, builder)
+        if weights is None:  # new weights are used once
+            model.weight_cache = import_module("quire_weights.cache").open_cache(config, directory, builder)
+        builder.is_restored = model.weight_cache is not None and model.weight_cache.restore()
         load_weights(checkpoint, builder, ignored, show_progress, elsewhere)
+        if model.weight_cache is not None and not builder.is_restored:
+            model.weight_cache.keep()
     return model

@@ -1,7 +1,7 @@
 """The interface between the worker and a model of any architecture."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -43,7 +43,8 @@ class Model(Protocol):
     has of which tensors of the checkpoint; nothing, if there was none. sees: whether it takes pictures, and whether
     tokens have several rotary positions (DecoderSpec.has_sections). tower: in the first stage. largest_items: what the
     tower may have to encode, on a GPU (quire_multimodal/samples.py). output_rules: makes the logits processor of a
-    model whose output has rules of its own.
+    model whose output has rules of its own. weight_cache: of quire_weights, where the weights are kept for later
+    starts.
     """
 
     kernels: Kernels
@@ -64,6 +65,7 @@ class Model(Protocol):
     tower: Tower | None = None
     largest_items: Callable[[EncoderLimits], Iterator[MediaItem]] | None = None
     output_rules: MakeProcessor | None = None
+    weight_cache: Any = None
 
     def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:
         """Give the layers of each group their backend, and each layer a view of its own entry in all blocks.

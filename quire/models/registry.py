@@ -3,24 +3,24 @@
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from pkgutil import resolve_name
 
 from quire.models.spec import Architecture, DecoderSpec, HfConfig
 
-
-def _functions(table: Mapping[str, str]) -> dict[str, Architecture]:
-    return {name: resolve_name(f"quire_architectures.{path}") for name, path in table.items()}
-
-
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-ARCHITECTURES: dict[str, Architecture] = _functions(_TABLES["decoders"])
-ENCODERS: dict[str, Architecture] = _functions(_TABLES["encoders"])
+# Functions, or where they are in quire_architectures: only the module of the one that is used is imported.
+ARCHITECTURES: dict[str, Architecture | str] = _TABLES["decoders"]
+ENCODERS: dict[str, Architecture | str] = _TABLES["encoders"]
 _HEADS = r"(Model|For(MaskedLM|SequenceClassification|TokenClassification|RewardModel))$"
 
 
 def _architecture(name: str) -> Architecture | None:
+    found = _listed(name)
+    return resolve_name(f"quire_architectures.{found}") if isinstance(found, str) else found
+
+
+def _listed(name: str) -> Architecture | str | None:
     """The architecture of this name, or of its base model, if the name is that of a model without a head or with
     another one."""
     if name in ARCHITECTURES:

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import torch
@@ -21,16 +22,18 @@ class QuantizedWeight(LinearWeight):
     """A weight of one or more pieces, whose outputs are concatenated. Fused tensors may differ in scheme, so the weight
     has as few pieces as possible, but sometimes more than one."""
 
+    lasting = "pieces"
+
     def __init__(self, builder: Builder, parts: Sequence[Callable[[], Piece]]) -> None:
         """parts: functions that make the parts of the weight; called once the slots are filled."""
         self.kernels, self.dtype = builder.kernels, builder.dtype
-        self.parts = parts
         self.pieces: list[Piece] = []
-        builder.when_loaded(self._convert)
+        builder.weights.append(self)
+        # The functions hold the checkpoint's tensors, which are thus freed with this action
+        builder.when_loaded(partial(self._convert, parts), makes_lasting=True)
 
-    def _convert(self) -> None:
-        pieces = [part() for part in self.parts]
-        self.parts = ()  # frees the checkpoint's tensors, which these functions hold
+    def _convert(self, parts: Sequence[Callable[[], Piece]]) -> None:
+        pieces = [part() for part in parts]
         matrices = [piece for piece in pieces if isinstance(piece, QuantizedMatrix)]
         self.pieces = [*concatenate(matrices)] if len(matrices) == len(pieces) else pieces
         pack = getattr(self.kernels.quantized_linear, "pack", None)

@@ -19,8 +19,11 @@ from pathlib import Path
 _NO_LIMIT = 1 << 60  # bytes; where no limit is set, version 1 shows a number of at least this size
 
 
-def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that the cgroups leave: limit - usage + page cache that can be reclaimed. None without a limit."""
+def free_memory(root: Path = Path("/"), mapped: int = 0) -> int | None:
+    """Bytes that the cgroups leave: limit - usage + page cache that can be reclaimed. None without a limit.
+
+    mapped: bytes of files that must stay in the page cache, whether or not they are there.
+    """
     free = []
     for folder in _cgroups("memory", root):
         limits = [_number(folder / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
@@ -28,16 +31,16 @@ def free_memory(root: Path = Path("/")) -> int | None:
         if limit < _NO_LIMIT:
             usages = _number(folder / "memory.current"), _number(folder / "memory.usage_in_bytes")
             used = next((n for n in usages if n is not None), 0)
-            free.append(max(0, limit - used + _reclaimable(folder)))
+            free.append(max(0, limit - used + _reclaimable(folder, mapped)))
     return min(free, default=None)
 
 
-def free_on_host() -> int:
-    """Free bytes of the machine, or of this process's cgroup if it has fewer."""
+def free_on_host(mapped: int = 0) -> int:
+    """Free bytes of the machine, or of this process's cgroup if it has fewer. mapped: see `free_memory`."""
     import psutil  # imported here, since an engine on a GPU does not need it
 
-    available: int = psutil.virtual_memory().available
-    allowed = free_memory()
+    available: int = psutil.virtual_memory().available - mapped
+    allowed = free_memory(mapped=mapped)
     return available if allowed is None else min(available, allowed)
 
 
@@ -60,12 +63,16 @@ def _quota(folder: Path) -> float | None:
     return quota_us / period_us if quota_us is not None and quota_us > 0 and period_us else None
 
 
-def _reclaimable(folder: Path) -> int:
-    """Bytes of cached files that were not used lately, of this cgroup and the cgroups below it."""
+def _reclaimable(folder: Path, mapped: int) -> int:
+    """Bytes of cached files that were not used lately, of this cgroup and the cgroups below it, without `mapped` bytes,
+    which are among these, among those that were used lately, or (if other cgroups use them too) in none."""
     with contextlib.suppress(OSError, ValueError):
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return int(counts.get("total_inactive_file") or counts.get("inactive_file") or 0)
-    return 0
+        unused, used = (
+            int(counts.get(f"total_{name}_file") or counts.get(f"{name}_file") or 0) for name in ("inactive", "active")
+        )
+        return unused + min(used, mapped) - mapped
+    return -mapped
 
 
 def _number(path: Path) -> int | None:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.text.chat_template import render
 from quire.text.tokenizer import Tokenizer
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -170,6 +169,8 @@ class HFTokenizer:
         chats: Any = [conversation] if is_one else conversation
         variables = {**self.special_tokens_map, **variables, "tools": tools, "documents": documents}
         variables |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        from quire.text.chat_template import render
+
         prompts = [render(template, chat, **variables) for chat in chats]
         texts: Any = prompts[0] if is_one else prompts
         if not tokenize:

@@ -102,6 +102,8 @@ class Residence:
 
     def change(self, change: MemoryChange) -> None:
         """Raises ValueError or OSError if it cannot be; then nothing has changed."""
+        if self._model.weight_cache is not None:
+            self._model.weight_cache.stop()
         if isinstance(change, Sleep):
             self._sleep(change.level)
         elif isinstance(change, WakeUp):

@@ -5,7 +5,7 @@ from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -39,7 +39,6 @@ from quire.worker.compression import CompressedRows, CompressingForward, Compres
 from quire.worker.context import ContextForward, check_context, choose_context
 from quire.worker.device import choose_device
 from quire.worker.drafters.drafter import Cached
-from quire.worker.drafters.load import DrafterParts
 from quire.worker.expert_balance import expert_balancer
 from quire.worker.forward import Forward
 from quire.worker.graphs import MOST_DRAFTS, CapturedForward, RecordedForward
@@ -59,9 +58,14 @@ from quire.worker.step_costs import step_costs
 from quire.worker.tiers import kv_transfers
 from quire.worker.warm_up import warm_up
 
+if TYPE_CHECKING:
+    from quire.worker.drafters.load import DrafterParts
+
 
 class Worker:
     """Loads the model and allocates the cache. Its `runner` then executes the steps."""
+
+    drafter: "DrafterParts | None" = None
 
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int, mesh: Mesh) -> None:
         """Raises ConfigError if the KV cache does not fit into memory, if the model cannot use its type, or if ranks
@@ -89,8 +93,10 @@ class Worker:
         self.residence = Residence(model, config, directory, lambda weights: load(weights=weights), mesh.replica.rank)
         backends_of = partial(_backends, config, _block_size(config, model.kernels, mesh, model), model.kernels, mesh)
         with memory.explained("the drafter's weights", device):
-            speculation, self.drafter = config.scheduler.speculation, None
+            speculation = config.scheduler.speculation
             if speculation is not None and speculation.on_device and model.stage.has_head:
+                from quire.worker.drafters.load import DrafterParts
+
                 self.drafter = DrafterParts(
                     speculation, config, directory, model, max_model_len, group, backends_of
                 )  # fmt: skip
@@ -162,7 +168,9 @@ class Worker:
             free = memory.left_by_a_step(self.runner, budget, tokens, encoders)
             warm_up(self.runner, tokens)
         else:
-            free = free_on_host() // (mesh.ranks_on_machine * max(1, len(config.layout.here)))
+            together, cached = mesh.ranks_on_machine, model.weight_cache  # replicas map the same files
+            free = free_on_host(0 if cached is None else cached.mapped * together)
+            free //= together * max(1, len(config.layout.here))
             free -= config.cache.kv_offloading_bytes * block_bytes // sum(rank_bytes)
         num_blocks = replica.minimum(memory.num_blocks(config, free, block_bytes, useful, device))
         self.kv_memory = self._allocate(num_blocks, block_bytes)

@@ -66,11 +66,29 @@ def test_the_api_process_never_imports_torch_and_stays_small(tmp_path: Path):
         assert (tmp_path / f"{server.process.pid}.txt").read_text() == "False"
 
 
+def modules_after(code: str) -> set[str]:
+    """What a process has imported after the code."""
+    command = [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
 def test_what_takes_long_to_import_is_imported_after_the_core_has_started():
-    code = "import sys, quire_cli.main, quire_server.serve; print(*sys.modules)"
-    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    modules = modules_after("import quire_cli.main, quire_server.serve")
     slow = {"torch", "numpy", "tokenizers", "fastapi", "pydantic", "uvicorn", "jinja2", "prometheus_client"}
     assert slow.isdisjoint(modules)
+    assert "quire.scheduler.scheduler" not in modules
+
+
+def test_a_command_imports_no_other_command():
+    modules = modules_after("from quire_cli.main import build_parser; build_parser('generate')")
+    assert "quire_cli.generate" in modules
+    assert {"quire_cli.serve", "quire_cli.chat", "quire_cli.bench", "quire_cli.plan", "asyncio"}.isdisjoint(modules)
+
+
+def test_a_core_imports_nothing_of_the_text_side():
+    modules = modules_after("import quire.engine.core_process, quire.engine.client")
+    assert "torch" in modules
+    assert {"tokenizers", "jinja2", "quire.engine.frontend", "quire_architectures.llama"}.isdisjoint(modules)
 
 
 class Start:

@@ -39,6 +39,16 @@ def test_version_2_what_the_limit_leaves_and_the_page_cache_that_can_be_given_ba
     assert limits.free_memory(root) == 1.5 * GB
 
 
+@pytest.mark.parametrize(
+    ("inactive", "active", "used"), [(GB, 0, 2 * GB), (0, GB, 2 * GB), (GB // 2, GB // 2, 2 * GB), (0, 0, GB)]
+)
+def test_files_that_must_stay_in_the_page_cache_are_not_free_however_they_count(tmp_path, inactive, active, used):
+    """A process of 1 GB has mapped 1 GB: as pages that were used lately, or not, or those of other cgroups."""
+    stat = f"inactive_file {inactive}\nactive_file {active}"
+    files = {"memory.max": 4 * GB, "memory.current": used, "memory.stat": stat}
+    assert limits.free_memory(machine(tmp_path, [V2], "0::/\n", files), mapped=GB) == 2 * GB
+
+
 def test_version_2_the_tightest_of_a_process_s_cgroup_and_its_ancestors_counts(tmp_path):
     root = machine(tmp_path, [V2], "0::/a/b/c\n", {
         "a/memory.max": 8 * GB, "a/memory.current": 7 * GB, "a/b/memory.max": "max", "a/b/memory.current": GB,

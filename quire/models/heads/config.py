@@ -1,9 +1,10 @@
 """What the config.json of a drafter's checkpoint says about how it is used."""
 
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quire.models.spec import HfConfig
+if TYPE_CHECKING:
+    from quire.models.spec import HfConfig
 
 # speculators_model_type -> method. P-EAGLE is EAGLE-3 that guesses all drafts at once, which its head knows.
 _SPECULATORS = {name: name for name in ("eagle", "eagle3", "mtp", "medusa")}
@@ -14,7 +15,7 @@ _NUMBERS = {  # method -> further fields of which one may say how many drafts th
 }
 
 
-def speculative_fields(config: HfConfig, name: str = "") -> dict[str, Any]:
+def speculative_fields(config: "HfConfig", name: str = "") -> dict[str, Any]:
     """The field `method` of speculative_config, as vLLM finds it, and `num_speculative_tokens` if the config says it.
 
     name: of the checkpoint, a path or an id of the hub. The first EAGLE heads have the config of a small Llama, so only
@@ -27,7 +28,7 @@ def speculative_fields(config: HfConfig, name: str = "") -> dict[str, Any]:
     return _fields(method, next((config[field] for field in fields if config.get(field) is not None), None))
 
 
-def speculators_target(config: HfConfig, model: str) -> tuple[str, dict[str, Any]] | None:
+def speculators_target(config: "HfConfig", model: str) -> tuple[str, dict[str, Any]] | None:
     """If `model`, whose config this is, is a checkpoint of the library speculators: the name or path of the model for
     which it was trained, and the fields of speculative_config with which that model uses it. Otherwise None.
 
@@ -46,7 +47,7 @@ def speculators_target(config: HfConfig, model: str) -> tuple[str, dict[str, Any
     return target, {"model": model, **speculative_fields(config)}
 
 
-def _speculators_fields(config: HfConfig) -> dict[str, Any]:
+def _speculators_fields(config: "HfConfig") -> dict[str, Any]:
     kind = config["speculators_model_type"]
     if kind not in _SPECULATORS:
         raise ValueError(f"speculators_model_type {kind!r} is not supported; supported: {', '.join(_SPECULATORS)}")
@@ -57,7 +58,7 @@ def _speculators_fields(config: HfConfig) -> dict[str, Any]:
     return _fields(_SPECULATORS[kind], proposal.get("speculative_tokens"))
 
 
-def _method(config: HfConfig, name: str) -> str:
+def _method(config: "HfConfig", name: str) -> str:
     kind = " ".join([config.get("model_type", ""), *(config.get("architectures") or [])]).lower()
     if "medusa" in kind or "medusa_num_heads" in config:  # older checkpoints have no model_type
         return "medusa"

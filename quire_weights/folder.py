@@ -1,0 +1,112 @@
+"""The folder of packed weights: files that can be deleted at any time, bounded in their sum."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+SUFFIX, _UNFINISHED = ".weights", ".part"
+_SPARE = 1 << 30  # bytes of the disk that are left to others
+
+
+class NoRoomError(OSError):
+    """The weights do not fit into the folder."""
+
+
+class WeightFolder:
+    """limit: bytes that all files of the folder may take up. The files that were not used for the longest time are
+    deleted for new ones.
+
+    Several processes may use the folder. A file is written under another name while its writer has a lock on it, and
+    then renamed. A file that is deleted stays readable for those who have it open.
+    """
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self.path, self._limit = path, limit
+
+    @contextlib.contextmanager
+    def opened(self, name: str) -> Iterator[int]:
+        """A handle of a file, which becomes the one that was used last. Raises OSError: FileNotFoundError if there is
+        none, PermissionError if another user may have written it."""
+        handle = os.open(self.path / (name + SUFFIX), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for info in (os.fstat(handle), self.path.stat()):
+                if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o002:
+                    raise PermissionError(f"another user may have changed {self.path}")
+            with contextlib.suppress(OSError):  # the folder of an image may be read-only
+                os.utime(handle)
+            yield handle
+        finally:
+            os.close(handle)
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            (self.path / (name + SUFFIX)).unlink()
+
+    def write(self, name: str, size: int, write: Callable[[int], None]) -> bool:
+        """Make a file of about `size` bytes with `write`, which gets a handle. Returns False if it is there already, or
+        if another process is writing it. Raises OSError and what `write` raises, and then leaves nothing behind."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        whole, unfinished = self.path / (name + SUFFIX), self.path / (name + _UNFINISHED)
+        handle = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            if not _locks(handle, unfinished):
+                return False
+            try:
+                if whole.exists():
+                    return False
+                os.ftruncate(handle, 0)  # what a process wrote that was killed
+                self._make_room(size, unfinished)
+                write(handle)
+                os.replace(unfinished, whole)
+                return True
+            finally:
+                with contextlib.suppress(FileNotFoundError):  # it was renamed
+                    unfinished.unlink()
+        finally:
+            os.close(handle)
+
+    def _make_room(self, size: int, own: Path) -> None:
+        """Raises NoRoomError if the file would be larger than the limit, or the disk too full."""
+        if size > self._limit:
+            raise NoRoomError(f"they take {size} bytes, and weight_cache_size is {self._limit}")
+        files = []
+        for path in self.path.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if path.suffix == _UNFINISHED and path != own:
+                    _delete_if_abandoned(path)
+                elif path.suffix == SUFFIX:
+                    info = path.stat()
+                    files.append((info.st_mtime, info.st_size, path))
+        total = sum(size for _, size, _ in files)
+        for _, freed, path in sorted(files):
+            if total + size <= self._limit:
+                break
+            path.unlink(missing_ok=True)
+            total -= freed
+        if shutil.disk_usage(self.path).free < size + _SPARE:
+            raise NoRoomError(f"the disk of {self.path} has no room for {size} bytes")
+
+
+def _locks(handle: int, path: Path) -> bool:
+    """Lock an open file. Returns False if another process has it locked, or has renamed or deleted it meanwhile."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _delete_if_abandoned(path: Path) -> None:
+    """Delete a file whose writer has ended."""
+    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if _locks(handle, path):
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
