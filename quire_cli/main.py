@@ -13,11 +13,13 @@ from types import FrameType
 from quire._version import __version__
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, log_options, logger
+from quire.system import lean_torch
 from quire.system.garbage import skip_last_collection
 
 # Importing torch creates 170,000 objects that stay alive. Python's default, a garbage collection after every 700 new
 # objects, takes a fifth of the import time. The processes that a command starts import this file first, too.
 gc.set_threshold(20_000)
+lean_torch.defer()
 atexit.register(skip_last_collection)
 
 _COMMANDS = {  # the modules of this package by the names of commands
