@@ -152,6 +152,7 @@ class SchedulerConfig:
     max_num_seqs: int = option(None)
     max_num_batched_tokens: int | None = option(None, size=True)
     long_prefill_token_threshold: int = option(0, size=True)
+    max_itl: int | None = None
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     async_scheduling: bool | None = None
     speculative_config: dict[str, Any] = option({}, json=True, flags=("-sc",))
@@ -159,7 +160,7 @@ class SchedulerConfig:
     stream_interval: int = 1
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "stream_interval")
+        at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_itl", "stream_interval")
         at_least(self, 0, "long_prefill_token_threshold")
         _ = self.speculation  # raises ConfigError
         if self.max_num_seqs is None:

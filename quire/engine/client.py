@@ -28,6 +28,7 @@ from quire.scheduler.compression import Compression
 from quire.scheduler.encoding import EncoderCache
 from quire.scheduler.gate import Connector
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.pace import Pace
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
 from quire.speculative.choice import make_proposer
@@ -55,11 +56,12 @@ def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimit
     # reads all weights, so more steps with fewer requests each would take longer.
     depth = 1 + is_async if stages == 1 else stages + (not gpu)
     tokens, pools = options.tokens_of_a_step(gpu), config.model.runner == "pooling"
+    pace = None if options.max_itl is None or pools else Pace(options.max_itl / 1000)
     return SchedulerLimits(
         options.max_num_seqs, max(tokens, max_model_len) if pools else tokens, max_model_len, options.scheduling_policy,
         depth, 0 if pools else options.long_prefill_token_threshold,
         options.speculation.num_speculative_tokens if options.speculation and options.speculation.on_device else 0,
-        pools, stages,
+        pools, stages, pace,
     )  # fmt: skip
 
 
@@ -90,6 +92,7 @@ def _encoders(config: EngineConfig, spec: DecoderSpec, limits: SchedulerLimits) 
         ("pipeline_parallel_size", limits.stages > 1 and (two_way or levels > 0 or crossed), "later stages lack them"),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size > 1 and (two_way or crossed),
          "tokens of a picture see each other" if two_way else "cross-attention reads one context"),
+        ("max_itl", limits.pace is not None and two_way, "a picture is computed in one step"),
         ("enable_lora", config.lora.enable_lora and crossed, "keys of an encoder have no adapters"),
         ("kv_transfer_config", config.cache.transfer is not None and crossed, "keys of an encoder are not sent"),
         ("enable_prompt_embeds", config.multimodal.enable_prompt_embeds and spec.position_offset is not None,

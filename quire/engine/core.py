@@ -39,10 +39,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Flight:
-    """A submitted step. result: None until the executor has been told to sample the step."""
+    """A submitted step. result: None until the executor has been told to sample the step. began: when it was
+    submitted."""
 
     step: SchedulerOutput
     result: Future[ModelRunnerOutput] | None = None
+    began: float = 0.0
 
 
 class Lockstep(Protocol):
@@ -104,6 +106,7 @@ class EngineCore:
         self._profiler: Any = None
         self.busy: Callable[[float], None] = lambda seconds: None  # is told that this process may be silent for so long
         self._cause_of_death: BaseException | None = None
+        self._retired_at = 0.0  # when the last step was retired, if there is a pace
         self._scheduled_at: dict[str, float] = {}  # by request id, for requests without an output so far
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -208,7 +211,7 @@ class EngineCore:
             self.executor.submit(step)
             masks = self.scheduler.token_masks() if needs_masks and is_pipelined else None
             waits = needs_masks and not is_pipelined
-            self._flights.append(Flight(step, None if waits else self.executor.sample(step.step_id, masks)))
+            self._flights.append(Flight(step, None if waits else self.executor.sample(step.step_id, masks), now))
         except KeyboardInterrupt:  # the step is withdrawn; its requests can be aborted, or be scheduled again
             self.scheduler.withdraw(step)
             raise
@@ -245,6 +248,12 @@ class EngineCore:
         assert flight.result is not None
         result = flight.result.result()
         self._flights.popleft()
+        if (pace := self.scheduler.limits.pace) is not None:
+            ended = time.monotonic()
+            pace.observe(
+                sum(flight.step.num_tokens), len(flight.step.rows), ended - max(flight.began, self._retired_at)
+            )
+            self._retired_at = ended
         if not flight.step.rows or flight.step.epoch < self.scheduler.epoch:
             return []  # a dummy step, or one skipped after a refusal, which the scheduler has withdrawn already
         outputs = self.scheduler.update(result)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from quire.messages.engine import EngineCoreRequest
+from quire.scheduler.pace import Pace
 from quire.scheduler.request import Request
 
 # A step of a pipeline computes so many tokens of prompts at least, and a share of those that wait: enough shares for
@@ -21,6 +22,7 @@ class SchedulerLimits:
     in a step; 0 for no limit besides max_num_batched_tokens. lookahead: the most drafts that a drafter on the device
     makes behind a step. whole_prompts: a prompt is computed in one step, as a model needs that pools all of its tokens.
     stages: of a pipeline. With several, the steps in flight share out the running requests, so that no stage starves.
+    pace: keeps steps short while requests are past their prompts; None for no such limit.
     """
 
     max_num_seqs: int
@@ -32,6 +34,7 @@ class SchedulerLimits:
     lookahead: int = 0
     whole_prompts: bool = False
     stages: int = 1
+    pace: Pace | None = None
 
     @property
     def most_in_flight(self) -> int:
@@ -47,6 +50,8 @@ class SchedulerLimits:
         """The most tokens of the next step. The steps of a pipeline share out what is to be computed, since a stage
         would wait for another one that has a longer step."""
         most = self.max_num_batched_tokens
+        if self.pace is not None:
+            most = self.pace.limit(most, running)
         if self.stages == 1 or self.whole_prompts:
             return most
         pending, shares = 0, SHARES_OF_A_STAGE * self.stages
