@@ -86,8 +86,8 @@ class MoESpec:
     layout: Literal["separate", "fused", "fused_halves", "stacked"] = "separate"
     weigh_inputs: bool = False
 
-    def __post_init__(self) -> None:
-        """Raises ValueError if a token cannot have so many experts."""
+    def check(self) -> None:
+        """Raises ValueError if a token cannot use so many experts."""
         size, left = self.num_experts, 0
         if self.groups > 1:
             (size, left), least = divmod(self.num_experts, self.groups), 1 + (self.group_score == "two_best")

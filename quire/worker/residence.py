@@ -171,11 +171,23 @@ class Residence:
         ).spec:
             raise ValueError(f"config.json in {folder} describes another model")
         try:
-            self._staged = change, self._load(self._groups.received if change.received else folder)
+            new = self._load(self._groups.received if change.received else folder)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 "there is no memory for the new weights beside the old ones; sleep at level 2 first"
             ) from error
+        self._check_form(list(_tensors(new, set())))
+        self._staged = change, new
+
+    def _check_form(self, new: list[Tensor]) -> None:
+        """Raises ValueError if the new weights cannot be copied over those in use. What quantized weights consist of
+        depends on their values: they may have offsets or not, and scales of 16 or 32 bits."""
+        if [tensor.shape for tensor in new] != [tensor.shape for tensor in self._weights] or not all(
+            made.dtype is old.dtype or torch.equal(made.to(old.dtype).to(made.dtype), made)
+            for old, made in zip(self._weights, new, strict=True)
+        ):
+            raise ValueError("the new weights are quantized in another way than those in use, such as with zero points "
+                             "or with finer scales; start an engine with them")  # fmt: skip
 
     def _check_replaceable(self) -> None:
         """Raises ValueError if the weights cannot be replaced."""

@@ -134,7 +134,7 @@ def test_experts_in_panels_have_memory_of_their_own(inputs):
 )
 def test_impossible_choices_are_refused(fields, problem):
     with pytest.raises(ValueError, match=problem):
-        MoESpec(**{"num_experts": EXPERTS, "top_k": TOP_K, "intermediate_size": SIZE, **fields})
+        MoESpec(**{"num_experts": EXPERTS, "top_k": TOP_K, "intermediate_size": SIZE, **fields}).check()
 
 
 def test_rows_of_no_expert_here_have_no_adapter():

@@ -19,6 +19,7 @@ from quire.messages.sampling_params import SamplingParams
 from quire.worker.residence import DeviceMemory, _tensors
 from support.checkpoints import FAMILIES
 from support.engines import make_llm
+from support.quantized import gptq, write_quantized
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 PROMPTS = [list(range(10, 60)), [7, 8, 9], list(range(10, 58)) + [3] * 9]
@@ -118,6 +119,18 @@ def test_weights_that_do_not_fit_change_nothing_and_the_error_names_the_tensor(c
         llm.update_weights(str(tmp_path / "nowhere"))
     assert said(llm) == before
     llm.shutdown()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_weights_that_are_quantized_in_another_way_change_nothing(checkpoints, tmp_path, first):
+    """Symmetric codes need no offsets."""
+    dense = checkpoints.path("llama-gqa4-llama3-old")
+    folders = [write_quantized(dense, tmp_path / f"{i}", gptq(4, 32, symmetric=bool(i)))[0] for i in (first, not first)]
+    llm = make_llm(folders[0])
+    before = said(llm)
+    with pytest.raises(ValueError, match="quantized in another way than those in use"):
+        llm.update_weights(str(folders[1]))
+    assert said(llm) == before
 
 
 def test_adapters_and_new_weights_exclude_each_other(checkpoints):
