@@ -168,9 +168,8 @@ class TorchaoCheckpoint(Checkpoint):
         if part == "weight_codes":
             stored = self._whole(layer.tensors["qdata"])
             if not plain and (stored.dim() != 4 or stored.shape[2] != 32):
-                raise WeightError(
-                    f"tensor {layer.tensors['qdata']} has shape {tuple(stored.shape)}, which are no tiles"
-                )
+                shape = tuple(stored.shape)
+                raise WeightError(f"tensor {layer.tensors['qdata']} has shape {shape}, which are no tiles")
             if not plain:
                 return _tiles(stored)[:outputs, :inputs]
             pairs = stored.view(torch.uint8)
