@@ -186,6 +186,9 @@ def test_a_drafter_stays_when_the_weights_are_dropped(quantization):
     llm = LLM(quantization=quantization, speculative_config={**options, "quantization": quantization})
     weights = list(_tensors(llm.core.executor._worker.drafter.part.layers[0].mlp, set()))
     before = [tensor.clone() for tensor in weights]
+    other = LLM(quantization=quantization)
+    other.sleep(level=2)
+    assert all(map(torch.equal, weights, before))
     llm.sleep(level=2)
     assert all(map(torch.equal, weights, before))
 
