@@ -117,6 +117,8 @@ class TorchaoCheckpoint(Checkpoint):
 
     def _add(self, name: str, entry: dict[str, Any]) -> None:
         kind, fields = entry["_type"], entry.get("_data") or {}
+        if not isinstance(fields, dict):
+            raise WeightError(f"tensor {name} has _data={fields!r}, which has no fields")
         layer, _, parameter = name.rpartition(".")
         begins = (f"{layer}._{parameter}_", f"{name}:")
         tensors = {end: begin + end for begin in begins for end in _ENDS if begin + end in self.inner.names}
@@ -129,6 +131,9 @@ class TorchaoCheckpoint(Checkpoint):
         if missing := {"qdata", "scale_and_zero" if kind == "Int4TilePackedTo4dTensor" else "scale"} - tensors.keys():
             raise WeightError(f"tensor {name} ({kind}) lacks {', '.join(sorted(missing))}")
         shape = fields.get("shape") or self.inner.shape(tensors["qdata"])
+        for field, sizes in (("shape", shape), ("block_size", fields.get("block_size") or shape)):
+            if not _is_pair(sizes):
+                raise WeightError(f"tensor {name} has {field}={sizes!r}, but a weight has two sizes")
         self.layers[layer] = made = _Layer(kind, fields, tensors, tuple(shape))
         for raw in tensors.values():
             del self.names[raw]
@@ -162,6 +167,9 @@ class TorchaoCheckpoint(Checkpoint):
         plain, (outputs, inputs) = layer.kind == "Int4Tensor", layer.shape
         if part == "weight_codes":
             stored = self._whole(layer.tensors["qdata"])
+            if not plain and (stored.dim() != 4 or stored.shape[2] != 32):
+                shape = tuple(stored.shape)
+                raise WeightError(f"tensor {layer.tensors['qdata']} has shape {shape}, which are no tiles")
             if not plain:
                 return _tiles(stored)[:outputs, :inputs]
             pairs = stored.view(torch.uint8)
@@ -173,6 +181,10 @@ class TorchaoCheckpoint(Checkpoint):
 
     def _whole(self, name: str) -> Tensor:
         return self.inner.read(WeightSlot(name, torch.empty(0), self.inner.shape(name)))
+
+
+def _is_pair(sizes: object) -> bool:
+    return isinstance(sizes, list | tuple) and len(sizes) == 2 and all(isinstance(n, int) and n for n in sizes)
 
 
 def _tiles(words: Tensor) -> Tensor:

@@ -27,9 +27,9 @@ from quire.messages.changes import (
     ReadWeights,
     ReceiveWeights,
     Resume,
-    Sleep,
     TakeWeights,
     UnpinPrefix,
+    sleep,
     wake_up,
 )
 from quire.messages.engine import CoreStats, EngineCoreOutput
@@ -218,11 +218,10 @@ class AsyncLLM:
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Pause, and give back the memory of the KV cache, and that of the weights: see Sleep. Raises ValueError."""
-        if level not in (1, 2):
-            raise ValueError(f"level must be 1 or 2, got {level}")
+        order = sleep(level)
         await self._pause(Pause(mode))
-        await self.client.carry_out(Sleep(level))
-        self.client.standing["pause"] = Pause("keep"), Sleep(level)
+        await self.client.carry_out(order)
+        self.client.standing["pause"] = Pause("keep"), order
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory again for "weights", "kv_cache", or (None) both. Requests run when both are there. Raises

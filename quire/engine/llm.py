@@ -27,8 +27,8 @@ from quire.messages.changes import (
     Pause,
     ReadWeights,
     ReceiveWeights,
-    Sleep,
     TakeWeights,
+    sleep,
     wake_up,
 )
 from quire.messages.engine import FinishReason
@@ -283,8 +283,9 @@ class LLM:
         unfinished."""
         if self.core.has_unfinished:
             raise ValueError("a stream is unfinished; read or close it before the engine sleeps")
+        order = sleep(level)
         self.core.carry_out(Pause("keep"))
-        self.core.carry_out(Sleep(level))
+        self.core.carry_out(order)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory again for "weights", "kv_cache", or (None) both."""

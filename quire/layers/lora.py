@@ -53,13 +53,13 @@ class AdapterSlots:
     def of_copies(self, x: Tensor, copies: int, rows: Tensor, of_rows: Tensor) -> Tensor | None:
         """The slots of the op for rows that belong to one of several experts each, or to one of several heads.
 
-        rows: the row of x that each is made of. of_rows: the expert of each.
+        rows: the row of x that each is made of. of_rows: the expert of each; for rows of none, `copies`.
         """
         slots = self.of(x)
         if slots is None:
             return None
         chosen = slots[rows]
-        return torch.where(chosen < 0, chosen, chosen * copies + of_rows)
+        return torch.where((chosen < 0) | (of_rows >= copies), -1, chosen * copies + of_rows)
 
     def wrap(self, builder: Builder, weight: LinearWeight, shape: LinearShape, is_table: bool = False) -> LinearWeight:
         """The weight with adapters. is_table: that of a language-model head."""

@@ -45,6 +45,7 @@ class MoE:
     """
 
     def __init__(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> None:
+        spec.check()
         if spec.layout != "separate" and "expert_gate" in names:
             spec = _as_saved(builder, spec, hidden, names)
         self.spec, self.kernels = spec, builder.kernels

@@ -86,6 +86,18 @@ class MoESpec:
     layout: Literal["separate", "fused", "fused_halves", "stacked"] = "separate"
     weigh_inputs: bool = False
 
+    def check(self) -> None:
+        """Raises ValueError if a token cannot use so many experts."""
+        size, left = self.num_experts, 0
+        if self.groups > 1:
+            (size, left), least = divmod(self.num_experts, self.groups), 1 + (self.group_score == "two_best")
+            if left or size < least or self.topk_groups > self.groups:
+                raise ValueError(f"{self.num_experts} experts cannot be in {self.groups} groups, of which a token uses "
+                                 f"{self.topk_groups}")  # fmt: skip
+            size *= self.topk_groups
+        if not 0 < self.top_k <= size:
+            raise ValueError(f"a token can use 1 to {size} of {self.num_experts} experts, not {self.top_k}")
+
 
 @dataclass(frozen=True)
 class DenseSpec:

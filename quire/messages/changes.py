@@ -133,6 +133,13 @@ Change = MemoryChange | Profile
 Command = Pause | Resume | PinPrefix | UnpinPrefix | Change
 
 
+def sleep(level: int) -> Sleep:
+    """Raises ValueError for other levels than 1 and 2."""
+    if level not in (1, 2):
+        raise ValueError(f"level must be 1 or 2, got {level}")
+    return Sleep(level)
+
+
 def wake_up(tags: Sequence[str] | None) -> WakeUp:
     """tags: what wakes up, None for all. Raises ValueError for others than vLLM's."""
     for tag in tags or ():

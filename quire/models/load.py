@@ -29,6 +29,7 @@ from quire.models.spec import DecoderSpec
 from quire.models.stages import choose_stage
 from quire.ops import Kernels, Target
 from quire.ops.cpu.build import choose_instruction_set, find_compiler
+from quire.ops.memory import lasting
 from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Mesh
 from quire.parallel.residual_stream import DividedStream, ResidualStream
@@ -110,6 +111,7 @@ def load_model(
 
     adapters: see Builder. weights: the tensors or their folder, if they are others.
     """
+    lasting.seal()  # the memory of what was loaded before may be given back as a whole, and so may that of this model
     description = describe(directory, config.model)
     spec = description.spec
     check_format(config.model.quantization, description.config, directory.is_file())

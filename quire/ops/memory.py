@@ -78,5 +78,9 @@ class Slabs(threading.local):
         self._used += -(-size // 64) * 64
         return part.view(dtype).view(shape)
 
+    def seal(self) -> None:
+        """Let the next tensors have a slab of their own. What has a slab may then be given back as a whole."""
+        self._slab, self._used = torch.empty(0, dtype=torch.uint8), 0
+
 
 lasting = Slabs()

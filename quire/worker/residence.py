@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from quire.config import EngineConfig
-from quire.layers.lora import AdapterSlots
+from quire.layers.lora import AdapterSlots, LowRank
 from quire.loading.weights import Checkpoint
 from quire.messages.changes import MemoryChange, ReadWeights, Sleep, TakeWeights, TrainerOrder, WakeUp
 from quire.models.description import describe
 from quire.models.model import Model
 from quire.ops import Kernels
+from quire.ops.memory import lasting
 from quire.parallel.mesh import Communicator
 from quire.worker.graphs import CapturedForward
 from quire.worker.kv_memory import KVMemory
@@ -83,6 +84,7 @@ class Residence:
     ) -> None:  # fmt: skip
         self._model, self._config, self._directory, self._load = model, config, directory, load
         self._weights = list(_tensors(model, set()))
+        lasting.seal()  # a drafter's weights stay when these are given back
         self._is_gpu = model.kernels.target.device.type == "cuda"
         self._store: Store = DeviceMemory() if self._is_gpu else HostPages()
         self._cache: list[UntypedStorage] = []
@@ -126,6 +128,9 @@ class Residence:
         return list({t.untyped_storage()._cdata: t.untyped_storage() for t in self._weights}.values())
 
     def _sleep(self, level: int) -> None:
+        if level == 2 and self._config.parallel.enable_eplb:
+            raise ValueError("weights cannot be dropped in an engine with enable_eplb, which has moved experts; sleep "
+                             "at level 1")  # fmt: skip
         for storage in self._storages() if level > self._level else ():
             self._store.release(storage, keep=level == 1)
         for storage in self._cache if self._has_cache else ():
@@ -168,11 +173,23 @@ class Residence:
         ).spec:
             raise ValueError(f"config.json in {folder} describes another model")
         try:
-            self._staged = change, self._load(self._groups.received if change.received else folder)
+            new = self._load(self._groups.received if change.received else folder)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 "there is no memory for the new weights beside the old ones; sleep at level 2 first"
             ) from error
+        self._check_form(list(_tensors(new, set())))
+        self._staged = change, new
+
+    def _check_form(self, new: list[Tensor]) -> None:
+        """Raises ValueError if the new weights cannot be copied over those in use. What quantized weights consist of
+        depends on their values: they may have offsets or not, and scales of 16 or 32 bits."""
+        if [tensor.shape for tensor in new] != [tensor.shape for tensor in self._weights] or not all(
+            made.dtype is old.dtype or torch.equal(made.to(old.dtype).to(made.dtype), made)
+            for old, made in zip(self._weights, new, strict=True)
+        ):
+            raise ValueError("the new weights are quantized in another way than those in use, such as with zero points "
+                             "or with finer scales; start an engine with them")  # fmt: skip
 
     def _check_replaceable(self) -> None:
         """Raises ValueError if the weights cannot be replaced."""
@@ -207,8 +224,8 @@ class Residence:
 
 
 def _tensors(thing: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors of a model, each once, in an order that is the same for equal models."""
-    if id(thing) in seen or isinstance(thing, (Kernels, Communicator, AdapterSlots, type)):
+    """All tensors of a model but its adapters, each once, in an order that is the same for equal models."""
+    if id(thing) in seen or isinstance(thing, (Kernels, Communicator, AdapterSlots, LowRank, type)):
         return
     seen.add(id(thing))
     parts: Any = ()

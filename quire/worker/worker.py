@@ -257,7 +257,8 @@ def _forward(
     if model.experts is not None and isinstance(model.experts.turns, Halves):
         return OverlappedForward(model, backends, pipe, model.experts.turns, model.experts.group, config.parallel)
     groups = [group for group in (mesh.tp, mesh.dcp) if group.size > 1]
-    exchanges = model.experts is not None and not model.experts.replicated
+    # Where experts move, graphs would keep to their first places.
+    exchanges = model.experts is not None and (model.experts.measures or not model.experts.replicated)
     eager = config.model.enforce_eager or exchanges or not all(group.capturable for group in groups)
     eager |= config.model.model_impl == "transformers"  # whose forward is not made of kernels only
     if not staging.device.is_async:

@@ -12,6 +12,7 @@ from torch.nn import functional
 from quire.layers.build import Builder
 from quire.layers.experts import GroupedExperts
 from quire.layers.linear import DenseWeight
+from quire.layers.lora import AdapterSlots
 from quire.layers.moe import MoE
 from quire.layers.specs import MLPSpec, MoESpec
 from quire.ops import OPS, Kernels, Target
@@ -118,3 +119,28 @@ def test_experts_in_panels_have_memory_of_their_own(inputs):
     for mine, given in zip(experts.tensors_of(0), experts.tensors_of(2), strict=True):
         mine.copy_(given)  # as the balancing of experts does
     assert torch.equal(experts(x, torch.tensor([0, 5, 5, 5]))[2:], made[2:])
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"top_k": 9}, "a token can use 1 to 8 of 8 experts, not 9"),
+        ({"top_k": 0}, "a token can use 1 to 8 of 8 experts, not 0"),
+        ({"groups": 4, "topk_groups": 1}, "a token can use 1 to 2 of 8 experts, not 3"),
+        ({"groups": 3}, "8 experts cannot be in 3 groups"),
+        ({"groups": 2, "topk_groups": 3}, "of which a token uses 3"),
+        ({"groups": 8, "topk_groups": 8, "group_score": "two_best"}, "8 experts cannot be in 8 groups"),
+    ],
+)
+def test_impossible_choices_are_refused(fields, problem):
+    with pytest.raises(ValueError, match=problem):
+        MoESpec(**{"num_experts": EXPERTS, "top_k": TOP_K, "intermediate_size": SIZE, **fields}).check()
+
+
+def test_rows_of_no_expert_here_have_no_adapter():
+    """On GPUs, such rows are computed, too, and come last. The slots of an adapter are followed by those of others."""
+    slots, tokens, experts = AdapterSlots(2, 8), torch.tensor([0, 0, 1, 2]), torch.tensor([0, 3, 2, 3])
+    slots.use(torch.tensor([1, 1, -1]))
+    found = slots.of_copies(torch.zeros(3, 4), 3, tokens, experts)
+    assert found is not None
+    assert found.tolist() == [3, -1, 5, -1]

@@ -24,7 +24,7 @@ from support import mutations as m
 from support.checkpoints import EOS
 from support.encoder_decoders import BOS, KINDS, LONGEST, NUM_TOKENS, TEXTS, continuation, network, written
 from support.encoder_ways import WAYS, Encoded, check_cross_blocks
-from support.engines import generate, make_llm, runner_of
+from support.engines import assert_nothing_is_left, generate, make_llm, runner_of
 from support.server import Host
 
 COMBINES = [
@@ -102,6 +102,19 @@ def test_blocks_of_cross_attention_are_as_many_as_a_text_needs(make):
     assert llm.core.scheduler.kv.max_blocks(100) == -(-LONGEST // 16) + 7
     for length in (3, 16, 17, LONGEST):
         check_cross_blocks(llm, {"prompt_token_ids": [EOS] * length}, PARAMS, -(-length // 16))
+
+
+def test_requests_that_are_aborted_leave_nothing(make, expected):
+    """Before their first step, in the midst of their prompts, and later."""
+    llm, cases = make("bart", num_gpu_blocks_override=40, max_num_batched_tokens=24), expected("bart")
+    for number, (prompt, _) in enumerate(cases * 2):
+        llm.core.add_request(llm.processor.process(f"{number}", prompt, PARAMS).core_requests[0])
+        if number % 3:
+            llm.core.step()
+        llm.core.abort_requests([f"{number - number % 4}"])
+    llm.core.abort_requests([f"{number}" for number in range(2 * len(cases))])
+    assert_nothing_is_left(llm.core)
+    check(llm, cases)
 
 
 def test_a_prompt_may_be_given_in_many_forms(make):

@@ -244,6 +244,7 @@ def multiply_cases(dtype: torch.dtype) -> Iterator[Arguments]:
         for factor in (0.22, draw(torch.float32, dim), draw(dtype, dim), draw(dtype, rows, 1), torch.rand(rows, 1)):
             yield x, factor
             yield slice_of_wider(x), factor
+        yield x, draw(torch.float32, 2 * dim)[::2]
 
 
 def add_lora_cases(dtype: torch.dtype) -> Iterator[Arguments]:

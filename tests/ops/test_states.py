@@ -105,6 +105,14 @@ def test_the_kernels_compute_what_the_reference_does(name, dtype):
         torch.testing.assert_close(ours, theirs, rtol=2e-5 if dtype == torch.float32 else 2e-2, atol=1e-5)
 
 
+def test_convolutions_over_more_tokens_than_registers_have_room_for():
+    shape = StateShape(1, 1, 16, 16, 48, 19)
+    made, expected = (
+        Texts(shape, [30, 5], 0, torch.float32).whole(kernels(torch.float32, reference)) for reference in (False, True)
+    )
+    torch.testing.assert_close(made, expected)
+
+
 @pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize("drafts", [0, 1, 3, 11])
 @pytest.mark.parametrize("name", SHAPES)

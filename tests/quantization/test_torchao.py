@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quire.layers.build import WeightSlot
 from quire.layers.linear import DenseWeight
 from quire.loading.errors import WeightError
 from quire.loading.weights import SafetensorsCheckpoint, TorchCheckpoint
@@ -41,6 +42,10 @@ def test_layers_that_the_metadata_do_not_list_are_dense(tmp_path):
         ({"_type": "MXTensor", "_data": {}}, BYTES, "a.weight has _type='MXTensor', .*supported: Int8Tensor"),
         ({"_type": "Int4Tensor", "_data": {}}, {**BYTES, "act_pre_scale": torch.ones(8)}, "a.weight has act_pre_scale"),
         ({"_type": "Int8Tensor", "_data": {}}, {"qdata": BYTES["qdata"]}, r"a.weight \(Int8Tensor\) lacks scale"),
+        ({"_type": "Int8Tensor", "_data": {"block_size": [8]}}, BYTES, r"a.weight has block_size=\[8\], but a"),
+        ({"_type": "Int8Tensor", "_data": {"block_size": 8}}, BYTES, "a.weight has block_size=8, but a weight has two"),
+        ({"_type": "Int8Tensor", "_data": {"shape": ["4", 8]}}, BYTES, r"a.weight has shape=\['4', 8\], but a weight"),
+        ({"_type": "Int8Tensor", "_data": [1, 8]}, BYTES, r"a.weight has _data=\[1, 8\], which has no fields"),
         ({"type": "Int8Tensor"}, BYTES, "metadata of torchao's tensors cannot be read: KeyError"),
         ("Int8Tensor", BYTES, "metadata of torchao's tensors cannot be read"),
     ],
@@ -48,6 +53,14 @@ def test_layers_that_the_metadata_do_not_list_are_dense(tmp_path):
 def test_what_is_not_supported_is_named(tmp_path, entry, tensors, message):
     with pytest.raises(WeightError, match=message):
         opened(tmp_path, entry, tensors)
+
+
+def test_words_that_are_no_tiles_are_named(tmp_path):
+    tensors = {"qdata": torch.zeros(1, 1, 16, 4, dtype=torch.int32), "scale_and_zero": torch.ones(1, 8, 2)}
+    entry = {"_type": "Int4TilePackedTo4dTensor", "_data": {"shape": [8, 64], "block_size": [1, 64]}}
+    slot = WeightSlot("a.weight_codes", torch.empty(8, 64, dtype=torch.uint8), (8, 64))
+    with pytest.raises(WeightError, match=r"a._weight_qdata has shape \(1, 1, 16, 4\), which are no tiles"):
+        opened(tmp_path, entry, tensors).copy_into(slot)
 
 
 def test_experts_in_one_tensor_are_named(tmp_path):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
+from quire.parallel.experts import ExpertRanks
+from quire.parallel.mesh import Communicator, Mesh
+from quire.worker.forward import Forward
+from quire.worker.worker import _forward
 from support.engines import make_llm, runner_of
 
 VARIANTS = ["llama", "gemma2", "minicpm", "mixtral", "falcon", "falcon-40b", "opt-post-norm-projections", "deepseek_v3"]
@@ -49,3 +56,12 @@ def test_the_last_layer_is_narrowed(checkpoints):
         SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1), use_tqdm=False,
     )  # fmt: skip
     assert seen == [24, 7]
+
+
+def test_steps_are_not_captured_where_experts_move(checkpoints):
+    """A graph would go on with the tables of the experts' first places."""
+    llm = make_llm(checkpoints.path("mixtral"))
+    model, late = runner_of(llm).model, SimpleNamespace(device=SimpleNamespace(is_async=True))
+    model.experts = ExpertRanks(Communicator(), replicated=True, measures=True)  # type: ignore[attr-defined]
+    staging: Any = late
+    assert type(_forward(llm.config, model, [], staging, Mesh(), None)) is Forward

@@ -13,10 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.engine.llm import LLM
+from quire.loading.hub import bundled_model
+from quire.lora import LoRARequest
 from quire.messages.sampling_params import SamplingParams
-from quire.worker.residence import DeviceMemory
+from quire.worker.residence import DeviceMemory, _tensors
 from support.checkpoints import FAMILIES
 from support.engines import make_llm
+from support.quantized import gptq, write_quantized
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 PROMPTS = [list(range(10, 60)), [7, 8, 9], list(range(10, 58)) + [3] * 9]
@@ -118,6 +121,18 @@ def test_weights_that_do_not_fit_change_nothing_and_the_error_names_the_tensor(c
     llm.shutdown()
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_weights_that_are_quantized_in_another_way_change_nothing(checkpoints, tmp_path, first):
+    """Symmetric codes need no offsets."""
+    dense = checkpoints.path("llama-gqa4-llama3-old")
+    folders = [write_quantized(dense, tmp_path / f"{i}", gptq(4, 32, symmetric=bool(i)))[0] for i in (first, not first)]
+    llm = make_llm(folders[0])
+    before = said(llm)
+    with pytest.raises(ValueError, match="quantized in another way than those in use"):
+        llm.update_weights(str(folders[1]))
+    assert said(llm) == before
+
+
 def test_adapters_and_new_weights_exclude_each_other(checkpoints):
     llm = make_llm(checkpoints.path("llama"), enable_lora=True)
     with pytest.raises(ValueError, match="enable_lora"):
@@ -148,6 +163,42 @@ def test_an_engine_that_sleeps_gives_its_memory_back():
     llm.wake_up(["kv_cache"])
     assert not llm.core.stats.is_sleeping
     assert said(llm) == expected
+
+
+def test_adapters_stay_when_the_weights_are_dropped():
+    llm, chat = LLM(enable_lora=True), [{"role": "user", "content": "What is the capital of France?"}]
+
+    def answer() -> str:
+        params, rhyme = SamplingParams(temperature=0, max_tokens=40), LoRARequest("rhyme", 1, "quire-demo/rhyme")
+        [output] = llm.chat([chat], params, use_tqdm=False, lora_request=rhyme)
+        return output.outputs[0].text
+
+    expected = answer()
+    llm.sleep(level=2)
+    llm.wake_up()
+    assert answer() == expected
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_drafter_stays_when_the_weights_are_dropped(quantization):
+    """Small tensors, which are quantized at load, lie side by side in memory that is given back as a whole."""
+    options = {"method": "draft_model", "model": str(bundled_model()), "num_speculative_tokens": 2}
+    llm = LLM(quantization=quantization, speculative_config={**options, "quantization": quantization})
+    weights = list(_tensors(llm.core.executor._worker.drafter.part.layers[0].mlp, set()))
+    before = [tensor.clone() for tensor in weights]
+    other = LLM(quantization=quantization)
+    other.sleep(level=2)
+    assert all(map(torch.equal, weights, before))
+    llm.sleep(level=2)
+    assert all(map(torch.equal, weights, before))
+
+
+def test_weights_of_experts_that_have_moved_are_not_dropped(checkpoints):
+    llm = make_llm(checkpoints.path("mixtral"), enable_expert_parallel=True, enable_eplb=True)
+    with pytest.raises(ValueError, match="enable_eplb, which has moved experts; sleep at level 1"):
+        llm.sleep(level=2)
+    with pytest.raises(ValueError, match="level must be 1 or 2, got 3"):
+        llm.sleep(level=3)
 
 
 def test_weights_may_be_replaced_while_they_sleep(checkpoints, tmp_path):

@@ -110,7 +110,9 @@ def multiply(x: Tensor, factor: Tensor | float) -> Tensor:
     out = x.new_empty(rows, dim)
     number, factors, by_row, by_column, is_wide = 1.0, None, 0, 0, True
     if isinstance(factor, Tensor):
-        is_row, is_wide, factors = factor.dim() == 1, factor.dtype is torch.float32, factor.data_ptr()
+        is_row, is_wide = factor.dim() == 1, factor.dtype is torch.float32
+        factor = factor.contiguous() if is_row else factor
+        factors = factor.data_ptr()
         by_row, by_column = (0, factor.stride(0)) if is_row else (factor.stride(0), 0)
     else:
         number = factor

@@ -10,12 +10,16 @@ from quire.ops.cpu.elementwise import on_cpu
 from quire.ops.reference import states as reference
 from quire.ops.reference.states import Pages, StatePlan
 
+_MOST_TAPS = 16  # of a convolution, as in states.cpp
+
 
 @reference.causal_conv.implementation("cpu", supports=on_cpu)
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, pages: Pages, plan: StatePlan, silu: bool = True
 ) -> Tensor:
     width, channels = weight.shape
+    if width > _MOST_TAPS:
+        return reference.causal_conv.reference(x, weight, bias, pages, plan, silu)  # type: ignore[no-any-return]
     out = x.new_empty(len(x), channels)
     kernel("quire_causal_conv", "piipllplpplp")(
         ctypes.addressof(plan.step), silu, x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), channels,
