@@ -48,7 +48,9 @@ def decode_frames(data: bytes, most: int = MOST_FRAMES) -> tuple[list[Image.Imag
 def _open(data: bytes) -> Image.Image:
     try:
         image = Image.open(BytesIO(data), formats=FORMATS)
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError, TypeError) as error:
+    except Image.DecompressionBombError as error:
+        raise MediaError(f"the image has too many pixels; at most {MOST_PIXELS} are allowed") from error
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, TypeError) as error:
         raise MediaError(f"the data is no image in a known format ({', '.join(FORMATS)})") from error
     if image.width * image.height > MOST_PIXELS:
         raise MediaError(f"the image has {image.width} x {image.height} pixels; at most {MOST_PIXELS} are allowed")

@@ -136,7 +136,7 @@ class Frontend:
         data: dict[str, list[Any]] = {}
         uuids: dict[str, list[str | None]] = {}
         for part in parts:
-            data.setdefault(part.modality, []).append(media.load(part))
+            data.setdefault(part.modality, []).append(media.prepare(part, mm_processor_kwargs))
             uuids.setdefault(part.modality, []).append(part.uuid)
         return PromptFields(
             prompt=self.render_chat(messages, **rendering), multi_modal_data=data, multi_modal_uuids=uuids,
