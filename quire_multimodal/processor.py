@@ -27,7 +27,7 @@ from quire_multimodal.encoder_prompts import EncoderPrompts
 from quire_multimodal.families.base import Family, Frames, Kind, Placed, Prepared
 from quire_multimodal.families.text import Texts
 from quire_multimodal.families.whisper import Sounds
-from quire_multimodal.pictures import MOST_FRAMES, MediaError, picture
+from quire_multimodal.pictures import MOST_GIVEN_FRAMES, MediaError, picture
 from quire_multimodal.preprocessing import read_settings
 from quire_multimodal.sounds import sound
 from quire_multimodal.speech import Speech
@@ -303,8 +303,8 @@ def _prepare(family: Family, modality: str, value: Any) -> Prepared:
     if modality == "audio":
         return family.audio(sound(value, family.sample_rate))
     frames = value if isinstance(value, Frames) else Frames([picture(frame) for frame in value])
-    if not 0 < len(frames.images) <= MOST_FRAMES * 8:
-        raise MediaError(f"a video has 1 to {MOST_FRAMES * 8} frames, got {len(frames.images)}")
+    if not 0 < len(frames.images) <= MOST_GIVEN_FRAMES:
+        raise MediaError(f"a video has 1 to {MOST_GIVEN_FRAMES} frames, got {len(frames.images)}")
     return family.video(frames)
 
 

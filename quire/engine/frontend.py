@@ -116,7 +116,8 @@ class Frontend:
         """
         template = _template_text(chat_template) or self._template(with_tools=bool(arguments.get("tools")))
         if template is None:
-            raise ValueError("the model has no chat template, so it takes prompts and no messages; chat_template gives it one")
+            message = "the model has no chat template, so it takes prompts and no messages; chat_template gives it one"
+            raise ValueError(message)
         if "developer" not in template:  # OpenAI's newer name of the role "system", which most templates do not know
             renamed = [isinstance(m, Mapping) and m.get("role") == "developer" for m in messages]
             messages = [{**m, "role": "system"} if rename else m for m, rename in zip(messages, renamed, strict=True)]

@@ -29,10 +29,14 @@ def service(host):
     return host.serve()
 
 
-def part(image: Image.Image, format: str = "PNG", **options) -> dict:
+def data_of(image: Image.Image, format: str, **options) -> str:
     file = io.BytesIO()
     image.save(file, format, **options)
-    return {"type": "image_url", "image_url": "data:;base64," + base64.b64encode(file.getvalue()).decode()}
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def part(image: Image.Image, format: str = "PNG", **options) -> dict:
+    return {"type": "image_url", "image_url": "data:;base64," + data_of(image, format, **options)}
 
 
 def ask(service, *parts, **fields):
@@ -121,3 +125,18 @@ def test_wrong_settings_of_the_server_are_an_error_at_the_start():
     for settings in ({"size": 3}, {"max_pixels": "x"}, {"resample": 99}, {"image_mean": "x"}):
         with pytest.raises(ConfigError, match="mm_processor_kwargs"):
             Frontend(EngineConfig.create(mm_processor_kwargs=settings), folder, in_process=True)
+
+
+def test_a_video_has_a_bounded_number_of_pixels(service):
+    """Each of these files has a few KB, and its frames would take GBs."""
+    single = data_of(Image.new("RGB", (4000, 4000)), "WEBP", lossless=True)
+    moving = [Image.new("RGB", (3000, 3000), colour) for colour in ("red", "blue") * 8]
+    for data, reason in (
+        ("video/jpeg;base64," + ",".join([single] * 50), "50 frames of 4000 x 4000 pixels"),
+        ("video/jpeg;base64," + ",".join([data_of(picture(1), "PNG")] * 300), "1 to 256 frames, got 300"),
+        (";base64," + data_of(moving[0], "GIF", save_all=True, append_images=moving[1:]), "16 frames of 3000 x 3000"),
+    ):
+        answer = ask(service, {"type": "video_url", "video_url": f"data:{data}"})
+        assert answer.status == 400, answer.body
+        assert answer.error["param"] == "messages[0].content[0].video_url"
+        assert reason in answer.error["message"]
