@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,7 @@ def _inputs(spec: DecoderSpec) -> str:
     """What a model with an encoder of pictures or sounds takes."""
     if spec.media is None or spec.media.encoder is not None:
         return ""
-    from quire_multimodal.processor import load_family
-
-    family = load_family(spec.media, {}, str)
+    family = import_module("quire_multimodal.processor").load_family(spec.media, {}, str)
     taken = [_INPUTS[modality] for modality in family.kinds]
     return f" from {', '.join(taken if family.crossed else ['text', *taken])}"
 
