@@ -11,7 +11,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 from quire.options.multimodal import MultiModalConfig
 from quire_multimodal.families.base import Frames
 from quire_multimodal.fetch import MOST_BYTES, fetch
-from quire_multimodal.pictures import MediaError, decode, decode_frames, picture
+from quire_multimodal.pictures import MediaError, decode, decode_frames, decode_single_frames, picture
 from quire_multimodal.sounds import decode_sound
 
 # By the type of a part: the modality. The field that says where it is has the name of the type, or of _FIELDS.
@@ -99,7 +99,7 @@ class Sources:
     def _video(self, url: str) -> Frames:
         if url.startswith("data:video/jpeg;base64,"):  # single frames, as vLLM takes them
             pieces = url.partition(",")[2].split(",")
-            return Frames([decode(_from_base64(piece)) for piece in pieces])
+            return Frames(decode_single_frames([_from_base64(piece) for piece in pieces]))
         return Frames(*decode_frames(self._read(url)))
 
     def _read(self, url: str) -> bytes:

@@ -1,6 +1,7 @@
 """Decodes pictures of unknown origin, in bounded memory: the size that the file declares is checked before its pixels
 are."""
 
+from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
@@ -9,7 +10,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MOST_PIXELS = 64_000_000  # of one picture: 256 MB while it is decoded
-MOST_FRAMES = 32  # of a video
+MOST_FRAMES = 32  # that are taken of a video
+MOST_GIVEN_FRAMES = 8 * MOST_FRAMES  # of a video that is given as single frames
+MOST_VIDEO_PIXELS = 2 * MOST_PIXELS  # of the frames that are taken
 
 # Pillow's own limit only warns up to twice its value. Ours is checked first.
 Image.MAX_IMAGE_PIXELS = 2 * MOST_PIXELS
@@ -32,6 +35,7 @@ def decode_frames(data: bytes, most: int = MOST_FRAMES) -> tuple[list[Image.Imag
     count = int(getattr(image, "n_frames", 1))
     if count * image.width * image.height > 16 * MOST_PIXELS:
         raise MediaError(f"the video has {count} frames of {image.width} x {image.height} pixels, which are too many")
+    _check_frames(min(count, most), image)
     chosen = np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
     frames, milliseconds = [], 0.0
     for index in chosen:
@@ -45,10 +49,31 @@ def decode_frames(data: bytes, most: int = MOST_FRAMES) -> tuple[list[Image.Imag
     return frames, len(frames) / shown if shown else 1.0
 
 
+def decode_single_frames(files: Sequence[bytes]) -> list[Image.Image]:
+    """The frames of a video that is given as image files. Raises MediaError."""
+    frames = list[Image.Image]()
+    for file in files:
+        image = _open(file)
+        _check_frames(len(files), image)
+        frames.append(to_rgb(_loaded(image)))
+    return frames
+
+
+def _check_frames(count: int, image: Image.Image) -> None:
+    """image: the largest frame of a video. Raises MediaError."""
+    if not 0 < count <= MOST_GIVEN_FRAMES:
+        raise MediaError(f"a video has 1 to {MOST_GIVEN_FRAMES} frames, got {count}")
+    if count * image.width * image.height > MOST_VIDEO_PIXELS:
+        size = f"{count} frames of {image.width} x {image.height} pixels"
+        raise MediaError(f"the video has {size}; at most {MOST_VIDEO_PIXELS} pixels are allowed in all of them")
+
+
 def _open(data: bytes) -> Image.Image:
     try:
         image = Image.open(BytesIO(data), formats=FORMATS)
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError, TypeError) as error:
+    except Image.DecompressionBombError as error:
+        raise MediaError(f"the image has too many pixels; at most {MOST_PIXELS} are allowed") from error
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, TypeError) as error:
         raise MediaError(f"the data is no image in a known format ({', '.join(FORMATS)})") from error
     if image.width * image.height > MOST_PIXELS:
         raise MediaError(f"the image has {image.width} x {image.height} pixels; at most {MOST_PIXELS} are allowed")

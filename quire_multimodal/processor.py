@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from quire.loading.metadata import load_generation_config
+from quire.messages.errors import error_text
 from quire.messages.media import Buffer, EncoderLimits, MediaItem, MediaPlace
 from quire.models.spec import MediaSpec
+from quire.options.declaration import ConfigError
 from quire.options.multimodal import MultiModalConfig
 from quire.text.tokenizer import Tokenizer
 from quire_multimodal.content import MediaPart, Sources, split_content
@@ -24,7 +27,7 @@ from quire_multimodal.encoder_prompts import EncoderPrompts
 from quire_multimodal.families.base import Family, Frames, Kind, Placed, Prepared
 from quire_multimodal.families.text import Texts
 from quire_multimodal.families.whisper import Sounds
-from quire_multimodal.pictures import MOST_FRAMES, MediaError, picture
+from quire_multimodal.pictures import MOST_GIVEN_FRAMES, MediaError, picture
 from quire_multimodal.preprocessing import read_settings
 from quire_multimodal.sounds import sound
 from quire_multimodal.speech import Speech
@@ -52,8 +55,8 @@ class MediaProcessor:
         self.tokenizer, self.limits, self.most_items = tokenizer, limits, options.limit_mm_per_prompt
         self._spec, self._embeds_size = spec, hidden_size if options.enable_prompt_embeds else 0
         self._settings = {**read_settings(directory), **options.mm_processor_kwargs}
-        self._family = None if spec is None else self._load({})
-        self.load = Sources(options, 0 if self._family is None else self._family.sample_rate).load
+        self._family = None if spec is None else self._usable_family(options.mm_processor_kwargs)
+        self._sources = Sources(options, 0 if self._family is None else self._family.sample_rate)
         self.speech: Speech | None = None  # of a model that makes transcripts
         self.texts: EncoderPrompts | None = None  # of a model with an encoder of texts
         if isinstance(self._family, Sounds):
@@ -69,6 +72,52 @@ class MediaProcessor:
             return self.tokenizer.id_to_token(token_id) or ""
 
         return load_family(self._spec, {**self._settings, **settings}, token)
+
+    def _usable_family(self, given: Mapping[str, Any]) -> Family:
+        """given: what the option mm_processor_kwargs says. Raises ConfigError if no picture can be preprocessed so."""
+        try:
+            family = self._load({})
+            if given and "image" in family.kinds:
+                family.image(Image.new("RGB", (64, 64)))
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            if not given:
+                raise
+            message = f"mm_processor_kwargs={dict(given)!r} cannot be used with this model: {error_text(error)}"
+            raise ConfigError(message) from error
+        return family
+
+    def family(self, kwargs: Mapping[str, Any] | None) -> Family:
+        """The preprocessing with a request's settings. Raises MediaError."""
+        if self._family is None:
+            raise MediaError("this model takes no pictures")
+        return self._load(self._adjusted(kwargs)) if kwargs else self._family
+
+    def _adjusted(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that a request gives, beside those that it leaves as they are. Raises MediaError."""
+        assert self._family is not None
+        allowed, adjusted = self._family.adjustable, dict[str, Any]()
+        for name, value in kwargs.items():
+            nested = {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, Mapping) else None
+            for path, given in (nested or {name: value}).items():
+                if path not in allowed:
+                    known = ", ".join(allowed) or "none"
+                    raise MediaError(f"mm_processor_kwargs: a request cannot change {path[:64]!r}, but only: {known}")
+                most, is_number = allowed[path], isinstance(given, int) and not isinstance(given, bool)
+                if most is None and not isinstance(given, bool):
+                    raise MediaError(f"mm_processor_kwargs: {path} must be true or false")
+                if most is not None and not (is_number and 1 <= given <= most):
+                    raise MediaError(f"mm_processor_kwargs: {path} must be a number from 1 to {most}")
+            adjusted[name] = {**(self._settings.get(name) or {}), **value} if nested else value
+        return adjusted
+
+    def prepare(self, part: MediaPart, kwargs: Mapping[str, Any] | None = None) -> Prepared:
+        """Get an item of a conversation, and preprocess it. kwargs: see `expand`. Raises MediaError, which names the
+        part."""
+        family, value = self.family(kwargs), self._sources.load(part)
+        try:
+            return _prepare(family, part.modality, value)
+        except MediaError as error:
+            raise MediaError(f"{part.where}: {error}") from error
 
     @property
     def needs_media(self) -> bool:
@@ -107,17 +156,11 @@ class MediaProcessor:
         """The tokens of a prompt with its media.
 
         data: by modality, one item or several: PIL images or arrays; for a video, a list of them, or an array [frames,
-        height, width, 3]; for a sound, see `sound`. uuids: names of the items, by which others can share their
-        embeddings; None for one that has none. kwargs: settings of the preprocessing. Raises MediaError.
+        height, width, 3]; for a sound, see `sound`; or what `prepare` returned. uuids: names of the items, by which
+        others can share their embeddings; None for one that has none. kwargs: settings of the preprocessing. Raises
+        MediaError.
         """
-        family = self._family
-        if family is None:
-            raise MediaError("this model takes no pictures")
-        if kwargs:
-            try:
-                family = self._load(kwargs)
-            except (TypeError, ValueError, KeyError) as error:
-                raise MediaError("mm_processor_kwargs cannot be used with this model") from error
+        family = self.family(kwargs)
         prepared: dict[str, list[Prepared]] = {}
         names: dict[str, list[Any]] = {}
         for modality, values in data.items():
@@ -247,19 +290,21 @@ def _as_items(modality: str, values: Any) -> list[Any]:
     if modality != "video":
         return _as_list(values)
     several = isinstance(values, list | tuple) and bool(values)
-    if several and (isinstance(values[0], list | Frames) or getattr(values[0], "ndim", 0) == 4):
+    if several and (isinstance(values[0], list | Frames | Prepared) or getattr(values[0], "ndim", 0) == 4):
         return list(values)
     return [values]
 
 
 def _prepare(family: Family, modality: str, value: Any) -> Prepared:
+    if isinstance(value, Prepared):
+        return value
     if modality == "image":
         return family.image(picture(value))
     if modality == "audio":
         return family.audio(sound(value, family.sample_rate))
     frames = value if isinstance(value, Frames) else Frames([picture(frame) for frame in value])
-    if not 0 < len(frames.images) <= MOST_FRAMES * 8:
-        raise MediaError(f"a video has 1 to {MOST_FRAMES * 8} frames, got {len(frames.images)}")
+    if not 0 < len(frames.images) <= MOST_GIVEN_FRAMES:
+        raise MediaError(f"a video has 1 to {MOST_GIVEN_FRAMES} frames, got {len(frames.images)}")
     return family.video(frames)
 
 

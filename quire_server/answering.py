@@ -136,12 +136,12 @@ class Answering:
         of_thinking = REASONING[reasoning] if reasoning else None
         if any(format is not None and format.needs_special_tokens for format in (of_calls, of_thinking)):
             changes["skip_special_tokens"] = False
-        media = await server.load_media(body.messages)
+        media = await server.load_media(body)
         prompt = await server.render(body.messages, body, request.state.body, media)
         is_thinking = of_thinking is not None and of_thinking.is_open(prompt[-PROMPT_END:])
         default = server.llm.processor.generation_config.get("max_new_tokens")
         field = None if choice is None else "tools"
-        prompts = [prompt if media is None else media.prompt(prompt, body.mm_processor_kwargs)]
+        prompts = [prompt if media is None else media.prompt(prompt)]
         del prompt  # with truncate_prompt_tokens it can be much longer than what remains of it
         await call.process(prompts, default, bool(body.add_special_tokens), "messages", field, **changes)
         make = partial(answer_parser, reasoning, tool_parser, tools, starts_in_thinking=is_thinking)

@@ -244,7 +244,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     server.accept(body)
     chat = await held.run(body.chat)
     server.accept(chat)
-    media = await server.load_media(chat.messages)
+    media = await server.load_media(chat)
     prompt = await server.render(chat.messages, chat, held, media)
     try:
         server.llm.processor.check_length(prompt)

@@ -82,6 +82,8 @@ class DrainingServer(uvicorn.Server, ABC):
         seconds, running = self._drain_timeout, self.count_running()
         if running:
             logger.info("Shutting down: waiting up to %g s for %s.", seconds, _running_requests(running))
+        else:
+            logger.info("Shutting down: no request is running.")
         if not await self._answered(seconds):
             if running := self.count_running():
                 reason = "told to end at once" if self.force_exit else f"the drain timeout of {seconds:g} s is over"

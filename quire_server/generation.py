@@ -25,7 +25,7 @@ from quire_server.bodies import HeldBody
 from quire_server.errors import ApiError, api_error, bad_value, path_in
 from quire_server.media import ChatMedia, MediaLoader
 from quire_server.messages import Message, has_media, json_of
-from quire_server.protocol import MAX_SEQUENCES, Body, Generation, PromptBody, Rendering
+from quire_server.protocol import MAX_SEQUENCES, Body, ChatRequest, Generation, PromptBody, Rendering
 from quire_server.request_log import RequestLog, Summary
 from quire_server.responses import Usage
 from quire_server.tracing import RequestTrace
@@ -128,9 +128,11 @@ class Server:
         templates = (frontend.given_chat_template, *frontend.tokenizer.chat_templates.values())
         return any(str(error) in template for template in templates if template is not None)
 
-    async def load_media(self, messages: Sequence[Message]) -> ChatMedia | None:
+    async def load_media(self, body: ChatRequest) -> ChatMedia | None:
         """The media of a conversation, None if it has none. Raises ApiError."""
-        return await self.media.load(json_of(messages)) if has_media(messages) else None
+        if not has_media(body.messages):
+            return None
+        return await self.media.load(json_of(body.messages), body.mm_processor_kwargs)
 
     def _render(self, messages: Sequence[Message], body: Rendering, media: ChatMedia | None) -> str:
         if media is None and has_media(messages):

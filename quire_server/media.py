@@ -1,8 +1,11 @@
-"""The pictures of a chat request: they are fetched and decoded in threads, a few at a time."""
+"""The pictures of a chat request: they are fetched, decoded and preprocessed in threads, a few at a time."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from quire.engine.async_llm import AsyncLLM
@@ -13,40 +16,48 @@ from quire_server.messages import MEDIA_PARTS
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
-AT_ONCE = 4  # items that are fetched or decoded at the same time, each of which may take hundreds of MB
+AT_ONCE = 4  # items that are worked on at the same time, each of which may take hundreds of MB
 
 
 @dataclass
 class ChatMedia:
-    """The media of a conversation. messages: with placeholders in their place."""
+    """The media of a conversation. messages: with placeholders in their place. data: preprocessed.
+
+    kwargs: settings of the preprocessing.
+    """
 
     messages: list[Any]
+    kwargs: dict[str, Any] | None = None
     data: dict[str, list[Any]] = field(default_factory=dict)
     uuids: dict[str, list[str | None]] = field(default_factory=dict)
 
-    def prompt(self, text: str, kwargs: dict[str, Any] | None) -> str | PromptFields:
+    def prompt(self, text: str) -> str | PromptFields:
         if not self.data:
             return text
         return PromptFields(
             prompt=text, multi_modal_data=dict(self.data), multi_modal_uuids=dict(self.uuids),
-            mm_processor_kwargs=kwargs or {},
+            mm_processor_kwargs=self.kwargs or {},
         )  # fmt: skip
 
     def token_ids(self, processor: Processor, text: str) -> list[int]:
         """The tokens of a rendered conversation with its media. Raises ValueError."""
         assert processor.media is not None
-        return processor.media.expand(text, self.data, self.uuids, add_special_tokens=False).token_ids
+        return processor.media.expand(text, self.data, self.uuids, self.kwargs, False).token_ids
 
 
 class MediaLoader:
     """Loads the media of requests for one engine."""
 
     def __init__(self, llm: AsyncLLM) -> None:
-        self._media = llm.processor.media
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._llm, self._media = llm, llm.processor.media
+        self._threads = ThreadPoolExecutor(AT_ONCE, "media")
 
-    async def load(self, messages: list[Any]) -> ChatMedia:
-        """messages: as JSON objects, which have some. Raises ApiError, which names the part that cannot be used."""
+    async def load(self, messages: list[Any], kwargs: dict[str, Any] | None) -> ChatMedia:
+        """messages: as JSON objects, which have some. Raises ApiError, which names the part that cannot be used.
+
+        A picture of a few bytes may take hundreds of MB when it is decoded. So only what the encoder reads is kept of
+        it, and the items that come after those that fill the context are not decoded.
+        """
         processor = self._media
         try:
             if processor is None:
@@ -56,23 +67,33 @@ class MediaLoader:
                 processor.check_count(modality, sum(part.modality == modality for part in parts))
         except ValueError as error:
             raise _refusal(error) from error
-        found = ChatMedia(rest)
-        for part, item in zip(parts, await asyncio.gather(*map(self._load, parts)), strict=True):
-            found.data.setdefault(part.modality, []).append(item)
-            found.uuids.setdefault(part.modality, []).append(part.uuid)
-        return found
-
-    async def _load(self, part: Any) -> Any:
-        assert self._media is not None
+        found, size, most = ChatMedia(rest, kwargs), 0, self._llm.max_model_len
+        begin = partial(self._begin, partial(processor.prepare, kwargs=kwargs))
+        jobs = deque(map(begin, parts[:AT_ONCE]))
         try:
-            return await self.in_turn(self._media.load, part)
+            for number, part in enumerate(parts):
+                item = await jobs.popleft()
+                jobs.extend(map(begin, parts[number + AT_ONCE :][:1]))
+                size += item.num_embeds
+                if size > most:
+                    message = f"{part.where}: this item and those before it take {size} tokens; the context has {most}"
+                    raise ApiError(400, message, param=part.where, code="context_length_exceeded")
+                found.data.setdefault(part.modality, []).append(item)
+                found.uuids.setdefault(part.modality, []).append(part.uuid)
         except ValueError as error:
             raise _refusal(error) from error
+        finally:
+            for job in jobs:
+                if not job.cancel():
+                    job.exception()  # asyncio would log that nobody has read it
+        return found
 
     async def in_turn(self, function: Callable[[Argument], Result], argument: Argument) -> Result:
         """Call a function that decodes, in a thread, and few of them at a time."""
-        async with self._turns:
-            return await asyncio.to_thread(function, argument)
+        return await self._begin(function, argument)
+
+    def _begin(self, function: Callable[[Argument], Result], argument: Argument) -> asyncio.Future[Result]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, function, argument)
 
 
 def _first_part(messages: list[Any]) -> str:
@@ -89,4 +110,5 @@ def _first_part(messages: list[Any]) -> str:
 def _refusal(error: ValueError) -> ApiError:
     text = error_text(error)
     path = text.partition(": ")[0]
-    return ApiError(400, text, param=path if path.startswith("messages[") else "messages")
+    names = path.startswith("messages[") or path == "mm_processor_kwargs"
+    return ApiError(400, text, param=path if names else "messages")

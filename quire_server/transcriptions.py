@@ -161,6 +161,7 @@ class _Transcription:
     def __init__(self, call: Call, body: TranscriptionRequest, task: str, speech: Any, samples: Any) -> None:
         self.call, self.body, self.task, self.speech = call, body, task, speech
         self.seconds, self.pieces = len(samples) / speech.sample_rate, speech.pieces(samples)
+        self.spans = [(piece.start, len(piece.samples) / speech.sample_rate) for piece in self.pieces]
         self.meter, self.places = call.meter(), dict[str, int]()
         self.language: str | None = body.language
         self.no_speech = [0.0] * len(self.pieces)
@@ -194,6 +195,7 @@ class _Transcription:
         prompts: list[Prompt] = [made._prompt(prompt, place) for place in range(len(made.pieces))]
         requests = await call.process(prompts, None, False, "file")
         made.places = {processed.request_id: place for place, processed in enumerate(requests)}
+        made.pieces.clear()  # the samples of an hour take 230 MB, and the answer may take long
         return made
 
     def _prompt(self, token_ids: list[int], place: int) -> PromptFields:
@@ -229,7 +231,7 @@ class _Transcription:
 
     async def collect(self) -> Response:
         """The whole answer."""
-        outputs: list[Any] = [None] * len(self.pieces)
+        outputs: list[Any] = [None] * len(self.spans)
         async with aclosing(self.call.run()) as running:
             async for output in running:
                 self.meter.add(output)
@@ -253,15 +255,15 @@ class _Transcription:
         return {"usage": {"type": "duration", "seconds": math.ceil(self.seconds)}}
 
     def _segments(self, place: int, output: CompletionOutput) -> Iterable[dict[str, Any]]:
-        piece, logprobs = self.pieces[place], output.logprobs or []
-        for found in self.speech.segments(output.token_ids, len(piece.samples) / self.speech.sample_rate):
+        (start, seconds), logprobs = self.spans[place], output.logprobs or []
+        for found in self.speech.segments(output.token_ids, seconds):
             tokens = output.token_ids[found.first : found.last]
             text = self.speech.text(tokens)
             chances = [logprobs[i][output.token_ids[i]].logprob for i in range(found.first, found.last) if logprobs]
             encoded = text.encode()
             yield {
-                "id": 0, "seek": round(piece.start * 100), "start": round(piece.start + found.start, 2),
-                "end": round(piece.start + found.end, 2), "text": text, "tokens": tokens,
+                "id": 0, "seek": round(start * 100), "start": round(start + found.start, 2),
+                "end": round(start + found.end, 2), "text": text, "tokens": tokens,
                 "temperature": self.body.temperature or 0.0, "avg_logprob": sum(chances) / max(len(chances), 1),
                 "compression_ratio": len(encoded) / len(zlib.compress(encoded)),
                 "no_speech_prob": self.no_speech[place] if self.no_speech else 0.0,
@@ -269,7 +271,7 @@ class _Transcription:
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """Events of the text, piece after piece. They have the fields of OpenAI's events and those of vLLM's chunks."""
-        waiting, done = [list[str]() for _ in self.pieces], [False] * len(self.pieces)
+        waiting, done = [list[str]() for _ in self.spans], [False] * len(self.spans)
         place, texts = 0, list[str]()
         async with aclosing(self.call.run()) as running:
             async for output in running:

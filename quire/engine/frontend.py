@@ -120,7 +120,8 @@ class Frontend:
 
         template = _template_text(chat_template) or self._template(with_tools=bool(arguments.get("tools")))
         if template is None:
-            raise ValueError("the model has no chat template; give one with chat_template, or use generate")
+            message = "the model has no chat template, so it takes prompts and no messages; chat_template gives it one"
+            raise ValueError(message)
         if "developer" not in template:  # OpenAI's newer name of the role "system", which most templates do not know
             renamed = [isinstance(m, Mapping) and m.get("role") == "developer" for m in messages]
             messages = [{**m, "role": "system"} if rename else m for m, rename in zip(messages, renamed, strict=True)]
@@ -140,7 +141,7 @@ class Frontend:
         data: dict[str, list[Any]] = {}
         uuids: dict[str, list[str | None]] = {}
         for part in parts:
-            data.setdefault(part.modality, []).append(media.load(part))
+            data.setdefault(part.modality, []).append(media.prepare(part, mm_processor_kwargs))
             uuids.setdefault(part.modality, []).append(part.uuid)
         return PromptFields(
             prompt=self.render_chat(messages, **rendering), multi_modal_data=data, multi_modal_uuids=uuids,

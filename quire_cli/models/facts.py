@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from quire_plan.sizes import FULL, HALF, Footprint, parameters_of
 
 # What the function that reads the config of an architecture may raise, if a config is not what it expects.
 _WRONG_CONFIG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_INPUTS = {"image": "pictures", "video": "videos", "audio": "sounds"}
 _HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator")  # drafters that are no whole models
 
 
@@ -43,14 +45,15 @@ def facts_of(path: Path, files: Mapping[str, int] | None = None) -> Facts:
     """
     if path.is_file():
         return _of_gguf(path)
+    name = "the model"  # its folder is a temporary one
     if files is None:
-        files = local_files(path)
+        name, files = str(path), local_files(path)
     weights = weight_files(files_of_model(files))
     size, licence = sum(files[name] for name in weights), _licence_of_card(path / "README.md")
     if not (path / "config.json").is_file():
         adapter = read_json(path, "adapter_config.json")
         if not adapter:
-            raise ModelNotFoundError("the model has no config.json; is it a checkpoint in the Hugging Face layout?")
+            raise ModelNotFoundError(f"{name} has no config.json; is it a checkpoint in the Hugging Face layout?")
         purpose = f"an adapter (LoRA) for {adapter.get('base_model_name_or_path') or 'another model'}"
         return Facts(None, purpose, "", format_of({}, weights), size, licence=licence)
     config = read_json(path, "config.json")
@@ -144,9 +147,18 @@ def _purpose(config: dict[str, Any], spec: DecoderSpec, path: Path) -> tuple[boo
 
     options = ModelConfig()
     if not is_pooling_model(config, path, options):
-        return True, "text generation"
+        return True, "text generation" + _inputs(spec)
     tasks = describe_pooling(config, spec, path, options).tasks
     return False, f"embeddings or scores ({', '.join(tasks)})"
+
+
+def _inputs(spec: DecoderSpec) -> str:
+    """What a model with an encoder of pictures or sounds takes."""
+    if spec.media is None or spec.media.encoder is not None:
+        return ""
+    family = import_module("quire_multimodal.processor").load_family(spec.media, {}, str)
+    taken = [_INPUTS[modality] for modality in family.kinds]
+    return f" from {', '.join(taken if family.crossed else ['text', *taken])}"
 
 
 def _quantization_problem(config: dict[str, Any]) -> str | None:

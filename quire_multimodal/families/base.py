@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from PIL import Image
@@ -60,12 +61,16 @@ class Family(ABC):
 
     whole: whether the tokens of a picture see each other in both directions. crossed: how many embeddings the model
     reads by cross-attention; then a prompt has one item, and no token stands for it. sample_rate: of sounds.
+    adjustable: the settings that a request may change, such as "size.longest_edge", and the largest number that it may
+    be, or None for a switch. None of them changes what the encoder was made for, or makes items larger than the
+    checkpoint and the options allow.
     """
 
     kinds: dict[str, Kind] = field(default_factory=dict)
     whole = False
     crossed = 0
     sample_rate = 0
+    adjustable: Mapping[str, int | None] = MappingProxyType({})
 
     @abstractmethod
     def __init__(self, config: Config, settings: Config, token: Callable[[int], str]) -> None:

@@ -23,6 +23,7 @@ class Pictures(Family):
         self.tile = (settings.get("max_image_size") or {}).get("longest_edge", side)
         self.longest = (settings.get("size") or {}).get("longest_edge", 4 * self.tile)
         self.of_tile = (self.tile // patch // config.get("scale_factor", 2)) ** 2
+        self.adjustable = {"size.longest_edge": self.longest, "do_image_splitting": None}
 
     def image(self, image: Image.Image) -> Prepared:
         if self.settings.get("do_resize", True):

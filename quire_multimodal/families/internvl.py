@@ -18,6 +18,8 @@ class Pictures(Family):
         side, patch = (first(vision.get(name, default)) for name, default in (("image_size", 448), ("patch_size", 14)))
         self.side = (settings.get("size") or {}).get("height", side)
         self.of_tile = int(self.side // patch * config.get("downsample_ratio", 0.5)) ** 2
+        self.least, self.most = settings.get("min_patches", 1), settings.get("max_patches", 12)
+        self.adjustable = {"min_patches": self.most, "max_patches": self.most, "crop_to_patches": None}
 
     def image(self, image: Image.Image) -> Prepared:
         settings, tiles, side = self.settings, list[Image.Image](), self.side
@@ -50,8 +52,8 @@ class Pictures(Family):
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         """The columns and rows whose proportion is nearest to that of the picture. Of equally near ones, it is the last
         one that is less than twice as large as the picture, in the order of their numbers of tiles."""
-        least, most = self.settings.get("min_patches", 1), self.settings.get("max_patches", 12)
-        grids = [(c, r) for c in range(1, most + 1) for r in range(1, most + 1) if least <= c * r <= most]
+        edges = range(1, self.most + 1)
+        grids = [(c, r) for c in edges for r in edges if self.least <= c * r <= self.most]
         best, nearest = (1, 1), float("inf")
         for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
             distance = abs(width / height - columns / rows)

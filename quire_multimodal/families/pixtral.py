@@ -18,6 +18,7 @@ class Pictures(Family):
         vision = config["vision_config"]
         self.unit = vision.get("patch_size", 16) * config.get("spatial_merge_size", 1)
         self.longest = (settings.get("size") or {}).get("longest_edge", vision.get("image_size", 1024))
+        self.adjustable = {"size.longest_edge": self.longest}
 
     def image(self, image: Image.Image) -> Prepared:
         width, height = image.size

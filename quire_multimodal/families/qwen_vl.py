@@ -33,12 +33,14 @@ class Pictures(Family):
             start, end = config.get("vision_start_token_id", first), config.get("vision_end_token_id", first + 1)
             self.around = (token(start), token(end))
         self.kinds["video"] = Kind(self.texts["video"].join(self.around), video_id)
-        self.patch = settings.get("patch_size") or vision.get("patch_size", 16 if is_third else 14)
-        self.merge = settings.get("merge_size") or vision.get("spatial_merge_size", 2)
-        self.frames = settings.get("temporal_patch_size") or vision.get("temporal_patch_size", 2)
+        # The encoder is built with these, whatever the settings of the processor say.
+        self.patch = vision.get("patch_size", 16 if is_third else 14)
+        self.merge, self.frames = vision.get("spatial_merge_size", 2), vision.get("temporal_patch_size", 2)
         self.mean, self.std = (HALF, HALF) if is_third else (CLIP_MEAN, CLIP_STD)
         self.steps_per_second = vision.get("tokens_per_second", 2) if kind == "qwen2_5_vl" else None
         self.limits = limits(settings, (65_536, 16_777_216) if is_third else (56 * 56, 28 * 28 * 1280))
+        names = ("min_pixels", "max_pixels", "size.shortest_edge", "size.longest_edge")
+        self.adjustable = dict.fromkeys(names, self.limits[1])
         of_videos = settings.get("videos") or {}
         self.limits_of_videos = limits(of_videos, (128 * 32 * 32, 768 * 32 * 32) if is_third else self.limits)
 

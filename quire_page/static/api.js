@@ -22,7 +22,7 @@ async function problem(response) {
   const text = await response.text();
   try {
     const { error } = JSON.parse(text);
-    return error.param ? `${error.message} (${error.param})` : error.message;
+    return error.param && !error.message.includes(error.param) ? `${error.message} (${error.param})` : error.message;
   } catch {
     return text || `The server answered with status ${response.status}.`;
   }

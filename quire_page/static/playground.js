@@ -126,13 +126,15 @@ function bubble(role) {
   text.className = "text";
   element.append(text);
   byId("messages").append(element);
-  follow();
+  follow(role === "user");
   return element;
 }
 
-function follow() {
-  const page = document.documentElement;
-  if (page.scrollHeight - page.scrollTop - page.clientHeight < 300) page.scrollTop = page.scrollHeight;
+// Shows the end of the conversation, unless someone reads further up. The form covers what is below it, and on narrow
+// screens the options are below the form.
+function follow(always = false) {
+  const hidden = byId("messages").getBoundingClientRect().bottom - byId("ask").getBoundingClientRect().top;
+  if (hidden > 0 && (always || hidden < 300)) window.scrollBy(0, hidden);
 }
 
 function problem(where, message) {

@@ -46,7 +46,8 @@ def test_clips_pictures_have_transformers_values(tmp_path, size, side):
 @pytest.mark.parametrize(("patch", "most"), [(14, 28 * 28 * 30), (14, 28 * 28 * 1280), (16, 100_000)])
 def test_qwens_pictures_have_transformers_values(tmp_path, size, patch, most):
     processor = Qwen2VLImageProcessorPil(patch_size=patch, size={"shortest_edge": 56 * 56, "longest_edge": most})
-    pictures = qwen_vl.Pictures({"vision_config": {}, "model_type": "qwen2_vl"}, settings(processor, tmp_path), str)
+    config = {"vision_config": {"patch_size": patch}, "model_type": "qwen2_vl"}
+    pictures = qwen_vl.Pictures(config, settings(processor, tmp_path), str)
     expected = processor(drawn(2, *size), return_tensors="np")
     made = pictures.image(drawn(2, *size))
     assert made.tensors["grid"].tolist() == expected["image_grid_thw"][0].tolist()

@@ -111,6 +111,18 @@ def test_an_answer_is_streamed_with_the_likelihood_of_its_tokens(page: Any, serv
     assert not page.is_visible("#attach"), "the model takes no pictures"
 
 
+def test_the_end_of_the_conversation_is_seen_on_a_narrow_screen(browser: Any, server: Service):
+    page = browser.new_page(viewport={"width": 390, "height": 780})
+    try:
+        page.goto(server.url)
+        until(page, "document.querySelector('#status').textContent")
+        for _ in range(5):
+            end = ask(page, "Hello!").bounding_box()
+        assert 0 < end["y"] + end["height"] <= page.locator("#ask").bounding_box()["y"] + 1
+    finally:
+        page.close()
+
+
 CLICK_STOP = """new Promise(done => (function look() {
     if (document.querySelectorAll(".token").length <= 5) return setTimeout(look, 5);
     document.querySelector("#stop").click();
