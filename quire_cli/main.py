@@ -18,7 +18,7 @@ from quire.system.garbage import skip_last_collection
 
 # Importing torch creates 170,000 objects that stay alive. Python's default, a garbage collection after every 700 new
 # objects, takes a fifth of the import time. The processes that a command starts import this file first, too.
-gc.set_threshold(20_000)
+gc.set_threshold(100_000)
 lean_torch.defer()
 atexit.register(skip_last_collection)
 
