@@ -56,7 +56,7 @@ def _speed(checkouts: tuple[Path, ...], model: Path, name: str, rounds: int) -> 
     """Speed of the first checkout as a multiple of the second one's; NaN if it cannot run the workload."""
     try:
         [(_, verdict)] = guard.compare((checkouts[0], checkouts[1]), model, [name], rounds)
-    except (SystemExit, subprocess.CalledProcessError) as problem:
+    except (SystemExit, OSError, subprocess.CalledProcessError) as problem:
         print(f"{name}: {problem}", file=sys.stderr)
         return math.nan
     return verdict.ratio  # HEAD's seconds / the commit's seconds
