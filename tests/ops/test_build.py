@@ -26,6 +26,7 @@ import quire.attention.cpu
 from quire.attention.base import AttentionShape
 from quire.ops import OPS, Kernels, Target
 from quire.ops.cpu import build, linear, quantized_linear
+from quire.ops.cpu.processor import USED_FEATURES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems run the reference")
 HAS_COMPILER = build.library() is not None
@@ -246,9 +247,14 @@ def test_the_sources_use_no_other_features_of_processors_than_the_build_knows():
     macros = {
         macro
         for source in [*build.SOURCES.glob("*.cpp"), *build.SOURCES.glob("*.h")]
-        for macro in re.findall(r"__(AVX\w*|AMX\w*|FMA\w*|BMI\w*|F16C)__", source.read_text())
+        for macro in re.findall(r"__((?:AVX|AMX|FMA|BMI|F16C|ARM_)\w*?)(?:__)?\b", source.read_text())
     }
-    assert {macro.lower() for macro in macros} == {name.replace("_", "") for name in build.USED_FEATURES}
+    of_arm = {
+        "ARM_NEON": "asimd", "ARM_FEATURE_DOTPROD": "asimddp", "ARM_FEATURE_MATMUL_INT8": "i8mm",
+        "ARM_FEATURE_BF16_VECTOR_ARITHMETIC": "bf16",
+    }  # fmt: skip
+    of_x86 = {name.upper().replace("_", "") for name in USED_FEATURES - {*of_arm.values()}}
+    assert {macro if macro in of_arm else macro.replace("_", "") for macro in macros} == {*of_arm, *of_x86}
 
 
 @needs_compiler
