@@ -112,7 +112,8 @@ void multiply(const Format& format, const Shape& shape, int threads) {
     // Each thread draws one item ahead of the one it works on, to have its weights fetched in time.
     for (int64_t item = counter++, next; item < number; item = next) {
       next = counter++;
-      const auto [panel, first, rows] = items[item];
+      const int64_t panel = items[item].panel, first = items[item].first;
+      const int rows = items[item].rows;
       const int lines = shape.lines(panel);
       const int pieces = (rows + at_once - 1) / at_once;
       const uint32_t* weights = format.weights + panel * PANEL * shape.words;
