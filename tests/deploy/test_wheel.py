@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ops.test_build import check_against_references
 
 from quire import LLM, SamplingParams
 from quire.ops.cpu import build
 from support.commands import run
 from support.emulated import PROCESSORS, EmulatedLibrary, need_emulator
+from support.kernel_checks import check_against_references
 
 PROMPT = "Once upon a time"
 ARGUMENTS = ["--temperature", "0", "--max-tokens", "30", "--dtype", "float32", "--max-model-len", "256"]

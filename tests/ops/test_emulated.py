@@ -7,18 +7,13 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from ops.test_build import check_against_references
-from ops.test_encoder_attention import drawn, formula
-from ops.test_states import SHAPES, Texts, kernels
 
-from quire.ops import OPS
-from quire.ops.cpu import build
+from quire.ops.cpu import build, linear
 from support.emulated import CROSS_COMPILER, PROCESSORS, EmulatedLibrary, need_emulator
+from support.kernel_checks import check_against_references
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("emulated")]
 # The instructions that make an instruction set worth compiling for.
@@ -51,25 +46,8 @@ def library(request: pytest.FixtureRequest, paths, monkeypatch) -> Iterator[Emul
     emulated.close()
 
 
-def implementation(name: str) -> Any:
-    return next(i.function for i in OPS[name].implementations if i.name == "cpu")
-
-
 def test_emulated_kernels_compute_what_the_references_do(library, monkeypatch):
     check_against_references(library, monkeypatch)
-    ours = SimpleNamespace(**{n: implementation(n) for n in ("causal_conv", "time_steps", "scan", "selective_scan")})
-    for shape in SHAPES.values():
-        for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
-            made, wanted = (Texts(shape, [1, 9, 20], 3, dtype).whole(chosen) for chosen in (ours, kernels(dtype, True)))
-            for a, b in zip(made, wanted, strict=True):
-                torch.testing.assert_close(a, b, rtol=tolerance, atol=1e-5)
-    starts = torch.tensor([0, 1, 40, 105]).int()
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        q, k, v = drawn(dtype, 105, 4, 2, 24)
-        for reach in (None, 20):
-            made = implementation("encoder_attention")(q, k, v, starts, 0.2, reach)
-            wanted = formula(q, k, v, starts, 0.2, reach)
-            torch.testing.assert_close(made.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
 def test_emulated_products_of_a_row_do_not_depend_on_the_other_rows(library, monkeypatch):
@@ -77,7 +55,7 @@ def test_emulated_products_of_a_row_do_not_depend_on_the_other_rows(library, mon
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = torch.randn(23, 130).to(dtype), torch.randn(70, 130).to(dtype)
-        product = implementation("linear")
+        product = linear.linear_cpu
         packed = product.pack(weight)
         made = product(x, packed, None)
         for row in range(len(x)):

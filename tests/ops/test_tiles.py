@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from ops.test_ops import check_packed_products
-from ops.test_quantized import check_products, check_that_activations_are_rounded_to_8_bits
+from ops.test_quantized import (
+    check_joined_experts,
+    check_packed_experts,
+    check_products,
+    check_that_activations_are_rounded_to_8_bits,
+)
 
 from quire.ops.cpu import build, linear, quantized_linear
 
@@ -48,6 +53,8 @@ def test_products_of_tiles_compute_what_the_references_do(sources_of_products, m
     check_packed_products(linear.linear_cpu)
     check_products(quantized_linear.quantized_linear_cpu)
     check_that_activations_are_rounded_to_8_bits(quantized_linear.quantized_linear_cpu)
+    check_packed_experts(torch.bfloat16)
+    check_joined_experts((150, 1, 90))
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")

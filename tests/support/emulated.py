@@ -33,9 +33,9 @@ def need_emulator() -> None:
 class EmulatedLibrary:
     """In place of a quire.ops.cpu.build.Library. instruction_set: that of the library at `path`, a key of PROCESSORS.
 
-    Functions find the memory of tensors and structures whose addresses were taken (data_ptr, addressof) since this was
-    made. A call is three lists of numbers: regions of memory with their contents, the places of pointers in structures,
-    and arguments.
+    Functions find the memory of tensors, structures and arrays whose addresses were taken (data_ptr, addressof) since
+    this was made. A call is three lists of numbers: regions of memory with their contents, the places of pointers in
+    these regions, and arguments.
     """
 
     def __init__(self, path: Path, instruction_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ class EmulatedLibrary:
         command = [EMULATOR, "-cpu", PROCESSORS[instruction_set], "-L", SYSTEM, str(driver), str(path)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._starts: list[int] = []  # addresses of what is known, in order
-        self._known: dict[int, Any] = {}  # storages and structures, which must not be freed
+        self._known: dict[int, Any] = {}  # storages, structures and arrays, which must not be freed
         data_ptr, addressof = torch.Tensor.data_ptr, ctypes.addressof
 
         def noted_data_ptr(tensor: torch.Tensor) -> int:
@@ -98,7 +98,10 @@ class EmulatedLibrary:
             self._starts.insert(bisect_right(self._starts, address), address)
 
     def _add(self, address: int, regions: dict[int, int], pointers: list[int]) -> None:
-        """Add the storage or structure that holds the address, and what a structure points to."""
+        """Add the storage, structure or array that holds the address, and what the latter two point to.
+
+        The first number of an array is a pointer, as in quire.attention.base.Selection.
+        """
         start = self._starts[bisect_right(self._starts, address) - 1]
         memory = self._known[start]
         if isinstance(memory, torch.UntypedStorage):
@@ -106,11 +109,14 @@ class EmulatedLibrary:
             regions[start] = memory.nbytes()
             return
         regions[start] = ctypes.sizeof(memory)
-        for field, kind, *_ in memory._fields_:
-            if kind is ctypes.c_void_p:
-                pointers.append(start + getattr(type(memory), field).offset)
-                if value := getattr(memory, field):
-                    self._add(value, regions, pointers)
+        places = {0: memory[0]} if isinstance(memory, ctypes.Array) else {
+            getattr(type(memory), field).offset: getattr(memory, field)
+            for field, kind, *_ in memory._fields_ if kind is ctypes.c_void_p
+        }  # fmt: skip
+        for offset, value in places.items():
+            pointers.append(start + offset)
+            if value:
+                self._add(value, regions, pointers)
 
 
 def _numbers(*values: int) -> bytes:
