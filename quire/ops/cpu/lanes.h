@@ -247,7 +247,7 @@ QUIRE_INLINE u8x16 low_bytes(u32x16 v) {
 QUIRE_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #if defined(__ARM_NEON)
   return each<f32x16>([&](auto i) { return vfmaq_f32(c.parts[i], a.parts[i], b.parts[i]); });
-#elif defined(__FMA__)
+#elif defined(__AVX2__) && defined(__FMA__)
   return each<f32x16>([&](auto i) { return _mm256_fmadd_ps(a.parts[i], b.parts[i], c.parts[i]); });
 #else
   return a * b + c;

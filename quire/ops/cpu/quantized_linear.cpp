@@ -197,7 +197,8 @@ struct Quantized {
     const uint32_t* w = weights + panel * PANEL * row_words + word * stride;
     alignas(64) int32_t products[AMX_ROWS][2 * LANES];
     alignas(64) uint32_t unpacked[TILE][2 * LANES];
-    Ahead::Pace pace = ahead.pace((lines + 1) / 2 * ((words + STEP - 1) / STEP));
+    const int64_t groups = (words + group_words - 1) / group_words;
+    Ahead::Pace pace = ahead.pace((lines + 1) / 2 * groups * ((std::min(group_words, words) + STEP - 1) / STEP));
     for (int line = 0; line < lines; line += 2) {
       const int both = std::min(2, lines - line);
       for (int64_t begin = 0, g = word / group_words; begin < words; begin += group_words, g++) {
