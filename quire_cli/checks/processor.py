@@ -125,11 +125,12 @@ def check_kernels() -> Iterator[Finding]:
         return
     need_engine()
     from quire.ops.cpu import build
+    from quire.ops.cpu.processor import INSTRUCTION_SETS, USED_FEATURES, cpu_features
 
     if (library := build.find_library()) is not None:
-        name, usable = build.instruction_set_of(library), build.USED_FEATURES & set(build.cpu_features().split())
+        name, usable = build.instruction_set_of(library), USED_FEATURES & set(cpu_features().split())
         found = f"compiled for {'this processor' if name == 'native' else name}: {library.path}"
-        if name == "native" or usable <= build.INSTRUCTION_SETS[name][1]:
+        if name == "native" or usable <= INSTRUCTION_SETS[name][1]:
             yield ok(found)
         else:
             advice = "Install a compiler, or bring kernels for this processor (quire compile --cpu)."
