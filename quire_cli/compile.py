@@ -33,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--cpu", action="append", default=[], metavar="NAME", type=_cpu,
-        help="processor to compile the CPU kernels for: native is this machine's; an instruction set: avx512-bf16, "
-        "avx512-vnni, avx512, avx2; or gcc's name of a processor: sapphirerapids, znver4, ...; may be repeated",
+        help="processor to compile the CPU kernels for: native is this machine's; an instruction set: amx, "
+        "avx512-bf16, avx512-vnni, avx512, avx2, neon-bf16, neon-dotprod, neon; or gcc's name of a processor: "
+        "sapphirerapids, neoverse-v2, ...; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--output", type=Path, metavar="DIR",
@@ -64,7 +65,7 @@ def _card(target: str) -> Card:
 
 
 def _cpu(name: str) -> str:
-    from quire.ops.cpu.build import INSTRUCTION_SETS, PROCESSORS
+    from quire.ops.cpu.processor import INSTRUCTION_SETS, PROCESSORS
 
     known = dict(zip(INSTRUCTION_SETS, INSTRUCTION_SETS, strict=True)) | PROCESSORS
     if name not in known:

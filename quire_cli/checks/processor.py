@@ -14,10 +14,11 @@ from quire_cli.checks.engine import need_engine
 from quire_cli.checks.finding import Finding, note, ok, problem
 from quire_cli.checks.folders import why_not_writable
 
-# Features of processors in /proc/cpuinfo, and what people call them.
+# Features of processors, and what people call them.
 _FEATURES = {
     "avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx512vbmi": "AVX-512 VBMI",
-    "avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX", "asimd": "NEON", "sve": "SVE", "bf16": "BF16", "i8mm": "I8MM",
+    "avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX", "asimd": "NEON", "asimddp": "dot products", "i8mm": "I8MM",
+    "bf16": "BF16", "sve": "SVE",
 }  # fmt: skip
 _TESTED_MACHINE = "x86_64"
 _SECONDS = 20  # for the compiler
@@ -40,11 +41,11 @@ extern "C" void quire_probe(float* x) {
 
 def check_processor() -> Iterator[Finding]:
     need_engine()
-    from quire.ops.cpu.build import USED_FEATURES, cpu_features
+    from quire.ops.cpu.processor import USED_FEATURES, cpu_features
 
     machine, features = platform.machine(), set(cpu_features().split())
     names = {key: name for key, name in _FEATURES.items() if key in features}
-    used = [name for key, name in names.items() if key in USED_FEATURES or key == "asimd"]
+    used = [name for key, name in names.items() if key in USED_FEATURES]
     unused = [name for name in names.values() if name not in used]
     found = f"{_model_name() or machine} with {', '.join(used) or 'no vector instructions that the kernels know'}"
     found += f", and with {', '.join(unused)}, which the kernels do not use" if unused else ""
@@ -92,7 +93,8 @@ def _failure_of(compiler: list[str]) -> str | None:
 
     Raises OSError if there is no folder for that.
     """
-    from quire.ops.cpu.build import FLAGS, INSTRUCTION_SETS
+    from quire.ops.cpu.build import FLAGS
+    from quire.ops.cpu.processor import INSTRUCTION_SETS
 
     folder = private_folder("quire-doctor-")
     try:
@@ -117,17 +119,18 @@ def _failure_of(compiler: list[str]) -> str | None:
 
 
 def check_kernels() -> Iterator[Finding]:
-    if sys.platform != "linux":
+    if sys.platform not in ("linux", "darwin"):
         advice = "Run Quire on Linux, such as in a virtual machine."
-        yield note("they are for Linux only, and without them, steps take at least five times as long", advice)
+        yield note("not for this system, and without them, steps take at least five times as long", advice)
         return
     need_engine()
     from quire.ops.cpu import build
+    from quire.ops.cpu.processor import INSTRUCTION_SETS, USED_FEATURES, cpu_features
 
     if (library := build.find_library()) is not None:
-        name, usable = build.instruction_set_of(library), build.USED_FEATURES & set(build.cpu_features().split())
+        name, usable = build.instruction_set_of(library), USED_FEATURES & set(cpu_features().split())
         found = f"compiled for {'this processor' if name == 'native' else name}: {library.path}"
-        if name == "native" or usable <= build.INSTRUCTION_SETS[name][1]:
+        if name == "native" or usable <= INSTRUCTION_SETS[name][1]:
             yield ok(found)
         else:
             advice = "Install a compiler, or bring kernels for this processor (quire compile --cpu)."

@@ -44,7 +44,7 @@ def test_options_of_serve_are_accepted_and_checked():
 def test_an_unknown_processor_is_refused_with_a_list_of_the_known_ones():
     done = _quire("compile", "--cpu", "i486")
     assert done.returncode == 2
-    assert "unknown processor 'i486'; known are: native, avx512-bf16" in done.stderr
+    assert "unknown processor 'i486'; known are: native, amx, avx512-bf16" in done.stderr
 
 
 def test_a_machine_without_a_compiler_and_a_model_that_does_not_exist_are_one_line_each(tmp_path: Path):

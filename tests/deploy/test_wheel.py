@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ops.test_build import check_against_references
 
 from quire import LLM, SamplingParams
 from quire.ops.cpu import build
 from support.commands import run
+from support.emulated import PROCESSORS, EmulatedLibrary, need_emulator
+from support.kernel_checks import check_against_references
 
 PROMPT = "Once upon a time"
 ARGUMENTS = ["--temperature", "0", "--max-tokens", "30", "--dtype", "float32", "--max-model-len", "256"]
-NAMES = [name for name in build.INSTRUCTION_SETS if name != "native"]
+NAMES = [name for name in build.INSTRUCTION_SETS if name.startswith(("amx", "avx"))]
 
 pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("wheel")]
 
@@ -27,11 +28,14 @@ pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("wheel")]
 @pytest.fixture(scope="module")
 def libraries(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Those of the wheel, by their instruction sets. None is loaded here, since loading runs some instructions."""
-    folder = tmp_path_factory.mktemp("wheel")
+    return unpacked_libraries(wheel, tmp_path_factory.mktemp("wheel"))
+
+
+def unpacked_libraries(wheel: Path, folder: Path) -> dict[str, Path]:
     with zipfile.ZipFile(wheel) as files:
         files.extractall(folder)
     paths = folder.glob("quire/ops/cpu/compiled/*")
-    starts = {build._fingerprint(build._flags(name)): name for name in NAMES}
+    starts = {build._fingerprint(build._flags(name)): name for name in build.INSTRUCTION_SETS}
     return {starts[path.name.partition("-")[0]]: path for path in paths}
 
 
@@ -56,6 +60,23 @@ def test_a_processor_that_has_only_avx2_runs_the_kernels_for_it(wheel, tmp_path)
     command = ["qemu-x86_64", "-cpu", "Haswell", sys.executable, "-m", "pytest", "-n", "0", "-m", "nightly", case]
     environment = {"CXX": "missing-compiler", "XDG_CACHE_HOME": str(tmp_path), "QUIRE_WHEEL": str(wheel)}
     assert "1 passed" in run(command, **environment).stdout
+
+
+def test_the_kernels_of_a_wheel_for_aarch64_compute_what_the_references_do(monkeypatch, tmp_path):
+    need_emulator()
+    for package in ("build", "ziglang", "auditwheel"):
+        pytest.importorskip(package)
+    tool = Path(__file__).parents[2] / "tools/build_wheel.py"
+    run([sys.executable, str(tool), "--machine", "aarch64", "--output", str(tmp_path / "dist")])
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert wheel.name.endswith("-py3-none-manylinux_2_28_aarch64.whl")
+    libraries = unpacked_libraries(wheel, tmp_path)
+    assert sorted(libraries) == sorted(PROCESSORS)
+    for name, path in libraries.items():
+        with monkeypatch.context() as patch:
+            library = EmulatedLibrary(path, name, patch)
+            check_against_references(library, patch)
+            library.close()
 
 
 @pytest.fixture(scope="module")

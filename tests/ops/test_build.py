@@ -10,22 +10,19 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import platformdirs
 import pytest
 import torch
-from attention.test_attention import MIXED, World
-from ops.test_ops import CASES, as_tuple, check_packed_products, copied
-from ops.test_quantized import check_products, check_quantizing
 
 import quire.attention.cpu
 from quire.attention.base import AttentionShape
-from quire.ops import OPS, Kernels, Target
-from quire.ops.cpu import build, linear, quantized_linear
+from quire.ops import Kernels, Target
+from quire.ops.cpu import build
+from quire.ops.cpu.processor import USED_FEATURES
+from support.kernel_checks import check_against_references
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems run the reference")
 HAS_COMPILER = build.library() is not None
@@ -246,9 +243,14 @@ def test_the_sources_use_no_other_features_of_processors_than_the_build_knows():
     macros = {
         macro
         for source in [*build.SOURCES.glob("*.cpp"), *build.SOURCES.glob("*.h")]
-        for macro in re.findall(r"__(AVX\w*|AMX\w*|FMA\w*|BMI\w*|F16C)__", source.read_text())
+        for macro in re.findall(r"__((?:AVX|AMX|FMA|BMI|F16C|ARM_)\w*?)(?:__)?\b", source.read_text())
     }
-    assert {macro.lower() for macro in macros} == {name.replace("_", "") for name in build.USED_FEATURES}
+    of_arm = {
+        "ARM_NEON": "asimd", "ARM_FEATURE_DOTPROD": "asimddp", "ARM_FEATURE_MATMUL_INT8": "i8mm",
+        "ARM_FEATURE_BF16_VECTOR_ARITHMETIC": "bf16",
+    }  # fmt: skip
+    of_x86 = {name.upper().replace("_", "") for name in USED_FEATURES - {*of_arm.values()}}
+    assert {macro if macro in of_arm else macro.replace("_", "") for macro in macros} == {*of_arm, *of_x86}
 
 
 @needs_compiler
@@ -280,32 +282,6 @@ def test_the_kernels_compiled_for_lesser_processors(monkeypatch, tmp_path, name)
     if needed - set(build.cpu_features().split()):
         pytest.skip("this processor is a lesser one itself")
     check_against_references(build.load(tmp_path, [*build.FLAGS, "-O1", flag]), monkeypatch)
-
-
-def check_against_references(library: build.Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare what the kernels of a library compute with the references."""
-    torch.manual_seed(0)
-    monkeypatch.setattr(build, "_kernel", cache(library.function))
-    for dtype in (torch.float32, torch.bfloat16):
-        shape = AttentionShape(14, 2, 80, 16, dtype, torch.device("cpu"))
-        World(quire.attention.cpu.CpuAttention(shape), MIXED).check()
-        World(quire.attention.cpu.CpuAttention(shape), MIXED).check(
-            window=16, soft_cap=5.0, sinks=torch.randn(14), bias=torch.randn(14, 41)
-        )  # fmt: skip
-        latent = replace(shape, num_kv_heads=1, head_dim=40, value_dim=32)
-        World(quire.attention.cpu.CpuAttention(latent), MIXED).check()
-        for cell in (torch.int8, torch.float8_e4m3fn):
-            World(quire.attention.cpu.CpuAttention(replace(shape, cell=cell)), MIXED).check()
-        for name in CASES:
-            op = OPS[name]
-            for implementation in (i for i in op.implementations if i.name == "cpu"):
-                for arguments in list(CASES[name](dtype))[::9]:
-                    got, wanted = (f(*map(copied, arguments)) for f in (implementation.function, op.reference))
-                    for a, b in zip(as_tuple(got), as_tuple(wanted), strict=True):
-                        torch.testing.assert_close(a, b, rtol=1e-5 if dtype is torch.float32 else 2**-6, atol=1e-5)
-    check_packed_products(linear.linear_cpu)
-    check_products(quantized_linear.quantized_linear_cpu)
-    check_quantizing(quantized_linear.quantize_cpu)
 
 
 @pytest.mark.slow

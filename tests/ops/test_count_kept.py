@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -30,6 +32,10 @@ def expected(token_ids: torch.Tensor, rows: list[int], positions: list[int], sam
 def test_drafts_are_kept_up_to_the_first_that_differs(implementation: Implementation, seed: int):
     if not implementation.supports(Target(torch.device("cpu"), torch.float32)):
         pytest.skip("not supported here")
+    check_count_kept(implementation.function, seed)
+
+
+def check_count_kept(function: Callable[..., torch.Tensor], seed: int) -> None:
     draw = np.random.default_rng(seed)
     requests = int(draw.integers(1, 9))
     token_ids = torch.from_numpy(draw.integers(0, 3, (10, 40)).astype(np.int32))
@@ -42,7 +48,7 @@ def test_drafts_are_kept_up_to_the_first_that_differs(implementation: Implementa
         int(token_ids[row, position + 1]) if draw.random() < 0.7 else 2
         for row, position in zip(rows, positions, strict=True)
     ]
-    made = implementation.function(
+    made = function(
         token_ids, torch.tensor(rows, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64),
         torch.tensor(sampled, dtype=torch.int64), torch.tensor([0, *np.cumsum(places)]),
     )  # fmt: skip

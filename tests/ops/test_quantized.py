@@ -227,6 +227,10 @@ def test_products_of_experts_are_those_of_each_experts_own_weight():
 @pytest.mark.parametrize("counts", [(1, 0, 2), (0, 0, 0), (150, 1, 90)])
 def test_joined_experts_give_the_bits_of_each_experts_own_product(counts):
     torch.manual_seed(0)
+    check_joined_experts(counts)
+
+
+def check_joined_experts(counts: tuple[int, ...]) -> None:
     bounds = torch.tensor([0, *counts]).cumsum(0)
     for matrix in quantized_matrices():
         experts = [replace(matrix, **{n: _repeated(t, 128) for n, t in matrix.by_row.items()}) for _ in counts]
@@ -254,6 +258,10 @@ def _repeated(tensor: Tensor, rows: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_experts_give_the_bits_of_packed_weights(dtype):
     torch.manual_seed(0)
+    check_packed_experts(dtype)
+
+
+def check_packed_experts(dtype: torch.dtype) -> None:
     bounds = torch.tensor([0, 3, 3, 140])
     for width in (33, 256):
         weight = (torch.randn(3, 192, width) / width**0.5).to(dtype)

@@ -136,7 +136,7 @@ struct Attention {
         for (int i = 0; i < count; i++) {
           u32x16 expanded[S::LINES];
           expand(lines[i], expanded);
-          for (int j = 0; j < S::LINES; j++, to_line += TILE_KEYS) memcpy(to_line, &expanded[j], sizeof(expanded[j]));
+          for (int j = 0; j < S::LINES; j++, to_line += TILE_KEYS) store(to_line, expanded[j]);
         }
       }
     }
@@ -161,7 +161,7 @@ struct Attention {
       for (int i = 0; i < 2; i++) {
         const float* stored = (i ? tile.value_scales : tile.key_scales)[c];
         f32x16 x = stored ? load(stored) : f32x16{};
-        store(scales + i * TILE_KEYS + c * LANES, (key >= from) & (key < to) ? x : f32x16{});
+        store(scales + i * TILE_KEYS + c * LANES, where((key >= from) & (key < to), x, f32x16{}));
         if (const float* next = (i ? ahead.value_scales : ahead.key_scales)[c]) fetch(next);
       }
     }
@@ -182,7 +182,7 @@ struct Attention {
       if (BIASED) x[c] += biases.of(head, ahead + c * LANES) * LOG2_E;
       if (MASKED) {
         i32x16 key = LANE + c * LANES;
-        x[c] = (key >= begin) & (key < end) ? x[c] : splat(MINUS_INFINITY);
+        x[c] = where((key >= begin) & (key < end), x[c], splat(MINUS_INFINITY));
       }
       top = larger(top, x[c]);
     }
@@ -334,7 +334,7 @@ struct Attention {
     if (split_maximum == MINUS_INFINITY) return;  // the row sees no key of the split
     const float raised = std::max(maximum, split_maximum);
     const f32x16 lost = f32x16{maximum - raised, split_maximum - raised};
-    const f32x16 weights = lost == 0.0f ? splat(1.0f) : quire::exp2(lost);  // exp2(0) is not exactly 1
+    const f32x16 weights = where(lost == 0.0f, splat(1.0f), quire::exp2(lost));  // exp2(0) is not exactly 1
     const f32x16 old_weight = splat(weights[0]), weight = splat(weights[1]);
     maximum = raised;
     sum = sum * weights[0] + split_sum * weights[1];

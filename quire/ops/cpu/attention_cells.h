@@ -8,16 +8,14 @@
 
 namespace quire {
 
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-
 struct Int8 {
   static constexpr float LARGEST = 127;
 
   // What the highest byte of each word stands for; the bytes below it do not matter.
-  static f32x16 decode(u32x16 word) { return __builtin_convertvector(as<i32x16>(word) >> 24, f32x16); }
+  static QUIRE_INLINE f32x16 decode(u32x16 word) { return to_float(as<i32x16>(word) >> 24); }
 
   // The nearest, ties to even, of |x| <= LARGEST, in the lowest byte.
-  static u32x16 encode(f32x16 x) {
+  static QUIRE_INLINE u32x16 encode(f32x16 x) {
     const f32x16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves an integer in the low bits
     return as<u32x16>(x + shift) & 0xff;
   }
@@ -31,16 +29,16 @@ struct Int8 {
 struct Fp8 {
   static constexpr float LARGEST = 448;
 
-  static f32x16 decode(u32x16 word) {
+  static QUIRE_INLINE f32x16 decode(u32x16 word) {
     f32x16 size = as<f32x16>(word >> 4 & 0x07f00000u) * 0x1p120f;  // right for numbers below the normal ones, too
     return as<f32x16>(as<u32x16>(size) | (word & 0x80000000u));
   }
 
-  static u32x16 encode(f32x16 x) {
+  static QUIRE_INLINE u32x16 encode(f32x16 x) {
     u32x16 bits = as<u32x16>(x), size = bits & 0x7fffffffu;
     u32x16 normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
     u32x16 small = as<u32x16>(as<f32x16>(size) + 16384.0f) & 0xff;  // adding 2^14 leaves multiples of 2^-9
-    return (as<f32x16>(size) < 0x1p-6f ? small : normal) | (bits >> 24 & 0x80);
+    return where(as<f32x16>(size) < 0x1p-6f, small, normal) | (bits >> 24 & 0x80);
   }
 #ifdef __AVX512VBMI__
   static __m512i without_sign(__m512i cells) { return cells; }  // a look-up takes no notice of the highest bit
@@ -123,14 +121,13 @@ struct Cells {
   // x: [n] -> cells: [n] and their scale
   static void encode(const T* x, int n, Element* cells, float* scale) {
     u32x16 largest = {};  // as bits, in which a NaN is the largest: it must not get lost
-    auto larger = [](u32x16 a, u32x16 b) { return a > b ? a : b; };
+    auto larger = [](u32x16 a, u32x16 b) { return where(a > b, a, b); };
     for_lanes(n, [&](int64_t i, int lanes) {
       largest = larger(largest, as<u32x16>(load_up_to(x + i, lanes)) & 0x7fffffffu);
     });
-    QUIRE_FOLD(largest, larger)
-    *scale = std::max(as<f32x16>(largest)[0] / Format::LARGEST, 0x1p-126f);
+    *scale = std::max(as<f32x16>(folded(largest, larger))[0] / Format::LARGEST, 0x1p-126f);
     for_lanes(n, [&](int64_t i, int lanes) {
-      u8x16 encoded = __builtin_convertvector(Format::encode(load_up_to(x + i, lanes) / *scale), u8x16);
+      const u8x16 encoded = low_bytes(Format::encode(load_up_to(x + i, lanes) / *scale));
       memcpy(cells + i, &encoded, lanes);
     });
   }

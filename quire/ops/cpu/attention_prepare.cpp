@@ -36,7 +36,7 @@ void store_lines(const T* k, int64_t k_stride, const T* v, int64_t v_stride, int
     }
     transpose(lines);
     for (int i = 0; i < std::min(WORDS, dim / P - w); i++)
-      memcpy(keys + (w + i) * block_size + offset, &lines[i], sizeof(lines[i]));
+      store(keys + (w + i) * block_size + offset, lines[i]);
   }
   if (!values) return;
   for (int t = 0; t < LANES; t += P)
@@ -47,7 +47,7 @@ void store_lines(const T* k, int64_t k_stride, const T* v, int64_t v_stride, int
         const u32x16 bits = as<u32x16>(load_up_to(v + (t + i) * v_stride + d, n));  // of bfloat16, the upper half
         words |= i + 1 < P ? bits >> 16 : bits;
       }
-      memcpy(values + (offset + t) / P * dim + d, &words, sizeof(words));
+      store(values + (offset + t) / P * dim + d, words);
     }
 }
 

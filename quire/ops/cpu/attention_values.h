@@ -47,12 +47,12 @@ void transpose(const uint32_t* keys, int stride, int dims, uint32_t* values) {
   for (int w = 0; w < dims / P; w++) {
     u32x16 line = load_words(keys + w * stride);
     if (P == 2) {  // words of (token, dims 2w and 2w + 1) become words of (two tokens, dim)
-      u32x16 other = __builtin_shufflevector(line, line, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+      u32x16 other = shuffle<1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14>(line, line);
       u32x16 first = (line & 0xffffu) | other << 16, second = (line & 0xffff0000u) | other >> 16;
-      line = __builtin_shufflevector(first, second, 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31);
+      line = shuffle<0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31>(first, second);
     }
     uint32_t words[LANES];
-    memcpy(words, &line, sizeof(line));
+    store(words, line);
     for (int i = 0; i < LANES / P; i++) memcpy(values + i * dims + w * P, words + i * P, P * sizeof(uint32_t));
   }
 }
@@ -67,7 +67,7 @@ void expand(const uint32_t* from, int from_stride, int rows, int columns, uint32
       u32x16 lines[S::LINES];
       expand(load_words(from + w * from_stride + i), lines);
       if (ahead) fetch(ahead + w * from_stride + i);
-      for (int j = 0; j < S::LINES; j++) memcpy(to + (w * S::LINES + j) * to_stride + i, &lines[j], sizeof(lines[j]));
+      for (int j = 0; j < S::LINES; j++) store(to + (w * S::LINES + j) * to_stride + i, lines[j]);
     }
 }
 

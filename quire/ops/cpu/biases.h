@@ -17,9 +17,9 @@ struct Biases {
     if (ahead >= -reach && ahead + LANES - 1 <= reach) return load(middle + ahead);
     if (ahead + LANES - 1 <= -reach) return splat(middle[-reach]);
     if (ahead >= reach) return splat(middle[reach]);
-    f32x16 x;
+    float x[LANES];
     for (int i = 0; i < LANES; i++) x[i] = middle[std::clamp(ahead + i, -reach, reach)];
-    return x;
+    return load(x);
   }
 };
 

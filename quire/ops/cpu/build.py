@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.messages.errors import error_text
+from quire.ops.cpu.processor import INSTRUCTION_SETS, USED_FEATURES, cpu_features
 from quire.system import limits
 from quire.system.folders import cache_folder, private_folder
 
@@ -31,27 +32,6 @@ logger = logging.getLogger("quire")
 SOURCES = Path(__file__).parent
 PACKAGED = SOURCES / "compiled"  # the libraries of a wheel, one for each instruction set: tools/build_wheel.py
 FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-Wno-psabi", "-ffp-contract=off")  # the last: see vector.h, fma
-# Instruction sets that the kernels may use: all that the processor has, or only those of an older one (to measure and
-# test that, and to compile for another machine). Each has the compiler's flags and the features that the processor must
-# have. The best are first.
-_AVX512 = {"avx2", "fma", "bmi2", "f16c", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_AVX512_VNNI = {*_AVX512, "avx512_vnni", "avx512vbmi"}
-INSTRUCTION_SETS = {
-    "native": ("-march=native", set[str]()),
-    "avx512-bf16": (
-        "-march=x86-64-v4 -mavx512vnni -mavx512vbmi -mavx512bf16", {*_AVX512_VNNI, "avx512_bf16"},
-    ),
-    "avx512-vnni": ("-march=x86-64-v4 -mavx512vnni -mavx512vbmi", _AVX512_VNNI),
-    "avx512": ("-march=x86-64-v4", _AVX512),
-    "avx2": ("-march=x86-64-v3", {"avx2", "fma", "bmi2", "f16c"}),
-}  # fmt: skip
-PROCESSORS = {  # by the compiler's names of processors: the instruction set of these that the kernels can use
-    "haswell": "avx2", "znver1": "avx2", "znver2": "avx2", "znver3": "avx2", "skylake-avx512": "avx512",
-    "cascadelake": "avx512", "icelake-server": "avx512-vnni", "sapphirerapids": "avx512-bf16",
-    "graniterapids": "avx512-bf16", "znver4": "avx512-bf16", "znver5": "avx512-bf16",
-}  # fmt: skip
-# What the kernels' sources distinguish. Libraries for two processors that agree in these are equally fast.
-USED_FEATURES = {"avx2", "fma", "avx512f", "avx512_vnni", "avx512vbmi", "avx512_bf16"}
 _DISK = 1 << 25  # bytes of disk that compiling needs
 _MEMORY = 400 << 20  # bytes that the compiler needs for the largest source
 _ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
@@ -99,7 +79,7 @@ def choose_instruction_set(name: str) -> None:
 @cache
 def library() -> Library | None:
     """The kernels, compiled if necessary. If that is not possible, None, after one warning."""
-    if sys.platform != "linux":
+    if sys.platform not in ("linux", "darwin"):
         return None
     flags, folder = _flags(_chosen[0]), cache_folder()
     try:
@@ -122,7 +102,7 @@ def library() -> Library | None:
 
 def find_library() -> Library | None:
     """The kernels if they need not be compiled, else None."""
-    if sys.platform != "linux":
+    if sys.platform not in ("linux", "darwin"):
         return None
     folder, name = cache_folder(), _chosen[0]
     packaged = _best(PACKAGED) if name == "native" else _find(PACKAGED, _flags(name), "*")
@@ -215,7 +195,7 @@ def recordable(name: str) -> int | None:
     return None if loaded is None else loaded.address(f"{name}_recorded")
 
 
-def load(folder: Path, flags: Sequence[str] = (*FLAGS, "-march=native")) -> Library:
+def load(folder: Path, flags: Sequence[str] = (*FLAGS, INSTRUCTION_SETS["native"][0])) -> Library:
     """The library from `folder`, compiled into it if it is missing or damaged.
 
     Without a compiler, a library that another compiler built from the same sources is accepted; an image can ship one.
@@ -241,7 +221,7 @@ def _find(folder: Path, flags: Sequence[str], version: str | None = None) -> Lib
 
 def _compile_once(compiler: list[str], flags: Sequence[str], path: Path, is_usable: Callable[[Path], bool]) -> None:
     """Compile the library unless there is a usable one, perhaps since another process has just compiled it."""
-    import fcntl  # not available everywhere; `library()` calls this on Linux only
+    import fcntl  # not on Windows, where `library()` does not call this
 
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     check_folder(path.parent)
@@ -268,7 +248,7 @@ def find_compiler() -> list[str] | None:
 
 def _fingerprint(flags: Sequence[str]) -> str:
     """A hash of everything that the machine code depends on, except the compiler."""
-    facts = [*flags, cpu_features() if "-march=native" in flags else ""]
+    facts = [*flags, cpu_features() if INSTRUCTION_SETS["native"][0] in flags else ""]
     digest = hashlib.sha256("\0".join(facts).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -286,7 +266,7 @@ def check_folder(folder: Path) -> None:
     if not _is_trusted(folder):
         raise OSError(f"{folder} belongs to another user, or anyone may write to it")
     facts = os.statvfs(folder)
-    if facts.f_flag & os.ST_NOEXEC:
+    if facts.f_flag & getattr(os, "ST_NOEXEC", 0):
         raise OSError(f"{folder} is on a file system whose files must not be executed (noexec)")
     if facts.f_bavail * facts.f_frsize < _DISK:
         raise OSError(f"{folder} is on a file system that is full; {_DISK >> 20} MB are needed")
@@ -296,15 +276,6 @@ def _is_trusted(path: Path) -> bool:
     """Whether only this user, root, or the owner of Quire's code can have written it."""
     facts = path.stat()
     return facts.st_uid in (0, os.geteuid(), SOURCES.stat().st_uid) and not facts.st_mode & 0o002
-
-
-def cpu_features() -> str:
-    """The line in which the system lists the features of the processor, "" if there is none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def _compile(compiler: list[str], flags: Sequence[str], path: Path) -> None:

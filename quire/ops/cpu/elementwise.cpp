@@ -57,7 +57,7 @@ void layer_norm(const T* x, int64_t outer, int64_t inner, int64_t stride, int64_
     const f32x16 mean = splat(sum(total) / float(dim));
     for_lanes(dim, [&](int64_t i, int n) {
       f32x16 v = load_up_to(from + i, n) - mean;
-      if (n < LANES) v = LANE < n ? v : f32x16{};
+      if (n < LANES) v = where(LANE < n, v, f32x16{});
       squares = fma(v, v, squares);
     });
     const float scale = 1.0f / std::sqrt(sum(squares) / float(dim) + eps);
@@ -102,7 +102,7 @@ constexpr float LOG2_E = 1.44269504f;
 // 1 / (1 + exp(-x)), by an exponent that is kept from overflowing: below 1e-37 it stays what it is there.
 inline f32x16 sigmoid(f32x16 x) {
   f32x16 exponent = x * -LOG2_E;
-  return 1.0f / (1.0f + exp2(exponent > 126.0f ? splat(126.0f) : exponent));
+  return 1.0f / (1.0f + exp2(where(exponent > 126.0f, splat(126.0f), exponent)));
 }
 
 // The gated activations: what becomes of a gate and the value beside it. T is the type of the tensors.
@@ -137,14 +137,14 @@ struct Sigmoid {
 struct Relu {
   template <class T>
   f32x16 operator()(f32x16 gate, f32x16 up, T) const {
-    return (gate > 0.0f ? gate : f32x16{}) * up;
+    return where(gate > 0.0f, gate, f32x16{}) * up;
   }
 };
 
 struct ReluSquared {
   template <class T>
   f32x16 operator()(f32x16 gate, f32x16 up, T type) const {
-    const f32x16 positive = gate > 0.0f ? gate : f32x16{};
+    const f32x16 positive = where(gate > 0.0f, gate, f32x16{});
     return rounded_to(positive * positive, type) * up;
   }
 };
@@ -153,7 +153,7 @@ struct Clip {
   float most;
   template <class T>
   f32x16 operator()(f32x16 x, f32x16, T) const {
-    return x > most ? splat(most) : x < -most ? splat(-most) : x;
+    return where(x > most, splat(most), where(x < -most, splat(-most), x));
   }
 };
 
@@ -162,13 +162,13 @@ struct Xielu {
   float positive, negative;
   template <class T>
   f32x16 operator()(f32x16 x, f32x16, T) const {
-    const f32x16 low = x > -1e-6f ? splat(-1e-6f) : x;
+    const f32x16 low = where(x > -1e-6f, splat(-1e-6f), x);
     // e^x - 1 - x: near 0, where that would lose its digits, the series.
     f32x16 series = splat(1.0f / 40320);
     for (float factor : {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f}) series = fma(series, low, factor);
     const f32x16 near = series * low * low, far = exp2(low * LOG2_E) - 1.0f;
-    const f32x16 below = ((low < -0.5f ? far : near + low) - x) * negative;
-    return (x > 0.0f ? positive * x * x : below) + 0.5f * x;
+    const f32x16 below = (where(low < -0.5f, far, near + low) - x) * negative;
+    return where(x > 0.0f, positive * x * x, below) + 0.5f * x;
   }
 };
 
@@ -176,8 +176,8 @@ struct SwigluOai {
   float alpha, limit;
   template <class T>
   f32x16 operator()(f32x16 gate, f32x16 up, T) const {
-    gate = gate > limit ? splat(limit) : gate;
-    up = up > limit ? splat(limit) : up < -limit ? splat(-limit) : up;
+    gate = where(gate > limit, splat(limit), gate);
+    up = where(up > limit, splat(limit), where(up < -limit, splat(-limit), up));
     return (up + 1.0f) * gate * sigmoid(alpha * gate);
   }
 };

@@ -56,13 +56,13 @@ void rotate_pairs(T* x, int64_t heads, int64_t head_stride, const float* cos, co
       T part[2 * LANES] = {}, *at = x + head * head_stride + 2 * i, *pairs = n == LANES ? at : part;
       if (n < LANES) memcpy(part, at, 2 * n * sizeof(T));
       f32x16 low = load(pairs), high = load(pairs + LANES);
-      f32x16 a = __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-      f32x16 b = __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+      f32x16 a = shuffle<0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30>(low, high);
+      f32x16 b = shuffle<1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31>(low, high);
       f32x16 c = load_up_to(cos + i, n), s = load_up_to(sin + i, n);
       f32x16 first = a * c - b * s, second = b * c + a * s;
-      store(pairs, __builtin_shufflevector(first, second, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+      store(pairs, shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(first, second));
       store(pairs + LANES,
-            __builtin_shufflevector(first, second, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+            shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(first, second));
       if (n < LANES) memcpy(at, part, 2 * n * sizeof(T));
     });
 }

@@ -107,7 +107,7 @@ struct Encoder {
         for (int j = 0; j < LANES; j++) block[j] = load_words(&s.row[j * words() + w]);
         transpose(block);
         for (int j = 0; j < std::min(LANES, words() - w); j++)
-          memcpy(&s.keys[(w + j) * width + i], &block[j], sizeof(block[j]));
+          store(&s.keys[(w + j) * width + i], block[j]);
       }
     }
     std::fill(s.values.begin(), s.values.end(), 0u);
@@ -128,7 +128,7 @@ struct Encoder {
       const i32x16 key = LANE + i;
       f32x16 x = load(scores + i) * (scale * LOG2_E);
       if (BIASED) x += biases.of(head, ahead + i) * LOG2_E;
-      const f32x16 seen = (key >= begin) & (key < end) ? x : splat(-std::numeric_limits<float>::infinity());
+      const f32x16 seen = where((key >= begin) & (key < end), x, splat(-std::numeric_limits<float>::infinity()));
       store(scores + i, seen);
       top = larger(top, seen);
     }

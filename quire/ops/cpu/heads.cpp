@@ -39,7 +39,7 @@ void append_positions(Which which, const T* x, int64_t stride, int64_t head_stri
     memcpy(to, x + token * stride + head * head_stride, dim * sizeof(T));
     const int64_t low = positions[token] & 255;
     f32x16 digits = {};
-    if (which == KEY) digits[0] = float(positions[token] - low), digits[1] = float(low);
+    if (which == KEY) digits = f32x16{float(positions[token] - low), float(low)};
     if (which == QUERY) digits = splat(load_part(slopes + head, 1)[0]);
     store_part(to + dim, digits, 2);
   });

@@ -1,4 +1,5 @@
 // The dense product, from weights in panels (panels.h): packing them, multiplying, and reading rows back.
+#include "blocks.h"
 #include "panels.h"
 #include "replay.h"
 
@@ -15,7 +16,39 @@ struct Dense {
   T* result;      // [rows, out]
   int64_t out, row_words;
 
+#ifdef QUIRE_TILES
+  bool in_tiles(int64_t) const { return PAIR<T> == 2 && has_tiles(); }
+
+  // A tile's products are added up before they meet the sum, so that tiles must begin at fixed words.
+  int64_t step() const { return in_tiles(0) ? TILE : 1; }
+
+  void visit_tiles(Tiles& tiles, int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int, float* sums,
+                   bool is_first, Ahead& ahead) const {
+    const int stride = lines * LANES;
+    const uint32_t* w = weights + panel * PANEL * row_words + word * stride;
+    const char* from = reinterpret_cast<const char*>(x + row * x_stride + PAIR<T> * word);
+    const int64_t bytes = x_stride * sizeof(T);
+    Ahead::Pace pace = ahead.pace((lines + 1) / 2 * ((words + TILE - 1) / TILE));
+    for (int line = 0; line < lines; line += 2) {
+      const int count = std::min(2, lines - line);
+      auto place = [&](int r, int l) { return sums + r * PANEL + (line + l) * LANES; };
+      tiles.for_sums(count, [&](auto tile, int r, int l) {
+        if (is_first) zero_tile<tile.value>();
+        else load_tile<tile.value>(place(r, l), PANEL * sizeof(float));
+      });
+      for (int64_t i = 0; i < words; i += TILE) {
+        ahead.fetch(pace);
+        tiles.multiply<true>(from + i * 4, bytes, w + i * stride + line * LANES, stride,
+                             int(std::min<int64_t>(TILE, words - i)), count);
+      }
+      tiles.for_sums(count, [&](auto tile, int r, int l) {
+        store_tile<tile.value>(place(r, l), PANEL * sizeof(float));
+      });
+    }
+  }
+#else
   int64_t step() const { return 1; }
+#endif
 
   void expect(int64_t, int) const {}
 
@@ -32,6 +65,13 @@ struct Dense {
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) sum[r][c] = is_first ? f32x16{} : load(sums + r * PANEL + c * LANES);
+#ifdef QUIRE_BLOCKS
+    if constexpr (R > 1 && PAIR<T> == 2) {
+      Blocks<R, f32x16> blocks(sum);
+      blocks.add_lines(w, stride, words, from, bytes, [&] { ahead.fetch(pace); });
+      blocks.write(sum);
+    } else
+#endif
     for (int64_t i = 0; i < words; i++) {
       u32x16 line[C];
 #pragma GCC unroll 4
@@ -89,7 +129,7 @@ void quire_panels(const void* weight, int64_t out, int64_t words, void* packed, 
         for (int r = 0; r < LANES; r++) block[r] = load_words(rows.data() + (i + r) * shape.words + word);
         transpose(block);
         for (int w = 0; w < std::min<int64_t>(LANES, shape.words - word); w++)
-          memcpy(to + (word + w) * width + i, &block[w], sizeof(block[w]));
+          store(to + (word + w) * width + i, block[w]);
       }
   });
 }

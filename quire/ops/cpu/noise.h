@@ -7,9 +7,13 @@ namespace quire {
 
 constexpr int GROUP = 32;  // tokens at a time: 8 counters, each good for 4 words
 
-inline u64x8 multiply(uint32_t a, u64x8 b) {  // 32 x 32 -> 64 bits
+QUIRE_INLINE u64x8 multiply(uint32_t a, u64x8 b) {  // 32 x 32 -> 64 bits
 #ifdef __AVX512F__
   return as<u64x8>(_mm512_mul_epu32(_mm512_set1_epi64(a), as<__m512i>(b)));
+#elif defined(__AVX2__)
+  return each<u64x8>([&](auto i) { return (u64x8::Part)_mm256_mul_epu32(_mm256_set1_epi64x(a), (__m256i)b.parts[i]); });
+#elif defined(__ARM_NEON)
+  return each<u64x8>([&](auto i) { return vmull_u32(vmovn_u64(b.parts[i]), vdup_n_u32(a)); });
 #else
   return b * uint64_t(a);
 #endif
@@ -31,13 +35,13 @@ inline void philox(uint32_t first_counter, uint32_t position, uint64_t seed, u32
     k1 += 0xBB67AE85u;
   }
   u64x8 front = c0 | c1 << 32, back = c2 | c3 << 32;
-  words[0] = as<u32x16>(__builtin_shufflevector(front, back, 0, 8, 1, 9, 2, 10, 3, 11));
-  words[1] = as<u32x16>(__builtin_shufflevector(front, back, 4, 12, 5, 13, 6, 14, 7, 15));
+  words[0] = as<u32x16>(shuffle<0, 8, 1, 9, 2, 10, 3, 11>(front, back));
+  words[1] = as<u32x16>(shuffle<4, 12, 5, 13, 6, 14, 7, 15>(front, back));
 }
 
 // Uniform noise, exact and inside (0, 1).
 inline f32x16 uniform(u32x16 words) {
-  return (__builtin_convertvector(as<i32x16>(words >> 9), f32x16) + 0.5f) * 0x1p-23f;
+  return (to_float(as<i32x16>(words >> 9)) + 0.5f) * 0x1p-23f;
 }
 
 }  // namespace quire

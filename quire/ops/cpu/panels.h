@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "team.h"
+#include "tiles.h"
 #include "vector.h"
 
 namespace quire {
@@ -83,7 +84,9 @@ struct Shape {
 
 // Format has: weights, the panels; step(), how many words make up the smallest run of inputs that a visit can end
 // after; visit<R, C>(panel, first word, words, lines, first row, line, sums, is_first, ahead): adds the products of R
-// rows and C lines to sums [R][PANEL]; finish(panel, rows, sums): writes the results.
+// rows and C lines to sums [R][PANEL]; finish(panel, rows, sums): writes the results. With AMX it also has
+// in_tiles(rows), whether to call, instead of visit, visit_tiles(tiles, panel, first word, words, lines, first row, rows,
+// sums, is_first, ahead), for up to AMX_ROWS rows and all lines.
 template <class Format>
 void multiply(const Format& format, const Shape& shape, int threads) {
   thread_local std::vector<Item> listed;
@@ -92,17 +95,27 @@ void multiply(const Format& format, const Shape& shape, int threads) {
   const int64_t number = listed.size();
   const bool pays = threads > 1 && number * PANEL * shape.words >= PARALLEL_WORDS && number > 1;
   const int64_t step = format.step();
+#ifdef QUIRE_TILES
+  const bool in_tiles = format.in_tiles(shape.rows);
+  const int at_once = in_tiles ? AMX_ROWS : MAX_ROWS;
+#else
+  constexpr int at_once = MAX_ROWS;
+#endif
   std::atomic<int64_t> counter{0};
   together(pays ? threads : 1, [&] {
     thread_local std::vector<float> kept;
     kept.resize(ROW_BLOCK * PANEL + LANES);
     float* sums = kept.data() + (64 - reinterpret_cast<uintptr_t>(kept.data()) % 64) / 4 % LANES;
+#ifdef QUIRE_TILES
+    Tiles tiles;
+#endif
     // Each thread draws one item ahead of the one it works on, to have its weights fetched in time.
     for (int64_t item = counter++, next; item < number; item = next) {
       next = counter++;
-      const auto [panel, first, rows] = items[item];
+      const int64_t panel = items[item].panel, first = items[item].first;
+      const int rows = items[item].rows;
       const int lines = shape.lines(panel);
-      const int pieces = (rows + MAX_ROWS - 1) / MAX_ROWS;
+      const int pieces = (rows + at_once - 1) / at_once;
       const uint32_t* weights = format.weights + panel * PANEL * shape.words;
       const int64_t bytes = pieces > 8 ? LARGE_CHUNK_BYTES : CHUNK_BYTES;
       const int64_t chunk = std::max<int64_t>(bytes / (64 * lines) / step, 1) * step;
@@ -121,6 +134,15 @@ void multiply(const Format& format, const Shape& shape, int threads) {
           const int count = (rows - row + pieces - piece - 1) / (pieces - piece);
           const int64_t from = to_fetch * piece / pieces, to = to_fetch * (piece + 1) / pieces;
           Ahead part{ahead + from * 64, int(to - from)};
+#ifdef QUIRE_TILES
+          if (in_tiles) {
+            tiles.configure(count);
+            format.visit_tiles(tiles, panel, word, words, lines, first + row, count, sums + row * PANEL, word == 0,
+                               part);
+            row += count;
+            continue;
+          }
+#endif
           in_pieces<MAX_COLUMNS>(lines, [&](auto c, int line) {
             with_rows<MAX_ROWS>(count, [&](auto r) {
               format.template visit<r.value, c.value>(panel, word, words, lines, first + row, line,

@@ -14,8 +14,8 @@ constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it leaves the neares
 // The codes less their centre, as floats.
 inline f32x16 codes_of(f32x16 x, float inverse, float centre) {
   f32x16 code = x * inverse + SHIFT - SHIFT;
-  code = code < -centre ? splat(-centre) : code;
-  return code > centre - 1 ? splat(centre - 1) : code;
+  code = where(code < -centre, splat(-centre), code);
+  return where(code > centre - 1, splat(centre - 1), code);
 }
 
 // A group of n weights -> codes, one a byte, and the scale.
@@ -43,7 +43,7 @@ float quantize_group(const T* x, int64_t n, float centre, const float* factors, 
   for_lanes(n, [&](int64_t i, int lanes) {
     const f32x16 v = load_up_to(x + i, lanes), code = codes_of(v, inverse, centre);
     products += v * code, squares += code * code;
-    const i32x16 whole = __builtin_convertvector(code + centre, i32x16);
+    const i32x16 whole = to_int(code + centre);
     for (int j = 0; j < lanes; j++) codes[i + j] = uint8_t(whole[j]);
   });
   const float total = sum(squares);

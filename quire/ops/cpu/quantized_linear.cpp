@@ -11,6 +11,7 @@
 // an instruction, and multiplied with the activations as they are.
 #include <cmath>
 
+#include "blocks.h"
 #include "panels.h"
 #include "replay.h"
 
@@ -18,11 +19,16 @@ using namespace quire;
 
 namespace {
 
-typedef int8_t i8x16 __attribute__((vector_size(16)));
+// What is subtracted from codes of 8 bits where the processor multiplies signed bytes only.
+#if defined(__ARM_NEON) && !defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int LESS = 128;
+#else
+constexpr int LESS = 0;
+#endif
 
-// Adds to each lane the products of its four bytes, unsigned in `codes`, signed in `x`.
-inline i32x16 dot_bytes(i32x16 sum, u32x16 codes, uint32_t x) {
-#ifdef __AVX512VNNI__
+// Adds to each lane the products of its four bytes: of `codes`, which are unsigned if LESS is 0, and `x`, signed.
+QUIRE_INLINE i32x16 dot_bytes(i32x16 sum, u32x16 codes, uint32_t x) {
+#if defined(__AVX512VNNI__)
   return as<i32x16>(_mm512_dpbusd_epi32(as<__m512i>(sum), as<__m512i>(codes), _mm512_set1_epi32(int(x))));
 #elif defined(__AVX2__)
   // Products of 16 bits, of the even bytes and of the odd ones: those of 8 bits would overflow in pairs.
@@ -37,17 +43,30 @@ inline i32x16 dot_bytes(i32x16 sum, u32x16 codes, uint32_t x) {
   }
   memcpy(&sum, parts, 64);
   return sum;
+#elif defined(__ARM_NEON)
+  const int8x16_t by = as<int8x16_t>(vdupq_n_u32(x));
+  return each<i32x16>([&](auto i) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    return vusdotq_s32(sum.parts[i], as<uint8x16_t>(codes.parts[i]), by);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return vdotq_s32(sum.parts[i], as<int8x16_t>(codes.parts[i]), by);
+#else  // two products fit into 16 bits, since no byte of x is -128
+    const int8x16_t part = as<int8x16_t>(codes.parts[i]);
+    const int16x8_t low = vmull_s8(vget_low_s8(part), vget_low_s8(by)), high = vmull_high_s8(part, by);
+    return vpadalq_s16(sum.parts[i], vpaddq_s16(low, high));
+#endif
+  });
 #else
   for (int i = 0; i < 4; i++) sum += as<i32x16>(codes >> 8 * i & 0xffu) * int32_t(int8_t(x >> 8 * i));
   return sum;
 #endif
 }
 
-inline i32x16 dot_word(i32x16 sum, u32x16 codes, const uint32_t* x, std::integral_constant<int, 8>) {
-  return dot_bytes(sum, codes, *x);
+QUIRE_INLINE i32x16 dot_word(i32x16 sum, u32x16 codes, const uint32_t* x, std::integral_constant<int, 8>) {
+  return dot_bytes(sum, LESS ? codes ^ 0x80808080u : codes, *x);
 }
 
-inline i32x16 dot_word(i32x16 sum, u32x16 codes, const uint32_t* x, std::integral_constant<int, 4>) {
+QUIRE_INLINE i32x16 dot_word(i32x16 sum, u32x16 codes, const uint32_t* x, std::integral_constant<int, 4>) {
   return dot_bytes(dot_bytes(sum, codes & 0x0f0f0f0fu, x[0]), codes >> 4 & 0x0f0f0f0fu, x[1]);
 }
 
@@ -73,7 +92,7 @@ struct Activations {
     f32x16 top = {};
     for_lanes(n, [&](int64_t i, int count) {
       const f32x16 v = load_up_to(x + i, count);
-      top = larger(top, v < 0.0f ? -v : v);
+      top = larger(top, where(v < 0.0f, -v, v));
     });
     const float largest = maximum(top), inverse = largest > 0 ? 127 / largest : 0;
     scale = largest / 127;
@@ -82,7 +101,7 @@ struct Activations {
     for_lanes(n, [&](int64_t i, int count) {
       const i32x16 code = as<i32x16>(load_up_to(x + i, count) * inverse + shift) - as<i32x16>(shift);
       total += code;
-      i8x16 bytes = __builtin_convertvector(code, i8x16);
+      u8x16 bytes = low_bytes(as<u32x16>(code));
       if (bits == 4) bytes = __builtin_shufflevector(bytes, bytes, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
       memcpy(to + i, &bytes, sizeof(bytes));
     });
@@ -95,6 +114,7 @@ template <int BITS>
 struct Quantized {
   static constexpr int INPUTS = 32 / BITS, X_WORDS = INPUTS / 4;  // of a word of codes
   static constexpr int CENTRE = 1 << (BITS - 1);                  // the code of 0 where there are no offsets
+  static constexpr int SHIFT = BITS == 8 ? LESS : 0;              // of the codes that are multiplied
 
   const uint32_t* weights;
   const float *scales, *offsets;  // panels of [groups, outputs]; offsets may be null
@@ -126,10 +146,16 @@ struct Quantized {
       i32x16 sum[R][C];
 #pragma GCC unroll 6
       for (int r = 0; r < R; r++) {
-        const int32_t zero = offsets ? 0 : -CENTRE * x.sums[(row + r) * x.groups + g];
+        const int32_t zero =
+            offsets && !SHIFT ? 0 : (offsets ? SHIFT : SHIFT - CENTRE) * x.sums[(row + r) * x.groups + g];
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) sum[r][c] = splat(zero);
       }
+#ifdef QUIRE_BLOCKS
+      if constexpr (R > 1)
+        add_blocks<R>(w + begin * stride, stride, end - begin, word + begin, codes, sum, ahead, pace);
+      else
+#endif
       for (int64_t i = begin; i < end; i++) {
         u32x16 line[C];
 #pragma GCC unroll 4
@@ -152,13 +178,92 @@ struct Quantized {
         for (int c = 0; c < C; c++) {
           float* to = sums + r * PANEL + c * LANES;
           f32x16 all = is_first && begin == 0 ? f32x16{} : load(to);
-          all = fma(__builtin_convertvector(sum[r][c], f32x16), load(scales + at + c * LANES) * x_scale, all);
+          all = fma(to_float(sum[r][c]), load(scales + at + c * LANES) * x_scale, all);
           if (offsets) all = fma(load(offsets + at + c * LANES), splat(x_sum), all);
           store(to, all);
         }
       }
     }
   }
+
+#ifdef QUIRE_TILES
+  // The results are the same; for few rows, tiles are slower.
+  bool in_tiles(int64_t rows) const { return rows > MAX_ROWS && has_tiles(); }
+
+  void visit_tiles(Tiles& tiles, int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int count,
+                   float* sums, bool is_first, Ahead& ahead) const {
+    constexpr int STEP = TILE / X_WORDS;  // words that fill a tile
+    const int stride = lines * LANES;
+    const uint32_t* w = weights + panel * PANEL * row_words + word * stride;
+    alignas(64) int32_t products[AMX_ROWS][2 * LANES];
+    alignas(64) uint32_t unpacked[TILE][2 * LANES];
+    const int64_t groups = (words + group_words - 1) / group_words;
+    Ahead::Pace pace = ahead.pace((lines + 1) / 2 * groups * ((std::min(group_words, words) + STEP - 1) / STEP));
+    for (int line = 0; line < lines; line += 2) {
+      const int both = std::min(2, lines - line);
+      for (int64_t begin = 0, g = word / group_words; begin < words; begin += group_words, g++) {
+        const int64_t end = std::min(begin + group_words, words);
+        tiles.for_sums(both, [](auto tile, int, int) { zero_tile<tile.value>(); });
+        for (int64_t i = begin; i < end; i += STEP) {
+          ahead.fetch(pace);
+          const int some = int(std::min<int64_t>(STEP, end - i));
+          const uint32_t* from = w + i * stride + line * LANES;
+          int64_t distance = stride;
+          if constexpr (BITS == 4) {
+            for (int j = 0; j < some; j++)
+              for (int l = 0; l < both; l++) {
+                const u32x16 codes = load_words(from + j * stride + l * LANES);
+                store(&unpacked[2 * j][l * LANES], codes & 0x0f0f0f0fu);
+                store(&unpacked[2 * j + 1][l * LANES], codes >> 4 & 0x0f0f0f0fu);
+              }
+            from = unpacked[0], distance = 2 * LANES;
+          }
+          const char* inputs = (const char*)x.codes.data() + row * x.stride + (word + i) * INPUTS;
+          tiles.multiply<false>(inputs, x.stride, from, distance, some * X_WORDS, both);
+        }
+        tiles.for_sums(both, [&](auto tile, int r, int l) {
+          store_tile<tile.value>(&products[r][l * LANES], sizeof(products[0]));
+        });
+        for (int r = 0; r < count; r++)
+          for (int l = 0; l < both; l++) {
+            const int32_t zero = offsets ? 0 : -CENTRE * x.sums[(row + r) * x.groups + g];
+            const i32x16 sum = as<i32x16>(load_words((const uint32_t*)&products[r][l * LANES])) + zero;
+            add_group(sum, row + r, g, panel * PANEL * x.groups + g * stride + (line + l) * LANES,
+                      is_first && begin == 0, sums + r * PANEL + (line + l) * LANES);
+          }
+      }
+    }
+  }
+
+  // Adds a group's products, less those of the centre, to a line of a row's sums.
+  void add_group(i32x16 sum, int64_t row, int64_t g, int64_t at, bool is_first, float* to) const {
+    const float x_scale = x.scales[row * x.groups + g];
+    f32x16 all = is_first ? f32x16{} : load(to);
+    all = fma(to_float(sum), load(scales + at) * x_scale, all);
+    if (offsets) all = fma(load(offsets + at), splat(x_scale * float(x.sums[row * x.groups + g])), all);
+    store(to, all);
+  }
+#endif
+
+#ifdef QUIRE_BLOCKS
+  // What the loop over the words of a group does, for several rows at a time. first: of the words.
+  template <int R>
+  QUIRE_INLINE void add_blocks(const uint32_t* w, int stride, int64_t words, int64_t first, const int8_t* codes,
+                               i32x16 (&sum)[R][1], Ahead& ahead, Ahead::Pace& pace) const {
+    Blocks<R, i32x16> blocks(sum);
+    const char* from = (const char*)codes + first * INPUTS;
+    if constexpr (BITS == 8) {
+      blocks.add_lines(w, stride, words, from, x.stride, [&] { ahead.fetch(pace); });
+    } else {
+      for (int64_t i = 0; i < words; i++) {
+        const u32x16 line = load_words(w + i * stride);
+        ahead.fetch(pace);
+        blocks.add(line & 0x0f0f0f0fu, line >> 4 & 0x0f0f0f0fu, from + i * INPUTS, x.stride);
+      }
+    }
+    blocks.write(sum);
+  }
+#endif
 
   void finish(int64_t panel, int64_t first, int rows, const float* sums) const {
     write_sums(sums, panel, first, rows, bias, result, out);
@@ -169,25 +274,27 @@ struct Quantized {
 struct Table {
   f32x16 values;
 
-  f32x16 operator[](u32x16 codes) const {
+  QUIRE_INLINE f32x16 operator[](u32x16 codes) const {
 #if defined(__AVX512F__)
     return as<f32x16>(_mm512_permutexvar_ps(as<__m512i>(codes), as<__m512>(values)));
 #elif defined(__AVX2__)
-    __m256 table[2], result[2];
-    __m256i halves[2];
-    memcpy(table, &values, 64), memcpy(halves, &codes, 64);
-    for (int i = 0; i < 2; i++) {
-      const __m256 is_upper = _mm256_castsi256_ps(_mm256_slli_epi32(halves[i], 28));  // the sign is the fourth bit
-      result[i] = _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[0], halves[i]),
-                                   _mm256_permutevar8x32_ps(table[1], halves[i]), is_upper);
-    }
-    f32x16 looked_up;
-    memcpy(&looked_up, result, 64);
-    return looked_up;
+    return each<f32x16>([&](auto i) {
+      const __m256i code = (__m256i)codes.parts[i];
+      const __m256 is_upper = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28));  // the sign is the fourth bit
+      return _mm256_blendv_ps(_mm256_permutevar8x32_ps(values.parts[0], code),
+                              _mm256_permutevar8x32_ps(values.parts[1], code), is_upper);
+    });
+#elif defined(__ARM_NEON)
+    const uint8x16x4_t table = {{as<uint8x16_t>(values.parts[0]), as<uint8x16_t>(values.parts[1]),
+                                 as<uint8x16_t>(values.parts[2]), as<uint8x16_t>(values.parts[3])}};
+    const u32x16 bytes = (codes & 15) * 0x04040404u + 0x03020100u;  // where the bytes of each value are
+    return each<f32x16>([&](auto i) {
+      return as<f32x16::Part>(vqtbl4q_u8(table, as<uint8x16_t>(bytes.parts[i])));
+    });
 #else
-    f32x16 looked_up;
+    float looked_up[LANES];
     for (int i = 0; i < LANES; i++) looked_up[i] = values[codes[i] & 15];
-    return looked_up;
+    return load(looked_up);
 #endif
   }
 };
@@ -205,6 +312,11 @@ struct Tabled {
   int64_t out, row_words, group_words, groups;
 
   int64_t step() const { return group_words; }
+
+#ifdef QUIRE_TILES
+  bool in_tiles(int64_t) const { return false; }
+  void visit_tiles(Tiles&, int64_t, int64_t, int64_t, int, int64_t, int, float*, bool, Ahead&) const {}
+#endif
 
   void expect(int64_t panel, int lines) const {
     for (int64_t i = 0; i < groups * lines; i++) __builtin_prefetch(scales + panel * PANEL * groups + i * LANES, 0, 2);

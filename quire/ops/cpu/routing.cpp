@@ -24,10 +24,10 @@ int64_t largest(const float* x, int64_t n) {
   i32x16 at = {};
   for_lanes(n, [&](int64_t i, int lanes) {
     f32x16 v = load_up_to(x + i, lanes);
-    if (lanes < LANES) v = LANE < lanes ? v : splat(MINUS_INFINITY);
+    if (lanes < LANES) v = where(LANE < lanes, v, splat(MINUS_INFINITY));
     const i32x16 index = LANE + int32_t(i), is_better = v > best;
-    best = is_better ? v : best;
-    at = is_better ? index : at;
+    best = where(is_better, v, best);
+    at = where(is_better, index, at);
   });
   const float top = maximum(best);
   int64_t first = n;
@@ -41,12 +41,12 @@ void softmax(const float* x, int64_t n, float* out) {
   f32x16 top = splat(MINUS_INFINITY), total = {};
   for_lanes(n, [&](int64_t i, int lanes) {
     const f32x16 v = load_up_to(x + i, lanes);
-    top = larger(top, lanes < LANES ? (LANE < lanes ? v : splat(MINUS_INFINITY)) : v);
+    top = larger(top, lanes < LANES ? where(LANE < lanes, v, splat(MINUS_INFINITY)) : v);
   });
   const float most = maximum(top);
   for_lanes(n, [&](int64_t i, int lanes) {
     f32x16 e = exp2((load_up_to(x + i, lanes) - most) * LOG2_E);
-    if (lanes < LANES) e = LANE < lanes ? e : f32x16{};
+    if (lanes < LANES) e = where(LANE < lanes, e, f32x16{});
     total += e;
     store_up_to(out + i, e, lanes);
   });
@@ -72,7 +72,7 @@ struct Router {
     else
       for_lanes(experts, [&](int64_t i, int n) {
         f32x16 exponent = load_up_to(logits + i, n) * -LOG2_E;
-        store_up_to(scores + i, 1.0f / (1.0f + exp2(exponent > 126.0f ? splat(126.0f) : exponent)), n);
+        store_up_to(scores + i, 1.0f / (1.0f + exp2(where(exponent > 126.0f, splat(126.0f), exponent))), n);
       });
     for (int64_t e = 0; e < experts; e++) choice[e] = bias ? scores[e] + bias[e] : scores[e];
     if (groups > 1) exclude_groups(choice, choice + experts);

@@ -55,13 +55,12 @@ template <class T>
 Best largest(const T* logits, int64_t begin, int64_t end) {
   f32x16 tops = splat(-std::numeric_limits<float>::infinity());
   i32x16 places = {};
-  const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   int64_t t = begin;
   for (; t + LANES <= end; t += LANES) {
     const f32x16 v = load(logits + t);
     const i32x16 better = v > tops;
-    tops = better ? v : tops;
-    places = better ? lane + int32_t(t) : places;
+    tops = where(better, v, tops);
+    places = where(better, LANE + int32_t(t), places);
   }
   Best best{-std::numeric_limits<float>::infinity(), begin};
   for (int i = 0; i < LANES; i++)

@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "replay.h"
+#include "team.h"
 #include "vector.h"
 
 using namespace quire;
@@ -23,12 +24,6 @@ constexpr int SPINS = 200;  // a few microseconds; then the core is offered to o
 struct alignas(64) Arrival {
   std::atomic<uint64_t> round;
 };
-
-inline void pause() {
-#ifdef __SSE2__
-  _mm_pause();
-#endif
-}
 
 template <class T>
 void add_up(T* out, const char* slots, int ranks, int64_t slot_bytes, int64_t count) {

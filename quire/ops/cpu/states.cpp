@@ -45,7 +45,7 @@ struct Span {
   }
 };
 
-f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp2((x < -80.0f ? splat(-80.0f) : x) * -LOG2_E)); }
+f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp2(where(x < -80.0f, splat(-80.0f), x) * -LOG2_E)); }
 
 // inputs: of the pages, [blocks, rows, channels].
 template <class T>
@@ -91,9 +91,9 @@ void causal_conv(const Step& step, const T* x, int64_t stride, int64_t channels,
 
 // log(1 + exp(x)), also where exp(x) is small.
 f32x16 softplus(f32x16 x) {
-  const f32x16 e = exp2((x < 0.0f ? x : -x) * LOG2_E), u = 1.0f + e;
-  const f32x16 near = u == 1.0f ? e : log(u) * e / (u - 1.0f);
-  return (x > 0.0f ? x : f32x16{}) + near;
+  const f32x16 e = exp2(where(x < 0.0f, x, -x) * LOG2_E), u = 1.0f + e;
+  const f32x16 near = where(u == 1.0f, e, log(u) * e / (u - 1.0f));
+  return where(x > 0.0f, x, f32x16{}) + near;
 }
 
 template <class T>
@@ -102,8 +102,8 @@ void time_steps(const T* x, int64_t stride, int64_t rows, int64_t n, const float
   for_each(rows, rows * n >= 4096 ? threads : 1, [&](int64_t row) {
     for_lanes(n, [&](int64_t i, int lanes) {
       f32x16 s = softplus(load_up_to(x + row * stride + i, lanes) + load_up_to(bias + i, lanes));
-      s = s < least ? splat(least) : s;
-      s = s > most ? splat(most) : s;
+      s = where(s < least, splat(least), s);
+      s = where(s > most, splat(most), s);
       store_up_to(steps + row * n + i, s, lanes);
       const f32x16 speed = exp2(load_up_to(rate + i, lanes) * LOG2_E);
       store_up_to(decay + row * n + i, exp2(speed * s * -LOG2_E), lanes);

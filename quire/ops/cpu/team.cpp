@@ -7,22 +7,12 @@
 #include <mutex>
 #include <thread>
 
-#ifdef __SSE2__
-#include <immintrin.h>
-#endif
-
 namespace quire {
 
 namespace {
 
 constexpr int SPINS = 200;                                // a few microseconds; then the core is offered to others
 constexpr std::chrono::microseconds AWAKE{1000};          // from one operation of a step to the next it is much less
-
-inline void pause() {
-#ifdef __SSE2__
-  _mm_pause();
-#endif
-}
 
 class Team {
  public:

@@ -9,7 +9,20 @@
 #include <atomic>
 #include <cstdint>
 
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
 namespace quire {
+
+// Tells the processor that this thread waits in a loop.
+inline void pause() {
+#if defined(__SSE2__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");  // "yield" does nothing on most processors
+#endif
+}
 
 // Calls work(context) here, and in the members of a team of `threads` that come before this call has finished; returns
 // when all of them have. So `work` must draw what it does from a common counter.

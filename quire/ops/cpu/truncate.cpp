@@ -73,7 +73,7 @@ struct Row {
     for_lanes(vocab, [&](int64_t i, int n) {
       for_each_lane(logits + i, n, MINUS_INFINITY, [&](f32x16 v) {
         const f32x16 below = top - v, place = below * float(PER_UNIT);
-        const i32x16 bucket = __builtin_convertvector(place < BUCKETS - 1.0f ? place : splat(BUCKETS - 1.0f), i32x16);
+        const i32x16 bucket = to_int(where(place < BUCKETS - 1.0f, place, splat(BUCKETS - 1.0f)));
         const f32x16 mass = exp2(below * -LOG2_E);
         for (int j = 0; j < n; j++) {
           const int b = v[j] == MINUS_INFINITY ? BUCKETS : bucket[j];

@@ -1,83 +1,41 @@
-// Vectors of 16 lanes, in the compiler's own vector types: one 512-bit register with AVX-512, two or four smaller ones
-// elsewhere. Only where a single instruction matters (bf16 dot products and conversions) are there intrinsics.
+// Arithmetic on vectors of 16 lanes (lanes.h). Only where a single instruction matters (bf16 dot products and
+// conversions) are there intrinsics.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
+#include "lanes.h"
 
 namespace quire {
-
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint64_t u64x8 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
 struct bf16 {
   uint16_t bits;
 };
 
-constexpr int LANES = 16;
 const i32x16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// __m512bh and f32x16 are the same register: reinterpret its bits.
-template <class To, class From>
-inline To as(From from) {
-  static_assert(sizeof(To) == sizeof(From), "as<> reinterprets, it does not convert");
-  To to;
-  memcpy(&to, &from, sizeof(to));
-  return to;
-}
+QUIRE_INLINE u32x16 load_words(const uint32_t* p) { return read<u32x16>(p); }
+QUIRE_INLINE f32x16 load(const float* p) { return read<f32x16>(p); }
+QUIRE_INLINE f32x16 load(const bf16* p) { return as<f32x16>(widened(read<u16x16>(p)) << 16); }
 
-inline f32x16 splat(float x) { return x - f32x16{}; }
-inline u32x16 splat(uint32_t x) { return x - u32x16{}; }
-inline i32x16 splat(int32_t x) { return x - i32x16{}; }
-
-inline u32x16 load_words(const uint32_t* p) {
-  u32x16 v;
-  memcpy(&v, p, sizeof(v));
-  return v;
-}
-
-inline f32x16 load(const float* p) {
-  f32x16 v;
-  memcpy(&v, p, sizeof(v));
-  return v;
-}
-
-inline f32x16 load(const bf16* p) {
-  u16x16 v;
-  memcpy(&v, p, sizeof(v));
-  return as<f32x16>(__builtin_convertvector(v, u32x16) << 16);
-}
-
-inline void store(float* p, f32x16 v) { memcpy(p, &v, sizeof(v)); }
+QUIRE_INLINE void store(uint32_t* p, u32x16 v) { write(p, v); }
+QUIRE_INLINE void store(float* p, f32x16 v) { write(p, v); }
 
 // To nearest, ties to even, as torch rounds.
-inline u16x16 round_to_bf16(f32x16 v) {
+QUIRE_INLINE u16x16 round_to_bf16(f32x16 v) {
 #ifdef __AVX512BF16__
   return as<u16x16>(_mm512_cvtneps_pbh(as<__m512>(v)));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return each<u16x16>([&](auto i) { return as<u16x16::Part>(vcvt_bf16_f32(v.parts[i])); });
 #else
   u32x16 bits = as<u32x16>(v);
   u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return __builtin_convertvector(v == v ? rounded : splat(uint32_t(0x7fc0)), u16x16);
+  return low_halves(where(v == v, rounded, splat(uint32_t(0x7fc0))));
 #endif
 }
 
-inline void store(bf16* p, f32x16 v) {
-  u16x16 rounded = round_to_bf16(v);
-  memcpy(p, &rounded, sizeof(rounded));
-}
+QUIRE_INLINE void store(bf16* p, f32x16 v) { write(p, round_to_bf16(v)); }
 
-inline f32x16 rounded_to(f32x16 v, float) { return v; }
-inline f32x16 rounded_to(f32x16 v, bf16) {
-  return as<f32x16>(__builtin_convertvector(round_to_bf16(v), u32x16) << 16);
-}
+QUIRE_INLINE f32x16 rounded_to(f32x16 v, float) { return v; }
+QUIRE_INLINE f32x16 rounded_to(f32x16 v, bf16) { return as<f32x16>(widened(round_to_bf16(v)) << 16); }
 
 // The first n < 16 elements; the others are 0.
 template <class T>
@@ -113,46 +71,21 @@ inline void store_up_to(T* p, f32x16 v, int n) {
   else store_part(p, v, n);
 }
 
-// a * b + c, rounded once where the processor has an instruction for it. This is the only way in which the kernels fuse
-// operations: the compiler itself must not (-ffp-contract=off in build.py), since it fuses the same expression in one
-// instance of a kernel and not in another, and a row's result would depend on how many rows are computed with it.
-inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
-#if defined(__AVX512F__)
-  return as<f32x16>(_mm512_fmadd_ps(as<__m512>(a), as<__m512>(b), as<__m512>(c)));
-#elif defined(__FMA__)
-  __m256 x[2], y[2], z[2];
-  memcpy(x, &a, 64), memcpy(y, &b, 64), memcpy(z, &c, 64);
-  for (int i = 0; i < 2; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
-  memcpy(&c, z, 64);
-  return c;
-#elif defined(__FP_FAST_FMAF)
-  for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-  return c;
-#else
-  return a * b + c;
-#endif
-}
-inline f32x16 fma(f32x16 a, f32x16 b, float c) { return fma(a, b, splat(c)); }
+QUIRE_INLINE f32x16 fma(f32x16 a, f32x16 b, float c) { return fma(a, b, splat(c)); }
 
-inline f32x16 larger(f32x16 a, f32x16 b) { return a > b ? a : b; }
+QUIRE_INLINE f32x16 larger(f32x16 a, f32x16 b) { return where(a > b, a, b); }
 
-#define QUIRE_FOLD(v, combine)                                                                                \
-  v = combine(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));        \
-  v = combine(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));        \
-  v = combine(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));        \
-  v = combine(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
-
-inline float maximum(f32x16 v) {
-  QUIRE_FOLD(v, larger)
-  return v[0];
+// What `combine` makes of all lanes, in each lane.
+template <class V, class F>
+inline V folded(V v, F combine) {
+  v = combine(v, shuffle<8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7>(v, v));
+  v = combine(v, shuffle<4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11>(v, v));
+  v = combine(v, shuffle<2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13>(v, v));
+  return combine(v, shuffle<1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14>(v, v));
 }
 
-inline f32x16 plus(f32x16 a, f32x16 b) { return a + b; }
-
-inline float sum(f32x16 v) {
-  QUIRE_FOLD(v, plus)
-  return v[0];
-}
+inline float maximum(f32x16 v) { return folded(v, [](f32x16 a, f32x16 b) { return larger(a, b); })[0]; }
+inline float sum(f32x16 v) { return folded(v, [](f32x16 a, f32x16 b) { return a + b; })[0]; }
 
 // 16 x 16 words, by exchanging ever larger blocks across the diagonal.
 inline void transpose(u32x16* v) {
@@ -163,7 +96,7 @@ inline void transpose(u32x16* v) {
         v[i] = low(a, b), v[i + distance] = high(a, b);
       }
   };
-#define QUIRE_SHUFFLE(...) [](u32x16 a, u32x16 b) { return __builtin_shufflevector(a, b, __VA_ARGS__); }
+#define QUIRE_SHUFFLE(...) [](u32x16 a, u32x16 b) { return shuffle<__VA_ARGS__>(a, b); }
   exchange(1, QUIRE_SHUFFLE(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
            QUIRE_SHUFFLE(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
   exchange(2, QUIRE_SHUFFLE(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
@@ -173,15 +106,6 @@ inline void transpose(u32x16* v) {
   exchange(8, QUIRE_SHUFFLE(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
            QUIRE_SHUFFLE(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
 #undef QUIRE_SHUFFLE
-}
-
-inline bool any(i32x16 mask) {
-#ifdef __AVX512F__
-  return _mm512_test_epi32_mask(as<__m512i>(mask), as<__m512i>(mask)) != 0;
-#else
-  u64x8 m = as<u64x8>(mask);
-  return (m[0] | m[1] | m[2] | m[3] | m[4] | m[5] | m[6] | m[7]) != 0;
-#endif
 }
 
 // 2^x to a relative 1.0e-7; 0 below -126, where float32 has no normal numbers left. x must be below 128.
@@ -197,26 +121,26 @@ inline f32x16 exp2(f32x16 x) {
   p = fma(p, f, 0.6931469670632635f);
   p = fma(p, f, 1.000000071655221f);
   f32x16 scaled = as<f32x16>(as<u32x16>(p) + (as<u32x16>(shifted) << 23));
-  return x < -126.0f ? f32x16{} : scaled;
+  return where(x < -126.0f, f32x16{}, scaled);
 }
 
 // To a relative 2e-7; near 0 by Cephes' polynomial for it, since the exponential cancels there.
 inline f32x16 tanh(f32x16 x) {
-  f32x16 size = x < 0.0f ? -x : x, square = x * x;
+  f32x16 size = where(x < 0.0f, -x, x), square = x * x;
   f32x16 p = splat(-5.70498872745e-3f);
   p = fma(p, square, 2.06390887954e-2f);
   p = fma(p, square, -5.37397155531e-2f);
   p = fma(p, square, 1.33314422036e-1f);
   p = fma(p, square, -3.33332819422e-1f);
-  f32x16 grown = exp2((size < 40.0f ? size : splat(40.0f)) * 2.8853900817779268f);
+  f32x16 grown = exp2(where(size < 40.0f, size, splat(40.0f)) * 2.8853900817779268f);
   f32x16 far = 1.0f - 2.0f / (grown + 1.0f);
-  return size < 0.625f ? fma(x * square, p, x) : (x < 0.0f ? -far : far);
+  return where(size < 0.625f, fma(x * square, p, x), where(x < 0.0f, -far, far));
 }
 
 // The standard normal distribution function, to a relative 1e-5 also in the lower tail. That is t = 1 / (1 + 0.4 |x|)
 // times exp(-x^2 / 2) times exp2 of a polynomial in t, which was fitted at Chebyshev nodes for |x| < 14.
 inline f32x16 normal_distribution(f32x16 x) {
-  f32x16 t = 1.0f / (1.0f + 0.4f * (x < 0.0f ? -x : x));
+  f32x16 t = 1.0f / (1.0f + 0.4f * where(x < 0.0f, -x, x));
   f32x16 p = splat(0.276698911f);
   p = fma(p, t, -1.41620878f);
   p = fma(p, t, 2.82860752f);
@@ -227,13 +151,13 @@ inline f32x16 normal_distribution(f32x16 x) {
   p = fma(p, t, 1.43833632f);
   p = fma(p, t, -2.64750809f);
   f32x16 tail = t * exp2(p - 0.72134752f * x * x);
-  return x < 0.0f ? tail : 1.0f - tail;
+  return where(x < 0.0f, tail, 1.0f - tail);
 }
 
 // Natural logarithm of positive normal numbers, to a relative 1e-7 also near 1 (Cephes' logf).
 inline f32x16 log(f32x16 x) {
   u32x16 bits = as<u32x16>(x) + (0x3f800000u - 0x3f3504f3u);  // splits the exponent at sqrt(1/2)
-  f32x16 e = __builtin_convertvector(as<i32x16>(bits >> 23) - 127, f32x16);
+  f32x16 e = to_float(as<i32x16>(bits >> 23) - 127);
   f32x16 f = as<f32x16>((bits & 0x7fffff) + 0x3f3504f3) - 1.0f;
   f32x16 p = splat(7.0376836292e-2f);
   p = fma(p, f, -1.1514610310e-1f);
@@ -254,17 +178,21 @@ constexpr int PAIR = 4 / sizeof(T);  // elements of a 32-bit word
 
 // Adds the products of 32-bit words, each a float32 or a pair of bfloat16.
 template <class T>
-inline f32x16 dot(f32x16 sum, u32x16 line, u32x16 word);
+QUIRE_INLINE f32x16 dot(f32x16 sum, u32x16 line, u32x16 word);
 
 template <>
-inline f32x16 dot<float>(f32x16 sum, u32x16 line, u32x16 word) {
+QUIRE_INLINE f32x16 dot<float>(f32x16 sum, u32x16 line, u32x16 word) {
   return fma(as<f32x16>(line), as<f32x16>(word), sum);
 }
 
 template <>
-inline f32x16 dot<bf16>(f32x16 sum, u32x16 line, u32x16 word) {
+QUIRE_INLINE f32x16 dot<bf16>(f32x16 sum, u32x16 line, u32x16 word) {
 #ifdef __AVX512BF16__
   return as<f32x16>(_mm512_dpbf16_ps(as<__m512>(sum), as<__m512bh>(line), as<__m512bh>(word)));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return each<f32x16>([&](auto i) {
+    return vbfdotq_f32(sum.parts[i], as<bfloat16x8_t>(line.parts[i]), as<bfloat16x8_t>(word.parts[i]));
+  });
 #else
   sum = fma(as<f32x16>(line << 16), as<f32x16>(word << 16), sum);
   return fma(as<f32x16>(line & 0xffff0000u), as<f32x16>(word & 0xffff0000u), sum);

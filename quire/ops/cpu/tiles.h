@@ -1,0 +1,203 @@
+// Products with AMX: an instruction multiplies a tile of x, of up to 16 rows with 16 words each, and a tile of a panel,
+// of 16 words of 16 outputs each, as they lie in memory (panels.h).
+//
+// With QUIRE_SOFTWARE_TILES the instructions are functions with the same results, to test on other processors.
+#pragma once
+
+#if defined(QUIRE_SOFTWARE_TILES) || (defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__))
+#define QUIRE_TILES
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#ifndef QUIRE_SOFTWARE_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace quire {
+
+constexpr int TILE = 16;           // rows of a tile, and 32-bit words of a row
+constexpr int AMX_ROWS = 2 * TILE;  // of x at a time: two tiles
+
+// Tiles 0 to 3 are sums, of rows 0 to 15 or 16 to 31, and of one line of outputs or the next; 4 and 5 are of x, 6 and 7
+// of the panel.
+struct TileConfiguration {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  explicit TileConfiguration(int count) {
+    for (int tile : {0, 1, 4}) set(tile, std::min(count, TILE));
+    if (count > TILE)
+      for (int tile : {2, 3, 5}) set(tile, count - TILE);
+    for (int tile : {6, 7}) set(tile, TILE);
+  }
+
+  void set(int tile, int count) { row_bytes[tile] = 64, rows[tile] = uint8_t(count); }
+};
+
+#ifdef QUIRE_SOFTWARE_TILES
+
+inline bool has_tiles() { return true; }
+
+struct SoftwareTiles {
+  TileConfiguration configuration{TILE};
+  uint32_t tiles[8][TILE][TILE];
+};
+inline thread_local SoftwareTiles software;
+
+inline void configure_tiles(const TileConfiguration& configuration) {
+  software.configuration = configuration;
+  memset(software.tiles, 0, sizeof(software.tiles));
+}
+inline void release_tiles() {}
+
+template <int T>
+void zero_tile() { memset(software.tiles[T], 0, sizeof(software.tiles[T])); }
+
+template <int T>
+void load_tile(const void* from, int64_t stride) {
+  zero_tile<T>();
+  for (int r = 0; r < software.configuration.rows[T]; r++)
+    memcpy(software.tiles[T][r], (const char*)from + r * stride, software.configuration.row_bytes[T]);
+}
+
+template <int T>
+void store_tile(void* to, int64_t stride) {
+  for (int r = 0; r < software.configuration.rows[T]; r++)
+    memcpy((char*)to + r * stride, software.tiles[T][r], software.configuration.row_bytes[T]);
+}
+
+template <class T>
+T part_of(uint32_t word, int i) {
+  T parts[4 / sizeof(T)];
+  memcpy(parts, &word, 4);
+  return parts[i];
+}
+
+// Of bfloat16. The sums of the first and of the second elements of words are rounded one by one, then added.
+template <int SUMS, int X, int W>
+void multiply_tiles_bf16() {
+  auto value = [](uint32_t word, int i) {
+    const uint32_t bits = uint32_t(part_of<uint16_t>(word, i)) << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+  };
+  for (int r = 0; r < software.configuration.rows[SUMS]; r++)
+    for (int c = 0; c < TILE; c++) {
+      float parts[2] = {}, sum;
+      for (int w = 0; w < TILE; w++)
+        for (int i = 0; i < 2; i++)
+          parts[i] = __builtin_fmaf(value(software.tiles[X][r][w], i), value(software.tiles[W][w][c], i), parts[i]);
+      memcpy(&sum, &software.tiles[SUMS][r][c], 4);
+      sum += parts[0] + parts[1];
+      memcpy(&software.tiles[SUMS][r][c], &sum, 4);
+    }
+}
+
+// Of bytes: signed ones of x, unsigned ones of the panel.
+template <int SUMS, int X, int W>
+void multiply_tiles_bytes() {
+  for (int r = 0; r < software.configuration.rows[SUMS]; r++)
+    for (int c = 0; c < TILE; c++)
+      for (int w = 0; w < TILE; w++)
+        for (int i = 0; i < 4; i++)
+          software.tiles[SUMS][r][c] +=
+              part_of<int8_t>(software.tiles[X][r][w], i) * part_of<uint8_t>(software.tiles[W][w][c], i);
+}
+
+#else
+
+// Whether the system lets this process use tiles: it has to be asked, since they enlarge what it saves of a thread.
+inline bool has_tiles() {
+  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of arch_prctl
+  static const bool allowed = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+  return allowed;
+}
+
+inline void configure_tiles(const TileConfiguration& configuration) {
+  asm volatile("ldtilecfg %0" ::"m"(configuration));
+}
+inline void release_tiles() { asm volatile("tilerelease" ::); }
+
+template <int T>
+void zero_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
+
+template <int T>
+void load_tile(const void* from, int64_t stride) {
+  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(from), "r"(stride) : "memory");
+}
+
+template <int T>
+void store_tile(void* to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(to), "r"(stride) : "memory");
+}
+
+template <int SUMS, int X, int W>
+void multiply_tiles_bf16() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(W));
+}
+
+template <int SUMS, int X, int W>
+void multiply_tiles_bytes() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(W));
+}
+
+#endif
+
+// A thread's tiles, configured for a number of rows as long as this exists.
+class Tiles {
+ public:
+  Tiles() = default;
+  Tiles(const Tiles&) = delete;
+  ~Tiles() {
+    if (count_) release_tiles();
+  }
+
+  void configure(int count) {
+    if (count != count_) configure_tiles(TileConfiguration(count_ = count));
+  }
+
+  // f(Constant tile of sums, row, line) for the tiles of sums of `lines` lines, 1 or 2.
+  template <class F>
+  void for_sums(int lines, F f) const {
+    f(std::integral_constant<int, 0>{}, 0, 0);
+    if (lines > 1) f(std::integral_constant<int, 1>{}, 0, 1);
+    if (count_ <= TILE) return;
+    f(std::integral_constant<int, 2>{}, TILE, 0);
+    if (lines > 1) f(std::integral_constant<int, 3>{}, TILE, 1);
+  }
+
+  // Adds the products of `words` words, at most 16: of each row of x, `x_stride` bytes apart, and of 1 or 2 lines of a
+  // panel, whose words are `stride` 32-bit words apart.
+  template <bool IS_BF16>
+  void multiply(const char* x, int64_t x_stride, const uint32_t* w, int64_t stride, int words, int lines) {
+    if (words < TILE) {  // the rest of a tile is zero
+      memset(x_, 0, sizeof(x_)), memset(w_, 0, sizeof(w_));
+      for (int r = 0; r < count_; r++) memcpy(x_[r], x + r * x_stride, words * 4);
+      for (int i = 0; i < words; i++) memcpy(w_[i], w + i * stride, lines * TILE * 4);
+      x = (const char*)x_, x_stride = sizeof(x_[0]), w = w_[0], stride = 2 * TILE;
+    }
+    load_tile<4>(x, x_stride);
+    if (count_ > TILE) load_tile<5>(x + TILE * x_stride, x_stride);
+    load_tile<6>(w, stride * 4);
+    if (lines > 1) load_tile<7>(w + TILE, stride * 4);
+    for_sums(lines, [&](auto sums, int row, int line) {
+      constexpr int S = sums.value, X = S < 2 ? 4 : 5, W = S % 2 ? 7 : 6;
+      if constexpr (IS_BF16) multiply_tiles_bf16<S, X, W>();
+      else multiply_tiles_bytes<S, X, W>();
+      (void)row, (void)line;
+    });
+  }
+
+ private:
+  int count_ = 0;
+  alignas(64) uint32_t x_[AMX_ROWS][TILE], w_[TILE][2 * TILE];
+};
+
+}  // namespace quire
+
+#endif
