@@ -109,6 +109,9 @@ def product_cases() -> dict[str, Callable[[], Step]]:
     for bits in (8, 4):
         for rows in (1, 64, 512):
             cases[f"linear int{bits} {rows} rows"] = lambda r=rows, b=bits: quantized(r, b)
+    for group in (1024, 128):
+        for rows in (1, 16, 64, 512):
+            cases[f"linear float8 groups of {group} {rows} rows"] = lambda r=rows, g=group: in_float8(r, g)
     for rows in (1, 8, 64):
         cases[f"experts bfloat16 {rows} rows each"] = lambda r=rows: experts(r)
     for tokens in (1, 64, 1024):
@@ -141,6 +144,19 @@ def quantized(rows: int, bits: int) -> Step:
 
     ops, kind = kernels("bfloat16")
     weights = [ops.quantized_linear.pack(ops.quantize(torch.randn(6144, 1024), bits, 32)) for _ in range(4)]
+    x = torch.randn(rows, 1024).to(kind)
+    return lambda: [ops.quantized_linear(x, weight, None) for weight in weights]
+
+
+def in_float8(rows: int, group: int) -> Step:
+    import torch
+
+    from quire.ops.reference.quantized import QuantizedMatrix
+
+    ops, kind = kernels("bfloat16")
+    codes = [(torch.randn(6144, 1024) * 100).to(torch.float8_e4m3fn) for _ in range(4)]
+    scales = torch.rand(6144, 1024 // group)
+    weights = [ops.quantized_linear.pack(QuantizedMatrix(c, scales, group, 1024)) for c in codes]
     x = torch.randn(rows, 1024).to(kind)
     return lambda: [ops.quantized_linear(x, weight, None) for weight in weights]
 

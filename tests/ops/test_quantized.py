@@ -120,6 +120,8 @@ def check_products(product: Product) -> None:
             matrices.append(QuantizedMatrix(codes, scales, group, width, scales * -7.5))
             if bits == 4:
                 matrices.append(QuantizedMatrix(codes, scales, group, width, table=tuple(torch.randn(16).tolist())))
+        codes = torch.randint(0, 254, (out, width)).to(torch.uint8)
+        matrices.append(QuantizedMatrix(without_nan(codes), scales * 0.1, group, width))
     in_panels = 0
     for matrix in matrices:
         packed = product.pack(replace(matrix, **{name: t.clone() for name, t in matrix.by_row.items()}))
@@ -138,6 +140,17 @@ def check_products(product: Product) -> None:
                 wide = torch.cat([x, x], dim=1)[:, : matrix.in_features]
                 assert torch.equal(product(wide, packed, None), product(x, packed, None))
     assert in_panels > 30
+
+
+def without_nan(codes: Tensor) -> Tensor:
+    """float8's codes but those of NaN, 127 and 255, for numbers from 0 to 253."""
+    return (codes + (codes >= 127)).view(torch.float8_e4m3fn)
+
+
+def check_values_of_float8(product: Product) -> None:
+    codes = without_nan(torch.arange(254, dtype=torch.uint8))
+    packed = product.pack(QuantizedMatrix(codes[:, None].repeat(1, 8), torch.ones(254, 1), 8, 8))
+    assert torch.equal(product(torch.eye(8).bfloat16(), packed, None), codes.bfloat16().repeat(8, 1))
 
 
 def check_that_activations_are_rounded_to_8_bits(product: Product) -> None:
@@ -178,9 +191,10 @@ def test_the_reference_quantizes_with_small_errors():
 
 
 @needs_kernels
-def test_products_in_integers_are_what_they_are_defined_to_be():
+def test_products_in_panels_are_what_they_are_defined_to_be():
     torch.manual_seed(0)
     check_products(quantized_linear_cpu)
+    check_values_of_float8(quantized_linear_cpu)
     check_that_activations_are_rounded_to_8_bits(quantized_linear_cpu)
 
 

@@ -54,12 +54,13 @@ def test_linear_layers(kernels: Kernels) -> None:
         check(lambda x, w=packed, b=bias: kernels.linear(x, w, b), torch.randn(ROWS, inner).to(dtype), f"{inner}")
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "fp8", "table"])
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8", "fp8 by row", "table"])
 def test_quantized_layers(kernels: Kernels, form: str) -> None:
     dtype = kernels.target.dtype
     weight = torch.randn(300, 512) / 20
-    matrix = QuantizedMatrix(weight.to(torch.float8_e4m3fn), torch.ones(300, 4), 128, 512)
-    if form != "fp8":
+    group = 128 if form == "fp8" else 512
+    matrix = QuantizedMatrix(weight.to(torch.float8_e4m3fn), torch.ones(300, 512 // group), group, 512)
+    if not form.startswith("fp8"):
         matrix = kernels.quantize(weight, 8 if form == "int8" else 4, 32)
     if form == "table":
         matrix = replace(matrix, table=tuple(torch.randn(16).tolist()))

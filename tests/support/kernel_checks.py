@@ -19,7 +19,13 @@ from attention.test_sparse import SparseWorld
 from ops.test_count_kept import check_count_kept
 from ops.test_encoder_attention import drawn, formula
 from ops.test_ops import CASES, as_tuple, check_packed_products, copied
-from ops.test_quantized import check_joined_experts, check_packed_experts, check_products, check_quantizing
+from ops.test_quantized import (
+    check_joined_experts,
+    check_packed_experts,
+    check_products,
+    check_quantizing,
+    check_values_of_float8,
+)
 from ops.test_states import SHAPES, Texts, check_gated_norm, kernels
 
 import quire
@@ -56,6 +62,7 @@ def check_against_references(library: Any, monkeypatch: pytest.MonkeyPatch) -> N
         check_packed_experts(dtype)
     check_packed_products(linear.linear_cpu)
     check_products(quantized_linear.quantized_linear_cpu)
+    check_values_of_float8(quantized_linear.quantized_linear_cpu)
     check_joined_experts((150, 1, 90))
     check_quantizing(quantized_linear.quantize_cpu)
     check_count_kept(implementation("count_kept"), seed=0)

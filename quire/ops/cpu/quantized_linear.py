@@ -1,4 +1,5 @@
-"""Products with weights of 8 and 4 bits (quantized_linear.cpp), in integers if their codes are integers."""
+"""Products with weights of 8 and 4 bits, in integers if their codes are integers (quantized_linear.cpp), and with float8
+(float8_linear.cpp)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -50,8 +51,9 @@ class QuantizedPanels:
 
     def pick(self, ids: Tensor) -> QuantizedMatrix:
         """The outputs `ids`."""
+        codes = self.codes.pick(ids).view(self.form.codes.dtype)
         offsets = None if self.offsets is None else self.offsets.pick(ids)
-        return replace(self.form, codes=self.codes.pick(ids), scales=self.scales.pick(ids), offsets=offsets)
+        return replace(self.form, codes=codes, scales=self.scales.pick(ids), offsets=offsets)
 
 
 def _in_bfloat16(target: Target) -> bool:
@@ -60,7 +62,7 @@ def _in_bfloat16(target: Target) -> bool:
 
 @quantized_linear.implementation("cpu_dense", supports=on_cpu)
 def quantized_linear_dense(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    """Dequantizes the weight in each product, for models in float32 and for forms that have no product in integers."""
+    """Dequantizes the weight in each product, for models in float32 and for forms that cannot be in panels."""
     offsets, parts = torch.tensor([0, len(x)]), []
     for start, stop, dense in dense_parts(weight, x.dtype):
         part_bias = None if bias is None else bias[None, start:stop]
@@ -70,8 +72,8 @@ def quantized_linear_dense(x: Tensor, weight: QuantizedMatrix, bias: Tensor | No
 
 @quantized_linear.implementation("cpu", supports=_in_bfloat16)
 def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, bias: Tensor | None) -> Tensor:
-    """Rounds activations to 8 bits, with a scale for each row and group; not for weights with a table of values."""
-    if isinstance(weight, QuantizedMatrix):  # a form that has no product in integers
+    """Rounds activations to 8 bits, with a scale for each row and group, if the weight's codes are integers."""
+    if isinstance(weight, QuantizedMatrix):  # a form that cannot be in panels
         return quantized_linear_dense(x, weight, bias)  # type: ignore[no-any-return]
     return _multiply(x, weight, bias, weight.out_features, None)
 
@@ -88,23 +90,29 @@ def _multiply(
     if last != 1:
         x, stride = x.contiguous(), form.in_features
     out = x.new_empty(rows, outs)
+    inputs = x.data_ptr(), stride, rows, weight.codes.data.data_ptr(), weight.scales.data.data_ptr()
+    others = (
+        outs, form.in_features, form.group, None if bias is None else bias.data_ptr(),
+        None if bounds is None else bounds.data_ptr(), weight.out_features // outs, out.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if form.codes.is_floating_point():
+        kernel("quire_float8_linear", "pllpplllpplpi")(*inputs, *others)
+        return out
     kernel("quire_quantized_linear", "ipllpppplllpplpi")(
-        weight.bits, x.data_ptr(), stride, rows, weight.codes.data.data_ptr(), weight.scales.data.data_ptr(),
-        None if weight.offsets is None else weight.offsets.data.data_ptr(),
-        None if weight.table is None else weight.table.data_ptr(), outs, form.in_features, form.group,
-        None if bias is None else bias.data_ptr(), None if bounds is None else bounds.data_ptr(),
-        weight.out_features // outs, out.data_ptr(), torch.get_num_threads(),
+        weight.bits, *inputs, None if weight.offsets is None else weight.offsets.data.data_ptr(),
+        None if weight.table is None else weight.table.data_ptr(), *others,
     )  # fmt: skip
     return out
 
 
 def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix | QuantizedPanels:
     word_inputs = 32 // matrix.bits  # inputs in a word
-    if matrix.codes.is_floating_point() or (matrix.group % word_inputs and matrix.group < matrix.in_features):
+    if matrix.group % word_inputs and matrix.group < matrix.in_features:
         return matrix
     scales, offsets = matrix.effective_scales(), matrix.effective_offsets()
     form = replace(matrix.rows(0, 0), scales=scales[:0], offsets=None if offsets is None else offsets[:0], factors=None)
-    codes, in_panels = Panels.of(matrix.codes), None if offsets is None else Panels.of(offsets)
+    codes, in_panels = Panels.of(matrix.codes.view(torch.uint8)), None if offsets is None else Panels.of(offsets)
     table = None if matrix.table is None else tensor_of(matrix.table, matrix.codes.device)
     return QuantizedPanels(form, codes, Panels.of(scales), in_panels, table, matrix.bits, matrix.out_features)
 

@@ -1,0 +1,248 @@
+// The product with weights in float8 (e4m3) in panels (panels.h), whose activations are bfloat16 and stay so.
+//
+//   result[m, n] = sum over groups g of  scale[n, g] * sum code * x
+//
+// A word holds the codes of four inputs. In registers they become two words of bfloat16, which has all values of float8:
+//
+//     word of codes | w[0] w[1] w[2] w[3] |      words of bfloat16 | w[0] w[2] | and | w[1] w[3] |
+//
+// Words of neighbours would take more instructions. A copy of x has its inputs in the same order.
+#include "blocks.h"
+#include "panels.h"
+#include "replay.h"
+
+using namespace quire;
+
+namespace {
+
+// The codes of NaN, which no weights have, mean 480 and -480.
+#ifdef __AVX512VBMI__
+
+// The bytes of the bfloat16 of each code without its sign.
+struct Values {
+  alignas(64) uint8_t low[128] = {}, high[128] = {};
+
+  constexpr Values() {
+    for (int code = 1; code < 128; code++) {
+      int exponent = 120, digits = code;
+      for (; digits < 8; exponent--) digits *= 2;  // float8's subnormal numbers are normal ones of bfloat16
+      const int bits = (exponent << 7) + (digits << 4);
+      low[code] = uint8_t(bits), high[code] = uint8_t(bits >> 8);
+    }
+  }
+};
+constexpr Values VALUES;
+
+// The bytes of a table of 128 at the lowest seven bits of each code.
+QUIRE_INLINE u32x16 looked_up(u32x16 codes, const uint8_t* table) {
+  const auto first = as<__m512i>(read<u32x16>(table)), second = as<__m512i>(read<u32x16>(table + 64));
+  return as<u32x16>(_mm512_permutex2var_epi8(first, as<__m512i>(codes), second));
+}
+
+QUIRE_INLINE void widen(u32x16 codes, u32x16 (&pairs)[2]) {
+  const u32x16 low = looked_up(codes, VALUES.low), high = looked_up(codes, VALUES.high) | (codes & 0x80808080u);
+  pairs[0] = (high << 8 & 0xff00ff00u) | (low & 0x00ff00ffu);
+  pairs[1] = (high & 0xff00ff00u) | (low >> 8 & 0x00ff00ffu);
+}
+
+#else
+
+// A byte in the upper half of each lane. Its bits are also those of a float32 that is 2^120 times smaller; bfloat16 has no
+// room for some of these, and instructions that multiply it take its subnormal numbers for 0.
+QUIRE_INLINE u32x16 value(u32x16 code) {
+  return as<u32x16>(as<f32x16>((code & 0x80u) << 24 | (code & 0x7fu) << 20) * splat(0x1p120f));
+}
+
+QUIRE_INLINE void widen(u32x16 codes, u32x16 (&pairs)[2]) {
+  pairs[0] = value(codes >> 16) | value(codes) >> 16;
+  pairs[1] = value(codes >> 24) | value(codes >> 8) >> 16;
+}
+
+#endif
+
+struct Float8 {
+  static constexpr int INPUTS = 4;  // of a word of codes
+
+  const uint32_t* weights;
+  const float* scales;  // panels of [groups, outputs]
+  const uint64_t* x;    // [rows, row_words], four inputs each
+  const bf16* bias;     // [out] or null
+  bf16* result;         // [rows, out]
+  int64_t out, row_words, group_words, groups;
+
+  // One scale for all inputs is applied to whole sums, so that a row need not be visited at once.
+  bool scaled_last() const { return groups == 1; }
+
+#ifdef QUIRE_TILES
+  static constexpr int STEP = TILE / 2;  // words that fill a tile
+
+  // For any number of rows, since tiles add up in another order.
+  bool in_tiles(int64_t) const { return has_tiles(); }
+  int64_t step() const { return scaled_last() ? STEP : group_words; }
+
+  void visit_tiles(Tiles& tiles, int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int count,
+                   float* sums, bool is_first, Ahead& ahead) const {
+    const int stride = lines * LANES;
+    const uint32_t* w = weights + panel * PANEL * row_words + word * stride;
+    const uint64_t* inputs = x + row * row_words + word;
+    alignas(64) float products[AMX_ROWS][2 * LANES];
+    alignas(64) uint32_t unpacked[TILE][2 * LANES];
+    const int64_t length = std::min(group_words, words), number = (words + length - 1) / length;
+    Ahead::Pace pace = ahead.pace((lines + 1) / 2 * number * ((length + STEP - 1) / STEP));
+    for (int line = 0; line < lines; line += 2) {
+      const int both = std::min(2, lines - line);
+      for (int64_t begin = 0, g = word / group_words; begin < words; begin += length, g++) {
+        const int64_t end = std::min(begin + length, words);
+        auto place = [&](int r, int l) { return sums + r * PANEL + (line + l) * LANES; };
+        tiles.for_sums(both, [&](auto tile, int r, int l) {
+          if (scaled_last() && !is_first) load_tile<tile.value>(place(r, l), PANEL * sizeof(float));
+          else zero_tile<tile.value>();
+        });
+        for (int64_t i = begin; i < end; i += STEP) {
+          ahead.fetch(pace);
+          const int some = int(std::min<int64_t>(STEP, end - i));
+          for (int j = 0; j < some; j++)
+            for (int l = 0; l < both; l++) {
+              u32x16 pairs[2];
+              widen(load_words(w + (i + j) * stride + (line + l) * LANES), pairs);
+              for (int half = 0; half < 2; half++) store(&unpacked[2 * j + half][l * LANES], pairs[half]);
+            }
+          tiles.multiply<true>((const char*)(inputs + i), row_words * sizeof(*x), unpacked[0], 2 * LANES, 2 * some, both);
+        }
+        tiles.for_sums(both, [&](auto tile, int r, int l) {
+          if (scaled_last()) store_tile<tile.value>(place(r, l), PANEL * sizeof(float));
+          else store_tile<tile.value>(&products[r][l * LANES], sizeof(products[0]));
+        });
+        if (!scaled_last())
+          for (int r = 0; r < count; r++)
+            for (int l = 0; l < both; l++)
+              add_group(load(&products[r][l * LANES]), panel * PANEL * groups + g * stride + (line + l) * LANES,
+                        is_first && begin == 0, place(r, l));
+      }
+    }
+  }
+#else
+  int64_t step() const { return scaled_last() ? 1 : group_words; }
+#endif
+
+  // The scales of a panel, which are far from its codes.
+  void expect(int64_t panel, int lines) const {
+    for (int64_t i = 0; i < groups * lines; i++) __builtin_prefetch(scales + panel * PANEL * groups + i * LANES, 0, 2);
+  }
+
+  template <int R, int C>
+  void visit(int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int line, float* sums, bool is_first,
+             Ahead& ahead) const {
+    if constexpr (R > 2 && C > 2) {  // values, their tables and the sums would not fit into the registers
+      visit<R, C - 2>(panel, word, words, lines, row, line, sums, is_first, ahead);
+      visit<R, 2>(panel, word, words, lines, row, line + C - 2, sums + (C - 2) * LANES, is_first, ahead);
+      return;
+    }
+    const int stride = lines * LANES;
+    Ahead::Pace pace = ahead.pace(words);
+    const uint32_t* w = weights + panel * PANEL * row_words + word * stride + line * LANES;
+    const char* inputs = (const char*)(x + row * row_words + word);
+    const int64_t bytes = row_words * sizeof(*x);
+    for (int64_t begin = 0, g = word / group_words; begin < words; begin += group_words, g++) {
+      const int64_t end = std::min(begin + group_words, words), at = panel * PANEL * groups + g * stride + line * LANES;
+      f32x16 sum[R][C];
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++)
+          sum[r][c] = scaled_last() && !is_first ? load(sums + r * PANEL + c * LANES) : f32x16{};
+#ifdef QUIRE_BLOCKS
+      if constexpr (R > 1) {
+        Blocks<R, f32x16> blocks(sum);
+        for (int64_t i = begin; i < end; i++) {
+          u32x16 pairs[2];
+          widen(load_words(w + i * stride), pairs);
+          ahead.fetch(pace);
+          blocks.add(pairs[0], pairs[1], inputs + i * sizeof(*x), bytes);
+        }
+        blocks.write(sum);
+      } else
+#endif
+      for (int64_t i = begin; i < end; i++) {
+        ahead.fetch(pace);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+          u32x16 pairs[2];
+          widen(load_words(w + i * stride + c * LANES), pairs);
+#pragma GCC unroll 2
+          for (int half = 0; half < 2; half++)
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++) {
+              uint32_t pair;
+              memcpy(&pair, inputs + r * bytes + i * sizeof(*x) + half * 4, 4);
+              sum[r][c] = dot<bf16>(sum[r][c], pairs[half], splat(pair));
+            }
+        }
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+          float* to = sums + r * PANEL + c * LANES;
+          if (scaled_last()) store(to, sum[r][c]);
+          else add_group(sum[r][c], at + c * LANES, is_first && begin == 0, to);
+        }
+    }
+  }
+
+  QUIRE_INLINE void add_group(f32x16 sum, int64_t at, bool is_first, float* to) const {
+    store(to, fma(sum, load(scales + at), is_first ? f32x16{} : load(to)));
+  }
+
+  void finish(int64_t panel, int64_t first, int rows, float* sums) const {
+    const Shape shape{0, out, row_words};
+    if (scaled_last())
+      for (int line = 0; line < shape.lines(panel % shape.panels()); line++) {
+        const f32x16 scale = load(scales + panel * PANEL + line * LANES);
+        for (int r = 0; r < rows; r++) {
+          float* to = sums + r * PANEL + line * LANES;
+          store(to, load(to) * scale);
+        }
+      }
+    write_sums(sums, panel, first, rows, bias, result, out);
+  }
+};
+
+// x -> four inputs in each word, in the order 0, 2, 1, 3; zeros behind the last.
+void reorder(const bf16* x, int64_t in, uint64_t* to) {
+  auto reordered = [](uint64_t four) {
+    return (four & 0xffff00000000ffff) | (four & 0xffff0000) << 16 | (four >> 16 & 0xffff0000);
+  };
+  for (int64_t word = 0; word < in / 4; word++) {
+    uint64_t four;
+    memcpy(&four, x + 4 * word, 8);
+    to[word] = reordered(four);
+  }
+  if (in % 4) {
+    uint64_t four = 0;
+    memcpy(&four, x + in / 4 * 4, in % 4 * sizeof(bf16));
+    to[in / 4] = reordered(four);
+  }
+}
+
+}  // namespace
+
+// x: [rows, in] -> result: [rows, out]. codes, scales: from quire_panels; group: of inputs, of whole words unless there is
+// one. bounds: null, or see Shape.
+extern "C" void quire_float8_linear(const void* x, int64_t x_stride, int64_t rows, const void* codes,
+                                    const float* scales, int64_t out, int64_t in, int64_t group, const void* bias,
+                                    const int64_t* bounds, int64_t experts, void* result, int threads) {
+  thread_local std::vector<uint64_t> reordered;  // kept between calls
+  const int64_t words = (in + Float8::INPUTS - 1) / Float8::INPUTS;
+  reordered.resize(rows * words);
+  uint64_t* to = reordered.data();
+  for_each(rows, rows * in > 32768 ? threads : 1, [=](int64_t row) {
+    reorder((const bf16*)x + row * x_stride, in, to + row * words);
+  });
+  const int64_t group_words = std::min((group + Float8::INPUTS - 1) / Float8::INPUTS, words);
+  const Float8 format{(const uint32_t*)codes, scales, to,    (const bf16*)bias, (bf16*)result,
+                      out,                    words,  group_words, (in + group - 1) / group};
+  multiply(format, {rows, out, words, bounds, experts}, threads);
+}
+
+RECORDABLE(quire_float8_linear)
