@@ -7,6 +7,7 @@ import torch
 
 from quire.ops.cpu.build import library
 from quire.ops.cpu.recording import Arena, Recording
+from quire.ops.reference.quantized import QuantizedMatrix
 from quire.ops.registry import Kernels, Target
 
 if library() is None:
@@ -22,10 +23,13 @@ def draw(*size: int, seed: int = 0) -> torch.Tensor:
 @torch.inference_mode()
 def test_a_recording_repeats_its_kernels_on_what_its_memory_then_holds():
     weight, norm = KERNELS.linear.pack(draw(96, 64, seed=1)), draw(64, seed=2)
+    codes = draw(48, 40, seed=3).to(torch.float8_e4m3fn)
+    float8 = KERNELS.quantized_linear.pack(QuantizedMatrix(codes, torch.ones(48, 1), 40, 40))
 
     def compute(x: torch.Tensor) -> torch.Tensor:
         normed = KERNELS.rms_norm(x, norm, 1e-6)
-        return KERNELS.silu_and_mul(KERNELS.linear(normed, weight, None)[:, :80])
+        gated = KERNELS.silu_and_mul(KERNELS.linear(normed, weight, None)[:, :80])
+        return KERNELS.quantized_linear(gated, float8, None)
 
     x = draw(5, 64)
     with Recording(Arena()) as recording:

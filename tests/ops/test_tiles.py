@@ -17,6 +17,7 @@ from ops.test_quantized import (
     check_packed_experts,
     check_products,
     check_that_activations_are_rounded_to_8_bits,
+    check_values_of_float8,
 )
 
 from quire.ops.cpu import build, linear, quantized_linear
@@ -32,7 +33,7 @@ pytestmark = [
 @pytest.fixture
 def sources_of_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only these are compiled."""
-    folder, names = tmp_path / "sources", ("attention_prepare", "linear", "quantized_linear", "team")
+    folder, names = tmp_path / "sources", ("attention_prepare", "float8_linear", "linear", "quantized_linear", "team")
     folder.mkdir()
     for source in [*build.SOURCES.glob("*.h"), *(build.SOURCES / f"{name}.cpp" for name in names)]:
         shutil.copy(source, folder)
@@ -52,6 +53,7 @@ def test_products_of_tiles_compute_what_the_references_do(sources_of_products, m
     torch.manual_seed(0)
     check_packed_products(linear.linear_cpu)
     check_products(quantized_linear.quantized_linear_cpu)
+    check_values_of_float8(quantized_linear.quantized_linear_cpu)
     check_that_activations_are_rounded_to_8_bits(quantized_linear.quantized_linear_cpu)
     check_packed_experts(torch.bfloat16)
     check_joined_experts((150, 1, 90))
