@@ -2,7 +2,8 @@
 //
 //   result[m, n] = sum over groups g of  scale[n, g] * sum code * x
 //
-// A word holds the codes of four inputs. In registers they become two words of bfloat16, which has all values of float8:
+// A word holds the codes of four inputs. In registers they become two words of bfloat16, which has all values of
+// float8:
 //
 //     word of codes | w[0] w[1] w[2] w[3] |      words of bfloat16 | w[0] w[2] | and | w[1] w[3] |
 //
@@ -47,8 +48,8 @@ QUIRE_INLINE void widen(u32x16 codes, u32x16 (&pairs)[2]) {
 
 #else
 
-// A byte in the upper half of each lane. Its bits are also those of a float32 that is 2^120 times smaller; bfloat16 has no
-// room for some of these, and instructions that multiply it take its subnormal numbers for 0.
+// The lowest byte as bfloat16 in the upper half of each lane. The bits of a code are those of a float32 that is 2^120
+// times smaller. They are multiplied, since instructions for bfloat16 take the smallest of these for 0.
 QUIRE_INLINE u32x16 value(u32x16 code) {
   return as<u32x16>(as<f32x16>((code & 0x80u) << 24 | (code & 0x7fu) << 20) * splat(0x1p120f));
 }
@@ -107,7 +108,8 @@ struct Float8 {
               widen(load_words(w + (i + j) * stride + (line + l) * LANES), pairs);
               for (int half = 0; half < 2; half++) store(&unpacked[2 * j + half][l * LANES], pairs[half]);
             }
-          tiles.multiply<true>((const char*)(inputs + i), row_words * sizeof(*x), unpacked[0], 2 * LANES, 2 * some, both);
+          tiles.multiply<true>((const char*)(inputs + i), row_words * sizeof(*x), unpacked[0], 2 * LANES, 2 * some,
+                               both);
         }
         tiles.for_sums(both, [&](auto tile, int r, int l) {
           if (scaled_last()) store_tile<tile.value>(place(r, l), PANEL * sizeof(float));
@@ -227,8 +229,8 @@ void reorder(const bf16* x, int64_t in, uint64_t* to) {
 
 }  // namespace
 
-// x: [rows, in] -> result: [rows, out]. codes, scales: from quire_panels; group: of inputs, of whole words unless there is
-// one. bounds: null, or see Shape.
+// x: [rows, in] -> result: [rows, out]. codes, scales: from quire_panels; group: of inputs, of whole words unless there
+// is one. bounds: null, or see Shape.
 extern "C" void quire_float8_linear(const void* x, int64_t x_stride, int64_t rows, const void* codes,
                                     const float* scales, int64_t out, int64_t in, int64_t group, const void* bias,
                                     const int64_t* bounds, int64_t experts, void* result, int threads) {

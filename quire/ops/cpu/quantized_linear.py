@@ -1,5 +1,5 @@
-"""Products with weights of 8 and 4 bits, in integers if their codes are integers (quantized_linear.cpp), and with float8
-(float8_linear.cpp)."""
+"""Products with weights of 8 and 4 bits: in integers if their codes are integers, with values of a table
+(quantized_linear.cpp), or with float8 (float8_linear.cpp)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
