@@ -10,7 +10,7 @@ from quire.layers.build import Builder
 from quire.layers.linear import LinearShape
 from quire.layers.specs import OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix
-from quire.quantization.packing import integer_matrix, narrow
+from quire.quantization.packing import integer_matrix
 from quire.quantization.scheme import Groups, Scheme, slot
 
 
@@ -53,8 +53,8 @@ class ScaledBytes(Scheme):
         zero_point = None if self.symmetric else per_block("weight_zero_point", torch.int8)
 
         def make() -> QuantizedMatrix:
-            if self.dtype.is_floating_point:
-                return QuantizedMatrix(weight, narrow(per_output(scales)), groups.size, shape.stop - shape.start)
+            if self.dtype.is_floating_point:  # scales of one type, so that fused parts become one matrix
+                return QuantizedMatrix(weight, per_output(scales), groups.size, shape.stop - shape.start)
             zeros = None if zero_point is None else per_output(zero_point).int() + 128
             return integer_matrix(weight.view(torch.uint8) ^ 128, 8, per_output(scales), groups.size, zeros)
 
