@@ -298,3 +298,7 @@ def test_the_weights_that_are_read_are_all_of_the_model(model):
     llm = LLM(str(model), kv_cache_memory_bytes=8_000_000)
     found = sum(size for _, size in ceilings.weights(llm.core.executor.runner.model))
     assert found == pytest.approx(Model(model).weight_bytes("bf16"), rel=0.05)
+
+
+def test_engine_flags_beside_the_weights_are_options():
+    assert ceilings._engine_options(["--max-model-len", "100"]) == {"max_model_len": 100}
