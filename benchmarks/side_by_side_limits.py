@@ -31,7 +31,8 @@ class Model:
             raise ValueError(f"{directory} holds no .safetensors files")
         self.layers = c["num_hidden_layers"]
         self.head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-        self.experts_used = c["num_experts_per_tok"] / c["num_experts"] if c.get("num_experts") else 1.0
+        experts = c.get("num_local_experts") or c.get("num_experts")  # transformers 5 writes the former
+        self.experts_used = c["num_experts_per_tok"] / experts if experts else 1.0
 
     def weight_bytes(self, dtype: str, resident: bool = False, tokens: int = 1) -> int:
         """Of the weights that a step with so many tokens reads; resident: of all, and of an untied embedding.

@@ -113,10 +113,11 @@ def test_rounds_are_interleaved_and_every_other_one_is_reversed(model, tmp_path)
 
 
 def test_a_part_of_the_work_is_reported_with_the_parts_before(model, tmp_path):
-    settings, before = {"threads": 1}, record(2, Run("quire", "bf16", "batch"), output_tok_s=3.0)
+    settings, before = {"threads": 1}, record(2, Run("quire", "bf16", "batch"), output_tok_s=3.0, others_cpu=0.0)
+    machine = {"read_gb_s": 5.0, "read_best_gb_s": 6.0, "bf16_gflop_s": 100.0, "int8_gop_s": 200.0, "others_cpu": 0.0}
     (tmp_path / "runs.jsonl").write_text("\n".join(map(json.dumps, [settings, before])) + "\n")
     part = bench(model, tmp_path, "--workloads", "ceilings", "--rounds", "0")
-    part.measure = lambda number, run: {"read_gb_s": 5.0}
+    part.measure = lambda number, run: machine
     records = side_by_side.run_all(part, settings)
     assert [report.run_of(known) for known in records] == [Run("quire", "bf16", "batch"), CEILINGS]
     text = side_by_side.write_report(part, Model(model), {"machine": "m", "source": "s"}, records)
