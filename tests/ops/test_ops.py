@@ -267,7 +267,8 @@ def removal_keys_cases(dtype: torch.dtype) -> Iterator[Arguments]:
 
 def add_bonus_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     for tokens, heads, dim in ((0, 2, 8), (1, 1, 3), (7, 3, 33), (200, 4, 64)):
-        y, v, gate = draw(dtype, tokens * heads, dim), draw(dtype, tokens, heads * dim), draw(dtype, tokens, heads * dim)
+        y = draw(dtype, tokens * heads, dim)
+        v, gate = draw(dtype, tokens, heads * dim), draw(dtype, tokens, heads * dim)
         numbers = [draw(torch.float32, heads * dim) for _ in range(2)]
         yield y, *numbers, draw(torch.float32, tokens * heads, 1), v, gate
         yield y, *numbers, draw(torch.float32, tokens * heads, 1), slice_of_wider(v), slice_of_wider(gate)

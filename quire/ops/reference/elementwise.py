@@ -73,8 +73,8 @@ def multiply(x: Tensor, factor: Tensor | float) -> Tensor:
 
 @declare_invariant(*ANYWHERE)
 def lerp(x: Tensor, other: Tensor, weight: Tensor) -> Tensor:
-    """x + (other - x) * weight, in float32, for each of several weights. x, other: [tokens, dim]; weight: [mixes, tokens
-    or 1, dim], float32 or of x's type -> [mixes, tokens, dim]."""
+    """x + (other - x) * weight, in float32, for each of several weights. x, other: [tokens, dim]; weight: [mixes, 1
+    or tokens, dim], float32 or of x's type -> [mixes, tokens, dim]."""
     wide = x.float()
     return (wide + (other.float() - wide) * weight).to(x.dtype)
 

@@ -275,9 +275,9 @@ def removal_keys(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What RWKV-7 gives to a scan with removal, from its projections, in float32.
 
-    r, k, decay, rate: [tokens, n]; read: [tokens, heads, dim], the normed keys that are removed; rate_scale, bonus: [n],
-    float32 -> the keys that are added, [tokens, n] of k's type; decay: [tokens, n], float32; scale: [tokens, 2 * n],
-    float32; and r * key * bonus: [tokens, n], float32, which the layer sums for each head.
+    r, k, decay, rate: [tokens, n]; read: [tokens, heads, dim], the normed keys that are removed; rate_scale, bonus:
+    [n], float32 -> the keys that are added, [tokens, n] of k's type; decay: [tokens, n], float32; scale: [tokens, 2 *
+    n], float32; and r * key * bonus: [tokens, n], float32, which the layer sums for each head.
     """
     decay, rate = torch.exp(-exp(-0.5) * torch.sigmoid(decay.float())), torch.sigmoid(rate.float())
     wide = read.float()
