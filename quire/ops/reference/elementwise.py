@@ -138,8 +138,9 @@ def activate(x: Tensor, name: str) -> Tensor:
         return positive if name == "relu" else positive.square()
     if name in ("gelu", "gelu_tanh"):
         return torch.nn.functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
-    functions = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "silu": torch.nn.functional.silu}
-    return functions[name](x)
+    if name in ("sigmoid", "tanh"):
+        return torch.sigmoid(x) if name == "sigmoid" else torch.tanh(x)
+    return torch.nn.functional.silu(x)
 
 
 @declare_invariant(*ANYWHERE)
