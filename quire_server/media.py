@@ -51,6 +51,7 @@ class MediaLoader:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm, self._media = llm, llm.processor.media
         self._threads = ThreadPoolExecutor(AT_ONCE, "media")
+        self.sounds = asyncio.Semaphore(AT_ONCE)  # to be held while a long sound is in memory: an hour takes 340 MB
 
     async def load(self, messages: list[Any], kwargs: dict[str, Any] | None) -> ChatMedia:
         """messages: as JSON objects, which have some. Raises ApiError, which names the part that cannot be used.

@@ -182,20 +182,21 @@ class _Transcription:
             beginning = speech.beginning(body.prompt, server.llm.max_model_len // MOST_ROOM - 8)
         except ValueError as error:
             raise ApiError(400, str(error), param="prompt") from error
-        try:
-            samples = await server.media.in_turn(speech.decode, data)
-        except ValueError as error:
-            raise ApiError(400, f"file: {error}", param="file") from error
-        made = cls(call, body, task, speech, samples)
-        made.language = language
-        await made._listen(beginning)
-        made.language = made.language if speech.languages else "en"
-        code = speech.languages.get(made.language or "")
-        prompt = speech.prompt(beginning, task, code, body.with_times)
-        prompts: list[Prompt] = [made._prompt(prompt, place) for place in range(len(made.pieces))]
-        requests = await call.process(prompts, None, False, "file")
-        made.places = {processed.request_id: place for place, processed in enumerate(requests)}
-        made.pieces.clear()  # the samples of an hour take 230 MB, and the answer may take long
+        async with server.media.sounds:
+            try:
+                samples = await server.media.in_turn(speech.decode, data)
+            except ValueError as error:
+                raise ApiError(400, f"file: {error}", param="file") from error
+            made = cls(call, body, task, speech, samples)
+            made.language = language
+            await made._listen(beginning)
+            made.language = made.language if speech.languages else "en"
+            code = speech.languages.get(made.language or "")
+            prompt = speech.prompt(beginning, task, code, body.with_times)
+            prompts: list[Prompt] = [made._prompt(prompt, place) for place in range(len(made.pieces))]
+            requests = await call.process(prompts, None, False, "file")
+            made.places = {processed.request_id: place for place, processed in enumerate(requests)}
+            made.pieces.clear()  # the answer may take long
         return made
 
     def _prompt(self, token_ids: list[int], place: int) -> PromptFields:

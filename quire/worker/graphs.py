@@ -67,6 +67,7 @@ class RecordedForward(Forward):
         state = self.state(inputs)
         with Recording(self._arena) as recording:
             hidden = self.model.forward(x, state, None, self.taps)
+        state.first_values = None  # its memory is the arena's, for other recordings
         if recording.obstacle is None:
             self._recorded[inputs.size] = _Calls(recording, x, state, hidden)
         else:

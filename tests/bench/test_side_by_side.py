@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from math import isnan, nan
 from pathlib import Path
 
@@ -19,16 +20,27 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import ceilings
 import side_by_side
 import side_by_side_report as report
-from side_by_side_report import CEILINGS, FLOOR, Comparison, Row, Run
+import workloads
+from side_by_side_limits import Limit, Machine, Model, Work, count
+from side_by_side_report import CEILINGS, FLOOR, Aim, Comparison, Limits, Row, Run
+
+SMALL = {"vocab_size": 10_016, "hidden_size": 64, "head_dim": 16, "num_hidden_layers": 2}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """With the ids that the workloads draw from."""
     path = tmp_path_factory.mktemp("model")
-    config = {"vocab_size": 10_016, "hidden_size": 64, "head_dim": 16, "num_hidden_layers": 2}
-    config["tie_word_embeddings"] = True
-    return write_checkpoint(path, "qwen3", config, dtype="bfloat16")
+    return write_checkpoint(path, "qwen3", SMALL | {"tie_word_embeddings": True}, dtype="bfloat16")
+
+
+def test_turns_continue_conversations_one_after_another():
+    turns = workloads.groups("turns", workloads.turns(2))
+    assert [[len(prompt) for prompt, _ in turn] for turn in turns] == [[n] * 8 for n in (256, 384, 512, 640)]
+    for before, after in pairwise(turns):
+        assert all(b[: len(a)] == a for (a, _), (b, _) in zip(before, after, strict=True))
+    beginnings = {tuple(prompt[:256]) for turn in turns for prompt, _ in turn}
+    assert len(beginnings) == 8
 
 
 def bench(model, out, *arguments):
@@ -60,7 +72,8 @@ def test_a_comparison_goes_on_where_it_stopped_and_survives_a_peer_that_fails(mo
     assert single["peak_rss_gb"] > 0.1
     summary = json.loads((out / "side_by_side.json").read_text())
     ratio = single["decode_tok_s"] / 0.5
-    assert summary["comparisons"][0]["measured"] == pytest.approx(ratio)
+    (aim,) = summary["aims"]
+    assert (aim["of_peer"], aim["limit"], aim["binds"]) == (pytest.approx(ratio), None, "peer")
     assert f"| {ratio:.2f} × " in (out / "side_by_side.md").read_text()
     started = {
         run["engine"]: run["first_answer_s"] for run in summary["medians"] if run["workload"] in ("start", "floor")
@@ -97,6 +110,19 @@ def test_rounds_are_interleaved_and_every_other_one_is_reversed(model, tmp_path)
         *((1, run) for run in (quire_start, vllm_start, FLOOR, quire, vllm, CEILINGS)),
         *((2, run) for run in (FLOOR, vllm_start, quire_start, vllm, quire, CEILINGS)),
     ]  # fmt: skip
+
+
+def test_a_part_of_the_work_is_reported_with_the_parts_before(model, tmp_path):
+    settings, before = {"threads": 1}, record(2, Run("quire", "bf16", "batch"), output_tok_s=3.0, others_cpu=0.0)
+    machine = {"read_gb_s": 5.0, "read_best_gb_s": 6.0, "bf16_gflop_s": 100.0, "int8_gop_s": 200.0, "others_cpu": 0.0}
+    (tmp_path / "runs.jsonl").write_text("\n".join(map(json.dumps, [settings, before])) + "\n")
+    part = bench(model, tmp_path, "--workloads", "ceilings", "--rounds", "0")
+    part.measure = lambda number, run: machine
+    records = side_by_side.run_all(part, settings)
+    assert [report.run_of(known) for known in records] == [Run("quire", "bf16", "batch"), CEILINGS]
+    text = side_by_side.write_report(part, Model(model), {"machine": "m", "source": "s"}, records)
+    assert "medians of 2 interleaved rounds" in text
+    assert "| batch, output, bf16" in text
 
 
 def test_engines_run_only_what_they_have_weights_for(model, tmp_path):
@@ -159,8 +185,33 @@ def test_a_goal_missed_by_less_than_the_noise_is_met(value, at_most, verdict):
     assert Row("", 1, "", value, 1.0, at_most=at_most).verdict == verdict
 
 
+@pytest.mark.parametrize(
+    ("of_peer", "limit", "binding", "verdict"),
+    [
+        (1.2, 200.0, "peer", "pass"),
+        (1.1, 110.0, "limit", "pass"),
+        (1.1, 200.0, "peer", "miss"),
+        (1.1, nan, "peer", "miss"),
+        (nan, 110.0, "limit", "pass"),
+        (nan, nan, "", "not measured"),
+    ],
+)
+def test_the_lower_of_both_goals_binds(of_peer, limit, binding, verdict):
+    aim = Aim("", 100.0, "", of_peer, limit, 0.5)
+    assert (aim.binding, aim.verdict) == (binding, verdict)
+
+
+def test_aims_name_the_best_peer_and_the_limit(model):
+    machine = {"read_gb_s": 10.0, "bf16_gflop_s": 100.0, "int8_gop_s": 200.0}
+    measured = MEASURED | {CEILINGS: machine}
+    (aim,) = report.aims(measured, Limits(Model(model), measured))
+    limit = count(Model(model), "bf16", "single", Machine(10e9, 100e9, 100e9))
+    assert (aim.label, aim.peer, aim.of_peer) == ("single, decode, bf16", "OpenVINO 24.0", 1.25)
+    assert aim.limit == pytest.approx(63 / limit.decode.seconds)
+
+
 def test_limits_follow_from_sizes(model):
-    sizes = report.Model(model)
+    sizes = Model(model)
     weights = sizes.weight_bytes("bf16")
     kv = 100 * 2 * 2 * 16 * 2 * 2 * 16  # blocks: keys and values of bf16, 16 tokens, 2 layers, 2 heads of 16
     measured = {
@@ -174,8 +225,44 @@ def test_limits_follow_from_sizes(model):
     assert (share, hits, start, slower, memory) == pytest.approx((0.5, 0.995, 3.0, 1.5, 0.5))
 
 
+def test_a_limit_is_counted_token_by_token(model):
+    """Against sums over single tokens, on a machine that is slow enough at one thing."""
+    sizes, vocab = Model(model), 10_016
+    queries, kv = 4 * 16, 2 * 2 * 16  # of a token in a layer
+    layer = 64 * queries + 64 * kv + queries * 64 + 3 * 96 * 64
+    products = count(sizes, "bf16", "single", Machine(1e30, 1.0, 1e30))
+    assert products.prefill.seconds == 2 * (128 * layer + 127 * 64 * kv + layer + vocab * 64)
+    assert products.decode.seconds == 63 * 2 * (2 * layer + vocab * 64)
+    attention = count(sizes, "bf16", "single", Machine(1e30, 1e30, 1.0))
+    assert attention.prefill.seconds == pytest.approx(4 * queries * (sum(range(1, 129)) + 128))
+    assert attention.decode.seconds == pytest.approx(4 * queries * 2 * sum(range(129, 192)))
+    assert attention.total.arithmetic_s == attention.total.seconds
+    reading = count(sizes, "bf16", "single", Machine(1.0, 1e30, 1e30))
+    assert reading == Limit(
+        Work(sizes.weight_bytes("bf16"), 0),
+        Work(63 * sizes.weight_bytes("bf16") + sum(2 * 2 * kv * context for context in range(129, 192)), 0),
+    )
+
+
+def test_a_limit_leaves_out_what_a_prefix_cache_holds(model):
+    pairs = count(Model(model), "bf16", "turns", Machine(1e30, 1e30, 1.0)).prefill.seconds / (4 * 4 * 16)
+    beginnings = [(0, 256), (256, 384), (384, 512), (512, 640)]
+    assert pairs == pytest.approx(8 * sum(sum(range(a + 1, b + 1)) + b for a, b in beginnings))
+
+
+def test_experts_count_as_often_as_they_are_chosen(tmp_path):
+    config = {**SMALL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes = Model(write_checkpoint(tmp_path, "qwen3_moe", config | {"tie_word_embeddings": True}, dtype="bfloat16"))
+    experts = 2 * 8 * 3 * 32 * 64  # parameters, in two layers
+    everything = sizes.weight_bytes("bf16", resident=True)
+    assert everything - sizes.weight_bytes("bf16") == pytest.approx(2 * experts * 6 / 8, abs=1)
+    assert everything - sizes.weight_bytes("bf16", tokens=3) == pytest.approx(2 * experts * (6 / 8) ** 3, abs=1)
+    rest = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 8 * 64)  # attention and routers
+    assert sizes.product_parameters == rest + experts // 4
+
+
 def test_weight_bytes_of_a_tied_model_count_the_table_once(model):
-    sizes, vocab, hidden, norms = report.Model(model), 10_016, 64, 2 * (2 * 64 + 2 * 16) + 64
+    sizes, vocab, hidden, norms = Model(model), 10_016, 64, 2 * (2 * 64 + 2 * 16) + 64
     layers = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 96 * 64)  # q, k and v, o, MLP
     rows = 2 * (64 + 2 * 32 + 64 + 2 * 96 + 64)
     table = vocab * hidden
@@ -187,7 +274,7 @@ def test_weight_bytes_of_a_tied_model_count_the_table_once(model):
 
 def test_weight_bytes_of_an_untied_model_leave_the_embedding_out_of_what_a_token_reads(model, tmp_path):
     config = {"vocab_size": 1000, "num_hidden_layers": 1, "tie_word_embeddings": False}
-    sizes = report.Model(write_checkpoint(tmp_path, "qwen3", config))
+    sizes = Model(write_checkpoint(tmp_path, "qwen3", config))
     read, resident = sizes.weight_bytes("bf16"), sizes.weight_bytes("bf16", resident=True)
     assert resident - read == 2 * 1000 * 64
     assert read > 2 * 1000 * 64  # the head
@@ -211,4 +298,8 @@ def test_ceilings_are_measured():
 def test_the_weights_that_are_read_are_all_of_the_model(model):
     llm = LLM(str(model), kv_cache_memory_bytes=8_000_000)
     found = sum(size for _, size in ceilings.weights(llm.core.executor.runner.model))
-    assert found == pytest.approx(report.Model(model).weight_bytes("bf16"), rel=0.05)
+    assert found == pytest.approx(Model(model).weight_bytes("bf16"), rel=0.05)
+
+
+def test_engine_flags_beside_the_weights_are_options():
+    assert ceilings._engine_options(["--max-model-len", "100"]) == {"max_model_len": 100}

@@ -15,6 +15,7 @@ from quire.loading.metadata import hf_config
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
 from support.checkpoints import FAMILIES
+from support.engines import GREEDY, generate, make_llm, runner_of
 from support.layouts import STAND_INS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -153,8 +154,10 @@ FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
 ]
 
 
-def table(checkpoints) -> str:
-    rows = ["| family | `architectures` | compared features | checked against | test |", "|---|---|---|---|---|"]
+def table(checkpoints, recorded: Callable[[str], str]) -> str:
+    """recorded: whether a family's decoding steps are, in bfloat16 on a CPU."""
+    columns = ["family", "`architectures`", "compared features", "checked against", "recorded steps", "test"]
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for family, variants in FAMILIES.items():
         configs = [hf_config(checkpoints.path(variant), {}) for variant in variants]
         specs = [spec_of(config) for config in configs]
@@ -165,16 +168,33 @@ def table(checkpoints) -> str:
         reference = f"transformers' {other.capitalize()}, renamed" if other else REFERENCES.get(family, "transformers")
         rows.append(
             f"| {PEOPLE_CALL_IT[family]} | {', '.join(names)} | {', '.join(features)} | {reference} | "
-            f"`pytest -m \"family(name='{family}')\"` |"
+            f"{recorded(family)} | `pytest -m \"family(name='{family}')\"` |"
         )
     return "\n".join(rows) + "\n"
 
 
 def test_the_page_says_what_the_tests_compare(checkpoints, request: pytest.FixtureRequest):
+    """All columns but one, which takes an engine for each family: the next test."""
+    cells = re.findall(r"\| ([^|]*) \| `pytest -m \"family\(name='(\w+)'\)\"` \|", PAGE.read_text())
+    on_page = {family: cell for cell, family in cells}
+    check(checkpoints, request, lambda family: on_page.get(family, "unknown"))
+
+
+@pytest.mark.slow
+def test_the_page_says_whose_steps_are_recorded_on_a_cpu(checkpoints, request: pytest.FixtureRequest):
+    def recorded(family: str) -> str:
+        llm = make_llm(checkpoints.path(FAMILIES[family][0]), dtype="bfloat16")
+        generate(llm, [[5, 6, 7]], GREEDY.clone(max_tokens=4))
+        return "yes" if runner_of(llm).forward._recorded else "no"
+
+    check(checkpoints, request, recorded)
+
+
+def check(checkpoints, request: pytest.FixtureRequest, recorded: Callable[[str], str]) -> None:
     text = PAGE.read_text()
     pattern = re.compile(f"(?<={re.escape(BEGIN)}).*?(?={re.escape(END)})", re.DOTALL)
     assert pattern.search(text)
-    made = table(checkpoints)
+    made = table(checkpoints, recorded)
     if request.config.getoption("--write"):
         PAGE.write_text(pattern.sub(lambda _: made, text))
     else:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.models.registry import spec_of
 from support.checkpoints import build, write_checkpoint
-from support.engines import make_llm, teacher_forced_logits
+from support.engines import GREEDY, generate, make_llm, runner_of, teacher_forced_logits, tokens_of
 from support.reference import logits
 
 TEXT = [(i * 37 + 11) % 300 + 4 for i in range(70)]
@@ -25,6 +25,18 @@ def test_the_first_format_packs_the_mixes_of_a_layer(checkpoints, tmp_path):
     packed = write_checkpoint(tmp_path, "rwkv7", hub_layout=True)
     made, expected = (teacher_forced_logits(make_llm(path), TEXT) for path in (packed, checkpoints.path("rwkv7")))
     assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_recorded_steps_say_what_others_do(checkpoints, dtype):
+    path, prompts = checkpoints.path("rwkv7"), [TEXT[: 1 + 9 * i] for i in range(5)]
+    params = [GREEDY.clone(max_tokens=12 + 5 * i) for i in range(5)]
+    llm, eager = make_llm(path, dtype=dtype), make_llm(path, dtype=dtype, enforce_eager=True)
+    for _ in range(2):  # the second time, nothing is recorded anew
+        assert tokens_of(generate(llm, prompts, params)) == tokens_of(generate(eager, prompts, params))
+    assert {size.tokens for size in runner_of(llm).forward._recorded} == {1, 2, 3, 4, 5}
+    whole = teacher_forced_logits(eager, TEXT)
+    assert torch.equal(teacher_forced_logits(llm, TEXT, [60, *[1] * 10]), whole)
 
 
 def test_a_config_without_ranks_and_widths_has_those_that_follow_from_its_size():

@@ -15,7 +15,11 @@ from quire.ops.cpu import build, linear
 from support.emulated import CROSS_COMPILER, PROCESSORS, EmulatedLibrary, need_emulator
 from support.kernel_checks import check_against_references
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("emulated")]
+pytestmark = pytest.mark.xdist_group("emulated")
+# Emulation is slow: one processor of the newest kind is tested with each change, and the older ones every night.
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow if name == "neon-bf16" else pytest.mark.nightly) for name in PROCESSORS
+]
 # The instructions that make an instruction set worth compiling for.
 CHARACTERISTIC = {
     "neon": {"fmla", "smull", "smull2", "sadalp", "tbl"},
@@ -39,7 +43,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return path
 
 
-@pytest.fixture(params=PROCESSORS)
+@pytest.fixture(params=NAMES)
 def library(request: pytest.FixtureRequest, paths, monkeypatch) -> Iterator[EmulatedLibrary]:
     emulated = EmulatedLibrary(paths(request.param), request.param, monkeypatch)
     yield emulated
@@ -62,7 +66,7 @@ def test_emulated_products_of_a_row_do_not_depend_on_the_other_rows(library, mon
             assert torch.equal(product(x[row : row + 1], packed, None), made[row : row + 1])
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_library_has_the_instructions_of_its_set_and_no_others(paths, name):
     command = ["aarch64-linux-gnu-objdump", "-d", "--no-show-raw-insn", str(paths(name))]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -192,7 +192,7 @@ def grouped_linear_cases(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 def activate_cases(dtype: torch.dtype) -> Iterator[Arguments]:
-    for name in ("silu", "gelu", "gelu_tanh", "sigmoid", "relu", "relu2"):
+    for name in ("silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "relu", "relu2"):
         for shape in ((0, 8), (1, 1), (3, 37), (70, 1000)):
             yield 3 * draw(dtype, *shape), name
         yield slice_of_wider(draw(dtype, 5, 33)), name
@@ -245,6 +245,33 @@ def multiply_cases(dtype: torch.dtype) -> Iterator[Arguments]:
             yield x, factor
             yield slice_of_wider(x), factor
         yield x, draw(torch.float32, 2 * dim)[::2]
+
+
+def lerp_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for mixes, rows, dim in ((1, 0, 8), (1, 1, 1), (6, 3, 37), (2, 70, 1000)):
+        x, other = draw(dtype, rows, dim), slice_of_wider(draw(dtype, rows, dim))
+        for weight in weights(dtype, mixes * dim):
+            yield x, other, weight.view(mixes, 1, dim)
+        yield other, x, draw(dtype, mixes, rows, dim)
+        yield x, other, draw(torch.float32, mixes, 2 * dim)[:, None, dim:]
+
+
+def removal_keys_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, heads, dim in ((0, 2, 8), (1, 1, 3), (7, 3, 33), (200, 4, 64)):
+        r, k, decay, rate = (draw(dtype, tokens, heads * dim) for _ in range(4))
+        read = torch.nn.functional.normalize(draw(torch.float32, tokens, heads, dim), dim=-1).to(dtype)
+        numbers = [draw(torch.float32, heads * dim) for _ in range(2)]
+        yield r, k, read, decay, rate, *numbers
+        yield r, slice_of_wider(k), read, 20 * decay, slice_of_wider(20 * rate), *numbers
+
+
+def add_bonus_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, heads, dim in ((0, 2, 8), (1, 1, 3), (7, 3, 33), (200, 4, 64)):
+        y = draw(dtype, tokens * heads, dim)
+        v, gate = draw(dtype, tokens, heads * dim), draw(dtype, tokens, heads * dim)
+        numbers = [draw(torch.float32, heads * dim) for _ in range(2)]
+        yield y, *numbers, draw(torch.float32, tokens * heads, 1), v, gate
+        yield y, *numbers, draw(torch.float32, tokens * heads, 1), slice_of_wider(v), slice_of_wider(gate)
 
 
 def add_lora_cases(dtype: torch.dtype) -> Iterator[Arguments]:
@@ -378,6 +405,9 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "choose_experts": choose_experts_cases,
     "sort_by_expert": sort_by_expert_cases,
     "multiply": multiply_cases,
+    "lerp": lerp_cases,
+    "removal_keys": removal_keys_cases,
+    "add_bonus": add_bonus_cases,
     "add_lora": add_lora_cases,
     "grouped_linear": grouped_linear_cases,
     "row_sums": row_cases,

@@ -120,8 +120,30 @@ def test_activations_and_norms(kernels: Kernels) -> None:
             if name != "swiglu_oai":
                 check(activation(kernels, name, gated=False), x, name)
         check(lambda x: kernels.activate(x, "sigmoid"), x, "sigmoid")
+        check(lambda x: kernels.activate(x, "tanh"), x, "tanh")
+        check(kernels.row_sums, x, "row_sums")
         weight = torch.randn(2 * width).to(dtype)
         check(lambda x, w=weight: kernels.rms_norm(x, w, 1e-6), x, "rms_norm")
+
+
+def test_what_surrounds_a_scan_with_removal(kernels: Kernels) -> None:
+    """The rows have all that belongs to a token, so that it moves with it."""
+    dtype, heads, dim = kernels.target.dtype, 3, 33
+    own, bonus, n = torch.randn(6, 1, heads * dim), torch.randn(heads * dim), heads * dim
+
+    def mixed(x: Tensor) -> Tensor:
+        return kernels.lerp(x[:, :n], x[:, n : 2 * n], own).transpose(0, 1)
+
+    def keys(x: Tensor) -> Tensor:
+        r, k, read, decay, rate = x.split(n, 1)
+        return torch.cat(kernels.removal_keys(r, k, read.unflatten(1, (heads, dim)), decay, rate, own[0, 0], bonus), 1)
+
+    def ends(x: Tensor) -> Tensor:
+        y, v, gate, sums = x[:, : 3 * n + heads].split([n, n, n, heads], 1)
+        return kernels.add_bonus(y.reshape(-1, dim), own[0, 0], bonus, sums.float().reshape(-1, 1), v, gate)
+
+    for function in (mixed, keys, ends):
+        check(function, torch.randn(ROWS, 5 * n).to(dtype), function.__name__)
 
 
 def test_what_torch_computes(kernels: Kernels) -> None:

@@ -89,7 +89,7 @@ class Running:
         self.result = self._service.complete(**self._fields)["choices"][0]
 
     def end(self) -> Any:
-        self._thread.join(60)
+        self._thread.join(300)
         assert self.result is not None
         return self.result
 

@@ -167,47 +167,69 @@ struct Attention {
     }
   }
 
-  // Turns a row's scores into probabilities relative to its running maximum; keys outside [begin, end) count nothing.
-  // Scales of keys and values, where there are any, become part of scores and probabilities. ahead: of the query, the
-  // tile's first key.
+  // What the exponential is taken of: a row's scores times scale and log2(e), with everything that changes scores. Keys
+  // outside [begin, end) count nothing. ahead: of the query, the tile's first key. Returns the largest one by lanes.
   template <bool MASKED, bool CAPPED, bool BIASED>
-  void softmax_row(const float* scores, int begin, int end, int head, int ahead, const float* scales, T* p,
-                   float& maximum, float& rescale, f32x16& sums) const {
-    f32x16 x[TILE_LINES], top = splat(MINUS_INFINITY);
+  f32x16 prepare_row(float* scores, int begin, int end, int head, int ahead, const float* scales) const {
+    f32x16 top = splat(MINUS_INFINITY);
     for (int c = 0; c < TILE_LINES; c++) {
-      x[c] = load(scores + c * LANES);
-      if (S::SCALED) x[c] *= load(scales + c * LANES);
-      if (CAPPED) x[c] = tanh(x[c] * (scale / soft_cap)) * (soft_cap * LOG2_E);
-      else x[c] *= scale * LOG2_E;
-      if (BIASED) x[c] += biases.of(head, ahead + c * LANES) * LOG2_E;
+      f32x16 x = load(scores + c * LANES);
+      if (S::SCALED) x *= load(scales + c * LANES);
+      if (CAPPED) x = tanh(x * (scale / soft_cap)) * (soft_cap * LOG2_E);
+      else x *= scale * LOG2_E;
+      if (BIASED) x += biases.of(head, ahead + c * LANES) * LOG2_E;
       if (MASKED) {
-        i32x16 key = LANE + c * LANES;
-        x[c] = where((key >= begin) & (key < end), x[c], splat(MINUS_INFINITY));
+        const i32x16 key = LANE + c * LANES;
+        x = where((key >= begin) & (key < end), x, splat(MINUS_INFINITY));
       }
-      top = larger(top, x[c]);
+      store(scores + c * LANES, x);
+      top = larger(top, x);
     }
-    const float raised = std::max(maximum, quire::maximum(top));
-    const float base = raised == MINUS_INFINITY ? 0 : raised;  // a row that has seen no key yet
-    rescale = raised == maximum ? 1 : std::exp2(maximum - base);
-    maximum = raised;
-    sums *= rescale;
-    for (int c = 0; c < TILE_LINES; c++) {
-      f32x16 e = quire::exp2(x[c] - base);
-      sums += e;
-      if (S::SCALED) e *= load(scales + TILE_KEYS + c * LANES);
-      store(p + c * LANES, e);
-    }
+    return top;
   }
 
+  // Turns scores into probabilities relative to the rows' running maxima. The maxima of 16 rows are found at a time,
+  // since one row's maximum takes as many dependent steps. Scales of values become part of the probabilities.
   template <bool MASKED, bool CAPPED, bool BIASED = false>
   void softmax(const Task& t, int head, int base, int from, int to, Scratch& s) const {
-    for (int row = 0; row < t.tokens * group(); row++) {
-      const int position = t.position + row / group();
-      const int begin = std::max(from, window ? position - window + 1 : 0) - base;
-      const int end = std::min(to, position + 1) - base;
-      softmax_row<MASKED, CAPPED, BIASED>(s.scores + row * TILE_KEYS, begin, end, head * group() + row % group(),
-                                          base - position, s.scales, reinterpret_cast<T*>(s.p) + row * TILE_KEYS,
-                                          s.maximum[row], s.rescale[row], s.sums[row]);
+    const int rows = t.tokens * group();
+    for (int first = 0; first < rows; first += LANES) {
+      const int count = std::min(LANES, rows - first);
+      u32x16 tops[LANES];
+      for (int i = 0; i < LANES; i++) {
+        if (i >= count) {
+          tops[i] = as<u32x16>(splat(MINUS_INFINITY));
+          continue;
+        }
+        const int row = first + i, position = t.position + row / group();
+        const int begin = std::max(from, window ? position - window + 1 : 0) - base;
+        const int end = std::min(to, position + 1) - base;
+        tops[i] = as<u32x16>(prepare_row<MASKED, CAPPED, BIASED>(s.scores + row * TILE_KEYS, begin, end,
+                                                                 head * group() + row % group(), base - position,
+                                                                 s.scales));
+      }
+      quire::transpose(tops);
+      f32x16 raised = load_up_to(s.maximum + first, count);
+      const f32x16 before = raised;
+      for (int i = 0; i < LANES; i++) raised = larger(raised, as<f32x16>(tops[i]));
+      const f32x16 bases = where(raised == MINUS_INFINITY, f32x16{}, raised);  // of a row that has seen no key yet
+      store_up_to(s.maximum + first, raised, count);
+      // exp2(0) is not exactly 1
+      store_up_to(s.rescale + first, where(raised == before, splat(1.0f), quire::exp2(before - bases)), count);
+      float subtracted[LANES];
+      store(subtracted, bases);
+      for (int i = 0; i < count; i++) {
+        const int row = first + i;
+        T* p = reinterpret_cast<T*>(s.p) + row * TILE_KEYS;
+        f32x16 sums = s.sums[row] * s.rescale[row];
+        for (int c = 0; c < TILE_LINES; c++) {
+          f32x16 e = quire::exp2(load(s.scores + row * TILE_KEYS + c * LANES) - subtracted[i]);
+          sums += e;
+          if (S::SCALED) e *= load(s.scales + TILE_KEYS + c * LANES);
+          store(p + c * LANES, e);
+        }
+        s.sums[row] = sums;
+      }
     }
   }
 

@@ -97,6 +97,21 @@ void multiply(const T* x, int64_t stride, int64_t rows, int64_t dim, float numbe
   });
 }
 
+// out = x + (y - x) * weights, of rows that are all contiguous. weights: [mixes, 1 or rows, dim].
+template <class T, class W>
+void lerp(const T* x, const T* y, int64_t mixes, int64_t rows, int64_t dim, const W* weights, int64_t weight_rows,
+          T* out, int threads) {
+  for_rows(mixes * rows, dim, threads, [=](int64_t made) {
+    const int64_t row = made % rows;
+    const W* weight = weights + (made / rows * weight_rows + row % weight_rows) * dim;
+    for_lanes(dim, [&](int64_t i, int n) {
+      const f32x16 from = load_up_to(x + row * dim + i, n);
+      const f32x16 change = (load_up_to(y + row * dim + i, n) - from) * load_up_to(weight + i, n);
+      store_up_to(out + made * dim + i, from + change, n);
+    });
+  });
+}
+
 constexpr float LOG2_E = 1.44269504f;
 
 // 1 / (1 + exp(-x)), by an exponent that is kept from overflowing: below 1e-37 it stays what it is there.
@@ -138,6 +153,13 @@ struct Relu {
   template <class T>
   f32x16 operator()(f32x16 gate, f32x16 up, T) const {
     return where(gate > 0.0f, gate, f32x16{}) * up;
+  }
+};
+
+struct Tanh {
+  template <class T>
+  f32x16 operator()(f32x16 gate, f32x16 up, T) const {
+    return tanh(gate) * up;
   }
 };
 
@@ -292,6 +314,26 @@ void quire_multiply(int is_bf16, int wide_factors, const void* x, int64_t stride
   });
 }
 
+void quire_lerp(int is_bf16, int wide_weights, const void* x, const void* y, int64_t mixes, int64_t rows, int64_t dim,
+                const void* weights, int64_t weight_rows, void* out, int threads) {
+  with_types(is_bf16, wide_weights, [&](auto t, auto w) {
+    using T = decltype(t);
+    using W = decltype(w);
+    lerp((const T*)x, (const T*)y, mixes, rows, dim, (const W*)weights, weight_rows, (T*)out, threads);
+  });
+}
+
+void quire_row_sums(int is_bf16, const void* x, int64_t stride, int64_t rows, int64_t dim, float* out, int threads) {
+  with_types(is_bf16, false, [&](auto t, auto) {
+    using T = decltype(t);
+    for_rows(rows, dim, threads, [=](int64_t row) {
+      f32x16 totals[4] = {};  // of fewer numbers each, which rounds less
+      for_lanes(dim, [&](int64_t i, int n) { totals[i / LANES % 4] += load_up_to((const T*)x + row * stride + i, n); });
+      out[row] = sum((totals[0] + totals[1]) + (totals[2] + totals[3]));
+    });
+  });
+}
+
 // activation: numbered as in elementwise.py; alpha and limit are SwigluOai's.
 void quire_gate(int is_bf16, int activation, float alpha, float limit, const void* x, int64_t stride, int64_t rows,
                 int64_t half, void* out, int threads) {
@@ -322,6 +364,7 @@ void quire_activate(int is_bf16, int activation, const void* x, int64_t stride, 
       case 3: return run(Gelu{});
       case 4: return run(Relu{});
       case 5: return run(ReluSquared{});
+      case 6: return run(Tanh{});
     }
   });
 }
@@ -341,6 +384,8 @@ RECORDABLE(quire_rms_norm)
 RECORDABLE(quire_add_rms_norm)
 RECORDABLE(quire_add)
 RECORDABLE(quire_multiply)
+RECORDABLE(quire_lerp)
+RECORDABLE(quire_row_sums)
 RECORDABLE(quire_layer_norm)
 RECORDABLE(quire_clip)
 RECORDABLE(quire_xielu)

@@ -123,6 +123,28 @@ def multiply(x: Tensor, factor: Tensor | float) -> Tensor:
     return out
 
 
+@reference.lerp.implementation("cpu", supports=on_cpu)
+def lerp(x: Tensor, other: Tensor, weight: Tensor) -> Tensor:
+    x, other, weight = x.contiguous(), other.contiguous(), weight.contiguous()
+    mixes, weight_rows, dim = weight.shape
+    out = x.new_empty(mixes, len(x), dim)
+    kernel("quire_lerp", "iipplllplpi")(
+        x.dtype is torch.bfloat16, weight.dtype is torch.float32, x.data_ptr(), other.data_ptr(), mixes, len(x), dim,
+        weight.data_ptr(), weight_rows, out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+@reference.row_sums.implementation("cpu", supports=on_cpu)
+def row_sums(x: Tensor) -> Tensor:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = x.new_empty(len(x), 1, dtype=torch.float32)
+    kernel("quire_row_sums", "iplllpi")(
+        x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), *x.shape, out.data_ptr(), torch.get_num_threads()
+    )
+    return out
+
+
 def _gate(activation: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
     """activation: 0 is silu, 1 gelu, 2 gelu by tanh, 3 that of gpt-oss, 4 relu, 5 its square, as in elementwise.cpp."""
     rows, width = x.shape
@@ -178,7 +200,7 @@ def clip(x: Tensor, most: float) -> Tensor:
     return out
 
 
-_ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "gelu", "relu", "relu2")  # in the order of elementwise.cpp
+_ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "gelu", "relu", "relu2", "tanh")  # in the order of elementwise.cpp
 
 
 @reference.activate.implementation("cpu", supports=on_cpu)

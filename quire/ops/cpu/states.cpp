@@ -299,6 +299,39 @@ void gated_norm(const T* x, int64_t x_stride, const T* gate, int64_t gate_stride
   });
 }
 
+// Of RWKV-7, see the references. A task is a head of a token; all tensors are contiguous.
+template <class T>
+void removal_keys(int64_t tokens, int64_t heads, int64_t dim, const T* r, const T* k, const T* read, const T* decay,
+                  const T* rate, const float* rate_scale, const float* bonus, T* keys, float* decays, float* scale,
+                  float* products, int threads) {
+  const float most = -std::exp(-0.5f) * LOG2_E;
+  for_each(tokens * heads, tokens * heads * dim >= 4096 ? threads : 1, [=](int64_t task) {
+    for_lanes(dim, [&](int64_t i, int n) {
+      const int64_t at = task * dim + i, column = task % heads * dim + i, removal = 2 * task * dim + i;
+      const f32x16 by = sigmoid(load_up_to(rate + at, n)), found = load_up_to(read + at, n);
+      const f32x16 kept = 1.0f + (by - 1.0f) * load_up_to(rate_scale + column, n);
+      const f32x16 key = rounded_to(load_up_to(k + at, n) * kept, T{});
+      store_up_to(keys + at, key, n);
+      store_up_to(decays + at, exp2(sigmoid(load_up_to(decay + at, n)) * most), n);
+      store_up_to(scale + removal, found, n);
+      store_up_to(scale + removal + dim, found * by, n);
+      store_up_to(products + at, load_up_to(r + at, n) * key * load_up_to(bonus + column, n), n);
+    });
+  });
+}
+
+template <class T>
+void add_bonus(int64_t rows, int64_t heads, int64_t dim, const T* y, const float* weight, const float* bias,
+               const float* bonus, const T* v, const T* gate, T* out, int threads) {
+  for_each(rows, rows * dim >= 16384 ? threads : 1, [=](int64_t row) {
+    for_lanes(dim, [&](int64_t i, int n) {
+      const int64_t at = row * dim + i, column = row % heads * dim + i;
+      const f32x16 normed = load_up_to(y + at, n) * load_up_to(weight + column, n) + load_up_to(bias + column, n);
+      store_up_to(out + at, (normed + load_up_to(v + at, n) * bonus[row]) * load_up_to(gate + at, n), n);
+    });
+  });
+}
+
 template <class F>
 void with_type(int is_bf16, F f) {
   if (is_bf16) f(bf16{});
@@ -370,8 +403,32 @@ extern "C" void quire_gated_norm(int is_bf16, const void* x, int64_t x_stride, c
   });
 }
 
+extern "C" void quire_removal_keys(int is_bf16, int64_t tokens, int64_t heads, int64_t dim, const void* r,
+                                   const void* k, const void* read, const void* decay, const void* rate,
+                                   const float* rate_scale, const float* bonus, void* keys, float* decays,
+                                   float* scale, float* products, int threads) {
+  with_type(is_bf16, [&](auto type) {
+    using T = decltype(type);
+    removal_keys(tokens, heads, dim, static_cast<const T*>(r), static_cast<const T*>(k), static_cast<const T*>(read),
+                 static_cast<const T*>(decay), static_cast<const T*>(rate), rate_scale, bonus, static_cast<T*>(keys),
+                 decays, scale, products, threads);
+  });
+}
+
+extern "C" void quire_add_bonus(int is_bf16, int64_t rows, int64_t heads, int64_t dim, const void* y,
+                                const float* weight, const float* bias, const float* bonus, const void* v,
+                                const void* gate, void* out, int threads) {
+  with_type(is_bf16, [&](auto type) {
+    using T = decltype(type);
+    add_bonus(rows, heads, dim, static_cast<const T*>(y), weight, bias, bonus, static_cast<const T*>(v),
+              static_cast<const T*>(gate), static_cast<T*>(out), threads);
+  });
+}
+
 RECORDABLE(quire_causal_conv)
 RECORDABLE(quire_time_steps)
 RECORDABLE(quire_scan)
 RECORDABLE(quire_selective_scan)
 RECORDABLE(quire_gated_norm)
+RECORDABLE(quire_removal_keys)
+RECORDABLE(quire_add_bonus)

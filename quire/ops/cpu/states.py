@@ -81,3 +81,30 @@ def gated_norm(
         activation == "silu", out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+@reference.removal_keys.implementation("cpu", supports=on_cpu)
+def removal_keys(
+    r: Tensor, k: Tensor, read: Tensor, decay: Tensor, rate: Tensor, rate_scale: Tensor, bonus: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    r, k, read, decay, rate = (x.contiguous() for x in (r, k, read, decay, rate))
+    tokens, heads, dim = read.shape
+    keys = torch.empty_like(k)
+    decays, scale, products = (k.new_empty(tokens, size * heads * dim, dtype=torch.float32) for size in (1, 2, 1))
+    kernel("quire_removal_keys", "illlpppppppppppi")(
+        k.dtype is torch.bfloat16, tokens, heads, dim, r.data_ptr(), k.data_ptr(), read.data_ptr(), decay.data_ptr(),
+        rate.data_ptr(), rate_scale.data_ptr(), bonus.data_ptr(), keys.data_ptr(), decays.data_ptr(), scale.data_ptr(),
+        products.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return keys, decays, scale, products
+
+
+@reference.add_bonus.implementation("cpu", supports=on_cpu)
+def add_bonus(y: Tensor, weight: Tensor, bias: Tensor, bonus: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+    y, v, gate = y.contiguous(), v.contiguous(), gate.contiguous()
+    out, (rows, dim) = torch.empty_like(v), y.shape
+    kernel("quire_add_bonus", "illlpppppppi")(
+        v.dtype is torch.bfloat16, rows, v.shape[1] // dim, dim, y.data_ptr(), weight.data_ptr(), bias.data_ptr(),
+        bonus.data_ptr(), v.data_ptr(), gate.data_ptr(), out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out

@@ -71,6 +71,14 @@ def multiply(x: Tensor, factor: Tensor | float) -> Tensor:
     return (x.float() * factor).to(x.dtype)
 
 
+@declare_invariant(*ANYWHERE)
+def lerp(x: Tensor, other: Tensor, weight: Tensor) -> Tensor:
+    """x + (other - x) * weight, in float32, for each of several weights. x, other: [tokens, dim]; weight: [mixes, 1
+    or tokens, dim], float32 or of x's type -> [mixes, tokens, dim]."""
+    wide = x.float()
+    return (wide + (other.float() - wide) * weight).to(x.dtype)
+
+
 @declare_invariant("cuda")
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(x[:, :half]) * x[:, half:], the gated activation of Llama's MLP. x: [tokens, 2 * half] -> [tokens, half]."""
@@ -123,14 +131,16 @@ def clip(x: Tensor, most: float) -> Tensor:
 
 @declare_invariant("cuda")
 def activate(x: Tensor, name: str) -> Tensor:
-    """An activation that is not gated: "silu", "gelu", "gelu_tanh", "sigmoid", "relu" or "relu2", the square of relu.
-    x: [rows, dim] -> [rows, dim]."""
+    """An activation that is not gated: "silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "relu" or "relu2", the square of
+    relu. x: [rows, dim] -> [rows, dim]."""
     if name in ("relu", "relu2"):
         positive = x.relu()
         return positive if name == "relu" else positive.square()
     if name in ("gelu", "gelu_tanh"):
         return torch.nn.functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
-    return torch.sigmoid(x) if name == "sigmoid" else torch.nn.functional.silu(x)
+    if name in ("sigmoid", "tanh"):
+        return torch.sigmoid(x) if name == "sigmoid" else torch.tanh(x)
+    return torch.nn.functional.silu(x)
 
 
 @declare_invariant(*ANYWHERE)

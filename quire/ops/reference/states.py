@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import exp
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.kvcache.block_pool import NULL_BLOCK_ID
-from quire.ops.registry import declare
+from quire.ops.registry import ANYWHERE, declare, declare_invariant
 
 if TYPE_CHECKING:
     from quire.kvcache.specs import StateShape
@@ -266,3 +267,31 @@ def gated_norm(
         y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).flatten(1)
         y = weight * y.to(x.dtype)
     return (y if gate_first else y * wide).to(x.dtype)
+
+
+@declare_invariant("cuda")
+def removal_keys(
+    r: Tensor, k: Tensor, read: Tensor, decay: Tensor, rate: Tensor, rate_scale: Tensor, bonus: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What RWKV-7 gives to a scan with removal, from its projections, in float32.
+
+    r, k, decay, rate: [tokens, n]; read: [tokens, heads, dim], the normed keys that are removed; rate_scale, bonus:
+    [n], float32 -> the keys that are added, [tokens, n] of k's type; decay: [tokens, n], float32; scale: [tokens, 2 *
+    n], float32; and r * key * bonus: [tokens, n], float32, which the layer sums for each head.
+    """
+    decay, rate = torch.exp(-exp(-0.5) * torch.sigmoid(decay.float())), torch.sigmoid(rate.float())
+    wide = read.float()
+    scale = torch.stack([wide, wide * rate.view(read.shape)], 2).flatten(1)
+    k = (k * (1 + (rate - 1) * rate_scale)).to(k.dtype)
+    return k, decay, scale, r.float() * k * bonus
+
+
+@declare_invariant(*ANYWHERE)
+def add_bonus(y: Tensor, weight: Tensor, bias: Tensor, bonus: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+    """The result of RWKV-7's heads: (y * weight + bias + bonus * v) * gate, in float32.
+
+    y: [tokens * heads, dim], normed; weight, bias: [n], float32; bonus: [tokens * heads, 1], float32; v, gate: [tokens,
+    n] -> [tokens, n] of v's type.
+    """
+    added = (v.reshape(y.shape) * bonus).view(v.shape)
+    return ((y.view(v.shape) * weight + bias + added) * gate).to(v.dtype)
