@@ -13,6 +13,7 @@ from quire.options.cluster import ClusterConfig, Layout
 from quire.options.declaration import ConfigError as ConfigError
 from quire.options.declaration import at_least, check_type, option, read_value
 from quire.options.experts import BalanceOptions
+from quire.options.kernels import KernelConfig
 from quire.options.kv_compression import KVCompressionOptions
 from quire.options.kv_events import KVEventOptions
 from quire.options.kv_transfer import KVTransferOptions
@@ -252,19 +253,6 @@ class ParallelConfig:
     def shares_experts(self) -> bool:
         """Whether the replicas share experts, and so run their steps together."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
-
-
-@dataclass(frozen=True)
-class KernelConfig:
-    """Device and kernels."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    attention_backend: str | None = None
-    cpu_isa: Literal[
-        "native", "amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2", "neon-bf16", "neon-dotprod", "neon"
-    ] = "native"
-    kernels: dict[str, str] = option({}, json=True)
-    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
