@@ -276,7 +276,7 @@ print(open("/proc/self/maps").read())
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
-@pytest.mark.parametrize("name", ["avx512", "avx2"])
+@pytest.mark.parametrize("name", [pytest.param("avx512", marks=pytest.mark.nightly), "avx2"])
 def test_the_kernels_compiled_for_lesser_processors(monkeypatch, tmp_path, name):
     flag, needed = build.INSTRUCTION_SETS[name]
     if needed - set(build.cpu_features().split()):
