@@ -124,10 +124,8 @@ def test_an_answer_does_not_depend_on_what_else_runs(model: str, text: list[int]
     check(bundled_model(), prompts, 40, [1, 3], 8, max_model_len=700, **MODELS[model])
 
 
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(name, marks=pytest.mark.slow if name == "float32" else pytest.mark.nightly) for name in MODELS],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", MODELS)
 def test_long_answers_do_not_depend_on_what_else_runs(model: str, text: list[int]) -> None:
     prompts = [text[40 * i : 40 * i + 3 + 7 * i % 90] for i in range(64)]
     prompts[0] = text[5000:5100]
