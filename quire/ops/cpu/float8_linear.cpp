@@ -127,10 +127,7 @@ struct Float8 {
   int64_t step() const { return scaled_last() ? 1 : group_words; }
 #endif
 
-  // The scales of a panel, which are far from its codes.
-  void expect(int64_t panel, int lines) const {
-    for (int64_t i = 0; i < groups * lines; i++) __builtin_prefetch(scales + panel * PANEL * groups + i * LANES, 0, 2);
-  }
+  void expect(int64_t panel, int lines) const { fetch_scales(scales, panel, groups, lines); }
 
   template <int R, int C>
   void visit(int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int line, float* sums, bool is_first,

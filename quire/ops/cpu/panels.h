@@ -29,6 +29,12 @@ constexpr int64_t CHUNK_BYTES = 1 << 16, LARGE_CHUNK_BYTES = 1 << 17;
 constexpr int ROW_BLOCK = 22 * MAX_ROWS;  // rows of one task: they and their sums stay in the cache as well
 constexpr int64_t PARALLEL_WORDS = 1 << 14;  // below it, one thread is done before a second one has woken up
 
+// Fetches the scales or offsets of a panel, which are far from its codes: `groups` of them for each output.
+inline void fetch_scales(const float* scales, int64_t panel, int64_t groups, int lines) {
+  const float* at = scales + panel * PANEL * groups;
+  for (int64_t i = 0; i < groups * lines; i++) __builtin_prefetch(at + i * LANES, 0, 2);
+}
+
 // What a piece of work is to bring into the cache meanwhile: `count` lines from `at`.
 struct Ahead {
   const char* at;

@@ -125,13 +125,9 @@ struct Quantized {
 
   int64_t step() const { return group_words; }
 
-  // The scales and offsets of a panel, which are far from its codes.
   void expect(int64_t panel, int lines) const {
-    for (int64_t i = 0; i < x.groups * lines; i++) {
-      const int64_t at = panel * PANEL * x.groups + i * LANES;
-      __builtin_prefetch(scales + at, 0, 2);
-      if (offsets) __builtin_prefetch(offsets + at, 0, 2);
-    }
+    fetch_scales(scales, panel, x.groups, lines);
+    if (offsets) fetch_scales(offsets, panel, x.groups, lines);
   }
 
   template <int R, int C>
@@ -318,9 +314,7 @@ struct Tabled {
   void visit_tiles(Tiles&, int64_t, int64_t, int64_t, int, int64_t, int, float*, bool, Ahead&) const {}
 #endif
 
-  void expect(int64_t panel, int lines) const {
-    for (int64_t i = 0; i < groups * lines; i++) __builtin_prefetch(scales + panel * PANEL * groups + i * LANES, 0, 2);
-  }
+  void expect(int64_t panel, int lines) const { fetch_scales(scales, panel, groups, lines); }
 
   template <int R, int C>
   void visit(int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int line, float* sums, bool is_first,
