@@ -28,7 +28,7 @@ QUIRE_INLINE f32x16 number(u32x16 words, uint32_t shift) {
 
 // f(Constant<type>).
 template <class F>
-void with_type(int type, F f) {
+void with_number_type(int type, F f) {
   if (type == FLOAT32) f(Constant<FLOAT32>{});
   if (type == FLOAT16) f(Constant<FLOAT16>{});
   if (type == BFLOAT16) f(Constant<BFLOAT16>{});
@@ -55,7 +55,7 @@ struct Numbers {
 
   f32x16 at(int64_t panel, int64_t column, int lines, int line_of_column) const {
     f32x16 numbers;
-    with_type(type, [&](auto t) {
+    with_number_type(type, [&](auto t) {
       numbers = number<t.value>(line(panel, column, lines, line_of_column), column % in_word() * bits_of(t.value));
     });
     return numbers;
@@ -77,7 +77,7 @@ struct Scales {
     float* const widened = room(kept, count * lines * LANES);
     const int64_t stop = first + count, in_word = numbers.in_word();
     const int64_t run = factors.words ? numbers.columns * kinds / factors.columns : numbers.columns;  // with one factor
-    with_type(numbers.type, [&](auto type) {
+    with_number_type(numbers.type, [&](auto type) {
       for (int64_t g = first, end; g < stop; g = end) {
         end = std::min({(g / in_word + 1) * in_word, (g / run + 1) * run, stop});
         for (int line = 0; line < lines; line++) {
