@@ -49,7 +49,7 @@ def bench(model, out, *arguments):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_comparison_goes_on_where_it_stopped_and_survives_a_peer_that_fails(model, tmp_path):
     peer, out = tmp_path / "python", tmp_path / "out"
     peer.write_text("#!/bin/sh\necho no such engine >&2\nexit 3\n")

@@ -45,6 +45,7 @@ def test_streams_go_on_when_the_core_is_killed_or_stopped(server, expected, numb
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_streams_go_on_when_a_stage_of_a_pipeline_is_killed_or_stopped(expected, lost, number):

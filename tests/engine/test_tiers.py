@@ -278,8 +278,15 @@ def test_options_that_cannot_work_are_refused(checkpoints, options, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("ranks", [[], ["--tensor-parallel-size", "2"]], ids=["", "tp"])
+@pytest.mark.parametrize(
+    ("number", "ranks"),
+    [
+        (signal.SIGKILL, []),
+        (signal.SIGSTOP, ["--tensor-parallel-size", "2"]),
+        pytest.param(signal.SIGSTOP, [], marks=pytest.mark.nightly),
+        pytest.param(signal.SIGKILL, ["--tensor-parallel-size", "2"], marks=pytest.mark.nightly),
+    ],
+)
 def test_memory_survives_its_core(number, ranks):
     """Streams go on when the core is lost, and the next core finds the blocks of the first one."""
     arguments = ["--dtype", "float32", "--kv-offloading-size", "0.1", "--served-model-name", MODEL, *ranks]
