@@ -25,7 +25,7 @@ namespace quire {
 constexpr int PANEL = 64, PANEL_LINES = PANEL / LANES;
 // Of a panel, which all rows visit before the next piece: it stays in the second-level cache. For many rows it is larger,
 // since beginning and ending a visit takes time (3 % of it).
-constexpr int64_t CHUNK_BYTES = 1 << 16, LARGE_CHUNK_BYTES = 1 << 17;
+constexpr int64_t CHUNK_BYTES = 1 << 16, LARGE_CHUNK_BYTES = 1 << 17, SMALL_CHUNK_BYTES = 1 << 13;
 constexpr int ROW_BLOCK = 22 * MAX_ROWS;  // rows of one task: they and their sums stay in the cache as well
 constexpr int64_t PARALLEL_WORDS = 1 << 14;  // below it, one thread is done before a second one has woken up
 
@@ -151,7 +151,7 @@ void multiply(const Format& format, const Shape& shape, int threads) {
       const int pieces = (rows + at_once - 1) / at_once;
       const uint32_t* weights = format.weights + panel * PANEL * shape.words;
       const bool unpacks = format.unpacks(pieces);
-      const int64_t bytes = (pieces > 8 ? LARGE_CHUNK_BYTES : CHUNK_BYTES) / (unpacks ? 2 : 1);
+      const int64_t bytes = pieces > 8 ? LARGE_CHUNK_BYTES : unpacks && pieces < 3 ? SMALL_CHUNK_BYTES : CHUNK_BYTES;
       const int64_t chunk = std::max<int64_t>(bytes / (64 * lines) / step, 1) * step;
       for (int64_t word = 0; word < shape.words; word += chunk) {
         const int64_t words = std::min(chunk, shape.words - word), rest = shape.words - word - words;

@@ -155,14 +155,14 @@ struct Quantized {
     with_bits(bits, [&](auto narrow) {
       constexpr int N = narrow.value;
       if constexpr (wide_bits(N) == BITS)
-        for (int64_t i = 0; i < units * lines; i++) {
-          const int64_t unit = i / lines, first = i % lines * LANES;
-          u32x16 wide[BITS];
-          widen_codes<N>([&](int word) { return load_words(from + (unit * N + word) * stride + first); }, wide);
-          ahead.fetch(pace);
+        for (int64_t unit = 0; unit < units; unit++)
+          for (int line = 0; line < stride; line += LANES) {
+            u32x16 wide[BITS];
+            widen_codes<N>([&](int word) { return load_words(from + (unit * N + word) * stride + line); }, wide);
+            ahead.fetch(pace);
 #pragma GCC unroll 8
-          for (int word = 0; word < BITS; word++) store(all + (unit * BITS + word) * stride + first, wide[word]);
-        }
+            for (int word = 0; word < BITS; word++) store(all + (unit * BITS + word) * stride + line, wide[word]);
+          }
     });
     return all;
   }
