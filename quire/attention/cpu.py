@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.attention.base import AttentionShape, Preparation, PreparingBackend, Scores, Selection, StepLayout
 from quire.attention.cells import SCALE_BYTES
 from quire.ops.cpu.build import kernel, library
+from quire.ops.cpu.dtypes import CODES
 
 _TASK_INTS, _MERGE_INTS = 8, 4  # int32s in Task and Merge of attention.h
 _TASKS_PER_THREAD = 4  # no fewer than in attention.h
@@ -17,7 +18,7 @@ _CELLS = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 class _Geometry(ctypes.Structure):
-    _names = "is_bf16 cells is_latent heads kv_heads block_size head_dim padded_dim out_dim padded_out_dim by_slot"
+    _names = "dtype cells is_latent heads kv_heads block_size head_dim padded_dim out_dim padded_out_dim by_slot"
     _fields_ = [(name, ctypes.c_int32) for name in _names.split()]
 
 
@@ -50,13 +51,13 @@ class CpuAttention(PreparingBackend):
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
-        is_bf16, is_latent = shape.dtype is torch.bfloat16, shape.value_dim is not None
+        is_latent = shape.value_dim is not None
         self.cache_dtype, token = shape.dtype, _padded(shape.head_dim)
         if shape.cell is not None:
             self.cache_dtype, token = torch.uint8, token + SCALE_BYTES
         self.block_shape = (shape.num_kv_heads, 1 if is_latent else 2, shape.block_size * token)
         self._geometry = _Geometry(
-            is_bf16, _CELLS[shape.cell], is_latent, shape.num_heads, shape.num_kv_heads, shape.block_size,
+            CODES[shape.dtype], _CELLS[shape.cell], is_latent, shape.num_heads, shape.num_kv_heads, shape.block_size,
             shape.head_dim, _padded(shape.head_dim), shape.out_dim, _padded(shape.out_dim), shape.by_slot,
         )  # fmt: skip
         self._geometry_address = ctypes.addressof(self._geometry)
@@ -65,7 +66,7 @@ class CpuAttention(PreparingBackend):
     def unsupported(cls, shape: AttentionShape) -> str | None:
         if shape.device.type != "cpu":
             return f"the cpu backend does not run on {shape.device.type}"
-        if shape.dtype not in (torch.float32, torch.bfloat16):
+        if shape.dtype not in CODES:
             return f"the cpu backend supports float32 and bfloat16, not {shape.dtype}"
         if shape.block_size % 16 or shape.block_size <= 0:
             return f"the cpu backend needs a block size that is a multiple of 16, not {shape.block_size}"

@@ -34,7 +34,7 @@ constexpr int64_t PARALLEL_COST = 8 * 256;  // below it, one thread is done befo
 
 // Geometry and Step are mirrored in quire/attention/cpu.py, which also knows the sizes of Task and Merge.
 struct Geometry {
-  int32_t is_bf16, cells;  // cells: 0 for none, 1 for int8, 2 for fp8
+  int32_t dtype, cells;  // cells: 0 for none, 1 for int8, 2 for fp8
   int32_t is_latent, heads, kv_heads, block_size;
   int32_t head_dim, dim;     // of queries and keys, and that padded
   int32_t out_dim, out_pad;  // of values and the result, and that padded
@@ -60,13 +60,12 @@ inline int64_t plane_words(const Geometry& g) {
 // f(S{}) with how the geometry says that elements are kept.
 template <class F>
 inline void with_storage(const Geometry& g, F f) {
-  auto of_type = [&](auto type) {
+  with_type(g.dtype, [&](auto type) {
     using T = decltype(type);
     if (g.cells == 0) f(Whole<T>{});
     else if (g.cells == 1) f(Cells<T, Int8>{});
     else f(Cells<T, Fp8>{});
-  };
-  g.is_bf16 ? of_type(bf16{}) : of_type(float{});
+  });
 }
 
 // The keys of a sequence are divided into splits, whose borders depend on nothing but the model and the position: 32 splits

@@ -238,42 +238,34 @@ void rotary(T* q, int64_t q_stride, int64_t q_head_stride, int64_t heads, T* k, 
   });
 }
 
-// f(the tensors' type, the weight's type)
-template <class F>
-void with_types(int is_bf16, int wide_weight, F f) {
-  if (!is_bf16) f(float{}, float{});
-  else if (wide_weight) f(bf16{}, float{});
-  else f(bf16{}, bf16{});
-}
-
 }  // namespace
 
 extern "C" {
 
 // wide_weight: it is float32, whatever x is.
-void quire_rms_norm(int is_bf16, int wide_weight, const void* x, int64_t outer, int64_t inner, int64_t outer_stride,
+void quire_rms_norm(int dtype, int wide_weight, const void* x, int64_t outer, int64_t inner, int64_t outer_stride,
                     int64_t inner_stride, int64_t dim, const void* weight, float eps, void* out, int threads) {
-  with_types(is_bf16, wide_weight, [&](auto t, auto w) {
+  with_types(dtype, wide_weight, [&](auto t, auto w) {
     using T = decltype(t);
     using W = decltype(w);
     rms_norm((const T*)x, outer, inner, outer_stride, inner_stride, dim, (const W*)weight, eps, (T*)out, threads);
   });
 }
 
-void quire_add_rms_norm(int is_bf16, int wide_weight, void* x, int64_t x_stride, void* residual,
+void quire_add_rms_norm(int dtype, int wide_weight, void* x, int64_t x_stride, void* residual,
                         int64_t residual_stride, int64_t rows, int64_t dim, const void* weight, float eps,
                         int threads) {
-  with_types(is_bf16, wide_weight, [&](auto t, auto w) {
+  with_types(dtype, wide_weight, [&](auto t, auto w) {
     using T = decltype(t);
     using W = decltype(w);
     add_rms_norm((T*)x, x_stride, (T*)residual, residual_stride, rows, dim, (const W*)weight, eps, threads);
   });
 }
 
-void quire_layer_norm(int is_bf16, const void* x, int64_t outer, int64_t inner, int64_t stride, int64_t inner_stride,
+void quire_layer_norm(int dtype, const void* x, int64_t outer, int64_t inner, int64_t stride, int64_t inner_stride,
                       void* residual, int64_t residual_stride, int64_t dim, const void* weight, int64_t weight_stride,
                       const void* bias, float eps, void* out, int threads) {
-  with_types(is_bf16, false, [&](auto t, auto) {
+  with_type(dtype, [&](auto t) {
     using T = decltype(t);
     layer_norm((const T*)x, outer, inner, stride, inner_stride, (T*)residual, residual_stride, dim, (const T*)weight,
                weight_stride, (const T*)bias, eps, (T*)out, threads);
@@ -281,50 +273,50 @@ void quire_layer_norm(int is_bf16, const void* x, int64_t outer, int64_t inner, 
 }
 
 // Each element limited to -most ... most. x: [rows, dim].
-void quire_clip(int is_bf16, const void* x, int64_t stride, int64_t rows, int64_t dim, float most, void* out,
+void quire_clip(int dtype, const void* x, int64_t stride, int64_t rows, int64_t dim, float most, void* out,
                 int threads) {
-  with_types(is_bf16, false, [&](auto t, auto) {
+  with_type(dtype, [&](auto t) {
     using T = decltype(t);
     activate((const T*)x, stride, rows, dim, (T*)out, threads, Clip{most});
   });
 }
 
-void quire_xielu(int is_bf16, const void* x, int64_t stride, int64_t rows, int64_t dim, const float* positive,
+void quire_xielu(int dtype, const void* x, int64_t stride, int64_t rows, int64_t dim, const float* positive,
                  const float* negative, void* out, int threads) {
-  with_types(is_bf16, false, [&](auto t, auto) {
+  with_type(dtype, [&](auto t) {
     using T = decltype(t);
     activate((const T*)x, stride, rows, dim, (T*)out, threads, Xielu{*positive, *negative});
   });
 }
 
-void quire_add(int is_bf16, const void* x, const void* y, int64_t size, void* out, int threads) {
-  with_types(is_bf16, false, [&](auto t, auto) {
+void quire_add(int dtype, const void* x, const void* y, int64_t size, void* out, int threads) {
+  with_type(dtype, [&](auto t) {
     using T = decltype(t);
     add((const T*)x, (const T*)y, size, (T*)out, threads);
   });
 }
 
 // factors: null for none.
-void quire_multiply(int is_bf16, int wide_factors, const void* x, int64_t stride, int64_t rows, int64_t dim,
+void quire_multiply(int dtype, int wide_factors, const void* x, int64_t stride, int64_t rows, int64_t dim,
                     float number, const void* factors, int64_t by_row, int64_t by_column, void* out, int threads) {
-  with_types(is_bf16, wide_factors, [&](auto t, auto f) {
+  with_types(dtype, wide_factors, [&](auto t, auto f) {
     using T = decltype(t);
     using F = decltype(f);
     multiply((const T*)x, stride, rows, dim, number, (const F*)factors, by_row, by_column, (T*)out, threads);
   });
 }
 
-void quire_lerp(int is_bf16, int wide_weights, const void* x, const void* y, int64_t mixes, int64_t rows, int64_t dim,
+void quire_lerp(int dtype, int wide_weights, const void* x, const void* y, int64_t mixes, int64_t rows, int64_t dim,
                 const void* weights, int64_t weight_rows, void* out, int threads) {
-  with_types(is_bf16, wide_weights, [&](auto t, auto w) {
+  with_types(dtype, wide_weights, [&](auto t, auto w) {
     using T = decltype(t);
     using W = decltype(w);
     lerp((const T*)x, (const T*)y, mixes, rows, dim, (const W*)weights, weight_rows, (T*)out, threads);
   });
 }
 
-void quire_row_sums(int is_bf16, const void* x, int64_t stride, int64_t rows, int64_t dim, float* out, int threads) {
-  with_types(is_bf16, false, [&](auto t, auto) {
+void quire_row_sums(int dtype, const void* x, int64_t stride, int64_t rows, int64_t dim, float* out, int threads) {
+  with_type(dtype, [&](auto t) {
     using T = decltype(t);
     for_rows(rows, dim, threads, [=](int64_t row) {
       f32x16 totals[4] = {};  // of fewer numbers each, which rounds less
@@ -335,9 +327,9 @@ void quire_row_sums(int is_bf16, const void* x, int64_t stride, int64_t rows, in
 }
 
 // activation: numbered as in elementwise.py; alpha and limit are SwigluOai's.
-void quire_gate(int is_bf16, int activation, float alpha, float limit, const void* x, int64_t stride, int64_t rows,
+void quire_gate(int dtype, int activation, float alpha, float limit, const void* x, int64_t stride, int64_t rows,
                 int64_t half, void* out, int threads) {
-  with_types(is_bf16, false, [&](auto t, auto) {
+  with_type(dtype, [&](auto t) {
     using T = decltype(t);
     auto run = [&](auto f) { gate((const T*)x, stride, rows, half, (T*)out, threads, f); };
     switch (activation) {
@@ -352,9 +344,9 @@ void quire_gate(int is_bf16, int activation, float alpha, float limit, const voi
 }
 
 // activation: numbered as in elementwise.py.
-void quire_activate(int is_bf16, int activation, const void* x, int64_t stride, int64_t rows, int64_t dim, void* out,
+void quire_activate(int dtype, int activation, const void* x, int64_t stride, int64_t rows, int64_t dim, void* out,
                     int threads) {
-  with_types(is_bf16, false, [&](auto t, auto) {
+  with_type(dtype, [&](auto t) {
     using T = decltype(t);
     auto run = [&](auto f) { activate((const T*)x, stride, rows, dim, (T*)out, threads, f); };
     switch (activation) {
@@ -369,10 +361,10 @@ void quire_activate(int is_bf16, int activation, const void* x, int64_t stride, 
   });
 }
 
-void quire_rotary(int is_bf16, void* q, int64_t q_stride, int64_t q_head_stride, int64_t heads, void* k,
+void quire_rotary(int dtype, void* q, int64_t q_stride, int64_t q_head_stride, int64_t heads, void* k,
                   int64_t k_stride, int64_t k_head_stride, int64_t kv_heads, const float* cos, const float* sin,
                   int64_t half, int64_t tokens, int interleaved, int threads) {
-  with_types(is_bf16, false, [&](auto t, auto) {
+  with_type(dtype, [&](auto t) {
     using T = decltype(t);
     rotary((T*)q, q_stride, q_head_stride, heads, (T*)k, k_stride, k_head_stride, kv_heads, cos, sin, half, tokens,
            interleaved, threads);

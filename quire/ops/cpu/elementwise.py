@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import kernel, library
+from quire.ops.cpu.dtypes import CODES
 from quire.ops.reference import elementwise as reference
 from quire.ops.registry import Target
 
 
 def on_cpu(target: Target) -> bool:
-    return target.device.type == "cpu" and target.dtype in (torch.float32, torch.bfloat16) and library() is not None
+    return target.device.type == "cpu" and target.dtype in CODES and library() is not None
 
 
 @reference.rms_norm.implementation("cpu", supports=on_cpu)
@@ -27,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.rms_norm.reference(x, weight, eps)  # type: ignore[no-any-return]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     kernel("quire_rms_norm", "iiplllllpfpi")(
-        dtype is torch.bfloat16, wide_weight, x.data_ptr(), outer, inner, outer_stride, inner_stride, dim,
+        CODES[dtype], wide_weight, x.data_ptr(), outer, inner, outer_stride, inner_stride, dim,
         weight.data_ptr(), eps, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -44,7 +45,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if not same_types or last != 1 or to_last != 1 or (rows and source == to):
         return reference.add_rms_norm.reference(x, residual, weight, eps)  # type: ignore[no-any-return]
     kernel("quire_add_rms_norm", "iiplplllpfi")(
-        dtype is torch.bfloat16, wide_weight, source, stride, to, to_stride, rows, dim, weight.data_ptr(), eps,
+        CODES[dtype], wide_weight, source, stride, to, to_stride, rows, dim, weight.data_ptr(), eps,
         torch.get_num_threads(),
     )  # fmt: skip
     return x, residual
@@ -57,7 +58,7 @@ def _layer_norm(
     is_flat = x.dim() == 2
     outer, inner, inner_stride = len(x), 1 if is_flat else x.shape[1], 0 if is_flat else x.stride(1)
     kernel("quire_layer_norm", "ipllllpllplpfpi")(
-        x.dtype is torch.bfloat16, x.data_ptr(), outer, inner, x.stride(0), inner_stride,
+        CODES[x.dtype], x.data_ptr(), outer, inner, x.stride(0), inner_stride,
         None if residual is None else residual.data_ptr(), 0 if residual is None else residual.stride(0), x.shape[-1],
         None if weight is None else weight.data_ptr(), 0 if weight is None or weight.dim() == 1 else weight.stride(0),
         None if bias is None else bias.data_ptr(), eps, out.data_ptr(), torch.get_num_threads(),
@@ -96,7 +97,7 @@ def add(x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
     if not x.is_contiguous() or not residual.is_contiguous() or not out.is_contiguous():
         return reference.add.reference(x, residual, out)  # type: ignore[no-any-return]
     kernel("quire_add", "ipplpi")(
-        x.dtype is torch.bfloat16, x.data_ptr(), residual.data_ptr(), x.numel(), out.data_ptr(),
+        CODES[x.dtype], x.data_ptr(), residual.data_ptr(), x.numel(), out.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -117,7 +118,7 @@ def multiply(x: Tensor, factor: Tensor | float) -> Tensor:
     else:
         number = factor
     kernel("quire_multiply", "iiplllfpllpi")(
-        x.dtype is torch.bfloat16, is_wide, x.data_ptr(), x.stride(0), rows, dim, number, factors, by_row, by_column,
+        CODES[x.dtype], is_wide, x.data_ptr(), x.stride(0), rows, dim, number, factors, by_row, by_column,
         out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -129,7 +130,7 @@ def lerp(x: Tensor, other: Tensor, weight: Tensor) -> Tensor:
     mixes, weight_rows, dim = weight.shape
     out = x.new_empty(mixes, len(x), dim)
     kernel("quire_lerp", "iipplllplpi")(
-        x.dtype is torch.bfloat16, weight.dtype is torch.float32, x.data_ptr(), other.data_ptr(), mixes, len(x), dim,
+        CODES[x.dtype], weight.dtype is torch.float32, x.data_ptr(), other.data_ptr(), mixes, len(x), dim,
         weight.data_ptr(), weight_rows, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -140,7 +141,7 @@ def row_sums(x: Tensor) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty(len(x), 1, dtype=torch.float32)
     kernel("quire_row_sums", "iplllpi")(
-        x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), *x.shape, out.data_ptr(), torch.get_num_threads()
+        CODES[x.dtype], x.data_ptr(), x.stride(0), *x.shape, out.data_ptr(), torch.get_num_threads()
     )
     return out
 
@@ -153,7 +154,7 @@ def _gate(activation: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) ->
         x, stride = x.contiguous(), width
     out = x.new_empty(rows, width // 2)
     kernel("quire_gate", "iiffplllpi")(
-        x.dtype is torch.bfloat16, activation, alpha, limit, x.data_ptr(), stride, rows, width // 2, out.data_ptr(),
+        CODES[x.dtype], activation, alpha, limit, x.data_ptr(), stride, rows, width // 2, out.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -184,7 +185,7 @@ def xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     kernel("quire_xielu", "iplllpppi")(
-        x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), *x.shape, positive.data_ptr(), negative.data_ptr(),
+        CODES[x.dtype], x.data_ptr(), x.stride(0), *x.shape, positive.data_ptr(), negative.data_ptr(),
         out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -195,7 +196,7 @@ def clip(x: Tensor, most: float) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     kernel("quire_clip", "iplllfpi")(
-        x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), *x.shape, most, out.data_ptr(), torch.get_num_threads(),
+        CODES[x.dtype], x.data_ptr(), x.stride(0), *x.shape, most, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -205,7 +206,7 @@ _ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "gelu", "relu", "relu2", "tanh")
 
 @reference.activate.implementation("cpu", supports=on_cpu)
 def activate(x: Tensor, name: str) -> Tensor:
-    if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16):
+    if x.dim() != 2 or x.dtype not in CODES:
         return reference.activate.reference(x, name)  # type: ignore[no-any-return]
     rows, dim = x.shape
     stride, last = x.stride()
@@ -213,7 +214,7 @@ def activate(x: Tensor, name: str) -> Tensor:
         x, stride = x.contiguous(), dim
     out = x.new_empty(rows, dim)
     kernel("quire_activate", "iiplllpi")(
-        x.dtype is torch.bfloat16, _ACTIVATIONS.index(name), x.data_ptr(), stride, rows, dim, out.data_ptr(),
+        CODES[x.dtype], _ACTIVATIONS.index(name), x.data_ptr(), stride, rows, dim, out.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -230,7 +231,7 @@ def rotary_embedding(
     q_stride, q_head_stride, _ = q.stride()
     k_stride, k_head_stride, _ = k.stride()
     kernel("quire_rotary", "iplllplllppllii")(
-        q.dtype is torch.bfloat16, q.data_ptr(), q_stride, q_head_stride, heads, k.data_ptr(), k_stride,
+        CODES[q.dtype], q.data_ptr(), q_stride, q_head_stride, heads, k.data_ptr(), k_stride,
         k_head_stride, k.shape[1], cos.data_ptr(), sin.data_ptr(), cos.shape[1], tokens, interleaved,
         torch.get_num_threads(),
     )  # fmt: skip

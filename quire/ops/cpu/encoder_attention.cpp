@@ -178,12 +178,12 @@ struct Encoder {
 extern "C" {
 
 // starts: [sequences + 1], where each sequence begins in q, k and v. biases: null for none.
-void quire_encoder_attention(int is_bf16, const void* q, int64_t q_stride, int64_t q_head_stride, const void* k,
+void quire_encoder_attention(int dtype, const void* q, int64_t q_stride, int64_t q_head_stride, const void* k,
                              int64_t k_stride, int64_t k_head_stride, const void* v, int64_t v_stride,
                              int64_t v_head_stride, const int32_t* starts, int sequences, int heads, int kv_heads,
                              int dim, float scale, int reach, const float* biases, int farthest, void* out,
                              int threads) {
-  auto of_type = [&](auto type) {
+  with_type(dtype, [&](auto type) {
     using T = decltype(type);
     const Encoder<T> encoder{{(const T*)q, q_stride, q_head_stride}, {(const T*)k, k_stride, k_head_stride},
                              {(const T*)v, v_stride, v_head_stride}, heads, kv_heads, dim, scale, reach,
@@ -198,8 +198,7 @@ void quire_encoder_attention(int is_bf16, const void* q, int64_t q_stride, int64
       thread_local Scratch scratch;
       for (int item; (item = counter++) < items;) encoder.run(chunks[item / heads], item % heads, scratch);
     });
-  };
-  is_bf16 ? of_type(bf16{}) : of_type(float{});
+  });
 }
 }
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import kernel
+from quire.ops.cpu.dtypes import CODES
 from quire.ops.cpu.elementwise import on_cpu
 from quire.ops.reference.encoder_attention import encoder_attention
 
@@ -16,7 +17,7 @@ def encoder_attention_cpu(
     _, heads, dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     kernel("quire_encoder_attention", "ipllpllpllpiiiifipipi")(
-        q.dtype is torch.bfloat16, q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(), k.stride(0), k.stride(1),
+        CODES[q.dtype], q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(), k.stride(0), k.stride(1),
         v.data_ptr(), v.stride(0), v.stride(1), starts.data_ptr(), len(starts) - 1, heads, k.shape[1], dim, scale,
         -1 if reach is None else reach, None if bias is None else bias.data_ptr(),
         0 if bias is None else bias.shape[1] // 2, out.data_ptr(), torch.get_num_threads(),

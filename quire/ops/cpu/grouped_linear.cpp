@@ -115,39 +115,36 @@ void combine(const T* out, const int64_t* order, const float* weights, int64_t t
 
 }  // namespace
 
-extern "C" void quire_combine_experts(int is_bf16, const void* out, const int64_t* order, const float* weights,
+extern "C" void quire_combine_experts(int dtype, const void* out, const int64_t* order, const float* weights,
                                       int64_t tokens, int64_t top_k, int64_t dim, void* result, int threads) {
-  auto run = [&](auto type) {
+  with_type(dtype, [&](auto type) {
     using T = decltype(type);
     combine((const T*)out, order, weights, tokens, top_k, dim, (T*)result, threads);
-  };
-  is_bf16 ? run(bf16{}) : run(float{});
+  });
 }
 
-extern "C" void quire_grouped_linear(int is_bf16, const void* x, int64_t x_stride, const void* weight,
+extern "C" void quire_grouped_linear(int dtype, const void* x, int64_t x_stride, const void* weight,
                                      int64_t expert_stride, int64_t output_stride, const void* bias,
                                      const int64_t* offsets, int64_t experts, int64_t in, int64_t out, void* result,
                                      int threads) {
-  auto run = [&](auto type) {
+  with_type(dtype, [&](auto type) {
     using T = decltype(type);
     GroupedLinear<T>{(const T*)x, x_stride, (const T*)weight, expert_stride, output_stride, (const T*)bias, offsets, 0,
                      0, in, out, (T*)result, out}
         .run(experts, threads);
-  };
-  is_bf16 ? run(bf16{}) : run(float{});
+  });
 }
 
 // x: [tokens, heads, in], weight: [heads, out, in] -> [tokens, heads, out]
-extern "C" void quire_linear_by_head(int is_bf16, const void* x, int64_t x_stride, int64_t x_head, int64_t tokens,
+extern "C" void quire_linear_by_head(int dtype, const void* x, int64_t x_stride, int64_t x_head, int64_t tokens,
                                      const void* weight, int64_t head_stride, int64_t output_stride, int64_t heads,
                                      int64_t in, int64_t out, void* result, int threads) {
-  auto run = [&](auto type) {
+  with_type(dtype, [&](auto type) {
     using T = decltype(type);
     GroupedLinear<T>{(const T*)x, x_stride, (const T*)weight, head_stride, output_stride, nullptr, nullptr, tokens,
                      x_head, in, out, (T*)result, heads * out}
         .run(heads, threads);
-  };
-  is_bf16 ? run(bf16{}) : run(float{});
+  });
 }
 
 RECORDABLE(quire_combine_experts)

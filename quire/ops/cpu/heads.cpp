@@ -62,26 +62,24 @@ void quire_join(int64_t tokens, int64_t heads, int64_t size, const void* first, 
   });
 }
 
-void quire_sharpen(int is_bf16, const void* q, int64_t stride, int64_t head_stride, int64_t tokens, int64_t heads,
+void quire_sharpen(int dtype, const void* q, int64_t stride, int64_t head_stride, int64_t tokens, int64_t heads,
                    int64_t dim, const int64_t* positions, float scale, int64_t length, int64_t offset, void* out,
                    int threads) {
-  auto run = [&](auto type) {
+  with_type(dtype, [&](auto type) {
     using T = decltype(type);
     sharpen((const T*)q, stride, head_stride, tokens, heads, dim, positions, scale, length, offset, (T*)out, threads);
-  };
-  is_bf16 ? run(bf16{}) : run(float{});
+  });
 }
 
 // which: 0 for queries, 1 for keys, 2 for values.
-void quire_append_positions(int is_bf16, int which, const void* x, int64_t stride, int64_t head_stride, int64_t tokens,
+void quire_append_positions(int dtype, int which, const void* x, int64_t stride, int64_t head_stride, int64_t tokens,
                             int64_t heads, int64_t dim, const void* slopes, const int64_t* positions, void* out,
                             int threads) {
-  auto run = [&](auto type) {
+  with_type(dtype, [&](auto type) {
     using T = decltype(type);
     append_positions(Which(which), (const T*)x, stride, head_stride, tokens, heads, dim, (const T*)slopes, positions,
                      (T*)out, threads);
-  };
-  is_bf16 ? run(bf16{}) : run(float{});
+  });
 }
 }
 

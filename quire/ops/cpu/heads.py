@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import kernel
+from quire.ops.cpu.dtypes import CODES
 from quire.ops.cpu.elementwise import on_cpu
 from quire.ops.reference import elementwise as reference
 
@@ -30,7 +31,7 @@ def sharpen(q: Tensor, positions: Tensor, scale: float, length: int, offset: int
     q, positions = _dense(q), positions.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     kernel("quire_sharpen", "iplllllpfllpi")(
-        q.dtype is torch.bfloat16, q.data_ptr(), q.stride(0), q.stride(1), *q.shape, positions.data_ptr(), scale,
+        CODES[q.dtype], q.data_ptr(), q.stride(0), q.stride(1), *q.shape, positions.data_ptr(), scale,
         length, offset, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -44,7 +45,7 @@ def append_positions(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, positions:
         x, (tokens, heads, dim) = _dense(x), x.shape
         out = x.new_empty(tokens, heads, dim + 2)
         kernel("quire_append_positions", "iiplllllpppi")(
-            x.dtype is torch.bfloat16, which, x.data_ptr(), x.stride(0), x.stride(1), tokens, heads, dim,
+            CODES[x.dtype], which, x.data_ptr(), x.stride(0), x.stride(1), tokens, heads, dim,
             slopes.data_ptr(), positions.data_ptr(), out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         outputs.append(out)

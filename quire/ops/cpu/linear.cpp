@@ -107,14 +107,13 @@ extern "C" {
 
 // x: [rows, in] -> result: [rows, out]; packed: from quire_panels, `words` of one or two elements a row. bounds: null, or
 // see Shape.
-void quire_linear(int is_bf16, const void* x, int64_t x_stride, int64_t rows, const void* packed, int64_t out,
+void quire_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, const void* packed, int64_t out,
                   int64_t words, const void* bias, const int64_t* bounds, int64_t experts, void* result, int threads) {
-  auto run = [&](auto type) {
+  with_type(dtype, [&](auto type) {
     using T = decltype(type);
     Dense<T> dense{(const uint32_t*)packed, (const T*)x, x_stride, (const T*)bias, (T*)result, out, words};
     multiply(dense, {rows, out, words, bounds, experts}, threads);
-  };
-  is_bf16 ? run(bf16{}) : run(float{});
+  });
 }
 
 // [out, words] of 32 bits -> panels. In place if packed == weight, where out is a multiple of 16: a panel takes the place

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import kernel
+from quire.ops.cpu.dtypes import CODES
 from quire.ops.cpu.elementwise import on_cpu
 from quire.ops.cpu.panels import PANEL, Panels
 from quire.ops.reference.elementwise import combine_experts, grouped_linear, linear, linear_by_head
@@ -26,14 +27,13 @@ def _multiply(x: Tensor, weight: Panels, bias: Tensor | None, outs: int, offsets
     """outs, offsets: of each expert, if the weights are those of several."""
     rows, columns = x.shape
     check_width(columns, weight.columns)
-    is_bf16 = x.dtype is torch.bfloat16
-    x = torch.nn.functional.pad(x, (0, 1)) if is_bf16 and columns % 2 else x
+    x = torch.nn.functional.pad(x, (0, 1)) if x.itemsize == 2 and columns % 2 else x
     stride, last = x.stride()
     if last != 1:
         x, stride = x.contiguous(), x.shape[1]
     out = x.new_empty(rows, outs)
     kernel("quire_linear", "ipllpllpplpi")(
-        is_bf16, x.data_ptr(), stride, rows, weight.data.data_ptr(), outs, weight.words,
+        CODES[x.dtype], x.data_ptr(), stride, rows, weight.data.data_ptr(), outs, weight.words,
         None if bias is None else bias.data_ptr(), None if offsets is None else offsets.data_ptr(),
         weight.rows // outs, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
@@ -56,7 +56,7 @@ def grouped_linear_cpu(x: Tensor, weight: Tensor | Panels, bias: Tensor | None, 
         x = x.contiguous()
     out = x.new_empty(rows, out_features)
     kernel("quire_grouped_linear", "iplpllpplllpi")(
-        x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0), weight.stride(1),
+        CODES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0), weight.stride(1),
         None if bias is None else bias.data_ptr(), offsets.data_ptr(), experts, in_features, out_features,
         out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
@@ -83,7 +83,7 @@ def linear_by_head_cpu(x: Tensor, weight: Tensor) -> Tensor:
         x = x.contiguous()
     out = x.new_empty(tokens, heads, out_features)
     kernel("quire_linear_by_head", "iplllplllllpi")(
-        x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), x.stride(1), tokens, weight.data_ptr(), weight.stride(0),
+        CODES[x.dtype], x.data_ptr(), x.stride(0), x.stride(1), tokens, weight.data_ptr(), weight.stride(0),
         weight.stride(1), heads, in_features, out_features, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -95,7 +95,7 @@ def combine_experts_cpu(out: Tensor, order: Tensor, weights: Tensor | None) -> T
     out, order, weights = out.contiguous(), order.contiguous(), None if weights is None else weights.contiguous()
     combined = out.new_empty(tokens, out.shape[1])
     kernel("quire_combine_experts", "ippplllpi")(
-        out.dtype is torch.bfloat16, out.data_ptr(), order.data_ptr(), None if weights is None else weights.data_ptr(),
+        CODES[out.dtype], out.data_ptr(), order.data_ptr(), None if weights is None else weights.data_ptr(),
         tokens, top_k, out.shape[1], combined.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return combined

@@ -161,17 +161,16 @@ struct AddLora {
 
 }  // namespace
 
-extern "C" void quire_add_lora(int is_bf16, void* out, int64_t out_stride, const void* x, int64_t x_stride,
+extern "C" void quire_add_lora(int dtype, void* out, int64_t out_stride, const void* x, int64_t x_stride,
                                const void* a, const void* b, const int64_t* slots, const int64_t* ranks,
                                const int64_t* bounds, int64_t tokens, int64_t parts, int64_t rank, int64_t in,
                                int64_t outs, int threads) {
-  auto run = [&](auto type) {
+  with_type(dtype, [&](auto type) {
     using T = decltype(type);
     AddLora<T>{(T*)out, out_stride, (const T*)x, x_stride, (const T*)a, (const T*)b, slots, ranks,
                bounds,  tokens,     parts,       rank,     in,          outs}
         .run(threads);
-  };
-  is_bf16 ? run(bf16{}) : run(float{});
+  });
 }
 
 RECORDABLE(quire_add_lora)

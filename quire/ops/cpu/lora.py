@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import kernel
+from quire.ops.cpu.dtypes import CODES
 from quire.ops.cpu.elementwise import on_cpu
 from quire.ops.cpu.linear import check_width
 from quire.ops.reference.lora import add_lora
@@ -19,7 +20,7 @@ def add_lora_cpu(out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, ra
     if x_last != 1 or out_last != 1 or out.dtype is not x.dtype:
         return add_lora.reference(out, x, a, b, slots, ranks, bounds)  # type: ignore[no-any-return]
     kernel("quire_add_lora", "iplplpppppllllli")(
-        x.dtype is torch.bfloat16, out.data_ptr(), out_stride, x.data_ptr(), x_stride, a.data_ptr(), b.data_ptr(),
+        CODES[x.dtype], out.data_ptr(), out_stride, x.data_ptr(), x_stride, a.data_ptr(), b.data_ptr(),
         slots.data_ptr(), ranks.data_ptr(), bounds.data_ptr(), tokens, parts, rank, inputs, b.shape[2],
         torch.get_num_threads(),
     )  # fmt: skip

@@ -28,14 +28,13 @@ void forbid(T* logits, int64_t vocab, const uint32_t* words, T never) {
 
 }  // namespace
 
-extern "C" void quire_apply_token_masks(int is_bf16, void* logits, int64_t stride, int64_t vocab, const int64_t* places,
+extern "C" void quire_apply_token_masks(int dtype, void* logits, int64_t stride, int64_t vocab, const int64_t* places,
                                         int64_t masks, const uint32_t* bits, int threads) {
   const int64_t words = (vocab + WORD - 1) / WORD;
   for_each(masks, masks * vocab > 65536 ? threads : 1, [=](int64_t i) {
-    if (is_bf16) {
-      forbid((uint16_t*)logits + places[i] * stride, vocab, bits + i * words, uint16_t(0xff80));
-    } else {
-      forbid((float*)logits + places[i] * stride, vocab, bits + i * words, -std::numeric_limits<float>::infinity());
-    }
+    with_type(dtype, [&](auto never) {
+      store_part(&never, splat(-std::numeric_limits<float>::infinity()), 1);
+      forbid((decltype(never)*)logits + places[i] * stride, vocab, bits + i * words, never);
+    });
   });
 }

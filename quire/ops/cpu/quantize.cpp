@@ -69,10 +69,9 @@ void quantize(const T* weight, int64_t out, int64_t in, int bits, int64_t group,
 }  // namespace
 
 // weight: [out, in] -> codes: [out, in], or [out, ceil(in / 2)] with two a byte; scales: [out, groups].
-extern "C" void quire_quantize(int is_bf16, const void* weight, int64_t out, int64_t in, int bits, int64_t group,
+extern "C" void quire_quantize(int dtype, const void* weight, int64_t out, int64_t in, int bits, int64_t group,
                                const float* factors, int count, void* codes, float* scales, int threads) {
-  auto run = [&](auto type) {
+  with_type(dtype, [&](auto type) {
     quantize((const decltype(type)*)weight, out, in, bits, group, factors, count, (uint8_t*)codes, scales, threads);
-  };
-  is_bf16 ? run(bf16{}) : run(float{});
+  });
 }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import kernel
+from quire.ops.cpu.dtypes import CODES
 from quire.ops.cpu.elementwise import on_cpu
 from quire.ops.cpu.linear import check_width, grouped_linear_cpu
 from quire.ops.cpu.panels import PANEL, Panels
@@ -203,7 +204,7 @@ def quantize_cpu(weight: Tensor, bits: int, group: int) -> QuantizedMatrix:
     scales = lasting.empty(out_features, -(-in_features // group), dtype=torch.float32, device=weight.device)
     factors = torch.tensor(FACTORS[bits])
     kernel("quire_quantize", "ipllilpippi")(
-        weight.dtype is torch.bfloat16, weight.data_ptr(), out_features, in_features, bits, group, factors.data_ptr(),
+        CODES[weight.dtype], weight.data_ptr(), out_features, in_features, bits, group, factors.data_ptr(),
         len(factors), codes.data_ptr(), scales.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return QuantizedMatrix(codes, scales, group, in_features)

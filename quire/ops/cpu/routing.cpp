@@ -126,7 +126,7 @@ struct Router {
 extern "C" {
 
 // logits: [tokens, experts]. scoring: numbered as in routing.py.
-void quire_choose_experts(int is_bf16, const void* logits, int64_t stride, int64_t tokens, int64_t experts,
+void quire_choose_experts(int dtype, const void* logits, int64_t stride, int64_t tokens, int64_t experts,
                           const float* bias, int scoring, int64_t top_k, int normalize, float scale, float jitter,
                           int64_t groups, int64_t topk_groups, int two_best, float* weights, int64_t* chosen,
                           int threads) {
@@ -136,9 +136,9 @@ void quire_choose_experts(int is_bf16, const void* logits, int64_t stride, int64
     thread_local std::vector<float> kept;
     kept.resize(5 * experts);
     float* row = kept.data();
-    for_lanes(experts, [&](int64_t i, int n) {
-      store_up_to(row + i, is_bf16 ? load_up_to((const bf16*)logits + t * stride + i, n)
-                                   : load_up_to((const float*)logits + t * stride + i, n), n);
+    with_type(dtype, [&](auto type) {
+      const auto* from = (const decltype(type)*)logits + t * stride;
+      for_lanes(experts, [&](int64_t i, int n) { store_up_to(row + i, load_up_to(from + i, n), n); });
     });
     router.choose(row, row + experts, weights + t * top_k, chosen + t * top_k);
   });

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import kernel
+from quire.ops.cpu.dtypes import CODES
 from quire.ops.cpu.elementwise import on_cpu
 from quire.ops.reference import routing as reference
 from quire.ops.reference.routing import Routing
@@ -18,7 +19,7 @@ def choose_experts(logits: Tensor, correction_bias: Tensor | None, routing: Rout
     weights = torch.empty(tokens, routing.top_k, dtype=torch.float32)
     experts = torch.empty(tokens, routing.top_k, dtype=torch.int64)
     kernel("quire_choose_experts", "iplllpiliffllippi")(
-        logits.dtype is torch.bfloat16, logits.data_ptr(), logits.stride(0), tokens, count,
+        CODES[logits.dtype], logits.data_ptr(), logits.stride(0), tokens, count,
         None if correction_bias is None else correction_bias.data_ptr(), _SCORINGS.index(routing.scoring),
         routing.top_k, routing.normalize, routing.scale, routing.jitter, routing.groups, routing.topk_groups,
         routing.group_score == "two_best", weights.data_ptr(), experts.data_ptr(), torch.get_num_threads(),

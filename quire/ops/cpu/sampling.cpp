@@ -95,11 +95,13 @@ void best_of_rows(int64_t rows, int64_t vocab, int64_t* tokens, int threads, F v
 
 extern "C" {
 
-void quire_argmax(int is_bf16, const void* logits, int64_t stride, int64_t rows, int64_t vocab, int64_t* tokens,
+void quire_argmax(int dtype, const void* logits, int64_t stride, int64_t rows, int64_t vocab, int64_t* tokens,
                   int threads) {
-  best_of_rows(rows, vocab, tokens, threads, [=](int64_t row, int64_t begin, int64_t end) {
-    return is_bf16 ? largest((const bf16*)logits + row * stride, begin, end)
-                   : largest((const float*)logits + row * stride, begin, end);
+  with_type(dtype, [&](auto type) {
+    const auto* from = (const decltype(type)*)logits;
+    best_of_rows(rows, vocab, tokens, threads, [=](int64_t row, int64_t begin, int64_t end) {
+      return largest(from + row * stride, begin, end);
+    });
   });
 }
 

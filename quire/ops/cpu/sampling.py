@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import kernel, library
+from quire.ops.cpu.dtypes import CODES
 from quire.ops.reference import sampling as reference
 from quire.ops.registry import Target
 
@@ -15,12 +16,12 @@ def on_cpu(target: Target) -> bool:  # logits are float32, whatever the model's 
 
 @reference.argmax.implementation("cpu", supports=on_cpu)
 def argmax(logits: Tensor) -> Tensor:
-    if logits.stride(1) != 1 or logits.dtype not in (torch.float32, torch.bfloat16):
+    if logits.stride(1) != 1 or logits.dtype not in CODES:
         return reference.argmax.reference(logits)  # type: ignore[no-any-return]
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64)
     kernel("quire_argmax", "iplllpi")(
-        logits.dtype is torch.bfloat16, logits.data_ptr(), logits.stride(0), rows, vocab, tokens.data_ptr(),
+        CODES[logits.dtype], logits.data_ptr(), logits.stride(0), rows, vocab, tokens.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     return tokens

@@ -76,13 +76,13 @@ void reduce(const T* data, int64_t count, T* out, int64_t start, int64_t stop, c
 
 }  // namespace
 
-extern "C" void quire_reduce(int is_bf16, const void* data, int64_t count, void* out, int64_t start, int64_t stop,
+extern "C" void quire_reduce(int dtype, const void* data, int64_t count, void* out, int64_t start, int64_t stop,
                              void* memory, int rank, int ranks, int64_t slot_bytes) {
   const Memory shared{(char*)memory, rank, ranks, slot_bytes};
-  if (is_bf16)
-    reduce((const bf16*)data, count, (bf16*)out, start, stop, shared);
-  else
-    reduce((const float*)data, count, (float*)out, start, stop, shared);
+  with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    reduce((const T*)data, count, (T*)out, start, stop, shared);
+  });
 }
 RECORDABLE(quire_reduce)
 

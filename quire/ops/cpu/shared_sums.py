@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.metrics.logging import logger
 from quire.ops.cpu.build import kernel, library
+from quire.ops.cpu.dtypes import CODES
 from quire.parallel.mesh import Communicator, Shortcut
 
 _ARRIVAL_BYTES = 64  # of a rank, see shared_sums.cpp
@@ -33,11 +34,10 @@ class SharedSums(Shortcut):
         return self._reduce(x, out, start * x.shape[1], stop * x.shape[1])
 
     def _reduce(self, x: Tensor, out: Tensor, start: int, stop: int) -> bool:
-        if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16) or not x.is_contiguous():
+        if x.device.type != "cpu" or x.dtype not in CODES or not x.is_contiguous():
             return False
-        is_bf16 = x.dtype is torch.bfloat16
         kernel("quire_reduce", "iplpllpiil")(
-            is_bf16, x.data_ptr(), x.numel(), out.data_ptr(), start, stop, *self.place
+            CODES[x.dtype], x.data_ptr(), x.numel(), out.data_ptr(), start, stop, *self.place
         )  # fmt: skip
         return True
 

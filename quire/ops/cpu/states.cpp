@@ -332,60 +332,52 @@ void add_bonus(int64_t rows, int64_t heads, int64_t dim, const T* y, const float
   });
 }
 
-template <class F>
-void with_type(int is_bf16, F f) {
-  if (is_bf16) f(bf16{});
-  else f(float{});
-}
-
 }  // namespace
 
-extern "C" void quire_causal_conv(const Step* step, int silu, int is_bf16, const void* x, int64_t stride,
+extern "C" void quire_causal_conv(const Step* step, int silu, int dtype, const void* x, int64_t stride,
                                   int64_t channels, const float* weight, int64_t width, const float* bias,
                                   float* inputs, int64_t page, void* out) {
-  with_type(is_bf16, [&](auto type) {
+  with_type(dtype, [&](auto type) {
     using T = decltype(type);
     causal_conv(*step, static_cast<const T*>(x), stride, channels, weight, width, bias, inputs, page, silu,
                 static_cast<T*>(out));
   });
 }
 
-extern "C" void quire_time_steps(int is_bf16, const void* x, int64_t stride, int64_t rows, int64_t n, const float* bias,
+extern "C" void quire_time_steps(int dtype, const void* x, int64_t stride, int64_t rows, int64_t n, const float* bias,
                                  const float* rate, float least, float most, float* steps, float* decay, int threads) {
-  with_type(is_bf16, [&](auto type) {
+  with_type(dtype, [&](auto type) {
     time_steps(static_cast<const decltype(type)*>(x), stride, rows, n, bias, rate, least, most, steps, decay, threads);
   });
 }
 
-extern "C" void quire_scan(const Step* step, int is_bf16, int wide_scale, int rule, int64_t heads, int64_t key_heads,
+extern "C" void quire_scan(const Step* step, int dtype, int wide_scale, int rule, int64_t heads, int64_t key_heads,
                            int64_t key_dim, int64_t value_dim, int64_t decays, const void* q, int64_t q_stride,
                            int64_t q_head, const void* k, int64_t k_stride, int64_t k_head, const void* v,
                            int64_t v_stride, const float* decay, const void* scale, int64_t scale_stride,
                            const float* skip, float* pages, int64_t page, float* behind, int32_t* number, void* out) {
   const Sizes sizes{heads, key_heads, key_dim, value_dim, decays, rule == REMOVAL ? 2 * key_dim : 1};
-  with_type(is_bf16, [&](auto type) {
+  with_types(dtype, wide_scale, [&](auto type, auto of_scale) {
     using T = decltype(type);
-    with_type(is_bf16 && !wide_scale, [&](auto of_scale) {
-      using S = decltype(of_scale);
-      auto run = [&](auto fixed) {
-        scan<T, S, fixed.value>(*step, sizes, static_cast<const T*>(q), q_stride, q_head, static_cast<const T*>(k),
-                               k_stride, k_head, static_cast<const T*>(v), v_stride, decay,
-                               static_cast<const S*>(scale), scale_stride, skip, pages, page, behind, number,
-                               static_cast<T*>(out));
-      };
-      if (rule == DELTA) run(std::integral_constant<Rule, DELTA>{});
-      else if (rule == REMOVAL) run(std::integral_constant<Rule, REMOVAL>{});
-      else run(std::integral_constant<Rule, PLAIN>{});
-    });
+    using S = decltype(of_scale);
+    auto run = [&](auto fixed) {
+      scan<T, S, fixed.value>(*step, sizes, static_cast<const T*>(q), q_stride, q_head, static_cast<const T*>(k),
+                             k_stride, k_head, static_cast<const T*>(v), v_stride, decay,
+                             static_cast<const S*>(scale), scale_stride, skip, pages, page, behind, number,
+                             static_cast<T*>(out));
+    };
+    if (rule == DELTA) run(std::integral_constant<Rule, DELTA>{});
+    else if (rule == REMOVAL) run(std::integral_constant<Rule, REMOVAL>{});
+    else run(std::integral_constant<Rule, PLAIN>{});
   });
 }
 
-extern "C" void quire_selective_scan(const Step* step, int is_bf16, int64_t key_dim, int64_t channels, const void* q,
+extern "C" void quire_selective_scan(const Step* step, int dtype, int64_t key_dim, int64_t channels, const void* q,
                                      int64_t q_stride, const void* k, int64_t k_stride, const void* v,
                                      int64_t v_stride, const float* steps, const float* rate, const float* skip,
                                      float* pages, int64_t page, float* behind, int32_t* number, void* out) {
   const Sizes sizes{1, 1, key_dim, channels, 0, channels};
-  with_type(is_bf16, [&](auto type) {
+  with_type(dtype, [&](auto type) {
     using T = decltype(type);
     scan<T, float, SELECTIVE>(*step, sizes, static_cast<const T*>(q), q_stride, 0, static_cast<const T*>(k), k_stride,
                               0, static_cast<const T*>(v), v_stride, rate, steps, channels, skip, pages, page, behind,
@@ -393,21 +385,21 @@ extern "C" void quire_selective_scan(const Step* step, int is_bf16, int64_t key_
   });
 }
 
-extern "C" void quire_gated_norm(int is_bf16, const void* x, int64_t x_stride, const void* gate, int64_t gate_stride,
+extern "C" void quire_gated_norm(int dtype, const void* x, int64_t x_stride, const void* gate, int64_t gate_stride,
                                  int64_t rows, int64_t n, const void* weight, float eps, int64_t size, int gate_first,
                                  int silu, void* out, int threads) {
-  with_type(is_bf16, [&](auto type) {
+  with_type(dtype, [&](auto type) {
     using T = decltype(type);
     gated_norm(static_cast<const T*>(x), x_stride, static_cast<const T*>(gate), gate_stride, rows, n,
                static_cast<const T*>(weight), eps, size, gate_first, silu, static_cast<T*>(out), threads);
   });
 }
 
-extern "C" void quire_removal_keys(int is_bf16, int64_t tokens, int64_t heads, int64_t dim, const void* r,
+extern "C" void quire_removal_keys(int dtype, int64_t tokens, int64_t heads, int64_t dim, const void* r,
                                    const void* k, const void* read, const void* decay, const void* rate,
                                    const float* rate_scale, const float* bonus, void* keys, float* decays,
                                    float* scale, float* products, int threads) {
-  with_type(is_bf16, [&](auto type) {
+  with_type(dtype, [&](auto type) {
     using T = decltype(type);
     removal_keys(tokens, heads, dim, static_cast<const T*>(r), static_cast<const T*>(k), static_cast<const T*>(read),
                  static_cast<const T*>(decay), static_cast<const T*>(rate), rate_scale, bonus, static_cast<T*>(keys),
@@ -415,10 +407,10 @@ extern "C" void quire_removal_keys(int is_bf16, int64_t tokens, int64_t heads, i
   });
 }
 
-extern "C" void quire_add_bonus(int is_bf16, int64_t rows, int64_t heads, int64_t dim, const void* y,
+extern "C" void quire_add_bonus(int dtype, int64_t rows, int64_t heads, int64_t dim, const void* y,
                                 const float* weight, const float* bias, const float* bonus, const void* v,
                                 const void* gate, void* out, int threads) {
-  with_type(is_bf16, [&](auto type) {
+  with_type(dtype, [&](auto type) {
     using T = decltype(type);
     add_bonus(rows, heads, dim, static_cast<const T*>(y), weight, bias, bonus, static_cast<const T*>(v),
               static_cast<const T*>(gate), static_cast<T*>(out), threads);

@@ -10,6 +10,19 @@ struct bf16 {
   uint16_t bits;
 };
 
+// f(T{}), where T is the type with this code (dtypes.py).
+template <class F>
+inline void with_type(int dtype, F f) {
+  if (dtype == 1) f(bf16{});
+  else f(float{});
+}
+
+// f(T{}, W{}): of tensors and of a weight, which is float32 if it is wide.
+template <class F>
+inline void with_types(int dtype, int is_wide, F f) {
+  with_type(dtype, [&](auto type) { is_wide ? f(type, float{}) : f(type, type); });
+}
+
 const i32x16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 QUIRE_INLINE u32x16 load_words(const uint32_t* p) { return read<u32x16>(p); }
