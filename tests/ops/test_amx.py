@@ -33,7 +33,8 @@ pytestmark = [
 @pytest.fixture
 def sources_of_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only these are compiled."""
-    folder, names = tmp_path / "sources", ("attention_prepare", "float8_linear", "linear", "quantized_linear", "team")
+    folder = tmp_path / "sources"
+    names = ("attention_prepare", "float8_linear", "linear", "narrow_codes", "quantized_linear", "team")
     folder.mkdir()
     for source in [*build.SOURCES.glob("*.h"), *(build.SOURCES / f"{name}.cpp" for name in names)]:
         shutil.copy(source, folder)

@@ -20,6 +20,7 @@ from quire.ops.cpu.quantized_linear import (
     quantized_linear_cpu,
 )
 from quire.ops.reference.quantized import QuantizedMatrix, concatenate
+from quire.quantization.packing import integer_matrix
 
 Product = Callable[..., Tensor]
 needs_kernels = pytest.mark.skipif(
@@ -47,6 +48,10 @@ def quantized_matrices() -> Iterator[QuantizedMatrix]:
             minima = torch.randint(0, 64, (out, count), dtype=torch.uint8)
             factors = torch.rand(out, 1 if count % 2 else count // 2, 2).half() * 0.01
             yield QuantizedMatrix(codes, minima.flip(0), group, width, minima, factors)
+        for bits in (2, 3, 5, 6):
+            codes, has_offsets = torch.randint(0, 1 << bits, (out, width), dtype=torch.uint8), bits in (2, 5)
+            by_group = (minima.flip(0), minima, factors) if has_offsets else (sub, None, factors[..., :1])
+            yield replace(integer_matrix(codes, bits, by_group[0], group, offsets=by_group[1]), factors=by_group[2])
         table = tuple(torch.randn(16).tolist())
         yield QuantizedMatrix(four, scales, group, width, table=table)
         yield QuantizedMatrix(four, sub, group, width, factors=torch.rand(out, 1, 1), table=table)
@@ -120,6 +125,9 @@ def check_products(product: Product) -> None:
             matrices.append(QuantizedMatrix(codes, scales, group, width, scales * -7.5))
             if bits == 4:
                 matrices.append(QuantizedMatrix(codes, scales, group, width, table=tuple(torch.randn(16).tolist())))
+        for bits, offsets in ((3, None), (6, scales.half() * -30)):
+            codes = torch.randint(0, 1 << bits, (out, width), dtype=torch.uint8)
+            matrices.append(integer_matrix(codes, bits, scales, group, offsets=offsets))
         codes = torch.randint(0, 254, (out, width)).to(torch.uint8)
         matrices.append(QuantizedMatrix(without_nan(codes), scales * 0.1, group, width))
     in_panels = 0
@@ -128,6 +136,7 @@ def check_products(product: Product) -> None:
         if not isinstance(packed, QuantizedPanels):
             continue
         in_panels += 1
+        assert packed.bits == min(matrix.bits, matrix.code_bits)
         ids = torch.randint(0, matrix.out_features, (5,))
         assert torch.equal(packed.pick(ids).dequantize(), matrix.dequantize()[ids])
         for rows in (0, 1, 5, 7, 30, 250):

@@ -87,6 +87,7 @@ struct Float8 {
     const uint64_t* inputs = x + row * row_words + part.word;
     alignas(64) float products[AMX_ROWS][2 * LANES];
     alignas(64) uint32_t unpacked[TILE][2 * LANES];
+    Ahead nothing{nullptr, 0};
     const int64_t length = std::min(group_words, words), number = (words + length - 1) / length;
     Ahead::Pace pace = ahead.pace((lines + 1) / 2 * number * ((length + STEP - 1) / STEP));
     for (int line = 0; line < lines; line += 2) {
@@ -102,7 +103,7 @@ struct Float8 {
           ahead.fetch(pace);
           const int some = int(std::min<int64_t>(STEP, end - i));
           const uint32_t* pairs = part.weights + (part.is_wide ? 2 : 1) * i * stride + line * LANES;
-          if (!part.is_wide) widen_lines(pairs, stride, some, both, unpacked[0]);
+          if (!part.is_wide) widen_lines(pairs, stride, some, both, unpacked[0], nothing);
           tiles.multiply<true>((const char*)(inputs + i), row_words * sizeof(*x), part.is_wide ? pairs : unpacked[0],
                                part.is_wide ? stride : both * LANES, 2 * some, both);
         }
@@ -125,27 +126,31 @@ struct Float8 {
   void expect(int64_t panel, int lines) const { fetch_panel((const uint32_t*)scales, panel, groups, lines); }
 
   // Widening takes as long as multiplying with two rows or three.
-  bool unpacks(int pieces) const { return pieces > 1; }
+  bool unpacks(int pieces, bool) const { return pieces > 1; }
 
-  Part part(int64_t panel, int64_t word, int64_t words, int lines, int pieces, Unpacked& unpacked, Ahead&) const {
+  Part part(int64_t panel, int64_t word, int64_t words, int lines, int pieces, bool, Unpacked& unpacked,
+            Ahead& ahead) const {
     Part part{panel, lines, word, words, weights + panel * PANEL * row_words + word * lines * LANES};
     part.scales = scales + panel * PANEL * groups + word / group_words * part.stride();
-    if (unpacks(pieces)) {
+    if (unpacks(pieces, false)) {
       uint32_t* wide = room(unpacked.words, 2 * words * part.stride());
-      widen_lines(part.weights, part.stride(), words, lines, wide);
+      widen_lines(part.weights, part.stride(), words, lines, wide, ahead);
       part.weights = wide, part.is_wide = true;
     }
     return part;
   }
 
   // Words of `lines` lines, to pairs: [2 words, lines].
-  static void widen_lines(const uint32_t* from, int stride, int64_t words, int lines, uint32_t* to) {
-    for (int64_t i = 0; i < words; i++, from += stride, to += 2 * lines * LANES)
+  static void widen_lines(const uint32_t* from, int stride, int64_t words, int lines, uint32_t* to, Ahead& ahead) {
+    Ahead::Pace pace = ahead.pace(words);
+    for (int64_t i = 0; i < words; i++, from += stride, to += 2 * lines * LANES) {
+      ahead.fetch(pace);
       for (int line = 0; line < lines; line++) {
         u32x16 pairs[2];
         widen(load_words(from + line * LANES), pairs);
         store(to + line * LANES, pairs[0]), store(to + (lines + line) * LANES, pairs[1]);
       }
+    }
   }
 
   template <int R, int C>

@@ -50,9 +50,9 @@ struct Dense {
 #endif
 
   void expect(int64_t, int) const {}
-  bool unpacks(int) const { return false; }
+  bool unpacks(int, bool) const { return false; }
 
-  Part part(int64_t panel, int64_t word, int64_t words, int lines, int, Unpacked&, Ahead&) const {
+  Part part(int64_t panel, int64_t word, int64_t words, int lines, int, bool, Unpacked&, Ahead&) const {
     return {panel, lines, word, words, weights + panel * PANEL * row_words + word * lines * LANES};
   }
 

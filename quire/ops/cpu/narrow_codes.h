@@ -1,7 +1,7 @@
-// Codes of 2, 3, 5 or 6 bits: so many words hold 32 of them. Products widen them to 4 or 8 bits, in whose words they are
+// Codes of 2, 3, 5 or 6 bits in units of 16 or 32. Products widen them to words of 4 or 8 bits, from which they were
 // packed:
 //
-//     of 6 bits | words 0 ... 3: the lowest 4 bits of the codes | words 4 and 5: the other 2 bits |
+//     16 codes of 6 bits | words 0 and 1: the lowest 4 bits of each | word 2: the other 2 bits |
 //
 // So a number of bits is a sum of 4, 2 and 1, and each of these has a plane of words. The word i of a plane of 2 bits
 // has the bits of 4 (or 2) neighbouring words of 8 (or 4) bits: those of the first one in the lowest bits of each field of
@@ -14,6 +14,10 @@ namespace quire {
 
 constexpr int wide_bits(int bits) { return bits < 4 ? 4 : 8; }
 
+// The words of a unit: as they are stored, and widened.
+constexpr int stored_words(int bits) { return bits % 2 ? bits : bits / 2; }
+constexpr int wide_words(int bits) { return wide_bits(bits) / (bits % 2 ? 1 : 2); }
+
 // A pattern in each field of `bits` bits of a word.
 constexpr uint32_t in_each_field(int bits, uint32_t pattern) {
   uint32_t word = 0;
@@ -21,25 +25,25 @@ constexpr uint32_t in_each_field(int bits, uint32_t pattern) {
   return word;
 }
 
-// f(Constant<bits of the plane>, Constant<its first bit in a code>). The number of its first word is that of the bit.
+// f(Constant<bits of the plane>, Constant<its first bit in a code>)
 template <int BITS, class F>
 QUIRE_INLINE void for_planes(F f) {
-  constexpr int FIRST = BITS & 4, SECOND = BITS & 2;
   if constexpr (BITS & 4) f(Constant<4>{}, Constant<0>{});
-  if constexpr (BITS & 2) f(Constant<2>{}, Constant<FIRST>{});
-  if constexpr (BITS & 1) f(Constant<1>{}, Constant<FIRST + SECOND>{});
+  if constexpr (BITS & 2) f(Constant<2>{}, Constant<(BITS & 4)>{});
+  if constexpr (BITS & 1) f(Constant<1>{}, Constant<(BITS & 6)>{});
 }
 
-// BITS words -> words of 4 or 8 bits. V: uint32_t, or u32x16 for as many outputs. read(i): word i.
+// Stored words -> wide words. V: uint32_t, or u32x16 for as many outputs. read(i): word i.
 template <int BITS, class V, class F>
-QUIRE_INLINE void widen_codes(F read, V (&wide)[wide_bits(BITS)]) {
+QUIRE_INLINE void widen_codes(F read, V (&wide)[wide_words(BITS)]) {
   constexpr int FIELD = wide_bits(BITS);
   for_planes<BITS>([&](auto plane, auto bit) {
     constexpr int WIDTH = plane.value, BIT = bit.value, SHARE = FIELD / WIDTH;  // words that share a word of the plane
+    constexpr int WORDS = wide_words(BITS) / SHARE, FIRST = BIT * stored_words(BITS) / BITS;
     constexpr uint32_t MASK = in_each_field(FIELD, ((1u << WIDTH) - 1) << BIT);
 #pragma GCC unroll 4
-    for (int i = 0; i < WIDTH; i++) {
-      const V word = read(BIT + i);
+    for (int i = 0; i < WORDS; i++) {
+      const V word = read(FIRST + i);
 #pragma GCC unroll 8
       for (int j = 0; j < SHARE; j++) {
         const int up = BIT - j * WIDTH;
@@ -53,14 +57,15 @@ QUIRE_INLINE void widen_codes(F read, V (&wide)[wide_bits(BITS)]) {
 
 // The other way.
 template <int BITS>
-inline void narrow_codes(const uint32_t (&wide)[wide_bits(BITS)], uint32_t (&narrow)[BITS]) {
+inline void narrow_codes(const uint32_t (&wide)[wide_words(BITS)], uint32_t (&stored)[stored_words(BITS)]) {
   constexpr int FIELD = wide_bits(BITS);
   for_planes<BITS>([&](auto plane, auto bit) {
     constexpr int WIDTH = plane.value, BIT = bit.value, SHARE = FIELD / WIDTH;
+    constexpr int WORDS = wide_words(BITS) / SHARE, FIRST = BIT * stored_words(BITS) / BITS;
     constexpr uint32_t MASK = in_each_field(FIELD, (1u << WIDTH) - 1);
-    for (int i = 0; i < WIDTH; i++) {
-      narrow[BIT + i] = 0;
-      for (int j = 0; j < SHARE; j++) narrow[BIT + i] |= (wide[i * SHARE + j] >> BIT & MASK) << j * WIDTH;
+    for (int i = 0; i < WORDS; i++) {
+      stored[FIRST + i] = 0;
+      for (int j = 0; j < SHARE; j++) stored[FIRST + i] |= (wide[i * SHARE + j] >> BIT & MASK) << j * WIDTH;
     }
   });
 }

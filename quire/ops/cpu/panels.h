@@ -58,6 +58,13 @@ struct Ahead {
     return all;
   }
 
+  // One of `portions` equal ones.
+  Ahead portion(int portions) {
+    const Ahead first{at, count / portions};
+    at += first.count * 64, count -= first.count;
+    return first;
+  }
+
   // Into the second-level cache: the first one has too few buffers to cover the latency of memory.
   void fetch(Pace& pace) {
     for (pace.due += pace.step; pace.due >= 1 << 16; pace.due -= 1 << 16, at += 64) __builtin_prefetch(at, 0, 2);
@@ -71,7 +78,7 @@ struct Part {
   int64_t word, words;      // of all words of a row: the first one, and how many
   const uint32_t* weights;  // [words, lines]
   const float *scales = nullptr, *offsets = nullptr;  // [groups, lines], of the formats that have them
-  bool is_wide = false;                               // float8's words are unpacked
+  bool is_wide = false;                               // the weights are unpacked
 
   bool is_first() const { return word == 0; }
   int stride() const { return lines * LANES; }
@@ -153,8 +160,8 @@ class Ranges {
 };
 
 // Format has: weights, the panels; step(), how many words make up the smallest run of inputs that a part can end after;
-// unpacks(pieces), whether it unpacks words that so many pieces of the rows visit; part(panel, first word, words, lines,
-// pieces, unpacked, ahead), which may unpack; visit<R, C>(part, first row, line, sums, ahead): adds the products of R rows
+// unpacks(pieces, is_row), whether parts are unpacked for so many visits, which are those of one row if is_row;
+// part(panel, first word, words, lines, pieces, is_row, unpacked, ahead), which unpacks; visit<R, C>(part, first row, line, sums, ahead): adds the products of R rows
 // and C lines to sums [R][PANEL]; finish(panel, rows, sums): writes the results. With AMX it also has in_tiles(rows),
 // whether to call, instead of visit, visit_tiles(tiles, part, first row, rows, sums, ahead), for up to AMX_ROWS rows and
 // all lines.
@@ -170,6 +177,7 @@ void multiply(const Format& format, const Shape& shape, int threads) {
   const bool in_tiles = format.in_tiles(shape.rows);
   const int at_once = in_tiles ? AMX_ROWS : MAX_ROWS;
 #else
+  constexpr bool in_tiles = false;
   constexpr int at_once = MAX_ROWS;
 #endif
   const int parts = pays ? threads : 1;
@@ -188,8 +196,8 @@ void multiply(const Format& format, const Shape& shape, int threads) {
       const int lines = shape.lines(panel);
       const int pieces = (rows + at_once - 1) / at_once;
       const uint32_t* weights = format.weights + panel * PANEL * shape.words;
-      const bool unpacks = format.unpacks(pieces);
-      const int64_t bytes = (pieces > 8 ? LARGE_CHUNK_BYTES : CHUNK_BYTES) / (unpacks ? 2 : 1);
+      const int64_t bytes = pieces > 8 ? LARGE_CHUNK_BYTES : CHUNK_BYTES;
+      const bool is_row = rows == 1 && !in_tiles, unpacks = format.unpacks(pieces, is_row);
       const int64_t chunk = std::max<int64_t>(bytes / (64 * lines) / step, 1) * step;
       for (int64_t word = 0; word < shape.words; word += chunk) {
         const int64_t words = std::min(chunk, shape.words - word), rest = shape.words - word - words;
@@ -210,7 +218,7 @@ void multiply(const Format& format, const Shape& shape, int threads) {
           return Ahead{ahead + from * 64, int(to - from)};
         };
         Ahead first_portion = unpacks ? portion(pieces) : Ahead{ahead, 0};
-        const Part part = format.part(panel, word, words, lines, pieces, unpacked, first_portion);
+        const Part part = format.part(panel, word, words, lines, pieces, is_row, unpacked, first_portion);
         int row = 0;
         for (int piece = 0; piece < pieces; piece++) {  // of nearly equal sizes
           const int count = (rows - row + pieces - piece - 1) / (pieces - piece);

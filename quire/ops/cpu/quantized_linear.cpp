@@ -85,6 +85,7 @@ struct Activations {
     groups = (in + group - 1) / group;
     codes.resize(rows * stride), scales.resize(rows * groups), sums.resize(rows * groups);
     for_each(rows, rows * in > 32768 ? threads : 1, [&](int64_t row) {
+      memset(codes.data() + row * stride + in, 0, stride - in);  // which the rest of a unit of weights is multiplied with
       for (int64_t g = 0, from = 0; g < groups; g++, from += group)
         quantize_group(x + row * x_stride + from, std::min(group, in - from), bits, codes.data() + row * stride + from,
                        scales[row * groups + g], sums[row * groups + g]);
@@ -128,40 +129,51 @@ struct Quantized {
   int64_t out, row_words, group_words;  // words of BITS
 
   int32_t centre() const { return 1 << (bits - 1); }  // the code of 0 where there are no offsets
-  bool unpacks(int) const { return bits < BITS; }
-  int64_t row_words_in_memory() const { return unpacks(0) ? (row_words + BITS - 1) / BITS * bits : row_words; }
-  int64_t step() const { return unpacks(0) ? std::lcm(group_words, int64_t(BITS)) / BITS * bits : group_words; }
+  bool is_narrow() const { return bits < BITS; }
+  int64_t stored(int64_t words) const {
+    return is_narrow() ? (words + wide_words(bits) - 1) / wide_words(bits) * stored_words(bits) : words;
+  }
+  int64_t step() const { return is_narrow() ? stored(std::lcm(group_words, int64_t(wide_words(bits)))) : group_words; }
+
+  // One row does without if groups consist of whole units: it widens codes in registers.
+  bool widens_codes(bool is_row) const {
+    return is_narrow() && !(is_row && (group_words % wide_words(bits) == 0 || group_words == row_words));
+  }
+  bool unpacks(int, bool is_row) const { return widens_codes(is_row) || scales.unpacks() || offsets.unpacks(); }
 
   void expect(int64_t panel, int lines) const { scales.expect(panel, lines), offsets.numbers.expect(panel, lines); }
 
-  Part part(int64_t panel, int64_t word, int64_t words, int lines, int, Unpacked& unpacked, Ahead& ahead) const {
-    Part part{panel, lines, word, words, weights + panel * PANEL * row_words_in_memory() + word * lines * LANES};
-    if (unpacks(0)) {
-      const int64_t units = words / bits;
-      part.word = word / bits * BITS, part.words = std::min(units * BITS, row_words - part.word);
-      part.weights = widened(part.weights, units, lines, unpacked.words, ahead);
+  Part part(int64_t panel, int64_t word, int64_t words, int lines, int, bool is_row, Unpacked& unpacked,
+            Ahead& ahead) const {
+    Part part{panel, lines, word, words, weights + panel * PANEL * stored(row_words) + word * lines * LANES};
+    if (is_narrow()) {
+      const int64_t units = words / stored_words(bits);
+      part.word = word / stored_words(bits) * wide_words(bits);
+      part.words = std::min(units * wide_words(bits), row_words - part.word);
+      part.is_wide = widens_codes(is_row);
+      if (part.is_wide) part.weights = widened(part.weights, units, lines, unpacked.words, ahead.portion(2));
     }
     const int64_t first = part.word / group_words, groups = (part.words + group_words - 1) / group_words;
-    part.scales = scales.of(panel, first, groups, lines, unpacked.scales);
-    part.offsets = offsets.of(panel, first, groups, lines, unpacked.offsets);
+    part.scales = scales.of(panel, first, groups, lines, unpacked.scales, ahead.portion(offsets.unpacks() ? 2 : 1));
+    part.offsets = offsets.of(panel, first, groups, lines, unpacked.offsets, ahead);
     return part;
   }
 
   const uint32_t* widened(const uint32_t* from, int64_t units, int lines, std::vector<uint32_t>& kept,
-                          Ahead& ahead) const {
+                          Ahead ahead) const {
     const int stride = lines * LANES;
-    uint32_t* const all = room(kept, units * BITS * stride);
+    uint32_t* const all = room(kept, units * wide_words(bits) * stride);
     Ahead::Pace pace = ahead.pace(units * lines);
-    with_bits(bits, [&](auto narrow) {
-      constexpr int N = narrow.value;
-      if constexpr (wide_bits(N) == BITS)
-        for (int64_t i = 0; i < units * lines; i++) {
-          const int64_t unit = i / lines, first = i % lines * LANES;
-          u32x16 wide[BITS];
-          widen_codes<N>([&](int word) { return load_words(from + (unit * N + word) * stride + first); }, wide);
+    with_bits(bits, [=](auto constant) mutable {
+      constexpr int N = constant.value, WIDE = wide_words(N);
+      uint32_t* to = all;
+      for (int64_t unit = 0; unit < units; unit++, from += stored_words(N) * stride, to += WIDE * stride)
+        for (int line = 0; line < stride; line += LANES) {
+          u32x16 wide[WIDE];
+          widen_codes<N>([&](int word) { return load_words(from + word * stride + line); }, wide);
           ahead.fetch(pace);
 #pragma GCC unroll 8
-          for (int word = 0; word < BITS; word++) store(all + (unit * BITS + word) * stride + first, wide[word]);
+          for (int word = 0; word < WIDE; word++) store(to + word * stride + line, wide[word]);
         }
     });
     return all;
@@ -169,6 +181,12 @@ struct Quantized {
 
   template <int R, int C>
   void visit(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
+    if constexpr (R == 1)
+      if (is_narrow() && !part.is_wide)
+        return with_bits(bits, [&](auto constant) {
+          constexpr int N = constant.value;
+          if constexpr (wide_bits(N) == BITS) visit_narrow<N, C>(part, row, line, sums, ahead);
+        });
     const int stride = part.stride();
     const int64_t word = part.word, words = part.words;
     Ahead::Pace pace = ahead.pace(words);
@@ -178,18 +196,15 @@ struct Quantized {
          begin += group_words, g++, at += stride) {
       const int64_t end = std::min(begin + group_words, words);
       i32x16 sum[R][C];
-#pragma GCC unroll 6
-      for (int r = 0; r < R; r++) {
-        const int32_t zero =
-            part.offsets && !SHIFT ? 0 : (part.offsets ? SHIFT : SHIFT - centre()) * x.sums[(row + r) * x.groups + g];
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) sum[r][c] = splat(zero);
-      }
+      begin_group(part, row, g, sum);
 #ifdef QUIRE_BLOCKS
       if constexpr (R > 1)
         add_blocks<R>(w + begin * stride, stride, end - begin, word + begin, codes, sum, ahead, pace);
       else
 #endif
+      if constexpr (R == 1 && BITS == 4 && !LESS)
+        add_row(w + begin * stride, stride, end - begin, codes + (word + begin) * INPUTS, sum, ahead, pace);
+      else
       for (int64_t i = begin; i < end; i++) {
         u32x16 line[C];
 #pragma GCC unroll 4
@@ -204,18 +219,85 @@ struct Quantized {
             sum[r][c] = dot_word(sum[r][c], line[c], word_of_x, std::integral_constant<int, BITS>{});
         }
       }
-#pragma GCC unroll 6
-      for (int r = 0; r < R; r++) {
-        const float x_scale = x.scales[(row + r) * x.groups + g];
-        const float x_sum = x_scale * float(x.sums[(row + r) * x.groups + g]);
+      end_group(part, row, g, at, sum, sums);
+    }
+  }
+
+  // What the loop over the words of a group does, for one row: the upper halves of bytes stay where they are.
+  template <int C>
+  QUIRE_INLINE void add_row(const uint32_t* w, int stride, int64_t words, const int8_t* codes, i32x16 (&sum)[1][C],
+                            Ahead& ahead, Ahead::Pace& pace) const {
+    i32x16 upper[C] = {};
+    for (int64_t i = 0; i < words; i++) {
+      uint32_t word_of_x[2];
+      memcpy(word_of_x, codes + i * 8, 8);
+      ahead.fetch(pace);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) {
+        const u32x16 line = load_words(w + i * stride + c * LANES);
+        sum[0][c] = dot_bytes(sum[0][c], line & 0x0f0f0f0fu, word_of_x[0]);
+        upper[c] = dot_bytes(upper[c], line & 0xf0f0f0f0u, word_of_x[1]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) sum[0][c] += upper[c] >> 4;
+  }
+
+  // One row, whose codes are widened here.
+  template <int N, int C>
+  void visit_narrow(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
+    constexpr int WIDE = wide_words(N);
+    const int stride = part.stride();
+    Ahead::Pace pace = ahead.pace(part.words / WIDE + 1);
+    const uint32_t* w = part.weights + line * LANES;
+    const int8_t* codes = x.codes.data() + row * x.stride + part.word * INPUTS;
+    for (int64_t begin = 0, g = part.word / group_words, at = line * LANES; begin < part.words;
+         begin += group_words, g++, at += stride) {
+      const int64_t end = std::min(begin + group_words, part.words);
+      i32x16 sum[1][C];
+      begin_group(part, row, g, sum);
+      for (int64_t i = begin; i < end; i += WIDE, w += stored_words(N) * stride) {
+        ahead.fetch(pace);
+        uint32_t word_of_x[WIDE][X_WORDS];
+        memcpy(word_of_x, codes + i * INPUTS, sizeof(word_of_x));
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) {
-          float* to = sums + r * PANEL + c * LANES;
-          f32x16 all = part.is_first() && begin == 0 ? f32x16{} : load(to);
-          all = fma(to_float(sum[r][c]), load(part.scales + at + c * LANES) * x_scale, all);
-          if (part.offsets) all = fma(load(part.offsets + at + c * LANES), splat(x_sum), all);
-          store(to, all);
+          u32x16 wide[WIDE];
+          widen_codes<N>([&](int word) { return load_words(w + word * stride + c * LANES); }, wide);
+#pragma GCC unroll 8
+          for (int word = 0; word < WIDE; word++)
+            sum[0][c] = dot_word(sum[0][c], wide[word], word_of_x[word], Constant<BITS>{});
         }
+      }
+      end_group(part, row, g, at, sum, sums);
+    }
+  }
+
+  template <int R, int C>
+  QUIRE_INLINE void begin_group(const Part& part, int64_t row, int64_t g, i32x16 (&sum)[R][C]) const {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+      const int32_t zero =
+          part.offsets && !SHIFT ? 0 : (part.offsets ? SHIFT : SHIFT - centre()) * x.sums[(row + r) * x.groups + g];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) sum[r][c] = splat(zero);
+    }
+  }
+
+  template <int R, int C>
+  QUIRE_INLINE void end_group(const Part& part, int64_t row, int64_t g, int64_t at, i32x16 (&sum)[R][C],
+                              float* sums) const {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+      const float x_scale = x.scales[(row + r) * x.groups + g];
+      const float x_sum = x_scale * float(x.sums[(row + r) * x.groups + g]);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) {
+        float* to = sums + r * PANEL + c * LANES;
+        f32x16 all = g == 0 ? f32x16{} : load(to);
+        all = fma(to_float(sum[r][c]), load(part.scales + at + c * LANES) * x_scale, all);
+        if (part.offsets) all = fma(load(part.offsets + at + c * LANES), splat(x_sum), all);
+        store(to, all);
       }
     }
   }
@@ -346,7 +428,7 @@ struct Tabled {
   int64_t out, row_words, group_words;
 
   int64_t step() const { return group_words; }
-  bool unpacks(int) const { return false; }
+  bool unpacks(int, bool) const { return scales.unpacks(); }
 
 #ifdef QUIRE_TILES
   bool in_tiles(int64_t) const { return false; }
@@ -355,10 +437,11 @@ struct Tabled {
 
   void expect(int64_t panel, int lines) const { scales.expect(panel, lines); }
 
-  Part part(int64_t panel, int64_t word, int64_t words, int lines, int, Unpacked& unpacked, Ahead&) const {
+  Part part(int64_t panel, int64_t word, int64_t words, int lines, int, bool, Unpacked& unpacked,
+            Ahead& ahead) const {
     const int64_t first = word / group_words, groups = (words + group_words - 1) / group_words;
     return {panel, lines, word, words, weights + panel * PANEL * row_words + word * lines * LANES,
-            scales.of(panel, first, groups, lines, unpacked.scales)};
+            scales.of(panel, first, groups, lines, unpacked.scales, ahead)};
   }
 
   template <int R, int C>
@@ -442,7 +525,7 @@ extern "C" void quire_quantized_linear(int bits, const void* x, int64_t x_stride
     const int64_t words = (in + INPUTS - 1) / INPUTS, group_words = std::min((group + INPUTS - 1) / INPUTS, words);
     const Quantized<BITS> format{(const uint32_t*)codes, bits, scale, offset, activations, (const bf16*)bias,
                                  (bf16*)result,          out,  words, group_words};
-    multiply(format, {rows, out, format.row_words_in_memory(), bounds, experts}, threads);
+    multiply(format, {rows, out, format.stored(words), bounds, experts}, threads);
   };
   bits <= 4 ? run(Constant<4>{}) : run(Constant<8>{});
 }

@@ -147,8 +147,9 @@ def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix | QuantizedPanels:
         return matrix
     bits, codes = min(matrix.bits, matrix.code_bits), matrix.codes.view(torch.uint8)
     if bits in (2, 3, 5, 6):
-        words = -(-matrix.in_features // 32) * bits
-        codes = lasting.empty(len(codes), words * 4, dtype=torch.uint8, device=codes.device)
+        unit = 32 if bits % 2 else 16  # codes in whole words
+        width = -(-matrix.in_features // unit) * unit * bits // 8
+        codes = lasting.empty(len(codes), width, dtype=torch.uint8, device=codes.device)
         kernel("quire_narrow_codes", "ipllipi")(
             bits, matrix.codes.data_ptr(), *matrix.codes.shape, _base(matrix, bits), codes.data_ptr(),
             torch.get_num_threads(),

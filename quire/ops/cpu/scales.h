@@ -18,22 +18,12 @@ constexpr int bits_of(int type) { return type == FLOAT32 ? 32 : type <= BFLOAT16
 template <int TYPE>
 QUIRE_INLINE f32x16 number(u32x16 words, uint32_t shift) {
   if constexpr (TYPE == FLOAT32) return as<f32x16>(words);
-  const u32x16 bits = words >> shift;
+  const u32x16 first = words << uint32_t(32 - bits_of(TYPE) - shift);  // the number's bits are the highest ones
   if constexpr (TYPE == FLOAT16)  // the exponent of float32 is that of float16 and 112
-    return as<f32x16>((bits & 0x7fffu) << 13 | (bits & 0x8000u) << 16) * splat(0x1p112f);
-  if constexpr (TYPE == BFLOAT16) return as<f32x16>(bits << 16);
-  if constexpr (TYPE == UNSIGNED) return to_float(as<i32x16>(bits & 0xffu));
-  return to_float(as<i32x16>(bits << 24) >> 24);
-}
-
-// f(Constant<type>).
-template <class F>
-void with_number_type(int type, F f) {
-  if (type == FLOAT32) f(Constant<FLOAT32>{});
-  if (type == FLOAT16) f(Constant<FLOAT16>{});
-  if (type == BFLOAT16) f(Constant<BFLOAT16>{});
-  if (type == UNSIGNED) f(Constant<UNSIGNED>{});
-  if (type == SIGNED) f(Constant<SIGNED>{});
+    return as<f32x16>(as<u32x16>(as<i32x16>(first) >> 3) & 0x8fffe000u) * splat(0x1p112f);
+  if constexpr (TYPE == BFLOAT16) return as<f32x16>(first & 0xffff0000u);
+  if constexpr (TYPE == UNSIGNED) return to_float(as<i32x16>(first >> 24));
+  return to_float(as<i32x16>(first) >> 24);
 }
 
 // Panels of numbers: `columns` for each output, in whole words.
@@ -42,53 +32,81 @@ struct Numbers {
   int type;
   int64_t columns;
 
-  int64_t in_word() const { return 32 / bits_of(type); }
-  int64_t row_words() const { return (columns + in_word() - 1) / in_word(); }
+  int64_t row_words() const { return (columns * bits_of(type) + 31) / 32; }
+  const uint32_t* panel(int64_t number) const { return words + number * PANEL * row_words(); }
 
   void expect(int64_t panel, int lines) const {
     if (words) fetch_panel(words, panel, row_words(), lines);
   }
-
-  u32x16 line(int64_t panel, int64_t column, int lines, int line) const {
-    return load_words(words + panel * PANEL * row_words() + (column / in_word() * lines + line) * LANES);
-  }
-
-  f32x16 at(int64_t panel, int64_t column, int lines, int line_of_column) const {
-    f32x16 numbers;
-    with_number_type(type, [&](auto t) {
-      numbers = number<t.value>(line(panel, column, lines, line_of_column), column % in_word() * bits_of(t.value));
-    });
-    return numbers;
-  }
 };
+
+// Columns [first, stop) of a panel's numbers, times a factor for each output: [stop - first, lines]. Loops with the
+// values of registers, since a store through a pointer might change whatever else is in memory.
+template <int TYPE>
+inline void widen_columns(const uint32_t* words, int64_t first, int64_t stop, int lines, const float* factors,
+                          float* to, Ahead& ahead, Ahead::Pace& pace) {
+  constexpr int IN_WORD = 32 / bits_of(TYPE);
+  const int stride = lines * LANES;
+  for (int64_t column = first; column < stop;) {
+    const uint32_t* row = words + column / IN_WORD * stride;
+    const uint32_t at = column % IN_WORD;
+    if (at == 0 && column + IN_WORD <= stop) {  // shifts are constants
+      for (int line = 0; line < stride; line += LANES) {
+        const u32x16 word = load_words(row + line);
+        const f32x16 factor = load(factors + line);
+        ahead.fetch(pace);
+#pragma GCC unroll 4
+        for (int i = 0; i < IN_WORD; i++)
+          store(to + i * stride + line, number<TYPE>(word, i * bits_of(TYPE)) * factor);
+      }
+      column += IN_WORD, to += IN_WORD * stride;
+    } else {
+      for (int line = 0; line < stride; line += LANES)
+        store(to + line, number<TYPE>(load_words(row + line), at * bits_of(TYPE)) * load(factors + line));
+      column++, to += stride;
+    }
+  }
+}
+
+inline void widen_columns(const Numbers& numbers, int64_t panel, int64_t first, int64_t stop, int lines,
+                          const float* factors, float* to, Ahead& ahead, Ahead::Pace& pace) {
+  const uint32_t* words = numbers.panel(panel);
+  switch (numbers.type) {
+    case FLOAT32: return widen_columns<FLOAT32>(words, first, stop, lines, factors, to, ahead, pace);
+    case FLOAT16: return widen_columns<FLOAT16>(words, first, stop, lines, factors, to, ahead, pace);
+    case BFLOAT16: return widen_columns<BFLOAT16>(words, first, stop, lines, factors, to, ahead, pace);
+    case UNSIGNED: return widen_columns<UNSIGNED>(words, first, stop, lines, factors, to, ahead, pace);
+    case SIGNED: return widen_columns<SIGNED>(words, first, stop, lines, factors, to, ahead, pace);
+  }
+}
 
 // Numbers of groups, times those of as many neighbouring groups as have one factor.
 struct Scales {
-  Numbers numbers, factors;   // factors of several kinds, if their columns are several times as many
-  int64_t kinds = 1, kind = 0;  // the columns of the factors are those of the kinds in turn, and these have this one
+  Numbers numbers, factors;
+  int64_t kinds = 1, kind = 0;  // the columns of the factors are of so many kinds in turn, and these have this one
 
   void expect(int64_t panel, int lines) const { numbers.expect(panel, lines), factors.expect(panel, lines); }
 
+  bool unpacks() const { return numbers.words && (numbers.type != FLOAT32 || factors.words); }
+
   // Those of `count` groups: [count, lines]. They are where they lie, if that is possible, or in `kept`.
-  const float* of(int64_t panel, int64_t first, int64_t count, int lines, std::vector<float>& kept) const {
+  const float* of(int64_t panel, int64_t first, int64_t count, int lines, std::vector<float>& kept,
+                  Ahead ahead) const {
     if (!numbers.words) return nullptr;
-    if (numbers.type == FLOAT32 && !factors.words)
-      return (const float*)numbers.words + panel * PANEL * numbers.columns + first * lines * LANES;
+    if (!unpacks()) return (const float*)numbers.panel(panel) + first * lines * LANES;
     float* const widened = room(kept, count * lines * LANES);
-    const int64_t stop = first + count, in_word = numbers.in_word();
-    const int64_t run = factors.words ? numbers.columns * kinds / factors.columns : numbers.columns;  // with one factor
-    with_number_type(numbers.type, [&](auto type) {
-      for (int64_t g = first, end; g < stop; g = end) {
-        end = std::min({(g / in_word + 1) * in_word, (g / run + 1) * run, stop});
-        for (int line = 0; line < lines; line++) {
-          const u32x16 word = numbers.line(panel, g, lines, line);
-          const f32x16 factor = factors.words ? factors.at(panel, g / run * kinds + kind, lines, line) : splat(1.0f);
-          for (int64_t i = g; i < end; i++)
-            store(widened + ((i - first) * lines + line) * LANES,
-                  number<type.value>(word, i % in_word * bits_of(type.value)) * factor);
-        }
-      }
-    });
+    const int64_t stop = first + count;
+    const int64_t run = factors.words ? numbers.columns * kinds / factors.columns : numbers.columns;  // of one factor
+    alignas(64) float ones[PANEL], factor[PANEL];
+    std::fill(ones, ones + PANEL, 1.0f), std::fill(factor, factor + PANEL, 1.0f);
+    Ahead nothing{nullptr, 0};
+    Ahead::Pace pace = ahead.pace(count * bits_of(numbers.type) / 32 * lines + 1), none = nothing.pace(1);
+    for (int64_t g = first, r = first / run, end; g < stop; g = end, r++) {
+      end = std::min((r + 1) * run, stop);
+      const int64_t column = r * kinds + kind;
+      if (factors.words) widen_columns(factors, panel, column, column + 1, lines, ones, factor, nothing, none);
+      widen_columns(numbers, panel, g, end, lines, factor, widened + (g - first) * lines * LANES, ahead, pace);
+    }
     return widened;
   }
 };
