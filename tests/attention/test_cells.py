@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention.test_attention import BACKENDS, CELLS, World, allocate, build
+from attention.test_attention import BACKENDS, CELLS, OF_FLOAT16, World, allocate, build
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, StepLayout
@@ -12,7 +12,7 @@ from quire.attention.cells import LARGEST, SCALE_BYTES, from_bytes, quantize, to
 from quire.attention.cpu import CpuAttention
 
 backends = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
-kinds = pytest.mark.parametrize("kept", CELLS, ids=str)
+kinds = pytest.mark.parametrize("kept", [*CELLS, *OF_FLOAT16[1:]], ids=str)
 
 
 def numbers_of(cell: torch.dtype) -> Tensor:

@@ -167,7 +167,7 @@ def check_that_activations_are_rounded_to_8_bits(product: Product) -> None:
 
 def check_quantizing(quantize: Callable[..., QuantizedMatrix]) -> None:
     """As good as the reference, and the same but for ties."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for out, width, bits, group in ((40, 256, 4, 128), (3, 200, 4, 128), (9, 300, 8, 2**30), (5, 33, 4, 16)):
             weight = torch.randn(out, width, dtype=torch.float64).pow(3).to(dtype)
             weight[1] = 0
@@ -269,7 +269,7 @@ def _repeated(tensor: Tensor, rows: int) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_packed_experts_give_the_bits_of_packed_weights(dtype):
     torch.manual_seed(0)
     check_packed_experts(dtype)
