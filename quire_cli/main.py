@@ -2,7 +2,6 @@
 
 import argparse
 import atexit
-import gc
 import os
 import signal
 import sys
@@ -16,10 +15,7 @@ from quire.metrics.logging import configure_logging, log_options, logger
 from quire.system import lean_torch
 from quire.system.garbage import skip_last_collection
 
-# Importing torch creates 170,000 objects that stay alive. Python's default, a garbage collection after every 700 new
-# objects, takes a fifth of the import time. The processes that a command starts import this file first, too.
-gc.set_threshold(100_000)
-lean_torch.defer()
+lean_torch.prepare()
 atexit.register(skip_last_collection)
 
 _COMMANDS = {  # the modules of this package by the names of commands

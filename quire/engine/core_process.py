@@ -26,6 +26,7 @@ from quire.messages.changes import Look, Pause, TrainerOrder
 from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, MeetingPlace
 from quire.messages.errors import EngineDeadError, error_text
 from quire.metrics.logging import LogOptions, configure_logging, logger
+from quire.system import lean_torch
 from quire.system.garbage import skip_last_collection
 
 if TYPE_CHECKING:  # the parent of the process imports this file, too
@@ -85,6 +86,7 @@ def run_core(
     threading.Thread(target=_beat, args=(context, folder), name="heartbeat", daemon=True).start()
     core = None
     try:
+        lean_torch.prepare()
         from quire.engine.client import make_core, take_devices  # imports torch, which other processes do not need
         from quire.models.description import describe
 

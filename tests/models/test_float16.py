@@ -1,4 +1,4 @@
-"""Models in float16 on a CPU: as near to float32 as transformers is, the tokens of torch's operations, recorded steps."""
+"""Models in float16 on a CPU: as near to float32 as transformers is, torch's tokens, and recorded steps."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 START = """
 import sys
 from quire.system import lean_torch
-lean_torch.defer()
+lean_torch.prepare()
 import torch
 assert "torch._decomp" not in sys.modules
 """
@@ -43,7 +43,7 @@ def test_what_was_deferred_is_there_when_it_is_needed(need):
 
 def test_nothing_is_deferred_once_torch_is_imported():
     code = "import torch, sys\nbefore = dict(sys.modules)\n"
-    code += "from quire.system import lean_torch\nlean_torch.defer()\n"
+    code += "from quire.system import lean_torch\nlean_torch.prepare()\n"
     code += "assert sys.modules['torch._meta_registrations'] is before['torch._meta_registrations']"
     subprocess.run([sys.executable, "-c", code], check=True)
 

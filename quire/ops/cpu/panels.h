@@ -89,6 +89,44 @@ struct Shape {
   }
 };
 
+// Runs of neighbouring items, one for each thread, which helps with the others' when it is done with its own. So a thread
+// reads from one end of its share of the weights to the other, as the hardware expects.
+class Ranges {
+ public:
+  Ranges(int64_t items, int count) : items_(items), next_(count) {
+    for (int i = 0; i < count; i++) next_[i].item = begin(i);
+  }
+
+  // The items of one thread.
+  struct Walk {
+    Ranges& ranges;
+    int range, visited = 0;
+    int64_t item = 0;  // -1: none is left
+
+    explicit Walk(Ranges& all) : ranges(all), range(all.arrived_++ % int(all.next_.size())) { advance(); }
+
+    void advance() {
+      for (const int count = int(ranges.next_.size()); visited < count; visited++, range = (range + 1) % count)
+        if ((item = ranges.next_[range].item++) < ranges.begin(range + 1)) return;
+      item = -1;
+    }
+
+    // The item that will most likely be the next one, -1 if there is none.
+    int64_t next() const { return item + 1 < ranges.begin(range + 1) ? item + 1 : -1; }
+  };
+
+ private:
+  struct alignas(64) Next {
+    std::atomic<int64_t> item;
+  };
+
+  int64_t begin(int64_t range) const { return items_ * range / int64_t(next_.size()); }
+
+  const int64_t items_;
+  std::vector<Next> next_;
+  std::atomic<int> arrived_{0};
+};
+
 // Format has: weights, the panels; step(), how many words make up the smallest run of inputs that a visit can end
 // after; visit<R, C>(panel, first word, words, lines, first row, line, sums, is_first, ahead): adds the products of R
 // rows and C lines to sums [R][PANEL]; finish(panel, rows, sums): writes the results. With AMX it also has
@@ -108,17 +146,17 @@ void multiply(const Format& format, const Shape& shape, int threads) {
 #else
   constexpr int at_once = MAX_ROWS;
 #endif
-  std::atomic<int64_t> counter{0};
-  together(pays ? threads : 1, [&] {
+  const int parts = pays ? threads : 1;
+  Ranges ranges(number, parts);
+  together(parts, [&] {
     thread_local std::vector<float> kept;
     kept.resize(ROW_BLOCK * PANEL + LANES);
     float* sums = kept.data() + (64 - reinterpret_cast<uintptr_t>(kept.data()) % 64) / 4 % LANES;
 #ifdef QUIRE_TILES
     Tiles tiles;
 #endif
-    // Each thread draws one item ahead of the one it works on, to have its weights fetched in time.
-    for (int64_t item = counter++, next; item < number; item = next) {
-      next = counter++;
+    for (Ranges::Walk walk(ranges); walk.item >= 0; walk.advance()) {
+      const int64_t item = walk.item, next = walk.next();
       const int64_t panel = items[item].panel, first = items[item].first;
       const int rows = items[item].rows;
       const int lines = shape.lines(panel);
@@ -130,12 +168,15 @@ void multiply(const Format& format, const Shape& shape, int threads) {
         const int64_t words = std::min(chunk, shape.words - word), rest = shape.words - word - words;
         const char* ahead = reinterpret_cast<const char*>(weights + (word + words) * lines * LANES);
         int64_t to_fetch = std::min(chunk, rest) * lines;
-        if (!rest && next < number) {
+        if (!rest && next >= 0) {
           const int64_t then = items[next].panel;
           ahead = reinterpret_cast<const char*>(format.weights + then * PANEL * shape.words);
           to_fetch = then == panel ? 0 : std::min(chunk, shape.words) * shape.lines(then);
           if (then != panel) format.expect(then, shape.lines(then));
         }
+        // With few rows, memory sets the pace. The hardware brings what is read in order faster than prefetches can,
+        // which have to wait for the first-level cache's buffers (37 GB/s for two cores, where memory gave 55).
+        if (pieces == 1) to_fetch = 0;
         int row = 0;
         for (int piece = 0; piece < pieces; piece++) {  // of nearly equal sizes
           const int count = (rows - row + pieces - piece - 1) / (pieces - piece);
