@@ -205,18 +205,6 @@ void multiply(const Format& format, const Shape& shape, int threads) {
   });
 }
 
-// The rows x: [rows, in] in float32, [rows, width], with zeros behind the inputs. This thread's next call overwrites them.
-template <class T>
-const float* widened_rows(const T* x, int64_t x_stride, int64_t rows, int64_t in, int64_t width, int threads) {
-  thread_local std::vector<float> kept;
-  kept.assign(rows * width, 0);
-  float* to = kept.data();
-  for_each(rows, rows * in > 32768 ? threads : 1, [=](int64_t row) {
-    for_lanes(in, [&](int64_t i, int n) { store_up_to(to + row * width + i, load_up_to(x + row * x_stride + i, n), n); });
-  });
-  return to;
-}
-
 // Where the words of an output begin, in words; the next one is a row of the panel further.
 inline int64_t first_word(const Shape& shape, int64_t output) {
   return output / PANEL * PANEL * shape.words + output % PANEL;
@@ -234,6 +222,26 @@ void write_sums(const float* sums, int64_t panel, int64_t first, int rows, const
       if (bias) sum += load_up_to(bias + output + i, n);
       store_up_to(result + (first + row) * out + output + i, sum, n);
     });
+}
+
+inline void write_sums(int dtype, const float* sums, int64_t panel, int64_t first, int rows, const void* bias,
+                       void* result, int64_t out) {
+  with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    write_sums(sums, panel, first, rows, (const T*)bias, (T*)result, out);
+  });
+}
+
+// The rows x: [rows, in] in float32, [rows, width], with zeros behind the inputs. This thread's next call overwrites them.
+template <class T>
+const float* widened_rows(const T* x, int64_t x_stride, int64_t rows, int64_t in, int64_t width, int threads) {
+  thread_local std::vector<float> kept;
+  kept.assign(rows * width, 0);
+  float* to = kept.data();
+  for_each(rows, rows * in > 32768 ? threads : 1, [=](int64_t row) {
+    for_lanes(in, [&](int64_t i, int n) { store_up_to(to + row * width + i, load_up_to(x + row * x_stride + i, n), n); });
+  });
+  return to;
 }
 
 }  // namespace quire

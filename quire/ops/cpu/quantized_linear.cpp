@@ -77,7 +77,8 @@ struct Activations {
   std::vector<float> scales;
   std::vector<int32_t> sums;
 
-  void quantize(const bf16* x, int64_t x_stride, int64_t rows, int64_t in, int64_t group, int bits, int threads) {
+  template <class T>
+  void quantize(const T* x, int64_t x_stride, int64_t rows, int64_t in, int64_t group, int bits, int threads) {
     stride = in + 2 * LANES;  // a group is written in steps of 16
     groups = (in + group - 1) / group;
     codes.resize(rows * stride), scales.resize(rows * groups), sums.resize(rows * groups);
@@ -88,7 +89,8 @@ struct Activations {
     });
   }
 
-  static void quantize_group(const bf16* x, int64_t n, int bits, int8_t* to, float& scale, int32_t& sum) {
+  template <class T>
+  static void quantize_group(const T* x, int64_t n, int bits, int8_t* to, float& scale, int32_t& sum) {
     f32x16 top = {};
     for_lanes(n, [&](int64_t i, int count) {
       const f32x16 v = load_up_to(x + i, count);
@@ -119,8 +121,9 @@ struct Quantized {
   const uint32_t* weights;
   const float *scales, *offsets;  // panels of [groups, outputs]; offsets may be null
   const Activations& x;
-  const bf16* bias;  // [out] or null
-  bf16* result;      // [rows, out]
+  int dtype;         // of bias and result
+  const void* bias;  // [out] or null
+  void* result;      // [rows, out]
   int64_t out, row_words, group_words;
 
   int64_t step() const { return group_words; }
@@ -262,7 +265,7 @@ struct Quantized {
 #endif
 
   void finish(int64_t panel, int64_t first, int rows, const float* sums) const {
-    write_sums(sums, panel, first, rows, bias, result, out);
+    write_sums(dtype, sums, panel, first, rows, bias, result, out);
   }
 };
 
@@ -303,8 +306,9 @@ struct Tabled {
   const float* scales;  // panels of [groups, outputs]
   const float* x;       // [rows, whole words]; zeros behind the last input, where codes mean nothing
   Table table;
-  const bf16* bias;  // [out] or null
-  bf16* result;      // [rows, out]
+  int dtype;         // of bias and result
+  const void* bias;  // [out] or null
+  void* result;      // [rows, out]
   int64_t out, row_words, group_words, groups;
 
   int64_t step() const { return group_words; }
@@ -353,19 +357,15 @@ struct Tabled {
   }
 
   void finish(int64_t panel, int64_t first, int rows, const float* sums) const {
-    write_sums(sums, panel, first, rows, bias, result, out);
+    write_sums(dtype, sums, panel, first, rows, bias, result, out);
   }
 };
 
-void multiply_tabled(const bf16* x, int64_t x_stride, const Shape& shape, Tabled format, int64_t in, int threads) {
-  thread_local std::vector<float> widened;  // kept between calls
-  const int64_t rows = shape.rows, width = format.row_words * Tabled::INPUTS;
-  widened.assign(rows * width, 0);
-  float* to = widened.data();
-  for_each(rows, rows * in > 32768 ? threads : 1, [=](int64_t row) {
-    for_lanes(in, [&](int64_t i, int n) { store_up_to(to + row * width + i, load_up_to(x + row * x_stride + i, n), n); });
+void multiply_tabled(const void* x, int64_t x_stride, const Shape& shape, Tabled format, int64_t in, int threads) {
+  const int64_t width = format.row_words * Tabled::INPUTS;
+  with_type(format.dtype, [&](auto type) {
+    format.x = widened_rows((const decltype(type)*)x, x_stride, shape.rows, in, width, threads);
   });
-  format.x = to;
   multiply(format, shape, threads);
 }
 
@@ -373,25 +373,27 @@ void multiply_tabled(const bf16* x, int64_t x_stride, const Shape& shape, Tabled
 
 // x: [rows, in] -> result: [rows, out]. codes, scales, offsets: from quire_panels; table: 16 values or null; group: of
 // inputs, of whole words. bounds: null, or see Shape.
-extern "C" void quire_quantized_linear(int bits, const void* x, int64_t x_stride, int64_t rows, const void* codes,
+extern "C" void quire_quantized_linear(int dtype, int bits, const void* x, int64_t x_stride, int64_t rows, const void* codes,
                                        const float* scales, const float* offsets, const float* table, int64_t out,
                                        int64_t in, int64_t group, const void* bias, const int64_t* bounds,
                                        int64_t experts, void* result, int threads) {
   if (table) {
     const int64_t words = (in + 7) / 8, group_words = std::min((group + 7) / 8, words);
-    multiply_tabled((const bf16*)x, x_stride, {rows, out, words, bounds, experts},
-                    {(const uint32_t*)codes, scales, nullptr, {load(table)}, (const bf16*)bias, (bf16*)result, out,
-                     words, group_words, (in + group - 1) / group},
+    multiply_tabled(x, x_stride, {rows, out, words, bounds, experts},
+                    {(const uint32_t*)codes, scales, nullptr, {load(table)}, dtype, bias, result, out, words, group_words,
+                     (in + group - 1) / group},
                     in, threads);
     return;
   }
   thread_local Activations activations;  // kept between calls
-  activations.quantize((const bf16*)x, x_stride, rows, in, group, bits, threads);
+  with_type(dtype, [&](auto type) {
+    activations.quantize((const decltype(type)*)x, x_stride, rows, in, group, bits, threads);
+  });
   auto run = [&](auto width) {
     constexpr int64_t INPUTS = 32 / width.value;
     const int64_t words = (in + INPUTS - 1) / INPUTS, group_words = std::min((group + INPUTS - 1) / INPUTS, words);
-    Quantized<width.value> format{(const uint32_t*)codes, scales, offsets, activations, (const bf16*)bias,
-                                  (bf16*)result,          out,    words,   group_words};
+    Quantized<width.value> format{(const uint32_t*)codes, scales, offsets, activations, dtype, bias,
+                                  result,                 out,    words,   group_words};
     multiply(format, {rows, out, words, bounds, experts}, threads);
   };
   bits == 4 ? run(Constant<4>{}) : run(Constant<8>{});

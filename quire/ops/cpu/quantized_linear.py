@@ -57,8 +57,8 @@ class QuantizedPanels:
         return replace(self.form, codes=codes, scales=self.scales.pick(ids), offsets=offsets)
 
 
-def _in_bfloat16(target: Target) -> bool:
-    return on_cpu(target) and target.dtype is torch.bfloat16
+def _in_two_bytes(target: Target) -> bool:
+    return on_cpu(target) and target.dtype is not torch.float32
 
 
 @quantized_linear.implementation("cpu_dense", supports=on_cpu)
@@ -71,7 +71,7 @@ def quantized_linear_dense(x: Tensor, weight: QuantizedMatrix, bias: Tensor | No
     return torch.cat(parts, dim=-1) if parts else x.new_empty(len(x), 0)
 
 
-@quantized_linear.implementation("cpu", supports=_in_bfloat16)
+@quantized_linear.implementation("cpu", supports=_in_two_bytes)
 def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, bias: Tensor | None) -> Tensor:
     """Rounds activations to 8 bits, with a scale for each row and group, if the weight's codes are integers."""
     if isinstance(weight, QuantizedMatrix):  # a form that cannot be in panels
@@ -98,10 +98,10 @@ def _multiply(
         torch.get_num_threads(),
     )  # fmt: skip
     if form.codes.is_floating_point():
-        kernel("quire_float8_linear", "pllpplllpplpi")(*inputs, *others)
+        kernel("quire_float8_linear", "ipllpplllpplpi")(CODES[x.dtype], *inputs, *others)
         return out
-    kernel("quire_quantized_linear", "ipllpppplllpplpi")(
-        weight.bits, *inputs, None if weight.offsets is None else weight.offsets.data.data_ptr(),
+    kernel("quire_quantized_linear", "iipllpppplllpplpi")(
+        CODES[x.dtype], weight.bits, *inputs, None if weight.offsets is None else weight.offsets.data.data_ptr(),
         None if weight.table is None else weight.table.data_ptr(), *others,
     )  # fmt: skip
     return out
@@ -118,7 +118,7 @@ def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix | QuantizedPanels:
     return QuantizedPanels(form, codes, Panels.of(scales), in_panels, table, matrix.bits, matrix.out_features)
 
 
-@grouped_quantized_linear.implementation("cpu", supports=_in_bfloat16)
+@grouped_quantized_linear.implementation("cpu", supports=_in_two_bytes)
 def grouped_quantized_linear_cpu(
     x: Tensor, weight: QuantizedMatrix | QuantizedPanels, bias: Tensor | None, offsets: Tensor
 ) -> Tensor:  # fmt: skip
