@@ -45,7 +45,7 @@ def pack(matrix: QuantizedMatrix) -> PackedMatrix:
         scales, offsets, factors = matrix.effective_scales(), matrix.effective_offsets(), None
     return PackedMatrix(
         codes.contiguous(), _by_group(scales), matrix.group, ins, None if offsets is None else _by_group(offsets),
-        factors, matrix.order, matrix.num_inputs, matrix.table, run,
+        factors, matrix.order, matrix.num_inputs, matrix.table, run=run,
     )  # fmt: skip
 
 

@@ -46,7 +46,9 @@ def integer_matrix(
         codes = codes + ((8 if bits <= 4 else 128) - middle)
     codes = pack_pairs(codes) if bits <= 4 else codes
     codes, scales = codes.contiguous(), narrow(scales)
-    return QuantizedMatrix(codes, scales, group, width, offsets, order=order, num_inputs=num_inputs)
+    return QuantizedMatrix(
+        codes, scales, group, width, offsets, order=order, num_inputs=num_inputs, code_bits=bits
+    )  # fmt: skip
 
 
 def pack_pairs(codes: Tensor) -> Tensor:

@@ -84,35 +84,30 @@ struct Float8 {
   bool in_tiles(int64_t) const { return has_tiles(); }
   int64_t step() const { return scaled_last() ? STEP : group_words; }
 
-  void visit_tiles(Tiles& tiles, int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int count,
-                   float* sums, bool is_first, Ahead& ahead) const {
-    const int stride = lines * LANES;
-    const uint32_t* w = weights + panel * PANEL * row_words + word * stride;
-    const uint64_t* inputs = x + row * row_words + word;
+  void visit_tiles(Tiles& tiles, const Part& part, int64_t row, int count, float* sums, Ahead& ahead) const {
+    const int lines = part.lines, stride = part.stride();
+    const int64_t words = part.words;
+    const uint64_t* inputs = x + row * row_words + part.word;
     alignas(64) float products[AMX_ROWS][2 * LANES];
     alignas(64) uint32_t unpacked[TILE][2 * LANES];
     const int64_t length = std::min(group_words, words), number = (words + length - 1) / length;
     Ahead::Pace pace = ahead.pace((lines + 1) / 2 * number * ((length + STEP - 1) / STEP));
     for (int line = 0; line < lines; line += 2) {
       const int both = std::min(2, lines - line);
-      for (int64_t begin = 0, g = word / group_words; begin < words; begin += length, g++) {
+      for (int64_t begin = 0, at = line * LANES; begin < words; begin += length, at += stride) {
         const int64_t end = std::min(begin + length, words);
         auto place = [&](int r, int l) { return sums + r * PANEL + (line + l) * LANES; };
         tiles.for_sums(both, [&](auto tile, int r, int l) {
-          if (scaled_last() && !is_first) load_tile<tile.value>(place(r, l), PANEL * sizeof(float));
+          if (scaled_last() && !part.is_first()) load_tile<tile.value>(place(r, l), PANEL * sizeof(float));
           else zero_tile<tile.value>();
         });
         for (int64_t i = begin; i < end; i += STEP) {
           ahead.fetch(pace);
           const int some = int(std::min<int64_t>(STEP, end - i));
-          for (int j = 0; j < some; j++)
-            for (int l = 0; l < both; l++) {
-              u32x16 pairs[2];
-              widen(load_words(w + (i + j) * stride + (line + l) * LANES), pairs);
-              for (int half = 0; half < 2; half++) store(&unpacked[2 * j + half][l * LANES], pairs[half]);
-            }
-          tiles.multiply<true>((const char*)(inputs + i), row_words * sizeof(*x), unpacked[0], 2 * LANES, 2 * some,
-                               both);
+          const uint32_t* pairs = part.weights + (part.is_wide ? 2 : 1) * i * stride + line * LANES;
+          if (!part.is_wide) widen_lines(pairs, stride, some, both, unpacked[0]);
+          tiles.multiply<true>((const char*)(inputs + i), row_words * sizeof(*x), part.is_wide ? pairs : unpacked[0],
+                               part.is_wide ? stride : both * LANES, 2 * some, both);
         }
         tiles.for_sums(both, [&](auto tile, int r, int l) {
           if (scaled_last()) store_tile<tile.value>(place(r, l), PANEL * sizeof(float));
@@ -121,8 +116,8 @@ struct Float8 {
         if (!scaled_last())
           for (int r = 0; r < count; r++)
             for (int l = 0; l < both; l++)
-              add_group(load(&products[r][l * LANES]), panel * PANEL * groups + g * stride + (line + l) * LANES,
-                        is_first && begin == 0, place(r, l));
+              add_group(load(&products[r][l * LANES]), part.scales + at + l * LANES, part.is_first() && begin == 0,
+                        place(r, l));
       }
     }
   }
@@ -130,35 +125,72 @@ struct Float8 {
   int64_t step() const { return scaled_last() ? 1 : group_words; }
 #endif
 
-  void expect(int64_t panel, int lines) const { fetch_scales(scales, panel, groups, lines); }
+  void expect(int64_t panel, int lines) const { fetch_panel((const uint32_t*)scales, panel, groups, lines); }
+
+  // Widening takes as long as multiplying with two rows or three.
+  bool unpacks(int pieces) const { return pieces > 1; }
+
+  Part part(int64_t panel, int64_t word, int64_t words, int lines, int pieces, Unpacked& unpacked, Ahead&) const {
+    Part part{panel, lines, word, words, weights + panel * PANEL * row_words + word * lines * LANES};
+    part.scales = scales + panel * PANEL * groups + word / group_words * part.stride();
+    if (unpacks(pieces)) {
+      uint32_t* wide = room(unpacked.words, 2 * words * part.stride());
+      widen_lines(part.weights, part.stride(), words, lines, wide);
+      part.weights = wide, part.is_wide = true;
+    }
+    return part;
+  }
+
+  // Words of `lines` lines, to pairs: [2 words, lines].
+  static void widen_lines(const uint32_t* from, int stride, int64_t words, int lines, uint32_t* to) {
+    for (int64_t i = 0; i < words; i++, from += stride, to += 2 * lines * LANES)
+      for (int line = 0; line < lines; line++) {
+        u32x16 pairs[2];
+        widen(load_words(from + line * LANES), pairs);
+        store(to + line * LANES, pairs[0]), store(to + (lines + line) * LANES, pairs[1]);
+      }
+  }
 
   template <int R, int C>
-  void visit(int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int line, float* sums, bool is_first,
-             Ahead& ahead) const {
-    if constexpr (R > 2 && C > 2) {  // values, their tables and the sums would not fit into the registers
-      visit<R, C - 2>(panel, word, words, lines, row, line, sums, is_first, ahead);
-      visit<R, 2>(panel, word, words, lines, row, line + C - 2, sums + (C - 2) * LANES, is_first, ahead);
-      return;
+  void visit(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
+    if (part.is_wide) {
+      visit<R, C, true>(part, row, line, sums, ahead);
+    } else if constexpr (R > 2 && C > 2) {  // values, their tables and the sums would not fit into the registers
+      visit<R, C - 2, false>(part, row, line, sums, ahead);
+      visit<R, 2, false>(part, row, line + C - 2, sums + (C - 2) * LANES, ahead);
+    } else {
+      visit<R, C, false>(part, row, line, sums, ahead);
     }
-    const int stride = lines * LANES;
+  }
+
+  template <bool IS_WIDE>
+  static QUIRE_INLINE void load_pairs(const uint32_t* w, int64_t i, int stride, u32x16 (&pairs)[2]) {
+    if constexpr (IS_WIDE) pairs[0] = load_words(w + 2 * i * stride), pairs[1] = load_words(w + (2 * i + 1) * stride);
+    else widen(load_words(w + i * stride), pairs);
+  }
+
+  template <int R, int C, bool IS_WIDE>
+  void visit(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
+    const int stride = part.stride();
+    const int64_t words = part.words;
     Ahead::Pace pace = ahead.pace(words);
-    const uint32_t* w = weights + panel * PANEL * row_words + word * stride + line * LANES;
-    const char* inputs = (const char*)(x + row * row_words + word);
+    const uint32_t* w = part.weights + line * LANES;
+    const char* inputs = (const char*)(x + row * row_words + part.word);
     const int64_t bytes = row_words * sizeof(*x);
-    for (int64_t begin = 0, g = word / group_words; begin < words; begin += group_words, g++) {
-      const int64_t end = std::min(begin + group_words, words), at = panel * PANEL * groups + g * stride + line * LANES;
+    for (int64_t begin = 0, at = line * LANES; begin < words; begin += group_words, at += stride) {
+      const int64_t end = std::min(begin + group_words, words);
       f32x16 sum[R][C];
 #pragma GCC unroll 6
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++)
-          sum[r][c] = scaled_last() && !is_first ? load(sums + r * PANEL + c * LANES) : f32x16{};
+          sum[r][c] = scaled_last() && !part.is_first() ? load(sums + r * PANEL + c * LANES) : f32x16{};
 #ifdef QUIRE_BLOCKS
       if constexpr (R > 1) {
         Blocks<R, f32x16> blocks(sum);
         for (int64_t i = begin; i < end; i++) {
           u32x16 pairs[2];
-          widen(load_words(w + i * stride), pairs);
+          load_pairs<IS_WIDE>(w, i, stride, pairs);
           ahead.fetch(pace);
           blocks.add(pairs[0], pairs[1], inputs + i * sizeof(*x), bytes);
         }
@@ -170,7 +202,7 @@ struct Float8 {
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) {
           u32x16 pairs[2];
-          widen(load_words(w + i * stride + c * LANES), pairs);
+          load_pairs<IS_WIDE>(w + c * LANES, i, stride, pairs);
 #pragma GCC unroll 2
           for (int half = 0; half < 2; half++)
 #pragma GCC unroll 6
@@ -187,13 +219,13 @@ struct Float8 {
         for (int c = 0; c < C; c++) {
           float* to = sums + r * PANEL + c * LANES;
           if (scaled_last()) store(to, sum[r][c]);
-          else add_group(sum[r][c], at + c * LANES, is_first && begin == 0, to);
+          else add_group(sum[r][c], part.scales + at + c * LANES, part.is_first() && begin == 0, to);
         }
     }
   }
 
-  QUIRE_INLINE void add_group(f32x16 sum, int64_t at, bool is_first, float* to) const {
-    store(to, fma(sum, load(scales + at), is_first ? f32x16{} : load(to)));
+  static QUIRE_INLINE void add_group(f32x16 sum, const float* scale, bool is_first, float* to) {
+    store(to, fma(sum, load(scale), is_first ? f32x16{} : load(to)));
   }
 
   void finish(int64_t panel, int64_t first, int rows, float* sums) const {

@@ -26,23 +26,22 @@ struct Dense {
   // A tile's products are added up before they meet the sum, so that tiles must begin at fixed words.
   int64_t step() const { return in_tiles(0) ? TILE : 1; }
 
-  void visit_tiles(Tiles& tiles, int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int, float* sums,
-                   bool is_first, Ahead& ahead) const {
-    const int stride = lines * LANES;
-    const uint32_t* w = weights + panel * PANEL * row_words + word * stride;
-    const char* from = reinterpret_cast<const char*>(x + row * x_stride + PAIR<T> * word);
+  void visit_tiles(Tiles& tiles, const Part& part, int64_t row, int, float* sums, Ahead& ahead) const {
+    const int lines = part.lines, stride = part.stride();
+    const int64_t words = part.words;
+    const char* from = reinterpret_cast<const char*>(x + row * x_stride + PAIR<T> * part.word);
     const int64_t bytes = x_stride * sizeof(F);
     Ahead::Pace pace = ahead.pace((lines + 1) / 2 * ((words + TILE - 1) / TILE));
     for (int line = 0; line < lines; line += 2) {
       const int count = std::min(2, lines - line);
       auto place = [&](int r, int l) { return sums + r * PANEL + (line + l) * LANES; };
       tiles.for_sums(count, [&](auto tile, int r, int l) {
-        if (is_first) zero_tile<tile.value>();
+        if (part.is_first()) zero_tile<tile.value>();
         else load_tile<tile.value>(place(r, l), PANEL * sizeof(float));
       });
       for (int64_t i = 0; i < words; i += TILE) {
         ahead.fetch(pace);
-        tiles.multiply<true>(from + i * 4, bytes, w + i * stride + line * LANES, stride,
+        tiles.multiply<true>(from + i * 4, bytes, part.weights + i * stride + line * LANES, stride,
                              int(std::min<int64_t>(TILE, words - i)), count);
       }
       tiles.for_sums(count, [&](auto tile, int r, int l) {
@@ -55,20 +54,25 @@ struct Dense {
 #endif
 
   void expect(int64_t, int) const {}
+  bool unpacks(int) const { return false; }
+
+  Part part(int64_t panel, int64_t word, int64_t words, int lines, int, Unpacked&, Ahead&) const {
+    return {panel, lines, word, words, weights + panel * PANEL * row_words + word * lines * LANES};
+  }
 
   template <int R, int C>
-  void visit(int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int line, float* sums, bool is_first,
-             Ahead& ahead) const {
-    const int stride = lines * LANES;
+  void visit(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
+    const int stride = part.stride();
+    const int64_t words = part.words;
     Ahead::Pace pace = ahead.pace(words);
-    const uint32_t* w = weights + panel * PANEL * row_words + word * stride + line * LANES;
-    const char* from = reinterpret_cast<const char*>(x + row * x_stride + PAIR<T> * word);
+    const uint32_t* w = part.weights + line * LANES;
+    const char* from = reinterpret_cast<const char*>(x + row * x_stride + PAIR<T> * part.word);
     const int64_t bytes = x_stride * sizeof(F);
     f32x16 sum[R][C];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int c = 0; c < C; c++) sum[r][c] = is_first ? f32x16{} : load(sums + r * PANEL + c * LANES);
+      for (int c = 0; c < C; c++) sum[r][c] = part.is_first() ? f32x16{} : load(sums + r * PANEL + c * LANES);
 #ifdef QUIRE_BLOCKS
     if constexpr (R > 1 && IS_BF16) {
       Blocks<R, f32x16> blocks(sum);

@@ -30,10 +30,17 @@ constexpr int64_t CHUNK_BYTES = 1 << 16, LARGE_CHUNK_BYTES = 1 << 17;
 constexpr int ROW_BLOCK = 22 * MAX_ROWS;  // rows of one task: they and their sums stay in the cache as well
 constexpr int64_t PARALLEL_WORDS = 1 << 14;  // below it, one thread is done before a second one has woken up
 
-// Fetches the scales or offsets of a panel, which are far from its codes: `groups` of them for each output.
-inline void fetch_scales(const float* scales, int64_t panel, int64_t groups, int lines) {
-  const float* at = scales + panel * PANEL * groups;
-  for (int64_t i = 0; i < groups * lines; i++) __builtin_prefetch(at + i * LANES, 0, 2);
+// Fetches a panel of what belongs to codes and is far from them, such as scales: `words` words of each output.
+inline void fetch_panel(const uint32_t* words_of_all, int64_t panel, int64_t words, int lines) {
+  const uint32_t* at = words_of_all + panel * PANEL * words;
+  for (int64_t i = 0; i < words * lines; i++) __builtin_prefetch(at + i * LANES, 0, 2);
+}
+
+// Memory that a thread keeps between calls, from the beginning of a cache line: `size` elements, four bytes each.
+template <class T>
+T* room(std::vector<T>& kept, int64_t size) {
+  if (int64_t(kept.size()) < size + LANES) kept.resize(size + LANES);
+  return kept.data() + (64 - reinterpret_cast<uintptr_t>(kept.data()) % 64) / 4 % LANES;
 }
 
 // What a piece of work is to bring into the cache meanwhile: `count` lines from `at`.
@@ -56,6 +63,25 @@ struct Ahead {
   void fetch(Pace& pace) {
     for (pace.due += pace.step; pace.due >= 1 << 16; pace.due -= 1 << 16, at += 64) __builtin_prefetch(at, 0, 2);
   }
+};
+
+// A run of a panel's words, as visits read them: where they are in memory, or unpacked from there.
+struct Part {
+  int64_t panel;
+  int lines;
+  int64_t word, words;      // of all words of a row: the first one, and how many
+  const uint32_t* weights;  // [words, lines]
+  const float *scales = nullptr, *offsets = nullptr;  // [groups, lines], of the formats that have them
+  bool is_wide = false;                               // float8's words are unpacked
+
+  bool is_first() const { return word == 0; }
+  int stride() const { return lines * LANES; }
+};
+
+// What a thread has unpacked.
+struct Unpacked {
+  std::vector<uint32_t> words;
+  std::vector<float> scales, offsets;
 };
 
 // An item of work: a panel, and the rows that are multiplied with it.
@@ -127,11 +153,12 @@ class Ranges {
   std::atomic<int> arrived_{0};
 };
 
-// Format has: weights, the panels; step(), how many words make up the smallest run of inputs that a visit can end
-// after; visit<R, C>(panel, first word, words, lines, first row, line, sums, is_first, ahead): adds the products of R
-// rows and C lines to sums [R][PANEL]; finish(panel, rows, sums): writes the results. With AMX it also has
-// in_tiles(rows), whether to call, instead of visit, visit_tiles(tiles, panel, first word, words, lines, first row, rows,
-// sums, is_first, ahead), for up to AMX_ROWS rows and all lines.
+// Format has: weights, the panels; step(), how many words make up the smallest run of inputs that a part can end after;
+// unpacks(pieces), whether it unpacks words that so many pieces of the rows visit; part(panel, first word, words, lines,
+// pieces, unpacked, ahead), which may unpack; visit<R, C>(part, first row, line, sums, ahead): adds the products of R rows
+// and C lines to sums [R][PANEL]; finish(panel, rows, sums): writes the results. With AMX it also has in_tiles(rows),
+// whether to call, instead of visit, visit_tiles(tiles, part, first row, rows, sums, ahead), for up to AMX_ROWS rows and
+// all lines.
 template <class Format>
 void multiply(const Format& format, const Shape& shape, int threads) {
   thread_local std::vector<Item> listed;
@@ -150,8 +177,8 @@ void multiply(const Format& format, const Shape& shape, int threads) {
   Ranges ranges(number, parts);
   together(parts, [&] {
     thread_local std::vector<float> kept;
-    kept.resize(ROW_BLOCK * PANEL + LANES);
-    float* sums = kept.data() + (64 - reinterpret_cast<uintptr_t>(kept.data()) % 64) / 4 % LANES;
+    thread_local Unpacked unpacked;
+    float* sums = room(kept, ROW_BLOCK * PANEL);
 #ifdef QUIRE_TILES
     Tiles tiles;
 #endif
@@ -162,7 +189,8 @@ void multiply(const Format& format, const Shape& shape, int threads) {
       const int lines = shape.lines(panel);
       const int pieces = (rows + at_once - 1) / at_once;
       const uint32_t* weights = format.weights + panel * PANEL * shape.words;
-      const int64_t bytes = pieces > 8 ? LARGE_CHUNK_BYTES : CHUNK_BYTES;
+      const bool unpacks = format.unpacks(pieces);
+      const int64_t bytes = (pieces > 8 ? LARGE_CHUNK_BYTES : CHUNK_BYTES) / (unpacks ? 2 : 1);
       const int64_t chunk = std::max<int64_t>(bytes / (64 * lines) / step, 1) * step;
       for (int64_t word = 0; word < shape.words; word += chunk) {
         const int64_t words = std::min(chunk, shape.words - word), rest = shape.words - word - words;
@@ -177,24 +205,29 @@ void multiply(const Format& format, const Shape& shape, int threads) {
         // With few rows, memory sets the pace. The hardware brings what is read in order faster than prefetches can,
         // which have to wait for the first-level cache's buffers (37 GB/s for two cores, where memory gave 55).
         if (pieces == 1) to_fetch = 0;
+        const int portions = pieces + unpacks;
+        auto portion = [&](int i) {
+          const int64_t from = to_fetch * i / portions, to = to_fetch * (i + 1) / portions;
+          return Ahead{ahead + from * 64, int(to - from)};
+        };
+        Ahead first_portion = unpacks ? portion(pieces) : Ahead{ahead, 0};
+        const Part part = format.part(panel, word, words, lines, pieces, unpacked, first_portion);
         int row = 0;
         for (int piece = 0; piece < pieces; piece++) {  // of nearly equal sizes
           const int count = (rows - row + pieces - piece - 1) / (pieces - piece);
-          const int64_t from = to_fetch * piece / pieces, to = to_fetch * (piece + 1) / pieces;
-          Ahead part{ahead + from * 64, int(to - from)};
+          Ahead fetched = portion(piece);
 #ifdef QUIRE_TILES
           if (in_tiles) {
             tiles.configure(count);
-            format.visit_tiles(tiles, panel, word, words, lines, first + row, count, sums + row * PANEL, word == 0,
-                               part);
+            format.visit_tiles(tiles, part, first + row, count, sums + row * PANEL, fetched);
             row += count;
             continue;
           }
 #endif
           in_pieces<MAX_COLUMNS>(lines, [&](auto c, int line) {
             with_rows<MAX_ROWS>(count, [&](auto r) {
-              format.template visit<r.value, c.value>(panel, word, words, lines, first + row, line,
-                                                      sums + row * PANEL + line * LANES, word == 0, part);
+              format.template visit<r.value, c.value>(part, first + row, line, sums + row * PANEL + line * LANES,
+                                                      fetched);
             });
           });
           row += count;

@@ -1,5 +1,6 @@
 """Matrices in panels, the form in which products read weights (drawn in panels.h), and reading rows back from them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +35,12 @@ class Panels:
         panels = Panels(data, rows, columns, data.shape[1] * data.element_size() // 4)
         kernel("quire_panels", "pllpi")(matrix.data_ptr(), rows, panels.words, data.data_ptr(), torch.get_num_threads())
         return panels
+
+    @staticmethod
+    def joined(parts: Sequence["Panels"]) -> "Panels":
+        """The rows of all parts, of which each consists of whole panels."""
+        data = torch.cat([part.data for part in parts])
+        return replace(parts[0], data=data, rows=len(data))
 
     def part(self, start: int, stop: int) -> "Panels":
         """The rows from start to stop, both of which are multiples of PANEL, in the same memory."""

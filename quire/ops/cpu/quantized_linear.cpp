@@ -10,10 +10,13 @@
 // Codes of 4 bits that stand for values of a table are not multiplied in integers: their values are looked up, sixteen in
 // an instruction, and multiplied with the activations as they are.
 #include <cmath>
+#include <numeric>
 
 #include "blocks.h"
+#include "narrow_codes.h"
 #include "panels.h"
 #include "replay.h"
+#include "scales.h"
 
 using namespace quire;
 
@@ -112,41 +115,76 @@ struct Activations {
   }
 };
 
+// BITS: of codes as visits read them.
 template <int BITS>
 struct Quantized {
   static constexpr int INPUTS = 32 / BITS, X_WORDS = INPUTS / 4;  // of a word of codes
-  static constexpr int CENTRE = 1 << (BITS - 1);                  // the code of 0 where there are no offsets
   static constexpr int SHIFT = BITS == 8 ? LESS : 0;              // of the codes that are multiplied
 
   const uint32_t* weights;
-  const float *scales, *offsets;  // panels of [groups, outputs]; offsets may be null
+  int bits;  // of the codes in memory, which may be narrower
+  Scales scales, offsets;
   const Activations& x;
   int dtype;         // of bias and result
   const void* bias;  // [out] or null
   void* result;      // [rows, out]
-  int64_t out, row_words, group_words;
+  int64_t out, row_words, group_words;  // words of BITS
 
-  int64_t step() const { return group_words; }
+  int32_t centre() const { return 1 << (bits - 1); }  // the code of 0 where there are no offsets
+  bool unpacks(int) const { return bits < BITS; }
+  int64_t row_words_in_memory() const { return unpacks(0) ? (row_words + BITS - 1) / BITS * bits : row_words; }
+  int64_t step() const { return unpacks(0) ? std::lcm(group_words, int64_t(BITS)) / BITS * bits : group_words; }
 
-  void expect(int64_t panel, int lines) const {
-    fetch_scales(scales, panel, x.groups, lines);
-    if (offsets) fetch_scales(offsets, panel, x.groups, lines);
+  void expect(int64_t panel, int lines) const { scales.expect(panel, lines), offsets.numbers.expect(panel, lines); }
+
+  Part part(int64_t panel, int64_t word, int64_t words, int lines, int, Unpacked& unpacked, Ahead& ahead) const {
+    Part part{panel, lines, word, words, weights + panel * PANEL * row_words_in_memory() + word * lines * LANES};
+    if (unpacks(0)) {
+      const int64_t units = words / bits;
+      part.word = word / bits * BITS, part.words = std::min(units * BITS, row_words - part.word);
+      part.weights = widened(part.weights, units, lines, unpacked.words, ahead);
+    }
+    const int64_t first = part.word / group_words, groups = (part.words + group_words - 1) / group_words;
+    part.scales = scales.of(panel, first, groups, lines, unpacked.scales);
+    part.offsets = offsets.of(panel, first, groups, lines, unpacked.offsets);
+    return part;
+  }
+
+  const uint32_t* widened(const uint32_t* from, int64_t units, int lines, std::vector<uint32_t>& kept,
+                          Ahead& ahead) const {
+    const int stride = lines * LANES;
+    uint32_t* const all = room(kept, units * BITS * stride);
+    Ahead::Pace pace = ahead.pace(units * lines);
+    with_bits(bits, [&](auto narrow) {
+      constexpr int N = narrow.value;
+      if constexpr (wide_bits(N) == BITS)
+        for (int64_t i = 0; i < units * lines; i++) {
+          const int64_t unit = i / lines, first = i % lines * LANES;
+          u32x16 wide[BITS];
+          widen_codes<N>([&](int word) { return load_words(from + (unit * N + word) * stride + first); }, wide);
+          ahead.fetch(pace);
+#pragma GCC unroll 8
+          for (int word = 0; word < BITS; word++) store(all + (unit * BITS + word) * stride + first, wide[word]);
+        }
+    });
+    return all;
   }
 
   template <int R, int C>
-  void visit(int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int line, float* sums, bool is_first,
-             Ahead& ahead) const {
-    const int stride = lines * LANES;
+  void visit(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
+    const int stride = part.stride();
+    const int64_t word = part.word, words = part.words;
     Ahead::Pace pace = ahead.pace(words);
-    const uint32_t* w = weights + panel * PANEL * row_words + word * stride + line * LANES;
+    const uint32_t* w = part.weights + line * LANES;
     const int8_t* codes = x.codes.data() + row * x.stride;
-    for (int64_t begin = 0, g = word / group_words; begin < words; begin += group_words, g++) {
-      const int64_t end = std::min(begin + group_words, words), at = panel * PANEL * x.groups + g * stride + line * LANES;
+    for (int64_t begin = 0, g = word / group_words, at = line * LANES; begin < words;
+         begin += group_words, g++, at += stride) {
+      const int64_t end = std::min(begin + group_words, words);
       i32x16 sum[R][C];
 #pragma GCC unroll 6
       for (int r = 0; r < R; r++) {
         const int32_t zero =
-            offsets && !SHIFT ? 0 : (offsets ? SHIFT : SHIFT - CENTRE) * x.sums[(row + r) * x.groups + g];
+            part.offsets && !SHIFT ? 0 : (part.offsets ? SHIFT : SHIFT - centre()) * x.sums[(row + r) * x.groups + g];
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) sum[r][c] = splat(zero);
       }
@@ -176,9 +214,9 @@ struct Quantized {
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) {
           float* to = sums + r * PANEL + c * LANES;
-          f32x16 all = is_first && begin == 0 ? f32x16{} : load(to);
-          all = fma(to_float(sum[r][c]), load(scales + at + c * LANES) * x_scale, all);
-          if (offsets) all = fma(load(offsets + at + c * LANES), splat(x_sum), all);
+          f32x16 all = part.is_first() && begin == 0 ? f32x16{} : load(to);
+          all = fma(to_float(sum[r][c]), load(part.scales + at + c * LANES) * x_scale, all);
+          if (part.offsets) all = fma(load(part.offsets + at + c * LANES), splat(x_sum), all);
           store(to, all);
         }
       }
@@ -189,11 +227,11 @@ struct Quantized {
   // The results are the same; for few rows, tiles are slower.
   bool in_tiles(int64_t rows) const { return rows > MAX_ROWS && has_tiles(); }
 
-  void visit_tiles(Tiles& tiles, int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int count,
-                   float* sums, bool is_first, Ahead& ahead) const {
+  void visit_tiles(Tiles& tiles, const Part& part, int64_t row, int count, float* sums, Ahead& ahead) const {
     constexpr int STEP = TILE / X_WORDS;  // words that fill a tile
-    const int stride = lines * LANES;
-    const uint32_t* w = weights + panel * PANEL * row_words + word * stride;
+    const int lines = part.lines, stride = part.stride();
+    const int64_t word = part.word, words = part.words;
+    const uint32_t* w = part.weights;
     alignas(64) int32_t products[AMX_ROWS][2 * LANES];
     alignas(64) uint32_t unpacked[TILE][2 * LANES];
     const int64_t groups = (words + group_words - 1) / group_words;
@@ -225,21 +263,21 @@ struct Quantized {
         });
         for (int r = 0; r < count; r++)
           for (int l = 0; l < both; l++) {
-            const int32_t zero = offsets ? 0 : -CENTRE * x.sums[(row + r) * x.groups + g];
+            const int32_t zero = part.offsets ? 0 : -centre() * x.sums[(row + r) * x.groups + g];
             const i32x16 sum = as<i32x16>(load_words((const uint32_t*)&products[r][l * LANES])) + zero;
-            add_group(sum, row + r, g, panel * PANEL * x.groups + g * stride + (line + l) * LANES,
-                      is_first && begin == 0, sums + r * PANEL + (line + l) * LANES);
+            add_group(part, sum, row + r, g, (line + l) * LANES, sums + r * PANEL + (line + l) * LANES);
           }
       }
     }
   }
 
-  // Adds a group's products, less those of the centre, to a line of a row's sums.
-  void add_group(i32x16 sum, int64_t row, int64_t g, int64_t at, bool is_first, float* to) const {
+  // Adds a group's products, less those of the centre, to a line of a row's sums. first: output of the panel.
+  void add_group(const Part& part, i32x16 sum, int64_t row, int64_t g, int first, float* to) const {
+    const int64_t at = (g - part.word / group_words) * part.stride() + first;
     const float x_scale = x.scales[row * x.groups + g];
-    f32x16 all = is_first ? f32x16{} : load(to);
-    all = fma(to_float(sum), load(scales + at) * x_scale, all);
-    if (offsets) all = fma(load(offsets + at), splat(x_scale * float(x.sums[row * x.groups + g])), all);
+    f32x16 all = g == 0 ? f32x16{} : load(to);
+    all = fma(to_float(sum), load(part.scales + at) * x_scale, all);
+    if (part.offsets) all = fma(load(part.offsets + at), splat(x_scale * float(x.sums[row * x.groups + g])), all);
     store(to, all);
   }
 #endif
@@ -303,33 +341,39 @@ struct Tabled {
   static constexpr int INPUTS = 8;  // of a word of codes
 
   const uint32_t* weights;
-  const float* scales;  // panels of [groups, outputs]
-  const float* x;       // [rows, whole words]; zeros behind the last input, where codes mean nothing
+  Scales scales;
+  const float* x;  // [rows, whole words]; zeros behind the last input, where codes mean nothing
   Table table;
   int dtype;         // of bias and result
   const void* bias;  // [out] or null
   void* result;      // [rows, out]
-  int64_t out, row_words, group_words, groups;
+  int64_t out, row_words, group_words;
 
   int64_t step() const { return group_words; }
+  bool unpacks(int) const { return false; }
 
 #ifdef QUIRE_TILES
   bool in_tiles(int64_t) const { return false; }
-  void visit_tiles(Tiles&, int64_t, int64_t, int64_t, int, int64_t, int, float*, bool, Ahead&) const {}
+  void visit_tiles(Tiles&, const Part&, int64_t, int, float*, Ahead&) const {}
 #endif
 
-  void expect(int64_t panel, int lines) const { fetch_scales(scales, panel, groups, lines); }
+  void expect(int64_t panel, int lines) const { scales.expect(panel, lines); }
+
+  Part part(int64_t panel, int64_t word, int64_t words, int lines, int, Unpacked& unpacked, Ahead&) const {
+    const int64_t first = word / group_words, groups = (words + group_words - 1) / group_words;
+    return {panel, lines, word, words, weights + panel * PANEL * row_words + word * lines * LANES,
+            scales.of(panel, first, groups, lines, unpacked.scales)};
+  }
 
   template <int R, int C>
-  void visit(int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int line, float* sums, bool is_first,
-             Ahead& ahead) const {
-    const int stride = lines * LANES;
-    const int64_t x_stride = row_words * INPUTS;
+  void visit(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
+    const int stride = part.stride();
+    const int64_t x_stride = row_words * INPUTS, words = part.words;
     Ahead::Pace pace = ahead.pace(words);
-    const uint32_t* w = weights + panel * PANEL * row_words + word * stride + line * LANES;
-    const float* inputs = x + row * x_stride + word * INPUTS;
-    for (int64_t begin = 0, g = word / group_words; begin < words; begin += group_words, g++) {
-      const int64_t end = std::min(begin + group_words, words), at = panel * PANEL * groups + g * stride + line * LANES;
+    const uint32_t* w = part.weights + line * LANES;
+    const float* inputs = x + row * x_stride + part.word * INPUTS;
+    for (int64_t begin = 0, at = line * LANES; begin < words; begin += group_words, at += stride) {
+      const int64_t end = std::min(begin + group_words, words);
       f32x16 sum[R][C] = {};
       for (int64_t i = begin; i < end; i++) {
         u32x16 codes[C];
@@ -350,8 +394,8 @@ struct Tabled {
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) {
           float* to = sums + r * PANEL + c * LANES;
-          const f32x16 before = is_first && begin == 0 ? f32x16{} : load(to);
-          store(to, fma(sum[r][c], load(scales + at + c * LANES), before));
+          const f32x16 before = part.is_first() && begin == 0 ? f32x16{} : load(to);
+          store(to, fma(sum[r][c], load(part.scales + at + c * LANES), before));
         }
     }
   }
@@ -371,32 +415,38 @@ void multiply_tabled(const void* x, int64_t x_stride, const Shape& shape, Tabled
 
 }  // namespace
 
-// x: [rows, in] -> result: [rows, out]. codes, scales, offsets: from quire_panels; table: 16 values or null; group: of
-// inputs, of whole words. bounds: null, or see Shape.
+// x: [rows, in] -> result: [rows, out]. codes, of `bits` bits, scales, offsets, factors: from quire_panels, the latter
+// three of the types in scales.h; kinds: of factors, the second of which is that of offsets; table: 16 values or null;
+// group: of inputs, of whole words. bounds: null, or see Shape.
 extern "C" void quire_quantized_linear(int dtype, int bits, const void* x, int64_t x_stride, int64_t rows, const void* codes,
-                                       const float* scales, const float* offsets, const float* table, int64_t out,
-                                       int64_t in, int64_t group, const void* bias, const int64_t* bounds,
-                                       int64_t experts, void* result, int threads) {
+                            const void* scales, int scale_type, const void* offsets, int offset_type,
+                            const void* factors, int factor_type, int64_t factor_columns, int64_t kinds,
+                            const float* table, int64_t out, int64_t in, int64_t group, const void* bias,
+                            const int64_t* bounds, int64_t experts, void* result, int threads) {
+  const int64_t groups = (in + group - 1) / group;
+  const Numbers factor{(const uint32_t*)factors, factor_type, factor_columns};
+  const Scales scale{{(const uint32_t*)scales, scale_type, groups}, factor, kinds, 0};
   if (table) {
     const int64_t words = (in + 7) / 8, group_words = std::min((group + 7) / 8, words);
     multiply_tabled(x, x_stride, {rows, out, words, bounds, experts},
-                    {(const uint32_t*)codes, scales, nullptr, {load(table)}, dtype, bias, result, out, words, group_words,
-                     (in + group - 1) / group},
+                    {(const uint32_t*)codes, scale, nullptr, {load(table)}, dtype, bias, result, out, words,
+                     group_words},
                     in, threads);
     return;
   }
+  const Scales offset{{(const uint32_t*)offsets, offset_type, groups}, factor, kinds, kinds - 1};
   thread_local Activations activations;  // kept between calls
-  with_type(dtype, [&](auto type) {
-    activations.quantize((const decltype(type)*)x, x_stride, rows, in, group, bits, threads);
-  });
-  auto run = [&](auto width) {
-    constexpr int64_t INPUTS = 32 / width.value;
+  auto run = [&](auto wide) {
+    constexpr int BITS = wide.value, INPUTS = 32 / BITS;
+    with_type(dtype, [&](auto type) {
+      activations.quantize((const decltype(type)*)x, x_stride, rows, in, group, BITS, threads);
+    });
     const int64_t words = (in + INPUTS - 1) / INPUTS, group_words = std::min((group + INPUTS - 1) / INPUTS, words);
-    Quantized<width.value> format{(const uint32_t*)codes, scales, offsets, activations, dtype, bias,
-                                  result,                 out,    words,   group_words};
-    multiply(format, {rows, out, words, bounds, experts}, threads);
+    const Quantized<BITS> format{(const uint32_t*)codes, bits, scale, offset, activations, dtype, bias,
+                                 result,                 out,  words, group_words};
+    multiply(format, {rows, out, format.row_words_in_memory(), bounds, experts}, threads);
   };
-  bits == 4 ? run(Constant<4>{}) : run(Constant<8>{});
+  bits <= 4 ? run(Constant<4>{}) : run(Constant<8>{});
 }
 
 RECORDABLE(quire_quantized_linear)

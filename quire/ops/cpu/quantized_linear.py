@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +26,22 @@ from quire.ops.reference.quantized import (
 )
 from quire.ops.registry import Target
 
+# How the kernels count the types of scales, offsets and factors (scales.h).
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4}
+
 
 @dataclass(frozen=True)
 class QuantizedPanels:
-    """A QuantizedMatrix in panels. form: the matrix without its rows, for its other properties. table: its own."""
+    """A QuantizedMatrix in panels. form: the matrix without its rows, for its other properties. table: its own.
+
+    codes: of 2, 3, 5 or 6 bits as in narrow_codes.h, or of 4 or 8 as in the matrix
+    """
 
     form: QuantizedMatrix
     codes: Panels
     scales: Panels
     offsets: Panels | None
+    factors: Panels | None
     table: Tensor | None
     bits: int
     out_features: int
@@ -41,20 +49,40 @@ class QuantizedPanels:
     @property
     def by_row(self) -> dict[str, Tensor]:
         """What has as many rows as the matrix, or somewhat more."""
-        parts = {"codes": self.codes, "scales": self.scales, "offsets": self.offsets}
-        return {name: part.data for name, part in parts.items() if part is not None}
+        return {name: panels.data for name, panels in self._panels().items()}
 
     def rows(self, start: int, stop: int) -> "QuantizedPanels":
         """The outputs from start to stop, both of which are multiples of PANEL, in the same memory."""
-        offsets = None if self.offsets is None else self.offsets.part(start, stop)
-        codes, scales = self.codes.part(start, stop), self.scales.part(start, stop)
-        return replace(self, codes=codes, scales=scales, offsets=offsets, out_features=stop - start)
+        parts: dict[str, Any] = {name: panels.part(start, stop) for name, panels in self._panels().items()}
+        return replace(self, **parts, out_features=stop - start)
 
     def pick(self, ids: Tensor) -> QuantizedMatrix:
         """The outputs `ids`."""
-        codes = self.codes.pick(ids).view(self.form.codes.dtype)
-        offsets = None if self.offsets is None else self.offsets.pick(ids)
-        return replace(self.form, codes=codes, scales=self.scales.pick(ids), offsets=offsets)
+        parts = {name: panels.pick(ids) for name, panels in self._panels().items()}
+        form, codes = self.form, parts["codes"]
+        if self.bits not in (4, 8):
+            wide = codes.new_empty(len(codes), form.codes.shape[1])
+            kernel("quire_widen_codes", "ipllipi")(
+                self.bits, codes.data_ptr(), *wide.shape, _base(form, self.bits), wide.data_ptr(),
+                torch.get_num_threads(),
+            )  # fmt: skip
+            codes = wide
+        parts["codes"] = codes.view(form.codes.dtype)
+        if form.factors is not None:
+            parts["factors"] = parts["factors"].view(len(codes), *form.factors.shape[1:])
+        return replace(form, **parts)  # type: ignore[arg-type]
+
+    def joined(self, others: Sequence["QuantizedPanels"]) -> "QuantizedPanels":
+        """The outputs of this and then of others of its form, each of whole panels."""
+        parts = {
+            name: [panels, *(other._panels()[name] for other in others)] for name, panels in self._panels().items()
+        }
+        data: dict[str, Any] = {name: Panels.joined(panels) for name, panels in parts.items()}
+        return replace(self, **data, out_features=sum(part.out_features for part in (self, *others)))
+
+    def _panels(self) -> dict[str, Panels]:
+        names = ("codes", "scales", "offsets", "factors")
+        return {name: panels for name in names if (panels := getattr(self, name)) is not None}
 
 
 def _in_two_bytes(target: Target) -> bool:
@@ -91,31 +119,56 @@ def _multiply(
     if last != 1:
         x, stride = x.contiguous(), form.in_features
     out = x.new_empty(rows, outs)
-    inputs = x.data_ptr(), stride, rows, weight.codes.data.data_ptr(), weight.scales.data.data_ptr()
+    inputs = x.data_ptr(), stride, rows, weight.codes.data.data_ptr()
     others = (
         outs, form.in_features, form.group, None if bias is None else bias.data_ptr(),
         None if bounds is None else bounds.data_ptr(), weight.out_features // outs, out.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     if form.codes.is_floating_point():
-        kernel("quire_float8_linear", "ipllpplllpplpi")(CODES[x.dtype], *inputs, *others)
+        kernel("quire_float8_linear", "ipllpplllpplpi")(CODES[x.dtype], *inputs, weight.scales.data.data_ptr(), *others)
         return out
-    kernel("quire_quantized_linear", "iipllpppplllpplpi")(
-        CODES[x.dtype], weight.bits, *inputs, None if weight.offsets is None else weight.offsets.data.data_ptr(),
+    kinds = 1 if form.factors is None else form.factors.shape[2]
+    kernel("quire_quantized_linear", "iipllppipipillplllpplpi")(
+        CODES[x.dtype], weight.bits, *inputs, *_numbers(weight.scales), *_numbers(weight.offsets),
+        *_numbers(weight.factors), 0 if weight.factors is None else weight.factors.columns, kinds,
         None if weight.table is None else weight.table.data_ptr(), *others,
     )  # fmt: skip
     return out
+
+
+def _numbers(panels: Panels | None) -> tuple[int | None, int]:
+    """Address and type."""
+    return (None, 0) if panels is None else (panels.data.data_ptr(), _TYPES[panels.data.dtype])
 
 
 def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix | QuantizedPanels:
     word_inputs = 32 // matrix.bits  # inputs in a word
     if matrix.group % word_inputs and matrix.group < matrix.in_features:
         return matrix
-    scales, offsets = matrix.effective_scales(), matrix.effective_offsets()
-    form = replace(matrix.rows(0, 0), scales=scales[:0], offsets=None if offsets is None else offsets[:0], factors=None)
-    codes, in_panels = Panels.of(matrix.codes.view(torch.uint8)), None if offsets is None else Panels.of(offsets)
+    bits, codes = min(matrix.bits, matrix.code_bits), matrix.codes.view(torch.uint8)
+    if bits in (2, 3, 5, 6):
+        words = -(-matrix.in_features // 32) * bits
+        codes = lasting.empty(len(codes), words * 4, dtype=torch.uint8, device=codes.device)
+        kernel("quire_narrow_codes", "ipllipi")(
+            bits, matrix.codes.data_ptr(), *matrix.codes.shape, _base(matrix, bits), codes.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+    else:
+        bits = matrix.bits
+    of_groups = {name: getattr(matrix, name) for name in ("scales", "offsets", "factors")}
+    if matrix.codes.is_floating_point() or any(t is not None and t.dtype not in _TYPES for t in of_groups.values()):
+        scales, offsets = matrix.effective_scales(), matrix.effective_offsets()
+        of_groups = {"scales": scales, "offsets": offsets, "factors": None}
+    form = replace(matrix, codes=matrix.codes[:0], **{n: None if t is None else t[:0] for n, t in of_groups.items()})
+    packed = {name: None if t is None else Panels.of(t.flatten(1)) for name, t in of_groups.items()}
     table = None if matrix.table is None else tensor_of(matrix.table, matrix.codes.device)
-    return QuantizedPanels(form, codes, Panels.of(scales), in_panels, table, matrix.bits, matrix.out_features)
+    return QuantizedPanels(form, Panels.of(codes), **packed, table=table, bits=bits, out_features=matrix.out_features)
+
+
+def _base(matrix: QuantizedMatrix, bits: int) -> int:
+    """The lowest code of a matrix whose codes have 2^bits values."""
+    return 0 if matrix.offsets is not None else (1 << (matrix.bits - 1)) - (1 << (bits - 1))
 
 
 @grouped_quantized_linear.implementation("cpu", supports=_in_two_bytes)
@@ -135,16 +188,7 @@ def _join(weights: Sequence[object]) -> QuantizedPanels | None:
     first = panels[0]
     if any(part.bits != first.bits or not alike(part.form, first.form) for part in panels):
         return None
-
-    def joined(parts: Sequence[Panels]) -> Panels:
-        data = torch.cat([part.data for part in parts])
-        return replace(parts[0], data=data, rows=len(data))
-
-    offsets = [part.offsets for part in panels if part.offsets is not None]
-    return replace(
-        first, codes=joined([part.codes for part in panels]), scales=joined([part.scales for part in panels]),
-        offsets=joined(offsets) if offsets else None, out_features=sum(part.out_features for part in panels),
-    )  # fmt: skip
+    return first.joined(panels[1:])
 
 
 grouped_quantized_linear_cpu.join = _join  # type: ignore[attr-defined]

@@ -29,6 +29,8 @@ class QuantizedMatrix:
         codes that are no integers, such as four-bit floats. It excludes offsets.
     num_inputs: if some inputs have several columns, of which all but one are zeros: the number of inputs, where
         in_features counts columns
+    code_bits: if less than `bits`, codes have no more than 2^code_bits values: the lowest ones, or those around the
+        centre if there are no offsets
     """
 
     codes: Tensor
@@ -40,6 +42,7 @@ class QuantizedMatrix:
     order: Tensor | None = None
     num_inputs: int | None = None
     table: tuple[float, ...] | None = None
+    code_bits: int = 8
 
     @property
     def out_features(self) -> int:
@@ -130,7 +133,9 @@ def _concatenated(run: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
 
 def alike(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
     """Whether their outputs could be those of one matrix."""
-    forms = [(m.group, {name: (t.dtype, t.shape[1:]) for name, t in m.by_row.items()}) for m in (a, b)]
+    forms = [
+        (m.group, m.code_bits, {name: (t.dtype, t.shape[1:]) for name, t in m.by_row.items()}) for m in (a, b)
+    ]  # fmt: skip
     return forms[0] == forms[1] and _same(a.order, b.order) and a.table == b.table
 
 
