@@ -74,7 +74,7 @@ class ModelConfig:
     def dtype_name(self) -> str:
         """The data type in which the model computes, by its name in torch.
 
-        "auto" is bfloat16 even for a float16 checkpoint, because CPUs compute float16 slowly.
+        "auto" is bfloat16 even for a float16 checkpoint, since CPUs multiply bfloat16 faster.
         """
         return {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(self.dtype, self.dtype)
 

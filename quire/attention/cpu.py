@@ -42,7 +42,7 @@ class CpuPlan:
 
 
 class CpuAttention(PreparingBackend):
-    """float32 and bfloat16, any sizes. Cache: [blocks, kv_heads, 2 (keys, values), block_size * padded dim].
+    """Any sizes. Cache: [blocks, kv_heads, 2 (keys, values), block_size * padded dim].
 
     A latent cache has only keys. A cache of cells has bytes: the cells of a block, followed by block_size scales.
     """
@@ -67,7 +67,7 @@ class CpuAttention(PreparingBackend):
         if shape.device.type != "cpu":
             return f"the cpu backend does not run on {shape.device.type}"
         if shape.dtype not in CODES:
-            return f"the cpu backend supports float32 and bfloat16, not {shape.dtype}"
+            return f"the cpu backend does not support {shape.dtype}"
         if shape.block_size % 16 or shape.block_size <= 0:
             return f"the cpu backend needs a block size that is a multiple of 16, not {shape.block_size}"
         if library() is None:

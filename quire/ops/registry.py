@@ -77,8 +77,7 @@ class Op:
             best = next((i for i in reversed(self.implementations) if i.suits(target)), None)
             if best is None:
                 raise ValueError(f"batch_invariant: {self.name} has no implementation for {where} whose results do not "
-                                 "depend on the batch; a CPU needs a C++ compiler and bfloat16 or float32, a GPU needs "
-                                 "Triton")  # fmt: skip
+                                 "depend on the batch; a CPU needs a C++ compiler, a GPU Triton")  # fmt: skip
             return best
         for candidate in self.implementations:
             if candidate.name == pinned:

@@ -167,6 +167,7 @@ INT8, FP8 = torch.int8, torch.float8_e4m3fn
 CASES = [
     Case(),
     Case(dtype=torch.float32),
+    Case(dtype=torch.float16),
     Case(heads=8, kv_heads=8, dim=80),
     Case(heads=6, kv_heads=2, dim=96, dtype=torch.float32),
     Case(heads=7, kv_heads=1, dim=128),
@@ -181,6 +182,7 @@ CASES = [
     Case(biased=128, heads=2, kv_heads=2),
     Case(biased=30, dtype=torch.float32, dim=24, window=333),
     Case(cell=INT8),
+    Case(cell=INT8, dtype=torch.float16, heads=6, window=70),
     Case(cell=FP8, heads=6, kv_heads=2, dim=96),
     Case(cell=FP8, dtype=torch.float32, window=70, sinks=True),
     Case(cell=INT8, heads=12, kv_heads=1, dim=80, window=333, soft_cap=5.0),
@@ -188,6 +190,7 @@ CASES = [
     Case(heads=16, kv_heads=1, dim=80, value_dim=64, dtype=torch.float32),
     Case(heads=4, kv_heads=1, dim=80, value_dim=64, cell=INT8),
     Case(heads=3, kv_heads=1, dim=80, value_dim=64, cell=FP8, window=130),
+    Case(heads=4, kv_heads=1, dim=80, value_dim=64, dtype=torch.float16),
 ]
 
 

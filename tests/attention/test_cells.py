@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention.test_attention import BACKENDS, CELLS, World, allocate, build
+from attention.test_attention import BACKENDS, CELLS, OF_FLOAT16, World, allocate, build
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, StepLayout
@@ -12,7 +12,7 @@ from quire.attention.cells import LARGEST, SCALE_BYTES, from_bytes, quantize, to
 from quire.attention.cpu import CpuAttention
 
 backends = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
-kinds = pytest.mark.parametrize("kept", CELLS, ids=str)
+kinds = pytest.mark.parametrize("kept", [*CELLS, *OF_FLOAT16[1:]], ids=str)
 
 
 def numbers_of(cell: torch.dtype) -> Tensor:
@@ -64,7 +64,8 @@ def test_what_is_stored_is_what_the_definition_says(backend, kept, head_dim):
     """Also of zeros, of the smallest and the largest numbers, and of those halfway between two that a cell can hold."""
     attention = build(backend, 2, 2, head_dim, 16, kept)
     g = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(2, 45, 2, head_dim, generator=g) * torch.logspace(-45, 38, 45)[:, None, None]).to(kept.dtype)
+    sizes = torch.logspace(-45, 4 if kept.dtype is torch.float16 else 38, 45)[:, None, None]
+    k, v = (torch.randn(2, 45, 2, head_dim, generator=g) * sizes).to(kept.dtype)
     numbers = numbers_of(kept.cell)
     halfway = (numbers[1:] + numbers[:-1])[torch.randint(len(numbers) - 1, (8, 2, head_dim), generator=g)] / 2
     k[:8], k[:8, :, 0], k[8] = halfway.to(kept.dtype), LARGEST[kept.cell], 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from attention.test_attention import BFLOAT16, CELLS, FLOAT32, Kept
+from attention.test_attention import BFLOAT16, CELLS, FLOAT32, OF_FLOAT16, Kept
 from attention.test_attention_invariance import BLOCK, layout_of
 from torch import Tensor
 
@@ -113,7 +113,7 @@ def backend(request: pytest.FixtureRequest) -> type[AttentionBackend]:
     return request.param
 
 
-@pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, *CELLS], ids=str)
+@pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, *CELLS, *OF_FLOAT16], ids=str)
 def test_a_token_attends_to_the_tokens_with_the_highest_scores(backend, kept):
     SparseWorld(backend, kept, MIXED).check(1e-5 if kept.dtype is torch.float32 else 2e-2)
 
@@ -132,7 +132,7 @@ def test_short_texts_are_read_whole(backend):
     SparseWorld(backend, FLOAT32, [(0, 5), (9, 3)], top_k=64).check(1e-5)
 
 
-@pytest.mark.parametrize("kept", [BFLOAT16, CELLS[0], CELLS[-1]], ids=str)
+@pytest.mark.parametrize("kept", [BFLOAT16, CELLS[0], CELLS[-1], *OF_FLOAT16], ids=str)
 def test_on_the_cpu_a_token_has_the_same_bits_in_any_step(kept):
     """Alone, in any chunk, with any number of threads; selections of several splits (see attention.h)."""
     requests = [(0, 2700), (0, 90)]

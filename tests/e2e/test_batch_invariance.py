@@ -32,6 +32,7 @@ MODELS = {
     "int8 cache": {"kv_cache_dtype": "int8"},
     "fp8 cache": {"kv_cache_dtype": "fp8"},
     "float32": {"dtype": "float32"},
+    "float16": {"dtype": "float16"},
 }
 
 
@@ -118,7 +119,7 @@ def check(
                 assert_same(got[1], alone[1], f"{count} threads, preempted")
 
 
-@pytest.mark.parametrize("model", ["bfloat16", "int4", "fp8 cache"])
+@pytest.mark.parametrize("model", ["bfloat16", "int4", "fp8 cache", pytest.param("float16", marks=pytest.mark.slow)])
 def test_an_answer_does_not_depend_on_what_else_runs(model: str, text: list[int]) -> None:
     prompts = [text[700 * i : 700 * i + n] for i, n in enumerate([600, 20, 333, 1, 64, 100, 17, 257])]
     check(bundled_model(), prompts, 40, [1, 3], 8, max_model_len=700, **MODELS[model])
@@ -140,7 +141,7 @@ MORE = ["qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "gemma2", "olmo2", "
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=slow)])
+@pytest.mark.parametrize("dtype", ["bfloat16", *(pytest.param(name, marks=slow) for name in ("float32", "float16"))])
 @pytest.mark.parametrize("variant", [*FEW, *(pytest.param(name, marks=slow) for name in MORE)])
 def test_that_holds_for_every_kind_of_layer(variant: str, dtype: str, checkpoints: Checkpoints) -> None:
     generator = torch.Generator().manual_seed(0)

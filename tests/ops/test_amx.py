@@ -52,12 +52,13 @@ def test_products_of_tiles_compute_what_the_references_do(sources_of_products, m
         made.append(linear.linear_cpu(x, linear.linear_cpu.pack(weight.clone()), None).item())
     assert made[0] < made[1] == 2  # tiles add up the first elements of words and the second ones separately
     torch.manual_seed(0)
-    check_packed_products(linear.linear_cpu)
-    check_products(quantized_linear.quantized_linear_cpu)
+    for dtype in (torch.bfloat16, torch.float16):  # the latter's dense products do without tiles
+        check_packed_products(linear.linear_cpu, dtype)
+        check_products(quantized_linear.quantized_linear_cpu, dtype)
+        check_joined_experts((150, 1, 90), dtype)
     check_values_of_float8(quantized_linear.quantized_linear_cpu)
     check_that_activations_are_rounded_to_8_bits(quantized_linear.quantized_linear_cpu)
     check_packed_experts(torch.bfloat16)
-    check_joined_experts((150, 1, 90))
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")

@@ -57,7 +57,7 @@ def test_emulated_kernels_compute_what_the_references_do(library, monkeypatch):
 def test_emulated_products_of_a_row_do_not_depend_on_the_other_rows(library, monkeypatch):
     monkeypatch.setattr(build, "_kernel", library.function)
     torch.manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x, weight = torch.randn(23, 130).to(dtype), torch.randn(70, 130).to(dtype)
         product = linear.linear_cpu
         packed = product.pack(weight)

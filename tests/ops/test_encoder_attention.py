@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.ops import OPS, Target
 
 CPU = torch.device("cpu")
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda t: str(t)[6:])
 OP = OPS["encoder_attention"]
 
 
@@ -55,7 +56,7 @@ def drawn(dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, dim: int) 
     return fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@dtypes
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 3, 32), (4, 2, 64), (2, 1, 24), (1, 1, 5), (2, 2, 128)])
 @pytest.mark.parametrize("lengths", [(1,), (3, 1, 17), (0, 130, 0, 64, 5), (300, 257)], ids=str)
 def test_it_is_the_formula(function, dtype, heads, kv_heads, dim, lengths):
@@ -65,11 +66,11 @@ def test_it_is_the_formula(function, dtype, heads, kv_heads, dim, lengths):
         got = function(q, k, v, starts, dim**-0.5, reach)
         assert (got.dtype, got.shape, got.is_contiguous()) == (dtype, q.shape, True)
         wanted = formula(q, k, v, starts, dim**-0.5, reach)
-        tolerance = 2e-5 if dtype is torch.float32 else 0.03
+        tolerance = {torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 4e-3}[dtype]
         torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@dtypes
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "far"), [(3, 3, 33, 1), (4, 2, 64, 20), (2, 2, 24, 128)])
 def test_scores_get_the_bias_of_their_distance(function, dtype, heads, kv_heads, dim, far):
     starts = torch.tensor([0, 3, 3, 300, 380], dtype=torch.int32)
@@ -81,7 +82,7 @@ def test_scores_get_the_bias_of_their_distance(function, dtype, heads, kv_heads,
         torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@dtypes
 def test_scores_may_be_large(function, dtype):
     q, k, v = drawn(dtype, 50, 2, 2, 32)
     starts = torch.tensor([0, 50], dtype=torch.int32)
@@ -96,7 +97,7 @@ def test_padding_behind_the_sequences_is_left_out(function):
     torch.testing.assert_close(got, function(q[:12], k[:12], v[:12], starts, 0.2, None))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@dtypes
 @pytest.mark.parametrize("reach", [None, 50])
 def test_a_sequence_has_the_same_result_bit_for_bit_beside_any_others(dtype, reach):
     implementation = OP.implementations[-1]

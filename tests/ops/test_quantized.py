@@ -104,17 +104,17 @@ def test_quantized_matrices_of_one_form_become_one():
     )
 
 
-def activations(rows: int, matrix: QuantizedMatrix) -> Tensor:
+def activations(rows: int, matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     """Numbers of 8 bits, the largest 127, times a power of two in each group of the weight: rounding keeps them."""
     group = min(matrix.group, matrix.in_features)
     x = torch.randint(-127, 128, (rows, -(-matrix.in_features // group), group)).float()
     x[..., 0] = 127
-    x *= 2.0 ** torch.randint(-8, -4, (*x.shape[:2], 1))
+    x *= 2.0 ** torch.randint(-8, -4, (*x.shape[:2], 1)) / (16 if dtype is torch.float16 else 1)  # or results overflow
     x = x.flatten(1)[:, : matrix.in_features]
-    return (x if matrix.order is None else torch.empty_like(x).index_copy_(1, matrix.order, x)).bfloat16()
+    return (x if matrix.order is None else torch.empty_like(x).index_copy_(1, matrix.order, x)).to(dtype)
 
 
-def check_products(product: Product) -> None:
+def check_products(product: Product, dtype: torch.dtype = torch.bfloat16) -> None:
     """Row counts around those that the kernels take at once; matrices of one panel, of several, of a part of one."""
     matrices = list(quantized_matrices())
     for out, width, group in ((200, 1000, 1000), (65, 512, 128), (1, 24, 8), (70, 4100, 4100)):
@@ -130,7 +130,7 @@ def check_products(product: Product) -> None:
             matrices.append(integer_matrix(codes, bits, scales, group, offsets=offsets))
         codes = torch.randint(0, 254, (out, width)).to(torch.uint8)
         matrices.append(QuantizedMatrix(without_nan(codes), scales * 0.1, group, width))
-    in_panels = 0
+    in_panels, rtol = 0, 2**-8 if dtype is torch.bfloat16 else 2**-11
     for matrix in matrices:
         packed = product.pack(replace(matrix, **{name: t.clone() for name, t in matrix.by_row.items()}))
         if not isinstance(packed, QuantizedPanels):
@@ -140,10 +140,10 @@ def check_products(product: Product) -> None:
         ids = torch.randint(0, matrix.out_features, (5,))
         assert torch.equal(packed.pick(ids).dequantize(), matrix.dequantize()[ids])
         for rows in (0, 1, 5, 7, 30, 250):
-            x, bias = activations(rows, matrix), torch.randn(matrix.out_features).bfloat16()
+            x, bias = activations(rows, matrix, dtype), torch.randn(matrix.out_features).to(dtype)
             exact = x.double() @ matrix.dequantize().double().T
             made = product(x, packed, bias).double()
-            torch.testing.assert_close(made, exact + bias.double(), rtol=2**-8, atol=1e-3)
+            torch.testing.assert_close(made, exact + bias.double(), rtol=rtol, atol=1e-3)
             if rows > 1:  # a row's result does not depend on the others, not by a bit
                 assert torch.equal(product(x[1:2], packed, bias).double(), made[1:2])
                 wide = torch.cat([x, x], dim=1)[:, : matrix.in_features]
@@ -159,7 +159,11 @@ def without_nan(codes: Tensor) -> Tensor:
 def check_values_of_float8(product: Product) -> None:
     codes = without_nan(torch.arange(254, dtype=torch.uint8))
     packed = product.pack(QuantizedMatrix(codes[:, None].repeat(1, 8), torch.ones(254, 1), 8, 8))
-    assert torch.equal(product(torch.eye(8).bfloat16(), packed, None), codes.bfloat16().repeat(8, 1))
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(product(torch.eye(8).to(dtype), packed, None), codes.to(dtype).repeat(8, 1))
+    x = (torch.randn(50, 8) * torch.logspace(-6, 1, 50)[:, None]).half()  # has more digits than bfloat16
+    exact = x.double() @ codes.double().expand(8, -1)
+    torch.testing.assert_close(product(x, packed, None).double(), exact, rtol=2**-10, atol=1e-5)
 
 
 def check_that_activations_are_rounded_to_8_bits(product: Product) -> None:
@@ -176,7 +180,7 @@ def check_that_activations_are_rounded_to_8_bits(product: Product) -> None:
 
 def check_quantizing(quantize: Callable[..., QuantizedMatrix]) -> None:
     """As good as the reference, and the same but for ties."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for out, width, bits, group in ((40, 256, 4, 128), (3, 200, 4, 128), (9, 300, 8, 2**30), (5, 33, 4, 16)):
             weight = torch.randn(out, width, dtype=torch.float64).pow(3).to(dtype)
             weight[1] = 0
@@ -202,7 +206,8 @@ def test_the_reference_quantizes_with_small_errors():
 @needs_kernels
 def test_products_in_panels_are_what_they_are_defined_to_be():
     torch.manual_seed(0)
-    check_products(quantized_linear_cpu)
+    for dtype in (torch.bfloat16, torch.float16):
+        check_products(quantized_linear_cpu, dtype)
     check_values_of_float8(quantized_linear_cpu)
     check_that_activations_are_rounded_to_8_bits(quantized_linear_cpu)
 
@@ -247,18 +252,19 @@ def test_products_of_experts_are_those_of_each_experts_own_weight():
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("counts", [(1, 0, 2), (0, 0, 0), (150, 1, 90)])
-def test_joined_experts_give_the_bits_of_each_experts_own_product(counts):
+def test_joined_experts_give_the_bits_of_each_experts_own_product(counts, dtype):
     torch.manual_seed(0)
-    check_joined_experts(counts)
+    check_joined_experts(counts, dtype)
 
 
-def check_joined_experts(counts: tuple[int, ...]) -> None:
+def check_joined_experts(counts: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> None:
     bounds = torch.tensor([0, *counts]).cumsum(0)
     for matrix in quantized_matrices():
         experts = [replace(matrix, **{n: _repeated(t, 128) for n, t in matrix.by_row.items()}) for _ in counts]
         packed = [quantized_linear_cpu.pack(expert) for expert in experts]
-        x, bias = torch.randn(sum(counts), matrix.in_features).bfloat16(), torch.randn(3, 128).bfloat16()
+        x, bias = torch.randn(sum(counts), matrix.in_features).to(dtype), torch.randn(3, 128).to(dtype)
         joined = grouped_quantized_linear_cpu.join(packed)
         if not isinstance(packed[0], QuantizedPanels):
             assert joined is None
@@ -278,7 +284,7 @@ def _repeated(tensor: Tensor, rows: int) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_packed_experts_give_the_bits_of_packed_weights(dtype):
     torch.manual_seed(0)
     check_packed_experts(dtype)

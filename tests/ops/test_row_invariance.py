@@ -19,7 +19,7 @@ ROWS = 200
 Function = Callable[[Tensor], Tensor]  # of [rows, ...] by rows
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=["float32", "bfloat16", "float16"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     if build.library() is None:
         pytest.skip("the CPU kernels cannot be compiled here")

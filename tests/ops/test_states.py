@@ -95,7 +95,7 @@ class Texts:
         return self.step(kernels, [(text, 0, length) for text, length in enumerate(self.lengths)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_kernels_compute_what_the_reference_does(name, dtype):
     made, expected = (
@@ -165,7 +165,7 @@ def check_gated_norm(chosen, dtype, options, size, rtol):
     torch.testing.assert_close(made, expected, rtol=1e-5 if dtype == torch.float32 else rtol, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [(True, "silu"), (False, "silu"), (False, "sigmoid")])
 @pytest.mark.parametrize("size", [24, 12, None])
 def test_gated_norms(dtype, options, size):

@@ -28,7 +28,7 @@ assert isinstance(shared.shortcut, shared_sums.SharedSums) and shared.capturable
 made = []
 draw = torch.Generator().manual_seed(rank)
 for turn in range(3):
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for size in (1, 15, 16, 17, 1000, 5000):
             x = torch.randn(size, generator=draw).to(dtype)
             made.append((x.clone(), shared.all_reduce(x)))

@@ -98,8 +98,9 @@ def test_greedy_rows_take_the_largest_logit(sampler):
     assert draw_tokens(sampler, logits, SamplingBatch()).tolist() == logits.argmax(-1).tolist()
 
 
-def test_logits_may_be_bfloat16(sampler):
-    logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(0)).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_may_have_two_bytes(sampler, dtype):
+    logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(0)).to(dtype)
     rows = rows_of("all", 8, random.Random(1))
     expected = [expected_token(row_logits, row) for row_logits, row in zip(logits.float().tolist(), rows, strict=True)]
     assert draw_tokens(sampler, logits, batch_of(rows)).tolist() == expected

@@ -18,7 +18,7 @@ from attention.test_prepare import both_ways
 from attention.test_sparse import SparseWorld
 from ops.test_count_kept import check_count_kept
 from ops.test_encoder_attention import drawn, formula
-from ops.test_ops import CASES, as_tuple, check_packed_products, copied
+from ops.test_ops import CASES, as_tuple, check_float16, check_packed_products, copied
 from ops.test_quantized import (
     check_joined_experts,
     check_packed_experts,
@@ -55,15 +55,17 @@ def check_against_references(library: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(build, "_kernel", function)
     torch.manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         _check_attention(dtype)
         _check_ops(dtype)
         _check_states(dtype)
         check_packed_experts(dtype)
-    check_packed_products(linear.linear_cpu)
-    check_products(quantized_linear.quantized_linear_cpu)
+    for dtype in (torch.bfloat16, torch.float16):
+        check_packed_products(linear.linear_cpu, dtype)
+        check_products(quantized_linear.quantized_linear_cpu, dtype)
+        check_joined_experts((150, 1, 90), dtype)
+    check_float16(implementation("multiply"))
     check_values_of_float8(quantized_linear.quantized_linear_cpu)
-    check_joined_experts((150, 1, 90))
     check_quantizing(quantized_linear.quantize_cpu)
     check_count_kept(implementation("count_kept"), seed=0)
     sources = "".join(path.read_text() for path in Path(quire.__file__).parent.rglob("*.py"))

@@ -44,8 +44,9 @@ struct Scratch {
   float *merged, *merged_maximum, *merged_sum;  // of the splits that the task has completed
   f32x16* sums;
 
-  void reserve(int rows, const Geometry& g) {
-    const size_t keys_size = g.cells || g.by_slot ? TILE_KEYS * g.dim : 0, values_size = g.is_latent ? TILE_KEYS * g.out_pad : 0;
+  // expands: whether tiles are brought into another form.
+  void reserve(int rows, const Geometry& g, bool expands) {
+    const size_t keys_size = expands ? TILE_KEYS * g.dim : 0, values_size = g.is_latent ? TILE_KEYS * g.out_pad : 0;
     const size_t needed = rows * (g.dim + TILE_KEYS + TILE_KEYS + 2 * g.out_pad + LANES) + 2 * g.out_pad + keys_size +
                           values_size + 2 * TILE_KEYS + 4 * (rows + LANES) + LANES;
     if (storage.size() < needed) storage.resize(needed);
@@ -66,10 +67,11 @@ Scratch& scratch() {
 template <class S>
 struct Attention {
   using T = typename S::T;
+  using Tensor = typename S::Tensor;
 
   const Geometry& g;
   const Step& step;
-  const T* q;
+  const Tensor* q;
   int64_t q_stride, q_head_stride;
   const uint32_t* cache;
   int64_t block_stride;  // in words
@@ -78,7 +80,7 @@ struct Attention {
   float soft_cap;      // 0: none
   const float* sinks;  // [heads] or null
   Biases biases;
-  T* out;  // [tokens, heads, out_dim]
+  Tensor* out;  // [tokens, heads, out_dim]
   float *lse, *partials;  // lse: [tokens, heads]
 
   int group() const { return g.group(); }
@@ -149,7 +151,7 @@ struct Attention {
     T* row = reinterpret_cast<T*>(s.q);
     for (int token = 0; token < t.tokens; token++)
       for (int h = 0; h < group(); h++, row += g.dim) {
-        memcpy(row, q + (t.token + token) * q_stride + (head * group() + h) * q_head_stride, g.head_dim * sizeof(T));
+        copy_factors(q + (t.token + token) * q_stride + (head * group() + h) * q_head_stride, g.head_dim, row);
         memset(row + g.head_dim, 0, (g.dim - g.head_dim) * sizeof(T));
       }
   }
@@ -236,9 +238,9 @@ struct Attention {
   // The task's rows against the keys of [from, to), which lie in the tile at `base`.
   void visit_tile(const Task& t, int head, int base, int from, int to, Tile& tile, const Tile& ahead, Scratch& s) const {
     const int rows = t.tokens * group();
-    // Cells are expanded in registers where the kernels read them once, and else beforehand, once for all rows.
+    // Lines are expanded in registers where the kernels read them once, and else beforehand, once for all rows.
     const bool read_once = rows <= S::ROWS && (rows & (rows - 1)) == 0 && !g.is_latent;
-    const bool as_stored = !g.by_slot && (!S::SCALED || read_once);
+    const bool as_stored = !g.by_slot && (S::LINES == 1 || read_once);
     if (g.by_slot) score_rows<Whole<T>>(rows, from - base, to - base, gather_slots(t, base, from, to, tile, s), TILE_KEYS,
                                         Tile{}, s);
     else if (as_stored) score_rows<S>(rows, from - base, to - base, tile, g.block_size, ahead, s);
@@ -258,12 +260,12 @@ struct Attention {
     else add_values<Whole<T>>(rows, from - base, to - base, expand_values(tile, ahead, s), Tile{}, s);
   }
 
-  // Expands the cells of the keys into the working memory, into lines TILE_KEYS words apart.
+  // Expands the keys into the working memory, into lines TILE_KEYS words apart.
   Tile& expand_keys(Tile& tile, const Tile& ahead, Scratch& s) const {
     for (int c = 0; c < TILE_LINES; c++) {
       if (!tile.keys[c]) continue;
       uint32_t* to = reinterpret_cast<uint32_t*>(s.keys) + c * LANES;
-      expand<S>(tile.keys[c], g.block_size, g.dim / 4, LANES, to, TILE_KEYS, ahead.keys[c]);
+      expand<S>(tile.keys[c], g.block_size, g.dim / TOKENS<S>, LANES, to, TILE_KEYS, ahead.keys[c]);
       tile.keys[c] = to;
     }
     return tile;
@@ -274,7 +276,7 @@ struct Attention {
     uint32_t* to = reinterpret_cast<uint32_t*>(s.keys);
     for (int c = 0; c < TILE_LINES; c++, to += LANES / PAIR<T> * g.dim) {
       if (!tile.values[c]) continue;
-      expand<S>(tile.values[c], g.dim, LANES / 4, g.dim, to, g.dim, ahead.values[c]);
+      expand<S>(tile.values[c], g.dim, LANES / TOKENS<S>, g.dim, to, g.dim, ahead.values[c]);
       tile.values[c] = to;
     }
     return tile;
@@ -285,7 +287,7 @@ struct Attention {
     uint32_t* to = reinterpret_cast<uint32_t*>(s.values);
     for (int c = 0; c < TILE_LINES; c++, to += LANES / PAIR<T> * g.out_pad) {
       if (!tile.keys[c]) continue;
-      transpose<T>(tile.keys[c], S::SCALED || g.by_slot ? TILE_KEYS : g.block_size, g.out_pad, to);
+      transpose<T>(tile.keys[c], S::LINES > 1 || g.by_slot ? TILE_KEYS : g.block_size, g.out_pad, to);
       tile.values[c] = to;
     }
     return tile;
@@ -337,7 +339,7 @@ struct Attention {
 
   // Scales a row's result by its sum, in which its head's sink is one summand more.
   void write_row(const float* from, float sum, float maximum, int token, int head) const {
-    T* to = out + (int64_t(token) * g.heads + head) * g.out_dim;
+    Tensor* to = out + (int64_t(token) * g.heads + head) * g.out_dim;
     float weight = 1;
     if (sinks) {
       const float sink = sinks[head] * LOG2_E, raised = std::max(maximum, sink);
@@ -367,7 +369,7 @@ struct Attention {
   // `next` is the task this thread will run afterwards, if any: its first keys are fetched in time.
   void run(const Task& t, int head, const Task* next, int next_head, Scratch& s) const {
     const int rows = t.tokens * group(), first = first_key(t), last = last_key(t);
-    s.reserve(std::max(rows, TILE_ROWS), g);
+    s.reserve(std::max(rows, TILE_ROWS), g, S::LINES > 1 || g.by_slot);
     gather_queries(t, head, s);
     const bool is_whole = t.partial < 0;
     bool is_first = true;
@@ -420,7 +422,7 @@ struct Attention {
 
   void merge(const Merge& m, int head, Scratch& s) const {
     const int rows = m.tokens * group();
-    s.reserve(TILE_ROWS, g);
+    s.reserve(TILE_ROWS, g, false);
     for (int row = 0; row < rows; row++) {
       const float* split = partials + (int64_t(head) * step.partial_rows + m.partial + row) * partial_size();
       float maximum = MINUS_INFINITY, total = 0;
@@ -462,10 +464,10 @@ void quire_attention_attend(const Geometry* g, const Step* step, const void* q, 
                             const float* sinks, const float* biases, int32_t reach, void* out, float* lse) {
   with_storage(*g, [&](auto storage) {
     using S = decltype(storage);
-    using T = typename S::T;
+    using Tensor = typename S::Tensor;
     const int64_t block_words = block_stride / TOKENS<S>;
-    Attention<S>{*g, *step, (const T*)q, q_stride, q_head_stride, (const uint32_t*)cache, block_words, scale, window,
-                 soft_cap, sinks, {biases, reach}, (T*)out, lse, nullptr}
+    Attention<S>{*g, *step, (const Tensor*)q, q_stride, q_head_stride, (const uint32_t*)cache, block_words, scale,
+                 window, soft_cap, sinks, {biases, reach}, (Tensor*)out, lse, nullptr}
         .run_all();
   });
 }

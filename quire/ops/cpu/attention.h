@@ -1,9 +1,11 @@
 // What the attention kernels share: the layout of the cache, and how a step's work is cut into tasks.
 //
 // A block of a layer's cache is [kv_heads][2][block_size * dim] elements; dim is head_dim padded to a multiple of 16 with
-// zeros. Between it and the next block lie the other layers' parts of the block: the block stride is an argument. Keys are transposed, and keys and values are interleaved in pairs (bfloat16; "pairs" of one for
-// float32), so that everything is read as lines of 16 32-bit words, 64 bytes, each word a pair that meets one broadcast
-// word of the other operand in a dot product. No sum ever runs across a register:
+// zeros. Between it and the next block lie the other layers' parts of the block: the block stride is an argument. Keys
+// are transposed, and keys and values are interleaved in pairs (bfloat16 and float16; "pairs" of one for float32), so that
+// everything is read as lines of 16 32-bit words, 64 bytes, each word a pair that meets one broadcast word of the other
+// operand in a dot product. (Pairs of float16 are widened first, and are two words then.) No sum ever runs across a
+// register:
 //
 //   keys, [dim / 2][block_size] words                      values, [block_size / 2][dim] words
 //                token 0     token 1     ... token 15                   dim 0       dim 1      ... dim D-1

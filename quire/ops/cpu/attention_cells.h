@@ -90,36 +90,45 @@ class Expand<bf16, Format> {
 };
 #endif
 
-// How elements are kept, of a model that computes in Type.
+// Rows and columns of the sums of a kernel that expands lines, which take registers, too.
+constexpr int MOST_EXPANDED = MAX_COLUMNS > 1 ? 8 : MAX_ROWS;
+constexpr int columns_expanded(int rows) { return std::min(MAX_COLUMNS, 16 / rows); }
+
+// How elements are kept, of a model whose tensors are of Type. T: what products multiply. LINES: of T, that a line of the
+// cache becomes.
 template <class Type>
 struct Whole {
-  using T = Type;
-  using Element = T;
+  using Tensor = Type;
+  using T = Factor<Type>;
+  using Element = Type;
   static constexpr bool SCALED = false;
-  static constexpr int LINES = 1;  // that a line of the cache becomes
+  static constexpr int LINES = UNPACKED<Type>;
   // For so many sums a kernel has registers.
-  static constexpr int ROWS = MAX_ROWS;
-  static constexpr int columns(int rows) { return rows <= 2 ? 2 * MAX_COLUMNS : MAX_COLUMNS; }
+  static constexpr int ROWS = LINES == 1 ? MAX_ROWS : MOST_EXPANDED;
+  static constexpr int columns(int rows) {
+    return LINES > 1 ? columns_expanded(rows) : rows <= 2 ? 2 * MAX_COLUMNS : MAX_COLUMNS;
+  }
 
   struct Expand {
-    void operator()(u32x16 stored, u32x16* lines) const { lines[0] = stored; }
+    void operator()(u32x16 stored, u32x16* lines) const { unpack<Type>(stored, lines); }
   };
-  static void encode(const T* x, int n, Element* to, float*) { memcpy(to, x, n * sizeof(T)); }
+  static void encode(const Type* x, int n, Element* to, float*) { memcpy(to, x, n * sizeof(Type)); }
 };
 
 template <class Type, class Format>
 struct Cells {
-  using T = Type;
+  using Tensor = Type;
+  using T = Factor<Type>;
   using Element = uint8_t;
   static constexpr bool SCALED = true;
   static constexpr int LINES = 4 / PAIR<T>;
-  static constexpr int ROWS = MAX_COLUMNS > 1 ? 8 : MAX_ROWS;
-  static constexpr int columns(int rows) { return std::min(MAX_COLUMNS, 16 / rows); }
+  static constexpr int ROWS = MOST_EXPANDED;
+  static constexpr int columns(int rows) { return columns_expanded(rows); }
 
   using Expand = quire::Expand<T, Format>;
 
   // x: [n] -> cells: [n] and their scale
-  static void encode(const T* x, int n, Element* cells, float* scale) {
+  static void encode(const Type* x, int n, Element* cells, float* scale) {
     u32x16 largest = {};  // as bits, in which a NaN is the largest: it must not get lost
     auto larger = [](u32x16 a, u32x16 b) { return where(a > b, a, b); };
     for_lanes(n, [&](int64_t i, int lanes) {

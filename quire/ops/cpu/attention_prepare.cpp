@@ -44,8 +44,10 @@ void store_lines(const T* k, int64_t k_stride, const T* v, int64_t v_stride, int
       u32x16 words = {};
       const int n = std::clamp(head_dim - d, 0, LANES);
       for (int i = 0; i < P; i++) {
-        const u32x16 bits = as<u32x16>(load_up_to(v + (t + i) * v_stride + d, n));  // of bfloat16, the upper half
-        words |= i + 1 < P ? bits >> 16 : bits;
+        const T* from = v + (t + i) * v_stride + d;
+        T part[LANES] = {};
+        if (n < LANES) from = (const T*)memcpy(part, from, n * sizeof(T));
+        words |= load_bits(from) << 16 * i;
       }
       store(values + (offset + t) / P * dim + d, words);
     }
@@ -78,7 +80,7 @@ struct Preparation {
   }
 };
 
-template <class S, class T = typename S::T>
+template <class S, class T = typename S::Tensor>
 void store_tokens(const Geometry& g, uint32_t* cache, int64_t block_stride, const T* k, int64_t k_stride,
                   int64_t k_head_stride, const T* v, int64_t v_stride, int64_t v_head_stride, const int64_t* slots,
                   int64_t tokens, int threads, const Preparation<T>* preparation = nullptr) {
@@ -175,7 +177,7 @@ void quire_attention_store(const Geometry* g, void* cache, int64_t block_stride,
                            const int64_t* slots, int64_t tokens, const Step* step) {
   with_storage(*g, [&](auto storage) {
     using S = decltype(storage);
-    using T = typename S::T;
+    using T = typename S::Tensor;
     store_tokens<S>(*g, (uint32_t*)cache, block_stride, (const T*)k, k_stride, k_head_stride, (const T*)v, v_stride,
                     v_head_stride, slots, tokens, step->threads);
   });
@@ -189,7 +191,7 @@ void quire_attention_prepare(const Geometry* g, void* cache, int64_t block_strid
                              const float* cos, const float* sin, int64_t half, int interleaved) {
   with_storage(*g, [&](auto storage) {
     using S = decltype(storage);
-    using T = typename S::T;
+    using T = typename S::Tensor;
     const Preparation<T> preparation{(T*)q,    (T*)k,    q_stride,         q_head_stride, k_stride, k_head_stride,
                                      q_weight, k_weight, wide_weight != 0, eps,           cos,      sin,
                                      half,     interleaved != 0};

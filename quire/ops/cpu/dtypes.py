@@ -2,4 +2,4 @@
 
 import torch
 
-CODES = {torch.float32: 0, torch.bfloat16: 1}  # as with_type (vector.h) numbers them
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as with_type (vector.h) numbers them

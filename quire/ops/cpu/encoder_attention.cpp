@@ -76,6 +76,8 @@ struct Chunk {
 
 template <class T>
 struct Encoder {
+  using F = Factor<T>;
+
   Heads<T> q, k, v;
   int heads, kv_heads, dim;
   float scale;
@@ -83,14 +85,14 @@ struct Encoder {
   Biases biases;
   T* out;     // [tokens, heads, dim]
 
-  static constexpr int P = PAIR<T>;
+  static constexpr int P = PAIR<F>;
   int padded() const { return (dim + LANES - 1) / LANES * LANES; }
   int words() const { return padded() / P; }
 
   // A row as words, zero behind its end.
   void copy(const T* from, uint32_t* to) const {
-    memset(to, 0, padded() * sizeof(T));
-    memcpy(to, from, dim * sizeof(T));
+    memset(to, 0, padded() * sizeof(F));
+    copy_factors(from, dim, reinterpret_cast<F*>(to));
   }
 
   // Keys [from, to) of the sequence: [words][width] and, of their values, [width / P][padded].
@@ -100,7 +102,7 @@ struct Encoder {
     for (int i = 0; i < width; i += LANES) {
       for (int j = 0; j < LANES; j++) {
         if (from + i + j < to) copy(k.row(chunk.start + from + i + j, head), &s.row[j * words()]);
-        else memset(&s.row[j * words()], 0, padded() * sizeof(T));
+        else memset(&s.row[j * words()], 0, padded() * sizeof(F));
       }
       for (int w = 0; w < words(); w += LANES) {
         u32x16 block[LANES];
@@ -111,10 +113,10 @@ struct Encoder {
       }
     }
     std::fill(s.values.begin(), s.values.end(), 0u);
-    T* values = reinterpret_cast<T*>(s.values.data());
+    F *values = reinterpret_cast<F*>(s.values.data()), *row = reinterpret_cast<F*>(s.row.data());
     for (int i = 0; from + i < to; i++) {
-      const T* row = v.row(chunk.start + from + i, head);
-      T* at = values + int64_t(i / P) * padded() * P + i % P;
+      copy_factors(v.row(chunk.start + from + i, head), dim, row);
+      F* at = values + int64_t(i / P) * padded() * P + i % P;
       for (int d = 0; d < dim; d++) at[d * P] = row[d];
     }
   }
@@ -122,7 +124,7 @@ struct Encoder {
   // Scores -> probabilities times the returned sum, of the keys [begin, end) of `width`. ahead: of the query, the first
   // key.
   template <bool BIASED>
-  float softmax(float* scores, int begin, int end, int width, int head, int ahead, T* p) const {
+  float softmax(float* scores, int begin, int end, int width, int head, int ahead, F* p) const {
     f32x16 top = splat(-std::numeric_limits<float>::infinity());
     for (int i = 0; i < width; i += LANES) {
       const i32x16 key = LANE + i;
@@ -153,17 +155,17 @@ struct Encoder {
     for (int first = chunk.first; first < last; first += TILE) {
       const int rows = std::min(TILE, last - first);
       for (int r = 0; r < rows; r++) copy(q.row(chunk.start + first + r, head), &s.q[r * words()]);
-      multiply<T>(s.q.data(), words(), rows, s.keys.data(), width, words(), s.scores.data(), width);
+      multiply<F>(s.q.data(), words(), rows, s.keys.data(), width, words(), s.scores.data(), width);
       float sums[TILE];
       for (int r = 0; r < rows; r++) {
         const int begin = reach < 0 ? 0 : std::max(0, first + r - reach - from);
         const int end = reach < 0 ? to - from : std::min(to, first + r + reach + 1) - from;
         float* scores = &s.scores[r * width];
-        T* p = reinterpret_cast<T*>(s.p.data()) + r * width;
+        F* p = reinterpret_cast<F*>(s.p.data()) + r * width;
         sums[r] = biases.table ? softmax<true>(scores, begin, end, width, head, from - first - r, p)
                                : softmax<false>(scores, begin, end, width, head, from - first - r, p);
       }
-      multiply<T>(s.p.data(), width / P, rows, s.values.data(), padded(), width / P, s.out.data(), padded());
+      multiply<F>(s.p.data(), width / P, rows, s.values.data(), padded(), width / P, s.out.data(), padded());
       for (int r = 0; r < rows; r++) {
         T* result = out + (int64_t(chunk.start + first + r) * heads + head) * dim;
         const float factor = 1 / sums[r];

@@ -1,4 +1,5 @@
-// The product with weights in float8 (e4m3) in panels (panels.h), whose activations are bfloat16 and stay so.
+// The product with weights in float8 (e4m3) in panels (panels.h), whose activations are bfloat16 and stay so. Those in
+// float16 become two rows of bfloat16 whose sum they are: themselves rounded, and the rest.
 //
 //   result[m, n] = sum over groups g of  scale[n, g] * sum code * x
 //
@@ -67,8 +68,10 @@ struct Float8 {
   const uint32_t* weights;
   const float* scales;  // panels of [groups, outputs]
   const uint64_t* x;    // [rows, row_words], four inputs each
-  const bf16* bias;     // [out] or null
-  bf16* result;         // [rows, out]
+  int dtype;            // of bias and result
+  int parts;            // rows of x whose sum is a row of the activations
+  const void* bias;     // [out] or null
+  void* result;         // [rows / parts, out]
   int64_t out, row_words, group_words, groups;
 
   // One scale for all inputs is applied to whole sums, so that a row need not be visited at once.
@@ -240,7 +243,11 @@ struct Float8 {
           store(to, load(to) * scale);
         }
       }
-    write_sums(sums, panel, first, rows, bias, result, out);
+    for (int i = 0; parts == 2 && i < rows / 2 * PANEL; i += LANES) {
+      const float* pair = sums + i / PANEL * 2 * PANEL + i % PANEL;
+      store(sums + i, load(pair) + load(pair + PANEL));
+    }
+    write_sums(dtype, sums, panel, first / parts, rows / parts, bias, result, out);
   }
 };
 
@@ -261,24 +268,47 @@ void reorder(const bf16* x, int64_t in, uint64_t* to) {
   }
 }
 
+// One row after the other: the numbers rounded to bfloat16, and the rest.
+void reorder(const fp16* x, int64_t in, uint64_t* to) {
+  thread_local std::vector<bf16> kept;
+  kept.resize(2 * in);
+  bf16 *rounded = kept.data(), *rest = rounded + in;
+  for_lanes(in, [&](int64_t i, int n) {
+    const f32x16 v = load_up_to(x + i, n);
+    store_up_to(rounded + i, v, n), store_up_to(rest + i, v - rounded_to(v, bf16{}), n);
+  });
+  reorder(rounded, in, to), reorder(rest, in, to + (in + 3) / 4);
+}
+
+void reorder(const float*, int64_t, uint64_t*) {}
+
 }  // namespace
 
 // x: [rows, in] -> result: [rows, out]. codes, scales: from quire_panels; group: of inputs, of whole words unless there
 // is one. bounds: null, or see Shape.
-extern "C" void quire_float8_linear(const void* x, int64_t x_stride, int64_t rows, const void* codes,
+extern "C" void quire_float8_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, const void* codes,
                                     const float* scales, int64_t out, int64_t in, int64_t group, const void* bias,
                                     const int64_t* bounds, int64_t experts, void* result, int threads) {
   thread_local std::vector<uint64_t> reordered;  // kept between calls
+  thread_local std::vector<int64_t> kept_bounds;
   const int64_t words = (in + Float8::INPUTS - 1) / Float8::INPUTS;
-  reordered.resize(rows * words);
+  const int parts = dtype == 2 ? 2 : 1;
+  reordered.resize(parts * rows * words);
   uint64_t* to = reordered.data();
-  for_each(rows, rows * in > 32768 ? threads : 1, [=](int64_t row) {
-    reorder((const bf16*)x + row * x_stride, in, to + row * words);
+  with_type(dtype, [=](auto type) {
+    for_each(rows, rows * in > 32768 ? threads : 1, [=](int64_t row) {
+      reorder((const decltype(type)*)x + row * x_stride, in, to + row * parts * words);
+    });
   });
+  if (bounds && parts == 2) {
+    kept_bounds.assign(bounds, bounds + experts + 1);
+    for (int64_t& bound : kept_bounds) bound *= parts;
+    bounds = kept_bounds.data();
+  }
   const int64_t group_words = std::min((group + Float8::INPUTS - 1) / Float8::INPUTS, words);
-  const Float8 format{(const uint32_t*)codes, scales, to,    (const bf16*)bias, (bf16*)result,
+  const Float8 format{(const uint32_t*)codes, scales, to,    dtype,       parts, bias, result,
                       out,                    words,  group_words, (in + group - 1) / group};
-  multiply(format, {rows, out, words, bounds, experts}, threads);
+  multiply(format, {parts * rows, out, words, bounds, experts}, threads);
 }
 
 RECORDABLE(quire_float8_linear)

@@ -2,7 +2,7 @@
 // has few rows as a rule, and then all time goes into reading the weights: they are read once, as they lie, and meet as
 // many rows at a time as registers have room for sums. Groups of many rows are cut into blocks that stay in the cache.
 //
-// Sixteen (bfloat16: 32) neighbouring inputs are added up side by side, and their sums at the end, always in the same
+// Sixteen (of bfloat16 32) neighbouring inputs are added up side by side, and their sums at the end, always in the same
 // order: a row's result does not depend on the other rows.
 #include <algorithm>
 #include <vector>
@@ -37,21 +37,21 @@ struct GroupedLinear {
   // twice as fast with one row an expert).
   template <int R, int C>
   void piece(int64_t expert, int64_t row, int64_t output, bool fetch) const {
-    constexpr int STEP = LANES * PAIR<T>;
+    constexpr int STEP = LANES * PAIR<Factor<T>>;
     const T *from = x + expert * x_group + row * x_stride, *w = weight + expert * expert_stride + output * output_stride;
     f32x16 sums[R][C] = {};
     int64_t i = 0;
     for (; i + STEP <= in; i += STEP) {
       u32x16 lines[C];
 #pragma GCC unroll 8
-      for (int c = 0; c < C; c++) lines[c] = load_words((const uint32_t*)(w + c * output_stride + i));
+      for (int c = 0; c < C; c++) lines[c] = load_factors(w + c * output_stride + i);
       if (fetch)
         for (int c = 0; c < C; c++) __builtin_prefetch(w + (C + c) * output_stride + i, 0, 2);
 #pragma GCC unroll 6
       for (int r = 0; r < R; r++) {
-        u32x16 line = load_words((const uint32_t*)(from + r * x_stride + i));
+        u32x16 line = load_factors(from + r * x_stride + i);
 #pragma GCC unroll 8
-        for (int c = 0; c < C; c++) sums[r][c] = dot<T>(sums[r][c], lines[c], line);
+        for (int c = 0; c < C; c++) sums[r][c] = dot<Factor<T>>(sums[r][c], lines[c], line);
       }
     }
     for_lanes(in - i, [&](int64_t at, int n) {

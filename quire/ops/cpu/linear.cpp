@@ -9,15 +9,19 @@ namespace {
 
 template <class T>
 struct Dense {
+  using F = Factor<T>;
+  static constexpr int LINES = UNPACKED<T>;
+  static constexpr bool IS_BF16 = std::is_same_v<T, bf16>;
+
   const uint32_t* weights;
-  const T* x;  // [rows, in]
+  const F* x;  // [rows, in]
   int64_t x_stride;
   const T* bias;  // [out] or null
   T* result;      // [rows, out]
   int64_t out, row_words;
 
 #ifdef QUIRE_TILES
-  bool in_tiles(int64_t) const { return PAIR<T> == 2 && has_tiles(); }
+  bool in_tiles(int64_t) const { return IS_BF16 && has_tiles(); }
 
   // A tile's products are added up before they meet the sum, so that tiles must begin at fixed words.
   int64_t step() const { return in_tiles(0) ? TILE : 1; }
@@ -26,7 +30,7 @@ struct Dense {
     const int lines = part.lines, stride = part.stride();
     const int64_t words = part.words;
     const char* from = reinterpret_cast<const char*>(x + row * x_stride + PAIR<T> * part.word);
-    const int64_t bytes = x_stride * sizeof(T);
+    const int64_t bytes = x_stride * sizeof(F);
     Ahead::Pace pace = ahead.pace((lines + 1) / 2 * ((words + TILE - 1) / TILE));
     for (int line = 0; line < lines; line += 2) {
       const int count = std::min(2, lines - line);
@@ -63,32 +67,34 @@ struct Dense {
     Ahead::Pace pace = ahead.pace(words);
     const uint32_t* w = part.weights + line * LANES;
     const char* from = reinterpret_cast<const char*>(x + row * x_stride + PAIR<T> * part.word);
-    const int64_t bytes = x_stride * sizeof(T);
+    const int64_t bytes = x_stride * sizeof(F);
     f32x16 sum[R][C];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) sum[r][c] = part.is_first() ? f32x16{} : load(sums + r * PANEL + c * LANES);
 #ifdef QUIRE_BLOCKS
-    if constexpr (R > 1 && PAIR<T> == 2) {
+    if constexpr (R > 1 && IS_BF16) {
       Blocks<R, f32x16> blocks(sum);
       blocks.add_lines(w, stride, words, from, bytes, [&] { ahead.fetch(pace); });
       blocks.write(sum);
     } else
 #endif
     for (int64_t i = 0; i < words; i++) {
-      u32x16 line[C];
+      u32x16 line[C][LINES];
 #pragma GCC unroll 4
-      for (int c = 0; c < C; c++) line[c] = load_words(w + i * stride + c * LANES);
+      for (int c = 0; c < C; c++) unpack<T>(load_words(w + i * stride + c * LANES), line[c]);
       ahead.fetch(pace);
+#pragma GCC unroll 2
+      for (int j = 0; j < LINES; j++)
 #pragma GCC unroll 6
-      for (int r = 0; r < R; r++) {
-        uint32_t pair;
-        memcpy(&pair, from + r * bytes + i * 4, 4);
-        const u32x16 pairs = splat(pair);
+        for (int r = 0; r < R; r++) {
+          uint32_t word;
+          memcpy(&word, from + r * bytes + (i * LINES + j) * 4, 4);
+          const u32x16 words = splat(word);
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) sum[r][c] = dot<T>(sum[r][c], line[c], pairs);
-      }
+          for (int c = 0; c < C; c++) sum[r][c] = dot<F>(sum[r][c], line[c][j], words);
+        }
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
@@ -111,8 +117,12 @@ void quire_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, cons
                   int64_t words, const void* bias, const int64_t* bounds, int64_t experts, void* result, int threads) {
   with_type(dtype, [&](auto type) {
     using T = decltype(type);
-    Dense<T> dense{(const uint32_t*)packed, (const T*)x, x_stride, (const T*)bias, (T*)result, out, words};
-    multiply(dense, {rows, out, words, bounds, experts}, threads);
+    auto run = [&](const Factor<T>* factors, int64_t stride) {
+      Dense<T> dense{(const uint32_t*)packed, factors, stride, (const T*)bias, (T*)result, out, words};
+      multiply(dense, {rows, out, words, bounds, experts}, threads);
+    };
+    if constexpr (UNPACKED<T> == 1) run((const T*)x, x_stride);
+    else run(widened_rows((const T*)x, x_stride, rows, 2 * words, 2 * words, threads), 2 * words);
   });
 }
 

@@ -43,7 +43,7 @@ struct AddLora {
   // [tokens in order, parts, rank] = A x, for R tokens and C ranks.
   template <int R, int C>
   void shrink(const int64_t* token, const T* w, float* result, int64_t stride) const {
-    constexpr int STEP = LANES * PAIR<T>;
+    constexpr int STEP = LANES * PAIR<Factor<T>>;
     f32x16 sums[R][C] = {};
     const T* from[R];
     for (int r = 0; r < R; r++) from[r] = x + token[r] * x_stride;
@@ -52,14 +52,14 @@ struct AddLora {
       u32x16 lines[C];
 #pragma GCC unroll 8
       for (int c = 0; c < C; c++) {
-        lines[c] = load_words((const uint32_t*)(w + c * in + i));
+        lines[c] = load_factors(w + c * in + i);
         __builtin_prefetch(w + (C + c) * in + i, 0, 2);
       }
 #pragma GCC unroll 6
       for (int r = 0; r < R; r++) {
-        u32x16 line = load_words((const uint32_t*)(from[r] + i));
+        u32x16 line = load_factors(from[r] + i);
 #pragma GCC unroll 8
-        for (int c = 0; c < C; c++) sums[r][c] = dot<T>(sums[r][c], lines[c], line);
+        for (int c = 0; c < C; c++) sums[r][c] = dot<Factor<T>>(sums[r][c], lines[c], line);
       }
     }
     for_lanes(in - i, [&](int64_t at, int n) {

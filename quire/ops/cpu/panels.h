@@ -1,15 +1,16 @@
 // Products with weights in panels: what those of all formats share.
 //
 // A panel holds the weights of 64 outputs (the last one of as many as are left, in multiples of 16) as 32-bit words,
-// each the weights of one output for a few neighbouring inputs: one of float32, two of bfloat16, four of 8 bits or eight of 4.
+// each the weights of one output for a few neighbouring inputs: one of float32, two of bfloat16 or float16, four of 8
+// bits or eight of 4.
 //
 //                  output 0      output 1    ...  output 63
 //     inputs 0, 1 | w[0] w[1]  | w[0] w[1] | ...                 one row of the panel: four registers of 16 words
 //     inputs 2, 3 | w[2] w[3]  | w[2] w[3] | ...
 //
-// A word of a row of x meets a register of weights in one dot product, so no sum runs across a register, and a panel is
-// read from one end to the other. Each output is summed up in the order of its inputs, whatever else is in the batch: a
-// row's result does not depend on the other rows.
+// A word of a row of x meets a register of weights in one dot product (of float16 in two, whose elements are widened
+// first), so no sum runs across a register, and a panel is read from one end to the other. Each output is summed up in
+// the order of its inputs, whatever else is in the batch: a row's result does not depend on the other rows.
 #pragma once
 
 #include <algorithm>
@@ -262,6 +263,26 @@ void write_sums(const float* sums, int64_t panel, int64_t first, int rows, const
       if (bias) sum += load_up_to(bias + output + i, n);
       store_up_to(result + (first + row) * out + output + i, sum, n);
     });
+}
+
+inline void write_sums(int dtype, const float* sums, int64_t panel, int64_t first, int rows, const void* bias,
+                       void* result, int64_t out) {
+  with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    write_sums(sums, panel, first, rows, (const T*)bias, (T*)result, out);
+  });
+}
+
+// The rows x: [rows, in] in float32, [rows, width], with zeros behind the inputs. This thread's next call overwrites them.
+template <class T>
+const float* widened_rows(const T* x, int64_t x_stride, int64_t rows, int64_t in, int64_t width, int threads) {
+  thread_local std::vector<float> kept;
+  kept.assign(rows * width, 0);
+  float* to = kept.data();
+  for_each(rows, rows * in > 32768 ? threads : 1, [=](int64_t row) {
+    for_lanes(in, [&](int64_t i, int n) { store_up_to(to + row * width + i, load_up_to(x + row * x_stride + i, n), n); });
+  });
+  return to;
 }
 
 }  // namespace quire

@@ -36,7 +36,8 @@ PROCESSORS = {  # by the compiler's names of processors: the instruction set of 
 }  # fmt: skip
 # What the kernels' sources distinguish. Libraries for two processors that agree in these are equally fast.
 USED_FEATURES = {
-    "avx2", "fma", "avx512f", "avx512_vnni", "avx512vbmi", "avx512_bf16", *_AMX, "asimd", "asimddp", "i8mm", "bf16",
+    "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512vbmi", "avx512_bf16", *_AMX, "asimd", "asimddp", "i8mm",
+    "bf16",
 }  # fmt: skip
 _ARM_FEATURES = {  # where each is: the entry of Linux's auxiliary vector and its bit, and the name in macOS
     "asimd": (16, 1, "AdvSIMD"), "atomics": (16, 8, "FEAT_LSE"), "asimddp": (16, 20, "FEAT_DotProd"),

@@ -80,7 +80,8 @@ struct Activations {
   std::vector<float> scales;
   std::vector<int32_t> sums;
 
-  void quantize(const bf16* x, int64_t x_stride, int64_t rows, int64_t in, int64_t group, int bits, int threads) {
+  template <class T>
+  void quantize(const T* x, int64_t x_stride, int64_t rows, int64_t in, int64_t group, int bits, int threads) {
     stride = in + 2 * LANES;  // a group is written in steps of 16
     groups = (in + group - 1) / group;
     codes.resize(rows * stride), scales.resize(rows * groups), sums.resize(rows * groups);
@@ -92,7 +93,8 @@ struct Activations {
     });
   }
 
-  static void quantize_group(const bf16* x, int64_t n, int bits, int8_t* to, float& scale, int32_t& sum) {
+  template <class T>
+  static void quantize_group(const T* x, int64_t n, int bits, int8_t* to, float& scale, int32_t& sum) {
     f32x16 top = {};
     for_lanes(n, [&](int64_t i, int count) {
       const f32x16 v = load_up_to(x + i, count);
@@ -124,8 +126,9 @@ struct Quantized {
   int bits;  // of the codes in memory, which may be narrower
   Scales scales, offsets;
   const Activations& x;
-  const bf16* bias;  // [out] or null
-  bf16* result;      // [rows, out]
+  int dtype;         // of bias and result
+  const void* bias;  // [out] or null
+  void* result;      // [rows, out]
   int64_t out, row_words, group_words;  // words of BITS
 
   int32_t centre() const { return 1 << (bits - 1); }  // the code of 0 where there are no offsets
@@ -382,7 +385,7 @@ struct Quantized {
 #endif
 
   void finish(int64_t panel, int64_t first, int rows, const float* sums) const {
-    write_sums(sums, panel, first, rows, bias, result, out);
+    write_sums(dtype, sums, panel, first, rows, bias, result, out);
   }
 };
 
@@ -423,8 +426,9 @@ struct Tabled {
   Scales scales;
   const float* x;  // [rows, whole words]; zeros behind the last input, where codes mean nothing
   Table table;
-  const bf16* bias;  // [out] or null
-  bf16* result;      // [rows, out]
+  int dtype;         // of bias and result
+  const void* bias;  // [out] or null
+  void* result;      // [rows, out]
   int64_t out, row_words, group_words;
 
   int64_t step() const { return group_words; }
@@ -480,19 +484,15 @@ struct Tabled {
   }
 
   void finish(int64_t panel, int64_t first, int rows, const float* sums) const {
-    write_sums(sums, panel, first, rows, bias, result, out);
+    write_sums(dtype, sums, panel, first, rows, bias, result, out);
   }
 };
 
-void multiply_tabled(const bf16* x, int64_t x_stride, const Shape& shape, Tabled format, int64_t in, int threads) {
-  thread_local std::vector<float> widened;  // kept between calls
-  const int64_t rows = shape.rows, width = format.row_words * Tabled::INPUTS;
-  widened.assign(rows * width, 0);
-  float* to = widened.data();
-  for_each(rows, rows * in > 32768 ? threads : 1, [=](int64_t row) {
-    for_lanes(in, [&](int64_t i, int n) { store_up_to(to + row * width + i, load_up_to(x + row * x_stride + i, n), n); });
+void multiply_tabled(const void* x, int64_t x_stride, const Shape& shape, Tabled format, int64_t in, int threads) {
+  const int64_t width = format.row_words * Tabled::INPUTS;
+  with_type(format.dtype, [&](auto type) {
+    format.x = widened_rows((const decltype(type)*)x, x_stride, shape.rows, in, width, threads);
   });
-  format.x = to;
   multiply(format, shape, threads);
 }
 
@@ -501,7 +501,7 @@ void multiply_tabled(const bf16* x, int64_t x_stride, const Shape& shape, Tabled
 // x: [rows, in] -> result: [rows, out]. codes, of `bits` bits, scales, offsets, factors: from quire_panels, the latter
 // three of the types in scales.h; kinds: of factors, the second of which is that of offsets; table: 16 values or null;
 // group: of inputs, of whole words. bounds: null, or see Shape.
-extern "C" void quire_quantized_linear(int bits, const void* x, int64_t x_stride, int64_t rows, const void* codes,
+extern "C" void quire_quantized_linear(int dtype, int bits, const void* x, int64_t x_stride, int64_t rows, const void* codes,
                             const void* scales, int scale_type, const void* offsets, int offset_type,
                             const void* factors, int factor_type, int64_t factor_columns, int64_t kinds,
                             const float* table, int64_t out, int64_t in, int64_t group, const void* bias,
@@ -511,9 +511,9 @@ extern "C" void quire_quantized_linear(int bits, const void* x, int64_t x_stride
   const Scales scale{{(const uint32_t*)scales, scale_type, groups}, factor, kinds, 0};
   if (table) {
     const int64_t words = (in + 7) / 8, group_words = std::min((group + 7) / 8, words);
-    multiply_tabled((const bf16*)x, x_stride, {rows, out, words, bounds, experts},
-                    {(const uint32_t*)codes, scale, nullptr, {load(table)}, (const bf16*)bias, (bf16*)result, out,
-                     words, group_words},
+    multiply_tabled(x, x_stride, {rows, out, words, bounds, experts},
+                    {(const uint32_t*)codes, scale, nullptr, {load(table)}, dtype, bias, result, out, words,
+                     group_words},
                     in, threads);
     return;
   }
@@ -521,10 +521,12 @@ extern "C" void quire_quantized_linear(int bits, const void* x, int64_t x_stride
   thread_local Activations activations;  // kept between calls
   auto run = [&](auto wide) {
     constexpr int BITS = wide.value, INPUTS = 32 / BITS;
-    activations.quantize((const bf16*)x, x_stride, rows, in, group, BITS, threads);
+    with_type(dtype, [&](auto type) {
+      activations.quantize((const decltype(type)*)x, x_stride, rows, in, group, BITS, threads);
+    });
     const int64_t words = (in + INPUTS - 1) / INPUTS, group_words = std::min((group + INPUTS - 1) / INPUTS, words);
-    const Quantized<BITS> format{(const uint32_t*)codes, bits, scale, offset, activations, (const bf16*)bias,
-                                 (bf16*)result,          out,  words, group_words};
+    const Quantized<BITS> format{(const uint32_t*)codes, bits, scale, offset, activations, dtype, bias,
+                                 result,                 out,  words, group_words};
     multiply(format, {rows, out, format.stored(words), bounds, experts}, threads);
   };
   bits <= 4 ? run(Constant<4>{}) : run(Constant<8>{});

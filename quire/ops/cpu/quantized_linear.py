@@ -26,7 +26,6 @@ from quire.ops.reference.quantized import (
 )
 from quire.ops.registry import Target
 
-
 # How the kernels count the types of scales, offsets and factors (scales.h).
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4}
 
@@ -75,7 +74,9 @@ class QuantizedPanels:
 
     def joined(self, others: Sequence["QuantizedPanels"]) -> "QuantizedPanels":
         """The outputs of this and then of others of its form, each of whole panels."""
-        parts = {name: [panels, *(other._panels()[name] for other in others)] for name, panels in self._panels().items()}
+        parts = {
+            name: [panels, *(other._panels()[name] for other in others)] for name, panels in self._panels().items()
+        }
         data: dict[str, Any] = {name: Panels.joined(panels) for name, panels in parts.items()}
         return replace(self, **data, out_features=sum(part.out_features for part in (self, *others)))
 
@@ -84,8 +85,8 @@ class QuantizedPanels:
         return {name: panels for name in names if (panels := getattr(self, name)) is not None}
 
 
-def _in_bfloat16(target: Target) -> bool:
-    return on_cpu(target) and target.dtype is torch.bfloat16
+def _in_two_bytes(target: Target) -> bool:
+    return on_cpu(target) and target.dtype is not torch.float32
 
 
 @quantized_linear.implementation("cpu_dense", supports=on_cpu)
@@ -98,7 +99,7 @@ def quantized_linear_dense(x: Tensor, weight: QuantizedMatrix, bias: Tensor | No
     return torch.cat(parts, dim=-1) if parts else x.new_empty(len(x), 0)
 
 
-@quantized_linear.implementation("cpu", supports=_in_bfloat16)
+@quantized_linear.implementation("cpu", supports=_in_two_bytes)
 def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, bias: Tensor | None) -> Tensor:
     """Rounds activations to 8 bits, with a scale for each row and group, if the weight's codes are integers."""
     if isinstance(weight, QuantizedMatrix):  # a form that cannot be in panels
@@ -125,12 +126,12 @@ def _multiply(
         torch.get_num_threads(),
     )  # fmt: skip
     if form.codes.is_floating_point():
-        kernel("quire_float8_linear", "pllpplllpplpi")(*inputs, weight.scales.data.data_ptr(), *others)
+        kernel("quire_float8_linear", "ipllpplllpplpi")(CODES[x.dtype], *inputs, weight.scales.data.data_ptr(), *others)
         return out
     kinds = 1 if form.factors is None else form.factors.shape[2]
-    kernel("quire_quantized_linear", "ipllppipipillplllpplpi")(
-        weight.bits, *inputs, *_numbers(weight.scales), *_numbers(weight.offsets), *_numbers(weight.factors),
-        0 if weight.factors is None else weight.factors.columns, kinds,
+    kernel("quire_quantized_linear", "iipllppipipillplllpplpi")(
+        CODES[x.dtype], weight.bits, *inputs, *_numbers(weight.scales), *_numbers(weight.offsets),
+        *_numbers(weight.factors), 0 if weight.factors is None else weight.factors.columns, kinds,
         None if weight.table is None else weight.table.data_ptr(), *others,
     )  # fmt: skip
     return out
@@ -171,7 +172,7 @@ def _base(matrix: QuantizedMatrix, bits: int) -> int:
     return 0 if matrix.offsets is not None else (1 << (matrix.bits - 1)) - (1 << (bits - 1))
 
 
-@grouped_quantized_linear.implementation("cpu", supports=_in_bfloat16)
+@grouped_quantized_linear.implementation("cpu", supports=_in_two_bytes)
 def grouped_quantized_linear_cpu(
     x: Tensor, weight: QuantizedMatrix | QuantizedPanels, bias: Tensor | None, offsets: Tensor
 ) -> Tensor:  # fmt: skip

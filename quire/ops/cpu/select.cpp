@@ -25,11 +25,12 @@ struct Item {
 template <class S>
 struct Indexer {
   using T = typename S::T;
+  using Tensor = typename S::Tensor;
 
   const Geometry& g;
-  const T* q;
+  const Tensor* q;
   int64_t heads, stride;  // of q: from token to token; its heads lie one after the other
-  const T* weights;       // [tokens, heads]
+  const Tensor* weights;  // [tokens, heads]
   const uint32_t* cache;
   int64_t block_stride;  // in words
   const int32_t *table, *rows, *seen;
@@ -48,7 +49,7 @@ struct Indexer {
     for (int i = 0; i < item.tokens; i++)
       for (int h = 0; h < heads; h++) {
         T* row = reinterpret_cast<T*>(queries + (i * heads + h) * words);
-        memcpy(row, q + (item.token + i) * stride + h * g.head_dim, g.head_dim * sizeof(T));
+        copy_factors(q + (item.token + i) * stride + h * g.head_dim, g.head_dim, row);
         memset(row + g.head_dim, 0, (g.dim - g.head_dim) * sizeof(T));
       }
     const int32_t* blocks = table + rows[item.token] * table_stride;
@@ -150,9 +151,9 @@ void quire_select(const Geometry* g, const void* q, int64_t tokens, int64_t head
                   const int32_t* rows, const int32_t* seen, int32_t* slots, int64_t most, int64_t threads) {
   with_storage(*g, [&](auto storage) {
     using S = decltype(storage);
-    using T = typename S::T;
-    Indexer<S>{*g, (const T*)q, heads, q_stride, (const T*)weights, (const uint32_t*)cache, block_stride / TOKENS<S>,
-               (const int32_t*)place[0], rows, seen, place[1], slots, most, threads}
+    using Tensor = typename S::Tensor;
+    Indexer<S>{*g, (const Tensor*)q, heads, q_stride, (const Tensor*)weights, (const uint32_t*)cache,
+               block_stride / TOKENS<S>, (const int32_t*)place[0], rows, seen, place[1], slots, most, threads}
         .run(tokens);
   });
 }

@@ -19,7 +19,7 @@ _SLOT_BYTES = 1 << 19  # of a rank in a round; what is larger takes several roun
 
 
 class SharedSums(Shortcut):
-    """Takes contiguous tensors on CPUs: sums of float32 and bfloat16, and rows of any type."""
+    """Takes contiguous tensors on CPUs: sums of floating-point numbers, and rows of any type."""
 
     def __init__(self, group: Communicator, memory: mmap.mmap) -> None:
         self.group = group

@@ -1,5 +1,5 @@
-// Arithmetic on vectors of 16 lanes (lanes.h). Only where a single instruction matters (bf16 dot products and
-// conversions) are there intrinsics.
+// Arithmetic on vectors of 16 lanes (lanes.h). Only where a single instruction matters (bf16 dot products, conversions of
+// bf16 and fp16) are there intrinsics.
 #pragma once
 
 #include "lanes.h"
@@ -10,11 +10,16 @@ struct bf16 {
   uint16_t bits;
 };
 
+struct fp16 {
+  uint16_t bits;
+};
+
 // f(T{}), where T is the type with this code (dtypes.py).
 template <class F>
 inline void with_type(int dtype, F f) {
-  if (dtype == 1) f(bf16{});
-  else f(float{});
+  if (dtype == 0) f(float{});
+  else if (dtype == 1) f(bf16{});
+  else f(fp16{});
 }
 
 // f(T{}, W{}): of tensors and of a weight, which is float32 if it is wide.
@@ -28,6 +33,24 @@ const i32x16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 QUIRE_INLINE u32x16 load_words(const uint32_t* p) { return read<u32x16>(p); }
 QUIRE_INLINE f32x16 load(const float* p) { return read<f32x16>(p); }
 QUIRE_INLINE f32x16 load(const bf16* p) { return as<f32x16>(widened(read<u16x16>(p)) << 16); }
+
+// Exact.
+QUIRE_INLINE f32x16 widened_fp16(u16x16 v) {
+#if defined(__AVX512F__)
+  return as<f32x16>(_mm512_cvtph_ps(as<__m256i>(v)));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return each<f32x16>([&](auto i) { return (f32x16::Part)_mm256_cvtph_ps((__m128i)v.parts[i]); });
+#elif defined(__ARM_NEON)
+  return each<f32x16>([&](auto i) { return (f32x16::Part)vcvt_f32_f16(as<float16x4_t>(v.parts[i])); });
+#else
+  const u32x16 bits = widened(v), size = (bits & 0x7fff) << 13;
+  const f32x16 finite = as<f32x16>(size) * 0x1p112f;  // right for numbers below the normal ones, too
+  const u32x16 other = as<u32x16>(where(size >= 0x1fu << 23, as<f32x16>(size | 0x7f800000u), finite));
+  return as<f32x16>(other | (bits & 0x8000) << 16);
+#endif
+}
+
+QUIRE_INLINE f32x16 load(const fp16* p) { return widened_fp16(read<u16x16>(p)); }
 
 QUIRE_INLINE void store(uint32_t* p, u32x16 v) { write(p, v); }
 QUIRE_INLINE void store(float* p, f32x16 v) { write(p, v); }
@@ -45,10 +68,35 @@ QUIRE_INLINE u16x16 round_to_bf16(f32x16 v) {
 #endif
 }
 
+// The same to float16.
+QUIRE_INLINE u16x16 round_to_fp16(f32x16 v) {
+#if defined(__AVX512F__)
+  return as<u16x16>(_mm512_cvtps_ph(as<__m512>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return each<u16x16>([&](auto i) { return (u16x16::Part)_mm256_cvtps_ph((__m256)v.parts[i], _MM_FROUND_TO_NEAREST_INT); });
+#elif defined(__ARM_NEON)
+  return each<u16x16>([&](auto i) { return as<u16x16::Part>(vcvt_f16_f32((float32x4_t)v.parts[i])); });
+#else
+  const u32x16 bits = as<u32x16>(v), size = bits & 0x7fffffff;
+  const f32x16 x = as<f32x16>(size);
+  const u32x16 normal = ((size + 0xfff + ((size >> 13) & 1)) >> 13) - (112 << 10);
+  const u32x16 small = as<u32x16>(x + 0.5f) & 0x7ff;  // adding 1/2 leaves multiples of 2^-24
+  const u32x16 finite = where(x < 0x1p-14f, small, where(x < 65536.0f, normal, splat(uint32_t(0x7c00))));
+  return low_halves(where(v == v, finite, splat(uint32_t(0x7e00))) | ((bits >> 16) & 0x8000));
+#endif
+}
+
 QUIRE_INLINE void store(bf16* p, f32x16 v) { write(p, round_to_bf16(v)); }
+QUIRE_INLINE void store(fp16* p, f32x16 v) { write(p, round_to_fp16(v)); }
 
 QUIRE_INLINE f32x16 rounded_to(f32x16 v, float) { return v; }
 QUIRE_INLINE f32x16 rounded_to(f32x16 v, bf16) { return as<f32x16>(widened(round_to_bf16(v)) << 16); }
+QUIRE_INLINE f32x16 rounded_to(f32x16 v, fp16) { return widened_fp16(round_to_fp16(v)); }
+
+// The bits of each element as a number.
+QUIRE_INLINE u32x16 load_bits(const float* p) { return read<u32x16>(p); }
+template <class T>
+QUIRE_INLINE u32x16 load_bits(const T* p) { return widened(read<u16x16>(p)); }
 
 // The first n < 16 elements; the others are 0.
 template <class T>
@@ -210,6 +258,46 @@ QUIRE_INLINE f32x16 dot<bf16>(f32x16 sum, u32x16 line, u32x16 word) {
   sum = fma(as<f32x16>(line << 16), as<f32x16>(word << 16), sum);
   return fma(as<f32x16>(line & 0xffff0000u), as<f32x16>(word & 0xffff0000u), sum);
 #endif
+}
+
+// What products multiply: float16 is widened first.
+template <class T>
+using Factor = std::conditional_t<std::is_same_v<T, fp16>, float, T>;
+
+// Lines of factors that a line of words becomes: of float16 two, of the first elements of the words and of the second.
+template <class T>
+constexpr int UNPACKED = PAIR<T> / PAIR<Factor<T>>;
+
+template <class T>
+QUIRE_INLINE void unpack(u32x16 words, u32x16* lines) {
+  if constexpr (UNPACKED<T> == 1) {
+    lines[0] = words;
+  } else {
+#ifdef __AVX512F__
+    typedef uint16_t Elements __attribute__((vector_size(64)));
+    const Elements given = as<Elements>(words);
+    const __m512i sorted = as<__m512i>(__builtin_shufflevector(
+        given, given, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23,
+        25, 27, 29, 31));
+    lines[0] = as<u32x16>(_mm512_cvtph_ps(_mm512_castsi512_si256(sorted)));
+    lines[1] = as<u32x16>(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(sorted, 1)));
+#else
+    for (int i = 0; i < 2; i++) lines[i] = as<u32x16>(widened_fp16(low_halves(words >> 16 * i)));
+#endif
+  }
+}
+
+// Neighbouring factors of a row, as many as a line has.
+template <class T>
+QUIRE_INLINE u32x16 load_factors(const T* p) {
+  if constexpr (UNPACKED<T> == 1) return load_words((const uint32_t*)p);
+  else return as<u32x16>(load(p));
+}
+
+template <class T>
+inline void copy_factors(const T* from, int64_t n, Factor<T>* to) {
+  if constexpr (UNPACKED<T> == 1) memcpy(to, from, n * sizeof(T));
+  else for_lanes(n, [&](int64_t i, int lanes) { store_up_to(to + i, load_up_to(from + i, lanes), lanes); });
 }
 
 // Matrix products keep so many rows by so many lines of sums in registers.
