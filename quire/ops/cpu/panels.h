@@ -212,18 +212,18 @@ void multiply(const Format& format, const Shape& shape, int threads) {
         }
         // With few rows, memory sets the pace. The hardware brings what is read in order faster than prefetches can,
         // which have to wait for the first-level cache's buffers (37 GB/s for two cores, where memory gave 55).
-        if (pieces == 1) to_fetch = 0;
+        if (pieces == 1 && !unpacks) to_fetch = 0;
         const int portions = pieces + unpacks;
         auto portion = [&](int i) {
           const int64_t from = to_fetch * i / portions, to = to_fetch * (i + 1) / portions;
           return Ahead{ahead + from * 64, int(to - from)};
         };
-        Ahead first_portion = unpacks ? portion(pieces) : Ahead{ahead, 0};
+        Ahead first_portion = unpacks ? portion(0) : Ahead{ahead, 0};
         const Part part = format.part(panel, word, words, lines, pieces, is_row, unpacked, first_portion);
         int row = 0;
         for (int piece = 0; piece < pieces; piece++) {  // of nearly equal sizes
           const int count = (rows - row + pieces - piece - 1) / (pieces - piece);
-          Ahead fetched = portion(piece);
+          Ahead fetched = portion(piece + unpacks);
 #ifdef QUIRE_TILES
           if (in_tiles) {
             tiles.configure(count);

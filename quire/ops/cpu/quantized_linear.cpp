@@ -9,10 +9,10 @@
 //
 // Codes of 4 bits that stand for values of a table are not multiplied in integers: their values are looked up, sixteen in
 // an instruction, and multiplied with the activations as they are.
-#include <cmath>
 #include <numeric>
 
 #include "blocks.h"
+#include "byte_products.h"
 #include "narrow_codes.h"
 #include "panels.h"
 #include "replay.h"
@@ -21,100 +21,6 @@
 using namespace quire;
 
 namespace {
-
-// What is subtracted from codes of 8 bits where the processor multiplies signed bytes only.
-#if defined(__ARM_NEON) && !defined(__ARM_FEATURE_MATMUL_INT8)
-constexpr int LESS = 128;
-#else
-constexpr int LESS = 0;
-#endif
-
-// Adds to each lane the products of its four bytes: of `codes`, which are unsigned if LESS is 0, and `x`, signed.
-QUIRE_INLINE i32x16 dot_bytes(i32x16 sum, u32x16 codes, uint32_t x) {
-#if defined(__AVX512VNNI__)
-  return as<i32x16>(_mm512_dpbusd_epi32(as<__m512i>(sum), as<__m512i>(codes), _mm512_set1_epi32(int(x))));
-#elif defined(__AVX2__)
-  // Products of 16 bits, of the even bytes and of the odd ones: those of 8 bits would overflow in pairs.
-  const uint32_t even = (uint32_t(int8_t(x)) & 0xffff) | uint32_t(int8_t(x >> 16)) << 16;
-  const uint32_t odd = (uint32_t(int8_t(x >> 8)) & 0xffff) | uint32_t(int8_t(x >> 24)) << 16;
-  const u32x16 low = codes & 0x00ff00ffu, high = codes >> 8 & 0x00ff00ffu;
-  __m256i parts[2], lows[2], highs[2];
-  memcpy(parts, &sum, 64), memcpy(lows, &low, 64), memcpy(highs, &high, 64);
-  for (int i = 0; i < 2; i++) {
-    parts[i] = _mm256_add_epi32(parts[i], _mm256_madd_epi16(lows[i], _mm256_set1_epi32(int(even))));
-    parts[i] = _mm256_add_epi32(parts[i], _mm256_madd_epi16(highs[i], _mm256_set1_epi32(int(odd))));
-  }
-  memcpy(&sum, parts, 64);
-  return sum;
-#elif defined(__ARM_NEON)
-  const int8x16_t by = as<int8x16_t>(vdupq_n_u32(x));
-  return each<i32x16>([&](auto i) {
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-    return vusdotq_s32(sum.parts[i], as<uint8x16_t>(codes.parts[i]), by);
-#elif defined(__ARM_FEATURE_DOTPROD)
-    return vdotq_s32(sum.parts[i], as<int8x16_t>(codes.parts[i]), by);
-#else  // two products fit into 16 bits, since no byte of x is -128
-    const int8x16_t part = as<int8x16_t>(codes.parts[i]);
-    const int16x8_t low = vmull_s8(vget_low_s8(part), vget_low_s8(by)), high = vmull_high_s8(part, by);
-    return vpadalq_s16(sum.parts[i], vpaddq_s16(low, high));
-#endif
-  });
-#else
-  for (int i = 0; i < 4; i++) sum += as<i32x16>(codes >> 8 * i & 0xffu) * int32_t(int8_t(x >> 8 * i));
-  return sum;
-#endif
-}
-
-QUIRE_INLINE i32x16 dot_word(i32x16 sum, u32x16 codes, const uint32_t* x, std::integral_constant<int, 8>) {
-  return dot_bytes(sum, LESS ? codes ^ 0x80808080u : codes, *x);
-}
-
-QUIRE_INLINE i32x16 dot_word(i32x16 sum, u32x16 codes, const uint32_t* x, std::integral_constant<int, 4>) {
-  return dot_bytes(dot_bytes(sum, codes & 0x0f0f0f0fu, x[0]), codes >> 4 & 0x0f0f0f0fu, x[1]);
-}
-
-// Activations in 8 bits: codes [rows, stride], scales and sums of codes [rows, groups].
-struct Activations {
-  int64_t stride = 0, groups = 0;
-  std::vector<int8_t> codes;
-  std::vector<float> scales;
-  std::vector<int32_t> sums;
-
-  template <class T>
-  void quantize(const T* x, int64_t x_stride, int64_t rows, int64_t in, int64_t group, int bits, int threads) {
-    stride = in + 2 * LANES;  // a group is written in steps of 16
-    groups = (in + group - 1) / group;
-    codes.resize(rows * stride), scales.resize(rows * groups), sums.resize(rows * groups);
-    for_each(rows, rows * in > 32768 ? threads : 1, [&](int64_t row) {
-      memset(codes.data() + row * stride + in, 0, stride - in);  // which the rest of a unit of weights is multiplied with
-      for (int64_t g = 0, from = 0; g < groups; g++, from += group)
-        quantize_group(x + row * x_stride + from, std::min(group, in - from), bits, codes.data() + row * stride + from,
-                       scales[row * groups + g], sums[row * groups + g]);
-    });
-  }
-
-  template <class T>
-  static void quantize_group(const T* x, int64_t n, int bits, int8_t* to, float& scale, int32_t& sum) {
-    f32x16 top = {};
-    for_lanes(n, [&](int64_t i, int count) {
-      const f32x16 v = load_up_to(x + i, count);
-      top = larger(top, where(v < 0.0f, -v, v));
-    });
-    const float largest = maximum(top), inverse = largest > 0 ? 127 / largest : 0;
-    scale = largest / 127;
-    const f32x16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-    i32x16 total = {};
-    for_lanes(n, [&](int64_t i, int count) {
-      const i32x16 code = as<i32x16>(load_up_to(x + i, count) * inverse + shift) - as<i32x16>(shift);
-      total += code;
-      u8x16 bytes = low_bytes(as<u32x16>(code));
-      if (bits == 4) bytes = __builtin_shufflevector(bytes, bytes, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-      memcpy(to + i, &bytes, sizeof(bytes));
-    });
-    sum = 0;
-    for (int i = 0; i < LANES; i++) sum += total[i];
-  }
-};
 
 // BITS: of codes as visits read them.
 template <int BITS>
@@ -138,11 +44,13 @@ struct Quantized {
   }
   int64_t step() const { return is_narrow() ? stored(std::lcm(group_words, int64_t(wide_words(bits)))) : group_words; }
 
-  // One row does without if groups consist of whole units: it widens codes in registers.
+  // One row does without if groups have multiples of 16 inputs: it widens codes in registers.
   bool widens_codes(bool is_row) const {
-    return is_narrow() && !(is_row && (group_words % wide_words(bits) == 0 || group_words == row_words));
+    return is_narrow() && !(is_row && (group_words * INPUTS % 16 == 0 || group_words == row_words));
   }
-  bool unpacks(int, bool is_row) const { return widens_codes(is_row) || scales.unpacks() || offsets.unpacks(); }
+  bool has_offsets() const { return offsets.numbers.words; }
+  bool widens_scales() const { return scales.unpacks() || offsets.unpacks(); }
+  bool unpacks(int, bool is_row) const { return widens_codes(is_row) || (widens_scales() && !is_row); }
 
   void expect(int64_t panel, int lines) const { scales.expect(panel, lines), offsets.numbers.expect(panel, lines); }
 
@@ -156,6 +64,7 @@ struct Quantized {
       part.is_wide = widens_codes(is_row);
       if (part.is_wide) part.weights = widened(part.weights, units, lines, unpacked.words, ahead.portion(2));
     }
+    if (is_row && (is_narrow() || widens_scales())) return part;  // for visit_row
     const int64_t first = part.word / group_words, groups = (part.words + group_words - 1) / group_words;
     part.scales = scales.of(panel, first, groups, lines, unpacked.scales, ahead.portion(offsets.unpacks() ? 2 : 1));
     part.offsets = offsets.of(panel, first, groups, lines, unpacked.offsets, ahead);
@@ -185,11 +94,13 @@ struct Quantized {
   template <int R, int C>
   void visit(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
     if constexpr (R == 1)
-      if (is_narrow() && !part.is_wide)
+      if (!part.scales) {
+        if (!is_narrow() || part.is_wide) return visit_row<BITS, C>(part, row, line, sums, ahead);
         return with_bits(bits, [&](auto constant) {
           constexpr int N = constant.value;
-          if constexpr (wide_bits(N) == BITS) visit_narrow<N, C>(part, row, line, sums, ahead);
+          if constexpr (wide_bits(N) == BITS) visit_row<N, C>(part, row, line, sums, ahead);
         });
+      }
     const int stride = part.stride();
     const int64_t word = part.word, words = part.words;
     Ahead::Pace pace = ahead.pace(words);
@@ -199,15 +110,12 @@ struct Quantized {
          begin += group_words, g++, at += stride) {
       const int64_t end = std::min(begin + group_words, words);
       i32x16 sum[R][C];
-      begin_group(part, row, g, sum);
+      begin_group(row, g, sum);
 #ifdef QUIRE_BLOCKS
       if constexpr (R > 1)
         add_blocks<R>(w + begin * stride, stride, end - begin, word + begin, codes, sum, ahead, pace);
       else
 #endif
-      if constexpr (R == 1 && BITS == 4 && !LESS)
-        add_row(w + begin * stride, stride, end - begin, codes + (word + begin) * INPUTS, sum, ahead, pace);
-      else
       for (int64_t i = begin; i < end; i++) {
         u32x16 line[C];
 #pragma GCC unroll 4
@@ -226,62 +134,62 @@ struct Quantized {
     }
   }
 
-  // What the loop over the words of a group does, for one row: the upper halves of bytes stay where they are.
-  template <int C>
-  QUIRE_INLINE void add_row(const uint32_t* w, int stride, int64_t words, const int8_t* codes, i32x16 (&sum)[1][C],
-                            Ahead& ahead, Ahead::Pace& pace) const {
-    i32x16 upper[C] = {};
-    for (int64_t i = 0; i < words; i++) {
-      uint32_t word_of_x[2];
-      memcpy(word_of_x, codes + i * 8, 8);
-      ahead.fetch(pace);
-#pragma GCC unroll 4
-      for (int c = 0; c < C; c++) {
-        const u32x16 line = load_words(w + i * stride + c * LANES);
-        sum[0][c] = dot_bytes(sum[0][c], line & 0x0f0f0f0fu, word_of_x[0]);
-        upper[c] = dot_bytes(upper[c], line & 0xf0f0f0f0u, word_of_x[1]);
-      }
-    }
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) sum[0][c] += upper[c] >> 4;
-  }
-
-  // One row, whose codes are widened here.
+  // One row, whose codes, of N bits, and scales are widened in registers: it needs each of them once.
   template <int N, int C>
-  void visit_narrow(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
-    constexpr int WIDE = wide_words(N);
+  void visit_row(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
+    constexpr bool IS_NARROW = N < BITS, HAS_HALVES = IS_NARROW && N % 2;  // units of 32 codes, or of 16
+    constexpr int WIDE = IS_NARROW ? wide_words(N) : 1, TAKEN = HAS_HALVES ? WIDE / 2 : WIDE;
+    constexpr int STORED = IS_NARROW ? stored_words(N) : 1;
     const int stride = part.stride();
-    Ahead::Pace pace = ahead.pace(part.words / WIDE + 1);
+    Ahead::Pace pace = ahead.pace(part.words / TAKEN + 1);
     const uint32_t* w = part.weights + line * LANES;
     const int8_t* codes = x.codes.data() + row * x.stride + part.word * INPUTS;
-    for (int64_t begin = 0, g = part.word / group_words, at = line * LANES; begin < part.words;
-         begin += group_words, g++, at += stride) {
+    ScaleReader<C> scale(scales, part.panel, part.lines, line), offset(offsets, part.panel, part.lines, line);
+    for (int64_t begin = 0, g = part.word / group_words; begin < part.words; begin += group_words, g++) {
       const int64_t end = std::min(begin + group_words, part.words);
       i32x16 sum[1][C];
-      begin_group(part, row, g, sum);
-      for (int64_t i = begin; i < end; i += WIDE, w += stored_words(N) * stride) {
+      begin_group(row, g, sum);
+      for (int64_t i = begin; i < end; i += TAKEN) {
         ahead.fetch(pace);
-        uint32_t word_of_x[WIDE][X_WORDS];
+        uint32_t word_of_x[TAKEN][X_WORDS];
         memcpy(word_of_x, codes + i * INPUTS, sizeof(word_of_x));
+        auto add = [&](auto first) {
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) {
-          u32x16 wide[WIDE];
-          widen_codes<N>([&](int word) { return load_words(w + word * stride + c * LANES); }, wide);
+          for (int c = 0; c < C; c++) {
+            u32x16 wide[WIDE];
+            auto load_word = [&](int word) { return load_words(w + word * stride + c * LANES); };
+            if constexpr (IS_NARROW) widen_codes<N>(load_word, wide);
+            else wide[0] = load_word(0);
 #pragma GCC unroll 8
-          for (int word = 0; word < WIDE; word++)
-            sum[0][c] = dot_word(sum[0][c], wide[word], word_of_x[word], Constant<BITS>{});
-        }
+            for (int word = 0; word < TAKEN; word++)
+              sum[0][c] = dot_word(sum[0][c], wide[first.value + word], word_of_x[word], Constant<BITS>{});
+          }
+        };
+        const bool is_second = HAS_HALVES && (part.word + i) / TAKEN % 2;
+        if (is_second) add(Constant<WIDE - TAKEN>{});
+        else add(Constant<0>{});
+        if (is_second || !HAS_HALVES) w += STORED * stride;
       }
-      end_group(part, row, g, at, sum, sums);
+      f32x16 by[C], more[C];
+      scale.read(g, by);
+      if (has_offsets()) offset.read(g, more);
+      const float x_scale = x.scales[row * x.groups + g], x_sum = x_scale * float(x.sums[row * x.groups + g]);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) {
+        f32x16 all = g == 0 ? f32x16{} : load(sums + c * LANES);
+        all = fma(to_float(sum[0][c]), by[c] * x_scale, all);
+        if (has_offsets()) all = fma(more[c], splat(x_sum), all);
+        store(sums + c * LANES, all);
+      }
     }
   }
 
   template <int R, int C>
-  QUIRE_INLINE void begin_group(const Part& part, int64_t row, int64_t g, i32x16 (&sum)[R][C]) const {
+  QUIRE_INLINE void begin_group(int64_t row, int64_t g, i32x16 (&sum)[R][C]) const {
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
       const int32_t zero =
-          part.offsets && !SHIFT ? 0 : (part.offsets ? SHIFT : SHIFT - centre()) * x.sums[(row + r) * x.groups + g];
+          has_offsets() && !SHIFT ? 0 : (has_offsets() ? SHIFT : SHIFT - centre()) * x.sums[(row + r) * x.groups + g];
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) sum[r][c] = splat(zero);
     }

@@ -111,4 +111,56 @@ struct Scales {
   }
 };
 
+// A column of C lines.
+template <int C>
+QUIRE_INLINE void read_column(int type, const uint32_t* words, int64_t column, int stride, f32x16 (&to)[C]) {
+  auto read = [&](auto constant) {
+    constexpr int TYPE = constant.value, IN_WORD = 32 / bits_of(TYPE);
+    const uint32_t* row = words + column / IN_WORD * stride;
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++)
+      to[c] = number<TYPE>(load_words(row + c * LANES), uint32_t(column % IN_WORD) * bits_of(TYPE));
+  };
+  switch (type) {
+    case FLOAT32: return read(Constant<FLOAT32>{});
+    case FLOAT16: return read(Constant<FLOAT16>{});
+    case BFLOAT16: return read(Constant<BFLOAT16>{});
+    case UNSIGNED: return read(Constant<UNSIGNED>{});
+    case SIGNED: return read(Constant<SIGNED>{});
+  }
+}
+
+// Reads the scales of groups one after the other, of C lines from `line`: for one row, which needs each of them once.
+template <int C>
+class ScaleReader {
+ public:
+  ScaleReader(const Scales& scales, int64_t panel, int lines, int line)
+      : scales_(scales), stride_(lines * LANES) {
+    if (!scales.numbers.words) return;
+    words_ = scales.numbers.panel(panel) + line * LANES;
+    if (!scales.factors.words) return;
+    factors_ = scales.factors.panel(panel) + line * LANES;
+    run_ = scales.numbers.columns * scales.kinds / scales.factors.columns;
+  }
+
+  QUIRE_INLINE void read(int64_t group, f32x16 (&to)[C]) {
+    read_column(scales_.numbers.type, words_, group, stride_, to);
+    if (!factors_) return;
+    if (group >= stop_) {
+      const int64_t factor = group / run_;
+      read_column(scales_.factors.type, factors_, factor * scales_.kinds + scales_.kind, stride_, factor_);
+      stop_ = (factor + 1) * run_;
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) to[c] = to[c] * factor_[c];
+  }
+
+ private:
+  const Scales scales_;
+  const int stride_;
+  const uint32_t *words_ = nullptr, *factors_ = nullptr;
+  int64_t run_ = 1, stop_ = 0;
+  f32x16 factor_[C];
+};
+
 }  // namespace quire
