@@ -9,8 +9,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionShape, Preparation, PreparingBackend, Scores, Selection, StepLayout
 from quire.attention.cells import SCALE_BYTES
-from quire.ops.cpu.build import kernel, library
-from quire.ops.cpu.dtypes import CODES
+from quire.ops.cpu.build import CODES, kernel, library
 
 _TASK_INTS, _MERGE_INTS = 8, 4  # int32s in Task and Merge of attention.h
 _TASKS_PER_THREAD = 4  # no fewer than in attention.h

@@ -47,13 +47,19 @@ def said(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.parametrize("variant", RECORDED)
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"},
+     pytest.param({"dtype": "float16"}, marks=pytest.mark.sampled(3))],
+    ids=str,
+)  # fmt: skip
 def test_replayed_steps_change_nothing(tmp_path, variant, options):
     kind, config, writing = ALL_VARIANTS[variant]
     path = write_checkpoint(tmp_path, kind, config, **writing)
-    llm = make_llm(path, dtype="bfloat16", **options)
+    options = {"dtype": "bfloat16", **options}
+    llm = make_llm(path, **options)
     graphs = llm.core.executor.runner.forward
-    assert said(llm) == said(make_llm(path, dtype="bfloat16", enforce_eager=True, **options))
+    assert said(llm) == said(make_llm(path, enforce_eager=True, **options))
     assert graphs.usable
     if llm.config.scheduler.speculation is None:  # drafts would give steps of other sizes
         assert sorted(graphs._recorded) == [StepSize(n, n, 1) for n in range(1, len(PROMPTS) + 1)]

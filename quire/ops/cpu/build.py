@@ -22,6 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quire.messages.errors import error_text
 from quire.ops.cpu.processor import INSTRUCTION_SETS, USED_FEATURES, cpu_features
 from quire.system import limits
@@ -34,6 +36,7 @@ PACKAGED = SOURCES / "compiled"  # the libraries of a wheel, one for each instru
 FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-Wno-psabi", "-ffp-contract=off")  # the last: see vector.h, fma
 _DISK = 1 << 25  # bytes of disk that compiling needs
 _MEMORY = 400 << 20  # bytes that the compiler needs for the largest source
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of types of tensors: with_type in vector.h
 _ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
 
 

@@ -6,8 +6,7 @@ They are called hundreds of times a step, often on a few kilobytes, so they must
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.build import kernel, library
-from quire.ops.cpu.dtypes import CODES
+from quire.ops.cpu.build import CODES, kernel, library
 from quire.ops.reference import elementwise as reference
 from quire.ops.registry import Target
 

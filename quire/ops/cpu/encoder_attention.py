@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.build import kernel
-from quire.ops.cpu.dtypes import CODES
+from quire.ops.cpu.build import CODES, kernel
 from quire.ops.cpu.elementwise import on_cpu
 from quire.ops.reference.encoder_attention import encoder_attention
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.build import kernel
-from quire.ops.cpu.dtypes import CODES
+from quire.ops.cpu.build import CODES, kernel
 from quire.ops.cpu.elementwise import on_cpu
 from quire.ops.cpu.linear import check_width, grouped_linear_cpu
 from quire.ops.cpu.panels import PANEL, Panels

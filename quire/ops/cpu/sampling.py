@@ -4,8 +4,7 @@ largest logits without sorting all of them."""
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.build import kernel, library
-from quire.ops.cpu.dtypes import CODES
+from quire.ops.cpu.build import CODES, kernel, library
 from quire.ops.reference import sampling as reference
 from quire.ops.registry import Target
 

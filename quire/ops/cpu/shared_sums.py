@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.metrics.logging import logger
-from quire.ops.cpu.build import kernel, library
-from quire.ops.cpu.dtypes import CODES
+from quire.ops.cpu.build import CODES, kernel, library
 from quire.parallel.mesh import Communicator, Shortcut
 
 _ARRIVAL_BYTES = 64  # of a rank, see shared_sums.cpp

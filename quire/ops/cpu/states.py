@@ -5,8 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.build import kernel
-from quire.ops.cpu.dtypes import CODES
+from quire.ops.cpu.build import CODES, kernel
 from quire.ops.cpu.elementwise import on_cpu
 from quire.ops.reference import states as reference
 from quire.ops.reference.states import Pages, StatePlan

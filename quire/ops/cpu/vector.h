@@ -14,7 +14,7 @@ struct fp16 {
   uint16_t bits;
 };
 
-// f(T{}), where T is the type with this code (dtypes.py).
+// f(T{}), where T is the type with this code (CODES in build.py).
 template <class F>
 inline void with_type(int dtype, F f) {
   if (dtype == 0) f(float{});
