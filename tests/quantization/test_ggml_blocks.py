@@ -11,9 +11,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from ops.test_quantized import needs_kernels
 from safetensors.torch import load_file, save_file
 
-from ops.test_quantized import needs_kernels
 from quire.loading.gguf import read_gguf
 from quire.ops.cpu.quantized_linear import quantized_linear_cpu
 from quire.ops.reference.quantized import QuantizedMatrix

@@ -26,7 +26,6 @@ from quire.ops.reference.quantized import (
 )
 from quire.ops.registry import Target
 
-
 # How the kernels count the types of scales, offsets and factors (scales.h).
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4}
 
@@ -75,7 +74,9 @@ class QuantizedPanels:
 
     def joined(self, others: Sequence["QuantizedPanels"]) -> "QuantizedPanels":
         """The outputs of this and then of others of its form, each of whole panels."""
-        parts = {name: [panels, *(other._panels()[name] for other in others)] for name, panels in self._panels().items()}
+        parts = {
+            name: [panels, *(other._panels()[name] for other in others)] for name, panels in self._panels().items()
+        }
         data: dict[str, Any] = {name: Panels.joined(panels) for name, panels in parts.items()}
         return replace(self, **data, out_features=sum(part.out_features for part in (self, *others)))
 
