@@ -160,8 +160,9 @@ def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix | QuantizedPanels:
     if matrix.codes.is_floating_point() or any(t is not None and t.dtype not in _TYPES for t in of_groups.values()):
         scales, offsets = matrix.effective_scales(), matrix.effective_offsets()
         of_groups = {"scales": scales, "offsets": offsets, "factors": None}
-    form = replace(matrix, codes=matrix.codes[:0], **{n: None if t is None else t[:0] for n, t in of_groups.items()})
-    packed = {name: None if t is None else Panels.of(t.flatten(1)) for name, t in of_groups.items()}
+    empty: dict[str, Any] = {name: None if t is None else t[:0] for name, t in of_groups.items()}
+    form = replace(matrix, codes=matrix.codes[:0], **empty)
+    packed: dict[str, Any] = {name: None if t is None else Panels.of(t.flatten(1)) for name, t in of_groups.items()}
     table = None if matrix.table is None else tensor_of(matrix.table, matrix.codes.device)
     return QuantizedPanels(form, Panels.of(codes), **packed, table=table, bits=bits, out_features=matrix.out_features)
 
