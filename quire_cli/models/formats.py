@@ -23,14 +23,11 @@ _FILE_TYPES = {  # general.file_type, by llama.cpp's numbers
     28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
     39: "NVFP4", 40: "Q1_0", 41: "Q2_0",
 }  # fmt: skip
-_GGUF_TYPES = {  # bits of a code, elements of a group, and whether groups have offsets; all others are floats
-    "Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q5_0": (5, 32, False), "Q5_1": (5, 32, True),
-    "Q8_0": (8, 32, False), "Q2_K": (2, 16, True), "Q3_K": (3, 16, False), "Q4_K": (4, 32, True),
-    "Q5_K": (5, 32, True), "Q6_K": (6, 16, False), "IQ4_NL": (4, 32, False), "IQ4_XS": (4, 32, False),
-    "MXFP4": (4, 32, False), "NVFP4": (4, 16, False), "IQ1_S": (4, 32, False), "IQ1_M": (4, 16, False),
-    "IQ2_XXS": (4, 32, False), "IQ2_XS": (4, 16, False), "IQ2_S": (4, 16, False), "IQ3_XXS": (4, 32, False),
-    "IQ3_S": (4, 32, False), "TQ1_0": (4, 256, False), "TQ2_0": (4, 256, False), "Q1_0": (4, 128, False),
-    "Q2_0": (4, 64, False),
+_GGUF_TYPES = {  # bits of a weight in memory on CPUs, with those of its group and super-block; all others are floats
+    "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 6, "Q8_0": 8.5, "Q2_K": 3.125, "Q3_K": 3.5625, "Q4_K": 4.625,
+    "Q5_K": 5.625, "Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.5, "NVFP4": 5, "IQ1_S": 4.3125,
+    "IQ1_M": 4.5625, "IQ2_XXS": 4.3125, "IQ2_XS": 4.5625, "IQ2_S": 4.5625, "IQ3_XXS": 4.3125, "IQ3_S": 4.3125,
+    "TQ1_0": 4.0625, "TQ2_0": 4.0625, "Q1_0": 4.125, "Q2_0": 4.25,
 }  # fmt: skip
 
 
@@ -113,8 +110,7 @@ def gguf_format(gguf: GgufFile) -> str:
 
 def gguf_bytes(kind: str) -> float:
     """Bytes of a parameter in memory, by the type of its tensor in a GGUF file."""
-    bits, group, has_offsets = _GGUF_TYPES.get(kind, (16, 0, False))
-    return _bytes(bits, group, has_offsets)
+    return _GGUF_TYPES.get(kind, 16) / 8
 
 
 def quantized_bytes(config: Mapping[str, Any]) -> float:
@@ -144,8 +140,8 @@ def _four_bit_floats(settings: Mapping[str, Any]) -> int | None:
 
 
 def _bytes(bits: int, group: int, has_offsets: bool) -> float:
-    """Codes take 4 bits or 8. Each group has a scale, and perhaps an offset, in float32."""
+    """Each group has a scale of 16 bits, and perhaps an offset in float32."""
     if bits > 8:
         return bits / 8
-    scales = 4 * (2 if has_offsets else 1) / group if group > 0 else 0.0
-    return (0.5 if bits <= 4 else 1.0) + scales
+    scales = (6 if has_offsets else 2) / group if group > 0 else 0.0
+    return (bits if bits <= 6 else 8) / 8 + scales
