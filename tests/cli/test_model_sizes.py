@@ -79,7 +79,7 @@ def test_the_memory_of_a_gguf_file_is_known(wide, tmp_path: Path, kind):
 def test_the_memory_of_a_checkpoint_is_known(wide, tmp_path: Path, form):
     """Nearly: some files have wider scales than memory."""
     path = wide if form is None else write_quantized(wide, tmp_path, {**FORMATS, **FURTHER}[form])[0]
-    assert footprint_of(path).weights(None)[0] == pytest.approx(memory.weights_in_memory(built(path)), rel=0.04)
+    assert footprint_of(path).weights(None)[0] == pytest.approx(memory.weights_in_memory(built(path)), rel=0.08)
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "gemma3", "deepseek_v2", "gpt2"])
