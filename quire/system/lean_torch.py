@@ -26,7 +26,6 @@ def prepare() -> None:
     # new objects, takes a fifth of the import time.
     gc.set_threshold(100_000)
     if "torch" not in sys.modules:
-        sys.modules[_DEFERRED] = _StandIn(_DEFERRED)
         sys.meta_path.insert(0, _Watch())
 
 
@@ -36,6 +35,13 @@ def _catch_up() -> ModuleType:
         del sys.modules[_DEFERRED]
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watch)]
     return import_module(_DEFERRED)
+
+
+def _allow_generators() -> None:
+    """torch 2.13 refuses to make a torch.Generator before a module that is deferred has done this."""
+    torch: Any = sys.modules["torch"]
+    if hasattr(torch._C, "_set_generator_metaclass"):
+        torch._C._set_generator_metaclass(import_module("torch._opaque_base").OpaqueBaseMeta)
 
 
 class _StandIn(ModuleType):
@@ -49,6 +55,9 @@ class _Watch(MetaPathFinder, Loader):
     """Sees which modules are imported."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name == _DEFERRED:
+            _allow_generators()
+            return ModuleSpec(name, self)
         if name not in _RELATED:
             return None
         _catch_up()
@@ -60,7 +69,7 @@ class _Watch(MetaPathFinder, Loader):
         return module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return sys.modules[spec.name]  # imported meanwhile
+        return _StandIn(spec.name) if spec.name == _DEFERRED else sys.modules[spec.name]  # the latter: imported meanwhile
 
     def exec_module(self, module: ModuleType) -> None:
         pass

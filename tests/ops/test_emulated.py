@@ -16,7 +16,8 @@ from support.emulated import CROSS_COMPILER, PROCESSORS, EmulatedLibrary, need_e
 from support.kernel_checks import check_against_references
 
 pytestmark = pytest.mark.xdist_group("emulated")
-# Emulation is slow: one processor of the newest kind is tested with each change, and the older ones every night.
+# Emulation is slow: the library of one processor of the newest kind is compiled, and products of a row are computed, with
+# each change. Everything else is tested every night.
 NAMES = [
     pytest.param(name, marks=pytest.mark.slow if name == "neon-bf16" else pytest.mark.nightly) for name in PROCESSORS
 ]
@@ -50,6 +51,7 @@ def library(request: pytest.FixtureRequest, paths, monkeypatch) -> Iterator[Emul
     emulated.close()
 
 
+@pytest.mark.nightly
 def test_emulated_kernels_compute_what_the_references_do(library, monkeypatch):
     check_against_references(library, monkeypatch)
 
