@@ -69,7 +69,9 @@ class _Watch(MetaPathFinder, Loader):
         return module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _StandIn(spec.name) if spec.name == _DEFERRED else sys.modules[spec.name]  # the latter: imported meanwhile
+        if spec.name == _DEFERRED:
+            return _StandIn(spec.name)
+        return sys.modules[spec.name]  # imported meanwhile
 
     def exec_module(self, module: ModuleType) -> None:
         pass
