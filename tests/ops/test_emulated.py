@@ -16,7 +16,7 @@ from support.emulated import CROSS_COMPILER, PROCESSORS, EmulatedLibrary, need_e
 from support.kernel_checks import check_against_references
 
 pytestmark = pytest.mark.xdist_group("emulated")
-# Emulation is slow: with each change, one processor's library is compiled, and products of a row are computed. Everything
+# Emulation is slow: with each change, one processor's library is compiled, and products of a row are computed. All
 # else is tested every night.
 NAMES = [
     pytest.param(name, marks=pytest.mark.slow if name == "neon-bf16" else pytest.mark.nightly) for name in PROCESSORS
