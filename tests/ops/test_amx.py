@@ -42,6 +42,7 @@ def sources_of_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O1"))
 
 
+@pytest.mark.nightly
 def test_products_of_tiles_compute_what_the_references_do(sources_of_products, monkeypatch, tmp_path):
     large, native = 2.0**30, build.INSTRUCTION_SETS["native"][0]
     x, weight = torch.tensor([[large, 1, -large, 1]]).bfloat16(), torch.ones(1, 4).bfloat16()
