@@ -80,7 +80,9 @@ def _footprint(config: dict[str, Any], spec: DecoderSpec, generates: bool, file_
         return Footprint(spec, parameters, size, size, size, True, size, generates)
     tables = parameters.embedding + parameters.head
     in_files = (file_bytes - HALF * tables) / max(1, parameters.total - tables)
-    linear = max(in_files, quantized_bytes(config))  # some layers may not be quantized, or have longer codes in memory
+    linear = quantized_bytes(config)
+    if in_files > 1.02 * max(linear, quantized_bytes(config, scale_bytes=4)):  # some layers are not quantized
+        linear = in_files
     return Footprint(spec, parameters, linear, HALF, HALF, generates=generates)
 
 

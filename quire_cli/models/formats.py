@@ -113,8 +113,9 @@ def gguf_bytes(kind: str) -> float:
     return _GGUF_TYPES.get(kind, 16) / 8
 
 
-def quantized_bytes(config: Mapping[str, Any]) -> float:
-    """Bytes of a parameter of a quantized layer in memory, as far as config.json tells."""
+def quantized_bytes(config: Mapping[str, Any], scale_bytes: int = 2) -> float:
+    """Bytes of a parameter of a quantized layer, as far as config.json tells. Scales have two bytes each in memory, and
+    may have more in files."""
     settings = _settings(config)
     nested = _nested(settings)
     group: Any = settings.get("group_size") or settings.get("q_group_size") or nested.get("group_size") or 0
@@ -126,7 +127,11 @@ def quantized_bytes(config: Mapping[str, Any]) -> float:
         weights = _weights_of_group(settings)
         bits, group = weights.get("num_bits") or 8, weights.get("group_size") or 0
         has_offsets = not weights.get("symmetric", True)
-    return _bytes(int(bits), int(group), has_offsets)
+    bits, group = int(bits), int(group)
+    if bits > 8:
+        return bits / 8
+    of_group = scale_bytes + (4 if has_offsets else 0)  # offsets are float32
+    return (bits if bits <= 6 else 8) / 8 + (of_group / group if group > 0 else 0.0)
 
 
 def _four_bit_floats(settings: Mapping[str, Any]) -> int | None:
@@ -137,11 +142,3 @@ def _four_bit_floats(settings: Mapping[str, Any]) -> int | None:
     if method.startswith("modelopt"):
         return 16 if settings.get("quant_algo") == "NVFP4" else None
     return 32 if method == "mxfp4" else None
-
-
-def _bytes(bits: int, group: int, has_offsets: bool) -> float:
-    """Each group has a scale of 16 bits, and perhaps an offset in float32."""
-    if bits > 8:
-        return bits / 8
-    scales = (6 if has_offsets else 2) / group if group > 0 else 0.0
-    return (bits if bits <= 6 else 8) / 8 + scales

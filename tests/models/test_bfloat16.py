@@ -101,14 +101,18 @@ def test_bfloat16_chooses_the_tokens_that_float32_does(tmp_path, variant):
 @each_variant
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(checkpoints, references, variant):
     """Random models, all variants."""
+    check_that_errors_are_as_small_as_those_of_transformers(checkpoints, references, variant, torch.bfloat16)
+
+
+def check_that_errors_are_as_small_as_those_of_transformers(checkpoints, references, variant, dtype):
     continuation = references.continuations(variant)[len(LENGTHS) - 1]
     text = continuation.prompt + continuation.token_ids
     model = references.model(variant)
     right = logits(model, text)
     weights = {name: parameter.data for name, parameter in model.named_parameters()}
-    cast(model, torch.bfloat16)
+    cast(model, dtype)
     rounded = logits(model, text).float()
     for name, parameter in model.named_parameters():
         parameter.data = weights[name]
-    ours = teacher_forced_logits(make_llm(checkpoints.path(variant), dtype="bfloat16"), text).float()
-    assert error(ours, right) <= 1.5 * error(rounded, right)
+    ours = teacher_forced_logits(make_llm(checkpoints.path(variant), dtype=str(dtype).removeprefix("torch.")), text)
+    assert error(ours.float(), right) <= 1.5 * error(rounded, right)

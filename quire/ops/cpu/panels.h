@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
 #include <vector>
 
 #include "team.h"
@@ -126,7 +127,7 @@ struct Shape {
 // reads from one end of its share of the weights to the other, as the hardware expects.
 class Ranges {
  public:
-  Ranges(int64_t items, int count) : items_(items), next_(count) {
+  Ranges(int64_t items, int count) : items_(items), count_(count), next_(room_for(count)) {
     for (int i = 0; i < count; i++) next_[i].item = begin(i);
   }
 
@@ -136,10 +137,10 @@ class Ranges {
     int range, visited = 0;
     int64_t item = 0;  // -1: none is left
 
-    explicit Walk(Ranges& all) : ranges(all), range(all.arrived_++ % int(all.next_.size())) { advance(); }
+    explicit Walk(Ranges& all) : ranges(all), range(all.arrived_++ % all.count_) { advance(); }
 
     void advance() {
-      for (const int count = int(ranges.next_.size()); visited < count; visited++, range = (range + 1) % count)
+      for (; visited < ranges.count_; visited++, range = (range + 1) % ranges.count_)
         if ((item = ranges.next_[range].item++) < ranges.begin(range + 1)) return;
       item = -1;
     }
@@ -153,19 +154,33 @@ class Ranges {
     std::atomic<int64_t> item;
   };
 
-  int64_t begin(int64_t range) const { return items_ * range / int64_t(next_.size()); }
+  // The calling thread keeps them between calls.
+  static Next* room_for(int count) {
+    thread_local std::unique_ptr<Next[]> kept;
+    thread_local int size = 0;
+    if (size < count) kept.reset(new Next[count]), size = count;
+    return kept.get();
+  }
+
+  int64_t begin(int64_t range) const { return items_ * range / count_; }
 
   const int64_t items_;
-  std::vector<Next> next_;
+  const int count_;
+  Next* const next_;
   std::atomic<int> arrived_{0};
 };
 
-// Format has: weights, the panels; step(), how many words make up the smallest run of inputs that a part can end after;
-// unpacks(pieces, is_row), whether parts are unpacked for so many visits, which are those of one row if is_row;
-// part(panel, first word, words, lines, pieces, is_row, unpacked, ahead), which unpacks; visit<R, C>(part, first row, line, sums, ahead): adds the products of R rows
-// and C lines to sums [R][PANEL]; finish(panel, rows, sums): writes the results. With AMX it also has in_tiles(rows),
-// whether to call, instead of visit, visit_tiles(tiles, part, first row, rows, sums, ahead), for up to AMX_ROWS rows and
-// all lines.
+// Format has
+//   weights: the panels
+//   step(): the words of the smallest run of inputs that a part can end after
+//   unpacks(pieces, is_row): whether parts are unpacked before so many visits; is_row: the only one, of a single row
+//   part(panel, first word, words, lines, pieces, is_row, unpacked, ahead): a part, unpacked if need be
+//   visit<R, C>(part, first row, line, sums, ahead): adds the products of R rows and C lines to sums [R][PANEL]
+//   expect(panel, lines): fetches what belongs to the weights of the next panel
+//   finish(panel, first row, rows, sums): writes the results
+// and with AMX
+//   in_tiles(rows): whether to call the following instead of visit, for up to AMX_ROWS rows and all lines
+//   visit_tiles(tiles, part, first row, rows, sums, ahead)
 template <class Format>
 void multiply(const Format& format, const Shape& shape, int threads) {
   thread_local std::vector<Item> listed;

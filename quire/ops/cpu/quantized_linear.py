@@ -26,7 +26,7 @@ from quire.ops.reference.quantized import (
 from quire.ops.registry import Target
 
 # How the kernels count the types of scales, offsets and factors (scales.h).
-_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4}
+_TYPES = {**CODES, torch.uint8: 3, torch.int8: 4}
 
 
 @dataclass(frozen=True)

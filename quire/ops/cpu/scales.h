@@ -9,10 +9,10 @@
 
 namespace quire {
 
-// Types of numbers, as quantized_linear.py counts them.
-enum Type { FLOAT32, FLOAT16, BFLOAT16, UNSIGNED, SIGNED };
+// Types of numbers, as quantized_linear.py counts them: first those of tensors.
+enum Type { FLOAT32, BFLOAT16, FLOAT16, UNSIGNED, SIGNED };
 
-constexpr int bits_of(int type) { return type == FLOAT32 ? 32 : type <= BFLOAT16 ? 16 : 8; }
+constexpr int bits_of(int type) { return type == FLOAT32 ? 32 : type <= FLOAT16 ? 16 : 8; }
 
 // The number whose bits begin at bit `shift` of each word. float16 has no infinities here, which no scales are.
 template <int TYPE>
