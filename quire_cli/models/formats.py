@@ -127,11 +127,11 @@ def quantized_bytes(config: Mapping[str, Any], scale_bytes: int = 2) -> float:
         weights = _weights_of_group(settings)
         bits, group = weights.get("num_bits") or 8, weights.get("group_size") or 0
         has_offsets = not weights.get("symmetric", True)
-    bits, group = int(bits), int(group)
-    if bits > 8:
-        return bits / 8
+    width, size = int(bits), int(group)
+    if width > 8:
+        return width / 8
     of_group = scale_bytes + (4 if has_offsets else 0)  # offsets are float32
-    return (bits if bits <= 6 else 8) / 8 + (of_group / group if group > 0 else 0.0)
+    return (width if width <= 6 else 8) / 8 + (of_group / size if size > 0 else 0.0)
 
 
 def _four_bit_floats(settings: Mapping[str, Any]) -> int | None:
