@@ -137,7 +137,7 @@ class Ranges {
     int range, visited = 0;
     int64_t item = 0;  // -1: none is left
 
-    explicit Walk(Ranges& all) : ranges(all), range(all.arrived_++ % all.count_) { advance(); }
+    explicit Walk(Ranges& all) : ranges(all), range(place_in_team() % all.count_) { advance(); }
 
     void advance() {
       for (; visited < ranges.count_; visited++, range = (range + 1) % ranges.count_)
@@ -167,7 +167,6 @@ class Ranges {
   const int64_t items_;
   const int count_;
   Next* const next_;
-  std::atomic<int> arrived_{0};
 };
 
 // Format has
@@ -198,7 +197,7 @@ void multiply(const Format& format, const Shape& shape, int threads) {
 #endif
   const int parts = pays ? threads : 1;
   Ranges ranges(number, parts);
-  together(parts, [&] {
+  auto work = [&] {
     thread_local std::vector<float> kept;
     thread_local Unpacked unpacked;
     float* sums = room(kept, ROW_BLOCK * PANEL);
@@ -226,8 +225,9 @@ void multiply(const Format& format, const Shape& shape, int threads) {
           if (then != panel) format.expect(then, shape.lines(then));
         }
         // With few rows, memory sets the pace. The hardware brings what is read in order faster than prefetches can,
-        // which have to wait for the first-level cache's buffers (37 GB/s for two cores, where memory gave 55).
-        if (pieces == 1 && !unpacks) to_fetch = 0;
+        // which have to wait for the first-level cache's buffers (37 GB/s for two cores, where memory gave 55). A few
+        // lines are fetched, since the hardware stops while a panel is finished.
+        if (pieces == 1 && !unpacks) to_fetch = std::min<int64_t>(to_fetch, 16);
         const int portions = pieces + unpacks;
         auto portion = [&](int i) {
           const int64_t from = to_fetch * i / portions, to = to_fetch * (i + 1) / portions;
@@ -258,7 +258,9 @@ void multiply(const Format& format, const Shape& shape, int threads) {
       }
       format.finish(panel, first, rows, sums);
     }
-  });
+  };
+  const Weights read{reinterpret_cast<const char*>(format.weights), PANEL * shape.words * 4, shape.panels(), parts};
+  together(parts, work, shape.rows <= at_once && !shape.bounds ? &read : nullptr);
 }
 
 // Where the words of an output begin, in words; the next one is a row of the panel further.

@@ -7,6 +7,8 @@
 #include <mutex>
 #include <thread>
 
+#include "upcoming.h"
+
 namespace quire {
 
 namespace {
@@ -14,12 +16,15 @@ namespace {
 constexpr int SPINS = 200;                                // a few microseconds; then the core is offered to others
 constexpr std::chrono::microseconds AWAKE{1000};          // from one operation of a step to the next it is much less
 
+thread_local int place = 0;
+
 class Team {
  public:
-  void call(int threads, void (*work)(void*), void* context) {
+  void call(int threads, void (*work)(void*), void* context, const Weights* weights) {
     std::unique_lock<std::mutex> only(calling_, std::try_to_lock);
     if (!only) return work(context);  // the team works for another thread
     grow(threads - 1);
+    if (weights) upcoming_.begin(*weights);
     work_ = work, context_ = context;
     places_ = threads - 1;
     round_.fetch_add(1);  // odd: members may come
@@ -34,12 +39,14 @@ class Team {
 
  private:
   void grow(int members) {
-    for (; size_ < members; size_++) std::thread([this] { live(); }).detach();
+    for (; size_ < members; size_++) std::thread([this, number = size_ + 1] { live(number); }).detach();
   }
 
-  void live() {
+  void live(int number) {
+    place = number;
+    Upcoming::Progress fetched;
     for (uint64_t seen = 0;;) {
-      const uint64_t round = await(seen);
+      const uint64_t round = await(seen, fetched);
       present_.fetch_add(1);
       // Present before looking again: what `call` set for this round stays as it is until nobody is.
       if (round_.load() == round && places_.fetch_sub(1) > 0) work_(context_);
@@ -49,16 +56,16 @@ class Team {
   }
 
   // A round that is open, and is not the one that was `seen`.
-  uint64_t await(uint64_t seen) {
+  uint64_t await(uint64_t seen, Upcoming::Progress& fetched) {
     auto is_new = [&](uint64_t round) { return round % 2 == 1 && round != seen; };
     for (int spins = 0; spins < SPINS; spins++) {
       if (const uint64_t round = round_.load(); is_new(round)) return round;
-      pause();
+      if (!upcoming_.fetch(place, fetched)) pause();
     }
     const auto end = std::chrono::steady_clock::now() + AWAKE;
     while (std::chrono::steady_clock::now() < end) {
       if (const uint64_t round = round_.load(); is_new(round)) return round;
-      sched_yield();
+      if (!upcoming_.fetch(place, fetched)) sched_yield();
     }
     std::unique_lock<std::mutex> lock(sleeping_);
     asleep_.fetch_add(1);
@@ -68,6 +75,7 @@ class Team {
     return round;
   }
 
+  Upcoming upcoming_;
   alignas(64) std::atomic<uint64_t> round_{0};
   alignas(64) std::atomic<int> present_{0};
   std::atomic<int> places_{0}, asleep_{0};
@@ -80,9 +88,11 @@ class Team {
 
 }  // namespace
 
-void call_team(int threads, void (*work)(void*), void* context) {
+int place_in_team() { return place; }
+
+void call_team(int threads, void (*work)(void*), void* context, const Weights* weights) {
   static Team* team = new Team;  // never destroyed: its members may outlive everything
-  team->call(threads, work, context);
+  team->call(threads, work, context, weights);
 }
 
 }  // namespace quire

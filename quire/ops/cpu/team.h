@@ -24,15 +24,26 @@ inline void pause() {
 #endif
 }
 
+// Weights that work reads: `units` of so many bytes, of which each of `parts` threads begins with neighbouring ones.
+struct Weights {
+  const char* first;
+  int64_t unit, units;
+  int parts;
+};
+
+// The number of the calling thread in the team; 0 if it is no member.
+int place_in_team();
+
 // Calls work(context) here, and in the members of a team of `threads` that come before this call has finished; returns
-// when all of them have. So `work` must draw what it does from a common counter.
-void call_team(int threads, void (*work)(void*), void* context);
+// when all of them have. So `work` must draw what it does from a common counter. weights: null if they are not those of
+// a product with few rows; members that wait fetch what they will read next (upcoming.h).
+void call_team(int threads, void (*work)(void*), void* context, const Weights* weights = nullptr);
 
 // f() in as many threads as come, of `threads`.
 template <class F>
-inline void together(int threads, F f) {
+inline void together(int threads, F f, const Weights* weights = nullptr) {
   if (threads <= 1) return f();
-  call_team(threads, [](void* context) { (*static_cast<F*>(context))(); }, &f);
+  call_team(threads, [](void* context) { (*static_cast<F*>(context))(); }, &f, weights);
 }
 
 // f(i) for 0 <= i < count, in runs of neighbours: four a thread, but none shorter than `least`.

@@ -1,0 +1,85 @@
+// The weights that will be read next. Threads that wait for work bring their shares of them into the caches: else the
+// memory would rest while one thread does what is too small for several, and between two steps.
+//
+// Every step reads the weights of a model in the same order, so what followed last time is what will most likely follow
+// now. A wrong guess displaces something else from the caches, and has no other effect, even if the memory is gone.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+#include "team.h"
+
+namespace quire {
+
+class Upcoming {
+ public:
+  // What a thread has fetched.
+  struct Progress {
+    int current = -1;   // what was read when the thread looked last
+    int next = 0;       // what it fetches now
+    int64_t bytes = 0;  // of its share of that
+    int64_t left = 0;   // how many more it may fetch until something else is read
+  };
+
+  // Says what is read from now on. Threads take turns in calling this.
+  void begin(const Weights& weights) {
+    int at = following(current_);
+    if (!is(at, weights)) at = 0;
+    if (!is(at, weights)) at = (current_ + 1) % MOST, length_ = at + 1;
+    order_[at] = weights, current_ = at;
+  }
+
+  // Fetches a few lines of the share of a thread. Returns false when it has fetched enough for now.
+  bool fetch(int place, Progress& progress) const {
+    const int current = current_, length = length_;
+    if (!length) return false;
+    if (progress.current != current) {
+      const int distance = (progress.next - current + length) % length;
+      if (progress.next >= length || distance == 0 || distance > FARTHEST)
+        progress.next = following(current), progress.bytes = 0;
+      progress.current = current, progress.left = ENOUGH;
+    }
+    if (progress.left <= 0) return false;
+    const Entry& entry = order_[progress.next];
+    const int64_t parts = entry.parts, units = entry.units, unit = entry.unit, part = place % parts;
+    const int64_t begin = units * part / parts * unit, size = units * (part + 1) / parts * unit - begin;
+    const char* from = entry.first + begin + progress.bytes;
+    for (int i = 0; i < LINES; i++) __builtin_prefetch(from + i * 64, 0, 2);
+    progress.bytes += LINES * 64, progress.left -= LINES * 64;
+    if (progress.bytes >= size) progress.next = following(progress.next), progress.bytes = 0;
+    return true;
+  }
+
+ private:
+  static constexpr int MOST = 4096, FARTHEST = 8;  // products
+  static constexpr int LINES = 8;                  // at a time: work that arrives meanwhile waits for them
+  static constexpr int64_t ENOUGH = 4 << 20;       // with 8 MB, a step takes as long
+
+  // A number that threads may read while it changes: what they fetch then is wrong, and that is all.
+  template <class T>
+  struct Relaxed {
+    std::atomic<T> value;
+
+    Relaxed(T first = {}) : value(first) {}
+    operator T() const { return value.load(std::memory_order_relaxed); }
+    void operator=(T other) { value.store(other, std::memory_order_relaxed); }
+  };
+
+  struct Entry {
+    Relaxed<const char*> first;
+    Relaxed<int64_t> unit, units;
+    Relaxed<int> parts{1};
+
+    void operator=(const Weights& w) { first = w.first, unit = w.unit, units = w.units, parts = w.parts; }
+  };
+
+  bool is(int at, const Weights& weights) const { return at < length_ && order_[at].first == weights.first; }
+  int following(int at) const { return at + 1 < length_ ? at + 1 : 0; }
+
+  std::array<Entry, MOST> order_;  // from the first product of a step to the last
+  Relaxed<int> length_, current_;
+};
+
+}  // namespace quire
