@@ -124,6 +124,19 @@ double quire_read(const void* const* regions, const int64_t* bytes, int64_t coun
   });
 }
 
+// Seconds that a cache line takes from one thread's core to another one's, of so many hops there and back.
+double quire_hop(int64_t hops) {
+  alignas(64) std::atomic<int64_t> turn{0};
+  double seconds = together(2, [&](int t) {
+    for (int64_t i = t; i < 2 * hops; i += 2) {
+      while (turn.load(std::memory_order_acquire) != i) {
+      }
+      turn.store(i + 1, std::memory_order_release);
+    }
+  });
+  return seconds / static_cast<double>(2 * hops);
+}
+
 // Operations (a multiplication and an addition are two) a second in registers; kind 0: float32, 1: bfloat16 dot
 // products, 2: int8 dot products. 0 where this processor has no 512-bit instruction for it.
 double quire_product_rate(int32_t kind, int32_t threads, int64_t rounds) {

@@ -5,7 +5,11 @@
     python benchmarks/ceilings.py --weights-of MODEL [--quantization int8, or any engine flag]
 
 --weights-of: loads the model into Quire and reads its weights where they lie, in turns with decoding one stream, since
-the same machine reads one region of its memory at twice the speed of another. Each prints a line of JSON.
+the rate changes within minutes. Each prints a line of JSON.
+
+hop_ns says how long a cache line takes from one core to another. On processors with chiplets it tells where the host of
+a virtual machine has put its processors, which may change at any time: about 30 ns on one chiplet, through whose link
+both cores read memory, or more than 100 ns on two, with a link each.
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ def library() -> ctypes.CDLL:
     loaded.quire_allocate.restype = ctypes.c_void_p
     loaded.quire_allocate.argtypes = [ctypes.c_int64, ctypes.c_int32]
     loaded.quire_free.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    loaded.quire_read.restype = loaded.quire_product_rate.restype = ctypes.c_double
+    loaded.quire_read.restype = loaded.quire_product_rate.restype = loaded.quire_hop.restype = ctypes.c_double
+    loaded.quire_hop.argtypes = [ctypes.c_int64]
     loaded.quire_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32]
     loaded.quire_product_rate.argtypes = [ctypes.c_int32, ctypes.c_int32, ctypes.c_int64]
     return loaded
@@ -70,6 +75,13 @@ def read_rates(regions: list[tuple[int, int]], threads: int, passes: int) -> dic
     return rates
 
 
+def hop_ns(hops: int = 5_000) -> float:
+    """How long a cache line takes from one core to another; median of three. 0 if there is only one."""
+    if len(os.sched_getaffinity(0)) < 2:
+        return 0.0
+    return round(median(library().quire_hop(hops) * 1e9 for _ in range(3)), 1)
+
+
 def fastest(rates: dict[int, list[float]]) -> list[float]:
     """The rates of the number of streams that does best."""
     return max(rates.values(), key=median)
@@ -84,7 +96,12 @@ def measure(threads: int, region: int = REGION, regions: int = REGIONS, rounds: 
     rates = [rate for address in addresses for rate in fastest(read_rates([(address, region)], threads, PASSES))]
     for address in addresses:
         library().quire_free(address, region)
-    result = {"threads": threads, "read_gb_s": round(median(rates), 2), "read_best_gb_s": round(max(rates), 2)}
+    result = {
+        "threads": threads,
+        "hop_ns": hop_ns(),
+        "read_gb_s": round(median(rates), 2),
+        "read_best_gb_s": round(max(rates), 2),
+    }
     for name, kind in PRODUCTS.items():
         products = [library().quire_product_rate(kind, threads, rounds) for _ in range(5)]
         result[name] = round(max(products) / 1e9, 1)
@@ -149,7 +166,9 @@ def measure_weights(model: str | None, options: dict[str, Any], threads: int, ro
     seconds(SEED, 8)
     rates: list[float] = []
     decode: list[float] = []
+    hops: list[float] = []
     for _ in range(rounds):
+        hops.append(hop_ns())
         rates += fastest(read_rates(regions, threads, PASSES))
         llm.reset_prefix_cache()
         prefill_s = seconds(PREFILL_SEED, 1)
@@ -158,6 +177,7 @@ def measure_weights(model: str | None, options: dict[str, Any], threads: int, ro
         "engine": "quire",
         "version": __version__,
         "weights_gb": round(sum(size for _, size in regions) / 1e9, 3),
+        "hop_ns": median(hops),
         "read_gb_s": round(median(rates), 2),
         "decode_tok_s": round(median(decode), 2),
     }

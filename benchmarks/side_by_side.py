@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
+import ceilings
 import side_by_side_report as report
 from side_by_side_limits import Model
 from side_by_side_report import CEILINGS, DTYPES, FLOOR, NAMES, Record, Run, run_of
@@ -96,13 +97,15 @@ class Bench:
                     yield number, run
 
     def measure(self, number: int, run: Run) -> dict[str, Any]:
-        """The line that the run printed, and its peak_rss_gb, first_answer_s for starts, and others_cpu: the share of
-        the processors that other processes, or the machine's other guests, had meanwhile. Raises RunError."""
+        """The line that the run printed, and its peak_rss_gb, first_answer_s for starts, others_cpu: the share of the
+        processors that other processes, or the machine's other guests, had meanwhile, and hops_ns: ceilings.hop_ns
+        before and after it. Raises RunError."""
         log = self.logs / f"{number}-{'-'.join(filter(None, run))}.log"
         streams = run.engine == "quire" and run.workload == "start"  # the answer; others print a line of JSON
         is_result = re.compile(rb"." if streams else rb"(?m)^\{.*\}$")
         if run.workload in ("start", "floor"):
             time.sleep(PAUSE_S)
+        before_ns = ceilings.hop_ns()
         done = _execute(*self._command(run), log, self.a.timeout, lambda text: bool(is_result.search(text)))
         if done.status != 0 or done.answered_s is None:
             how = f"exit status {done.status} ({-signal.SIGKILL} after {self.a.timeout:g} s)"
@@ -110,6 +113,7 @@ class Bench:
         result = {} if streams else json.loads(is_result.findall(done.printed)[-1])
         result["peak_rss_gb"] = round(done.peak_rss / 1e9, 3)
         result["others_cpu"] = round(done.others_cpu, 3)
+        result["hops_ns"] = [before_ns, ceilings.hop_ns()]
         if run.workload in ("start", "floor"):
             result["first_answer_s"] = round(done.answered_s, 3)
         return result
@@ -253,6 +257,9 @@ def write_report(bench: Bench, model: Model, settings: dict[str, Any], records: 
         head = head.format(measured[CEILINGS]["read_gb_s"], **machine)
     if others := [record["result"]["others_cpu"] for record in records if "result" in record]:
         head += f"\nOther processes had {median(others):.1%} of the processors, {max(others):.1%} at most in one run."
+    if hops := [hop for record in records for hop in record.get("result", {}).get("hops_ns", [])]:
+        head += f"\nA cache line took {median(hops):.0f} ns from one core to another (median; {min(hops):.0f} to "
+        head += f"{max(hops):.0f}): ceilings.py says what follows from it."
     for record in records:
         if "error" in record:
             head += f"\nFailed in round {record['round']}: {run_of(record)}: {record['error'].splitlines()[0]}"
