@@ -59,7 +59,7 @@ class QuantizedWeight(LinearWeight):
         (piece,) = self.pieces  # a table is one tensor
         if isinstance(piece, Tensor):
             return torch.nn.functional.embedding(ids, piece)
-        return piece.pick(ids).dequantize().to(self.dtype)
+        return piece.dense_rows(ids, self.dtype)
 
     def dense(self) -> Tensor:
         unpacked = (p if isinstance(p, Tensor) else p.pick(torch.arange(p.out_features)) for p in self.pieces)

@@ -139,6 +139,7 @@ def check_products(product: Product, dtype: torch.dtype = torch.bfloat16) -> Non
         assert packed.bits == min(matrix.bits, matrix.code_bits)
         ids = torch.randint(0, matrix.out_features, (5,))
         assert torch.equal(packed.pick(ids).dequantize(), matrix.dequantize()[ids])
+        assert torch.equal(packed.dense_rows(ids, dtype), matrix.dequantize()[ids].to(dtype))
         for rows in (0, 1, 5, 7, 30, 250):
             x, bias = activations(rows, matrix, dtype), torch.randn(matrix.out_features).to(dtype)
             exact = x.double() @ matrix.dequantize().double().T

@@ -1,8 +1,9 @@
-// Bringing a dense weight to 8 or 4 bits when it is loaded; what is done says ops/reference/quantized.py.
+// Bringing a dense weight to 8 or 4 bits when it is loaded (what is done says ops/reference/quantized.py), and reading
+// rows of one with 8 bits.
 #include <algorithm>
 #include <vector>
 
-#include "team.h"
+#include "panels.h"
 #include "vector.h"
 
 using namespace quire;
@@ -66,6 +67,27 @@ void quantize(const T* weight, int64_t out, int64_t in, int bits, int64_t group,
   });
 }
 
+// codes and scales: [out, in] and [out, groups] in panels.
+template <class T>
+void byte_rows(const uint32_t* codes, const float* scales, int64_t out, int64_t in, int64_t group, const int64_t* ids,
+               int64_t count, T* result, int threads) {
+  const Shape of_codes{0, out, (in + 3) / 4}, of_scales{0, out, (in + group - 1) / group};
+  for_each(count, threads, [&](int64_t i) {
+    const int64_t stride = of_codes.lines(ids[i] / PANEL) * LANES;
+    const uint32_t* from = codes + first_word(of_codes, ids[i]);
+    const float* scale = scales + first_word(of_scales, ids[i]);
+    for_lanes(in, [&](int64_t first, int lanes) {
+      f32x16 values = {};
+      for (int j = 0; j < lanes; j++) {
+        const int64_t input = first + j;
+        const uint32_t code = from[input / 4 * stride] >> input % 4 * 8 & 255;
+        values[j] = (float(code) - 128) * scale[input / group * stride];
+      }
+      store_up_to(result + i * in + first, values, lanes);
+    });
+  }, 8);
+}
+
 }  // namespace
 
 // weight: [out, in] -> codes: [out, in], or [out, ceil(in / 2)] with two a byte; scales: [out, groups].
@@ -73,5 +95,13 @@ extern "C" void quire_quantize(int dtype, const void* weight, int64_t out, int64
                                const float* factors, int count, void* codes, float* scales, int threads) {
   with_type(dtype, [&](auto type) {
     quantize((const decltype(type)*)weight, out, in, bits, group, factors, count, (uint8_t*)codes, scales, threads);
+  });
+}
+
+// Rows `ids` of a weight with codes of 8 bits around 128 and float32 scales, both in panels: [count, in].
+extern "C" void quire_byte_rows(int dtype, const void* codes, const float* scales, int64_t out, int64_t in, int64_t group,
+                                const int64_t* ids, int64_t count, void* result, int threads) {
+  with_type(dtype, [&](auto type) {
+    byte_rows((const uint32_t*)codes, scales, out, in, group, ids, count, (decltype(type)*)result, threads);
   });
 }

@@ -71,6 +71,22 @@ class QuantizedPanels:
             parts["factors"] = parts["factors"].view(len(codes), *form.factors.shape[1:])
         return replace(form, **parts)  # type: ignore[arg-type]
 
+    def dense_rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weights of the outputs `ids`: [len(ids), in]"""
+        form = self.form
+        is_plain = (
+            form.codes.dtype is torch.uint8 and self.bits == 8 and self.scales.data.dtype is torch.float32
+            and self.offsets is None and self.factors is None and self.table is None and form.order is None
+        )  # fmt: skip
+        if not is_plain:
+            return self.pick(ids).dequantize().to(dtype)
+        rows, ids = torch.empty(len(ids), form.in_features, dtype=dtype), ids.contiguous()
+        kernel("quire_byte_rows", "ipplllplpi")(
+            CODES[dtype], self.codes.data.data_ptr(), self.scales.data.data_ptr(), self.out_features, form.in_features,
+            form.group, ids.data_ptr(), len(ids), rows.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return rows
+
     def joined(self, others: Sequence["QuantizedPanels"]) -> "QuantizedPanels":
         """The outputs of this and then of others of its form, each of whole panels."""
         parts = {

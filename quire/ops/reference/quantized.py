@@ -66,6 +66,10 @@ class QuantizedMatrix:
         """The outputs `ids`."""
         return replace(self, **{name: tensor[ids] for name, tensor in self.by_row.items()})  # type: ignore[arg-type]
 
+    def dense_rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weights of the outputs `ids`: [len(ids), in]"""
+        return self.pick(ids).dequantize().to(dtype)
+
     def dequantize(self) -> Tensor:
         """[out, in], float32, the inputs in their own order"""
         codes = self.single_codes()
