@@ -1,5 +1,7 @@
 // What a machine's memory and arithmetic units can do at most, with plain loops that do nothing else.
 
+#include <pthread.h>
+#include <sched.h>
 #include <sys/mman.h>
 
 #include <atomic>
@@ -124,17 +126,26 @@ double quire_read(const void* const* regions, const int64_t* bytes, int64_t coun
   });
 }
 
-// Seconds that a cache line takes from one thread's core to another one's, of so many hops there and back.
-double quire_hop(int64_t hops) {
-  alignas(64) std::atomic<int64_t> turn{0};
-  double seconds = together(2, [&](int t) {
-    for (int64_t i = t; i < 2 * hops; i += 2) {
-      while (turn.load(std::memory_order_acquire) != i) {
+// Seconds that a cache line takes from one processor to another, of so many ways there and back.
+double quire_hop(int32_t here, int32_t there, int64_t ways) {
+  alignas(64) std::atomic<int> turn{0};
+  double seconds = 0;
+  auto run = [&](int processor, int mine) {
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(processor, &only);
+    pthread_setaffinity_np(pthread_self(), sizeof(only), &only);
+    auto start = std::chrono::steady_clock::now();
+    for (int64_t i = 0; i < ways; i++) {
+      while (turn.load() != mine) {
       }
-      turn.store(i + 1, std::memory_order_release);
+      turn.store(1 - mine);
     }
-  });
-  return seconds / static_cast<double>(2 * hops);
+    if (mine) seconds = seconds_since(start);
+  };
+  std::thread first(run, here, 0), second(run, there, 1);
+  first.join(), second.join();
+  return seconds / static_cast<double>(2 * ways);
 }
 
 // Operations (a multiplication and an addition are two) a second in registers; kind 0: float32, 1: bfloat16 dot

@@ -56,7 +56,7 @@ def library() -> ctypes.CDLL:
     loaded.quire_allocate.argtypes = [ctypes.c_int64, ctypes.c_int32]
     loaded.quire_free.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     loaded.quire_read.restype = loaded.quire_product_rate.restype = loaded.quire_hop.restype = ctypes.c_double
-    loaded.quire_hop.argtypes = [ctypes.c_int64]
+    loaded.quire_hop.argtypes = [ctypes.c_int32, ctypes.c_int32, ctypes.c_int64]
     loaded.quire_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32]
     loaded.quire_product_rate.argtypes = [ctypes.c_int32, ctypes.c_int32, ctypes.c_int64]
     return loaded
@@ -75,11 +75,12 @@ def read_rates(regions: list[tuple[int, int]], threads: int, passes: int) -> dic
     return rates
 
 
-def hop_ns(hops: int = 5_000) -> float:
-    """How long a cache line takes from one core to another; median of three. 0 if there is only one."""
-    if len(os.sched_getaffinity(0)) < 2:
+def hop_ns(ways: int = 2_000) -> float:
+    """How long a cache line takes from the first processor to the second; median of five. 0 if there is only one."""
+    processors = sorted(os.sched_getaffinity(0))
+    if len(processors) < 2:
         return 0.0
-    return round(median(library().quire_hop(hops) * 1e9 for _ in range(3)), 1)
+    return round(median(library().quire_hop(*processors[:2], ways) * 1e9 for _ in range(5)), 1)
 
 
 def fastest(rates: dict[int, list[float]]) -> list[float]:
