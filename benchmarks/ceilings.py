@@ -19,6 +19,7 @@ import ctypes
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from workloads import PREFILL_SEED, SEED, single
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
+COMPILER = os.environ.get("CXX", "g++")
 REGION, REGIONS, PASSES = 1 << 30, 4, 5
 STREAMS = (1, 2, 4)
 PRODUCTS = {"float32_gflop_s": 0, "bf16_gflop_s": 1, "int8_gop_s": 2}  # and ceilings.cpp's number of each
@@ -42,14 +44,14 @@ def library() -> ctypes.CDLL:
     """ceilings.cpp, compiled into the user's cache if need be."""
     from platformdirs import user_cache_path
 
-    source, compiler = Path(__file__).with_suffix(".cpp"), os.environ.get("CXX", "g++")
+    source = Path(__file__).with_suffix(".cpp")
     features = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Feat"))]
-    facts = "\0".join([source.read_text(), compiler, *FLAGS, *features[:1]])
+    facts = "\0".join([source.read_text(), COMPILER, *FLAGS, *features[:1]])
     path = user_cache_path("quire") / "benchmarks" / f"{hashlib.sha256(facts.encode()).hexdigest()}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
-        subprocess.run([compiler, *FLAGS, str(source), "-o", str(temporary)], check=True)
+        subprocess.run([COMPILER, *FLAGS, str(source), "-o", str(temporary)], check=True)
         temporary.replace(path)
     loaded = ctypes.CDLL(str(path))
     loaded.quire_allocate.restype = ctypes.c_void_p
@@ -76,9 +78,10 @@ def read_rates(regions: list[tuple[int, int]], threads: int, passes: int) -> dic
 
 
 def hop_ns(ways: int = 2_000) -> float:
-    """How long a cache line takes from the first processor to the second; median of five. 0 if there is only one."""
+    """How long a cache line takes from the first processor to the second; median of five. 0 if there is only one, or
+    no compiler."""
     processors = sorted(os.sched_getaffinity(0))
-    if len(processors) < 2:
+    if len(processors) < 2 or shutil.which(COMPILER) is None:
         return 0.0
     return round(median(library().quire_hop(*processors[:2], ways) * 1e9 for _ in range(5)), 1)
 

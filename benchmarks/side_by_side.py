@@ -257,7 +257,7 @@ def write_report(bench: Bench, model: Model, settings: dict[str, Any], records: 
         head = head.format(measured[CEILINGS]["read_gb_s"], **machine)
     if others := [record["result"]["others_cpu"] for record in records if "result" in record]:
         head += f"\nOther processes had {median(others):.1%} of the processors, {max(others):.1%} at most in one run."
-    if hops := [hop for record in records for hop in record.get("result", {}).get("hops_ns", [])]:
+    if hops := [hop for record in records for hop in record.get("result", {}).get("hops_ns", []) if hop]:
         head += f"\nA cache line took {median(hops):.0f} ns from one core to another (median; {min(hops):.0f} to "
         head += f"{max(hops):.0f}): ceilings.py says what follows from it."
     for record in records:

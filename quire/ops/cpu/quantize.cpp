@@ -99,8 +99,8 @@ extern "C" void quire_quantize(int dtype, const void* weight, int64_t out, int64
 }
 
 // Rows `ids` of a weight with codes of 8 bits around 128 and float32 scales, both in panels: [count, in].
-extern "C" void quire_byte_rows(int dtype, const void* codes, const float* scales, int64_t out, int64_t in, int64_t group,
-                                const int64_t* ids, int64_t count, void* result, int threads) {
+extern "C" void quire_byte_rows(int dtype, const void* codes, const float* scales, int64_t out, int64_t in,
+                                int64_t group, const int64_t* ids, int64_t count, void* result, int threads) {
   with_type(dtype, [&](auto type) {
     byte_rows((const uint32_t*)codes, scales, out, in, group, ids, count, (decltype(type)*)result, threads);
   });

@@ -79,7 +79,7 @@ class Upcoming {
   int following(int at) const { return at + 1 < length_ ? at + 1 : 0; }
 
   std::array<Entry, MOST> order_;  // from the first product of a step to the last
-  Relaxed<int> length_, current_;
+  Relaxed<int> length_, current_{-1};
 };
 
 }  // namespace quire
