@@ -77,13 +77,13 @@ void byte_rows(const uint32_t* codes, const float* scales, int64_t out, int64_t 
     const uint32_t* from = codes + first_word(of_codes, ids[i]);
     const float* scale = scales + first_word(of_scales, ids[i]);
     for_lanes(in, [&](int64_t first, int lanes) {
-      f32x16 values = {};
+      alignas(64) float values[LANES] = {};
       for (int j = 0; j < lanes; j++) {
         const int64_t input = first + j;
         const uint32_t code = from[input / 4 * stride] >> input % 4 * 8 & 255;
         values[j] = (float(code) - 128) * scale[input / group * stride];
       }
-      store_up_to(result + i * in + first, values, lanes);
+      store_up_to(result + i * in + first, load(values), lanes);
     });
   }, 8);
 }
