@@ -60,9 +60,9 @@ QUIRE_INLINE V shuffle(V a, V b) { return __builtin_shufflevector(a, b, I...); }
 
 QUIRE_INLINE f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 QUIRE_INLINE i32x16 to_int(f32x16 v) { return __builtin_convertvector(v, i32x16); }
-QUIRE_INLINE u32x16 widened(u16x16 v) { return __builtin_convertvector(v, u32x16); }
-QUIRE_INLINE u16x16 low_halves(u32x16 v) { return __builtin_convertvector(v, u16x16); }
-QUIRE_INLINE u8x16 low_bytes(u32x16 v) { return __builtin_convertvector(v, u8x16); }
+QUIRE_INLINE u32x16 widened(u16x16 v) { return as<u32x16>(_mm512_cvtepu16_epi32(as<__m256i>(v))); }
+QUIRE_INLINE u16x16 low_halves(u32x16 v) { return as<u16x16>(_mm512_cvtepi32_epi16(as<__m512i>(v))); }
+QUIRE_INLINE u8x16 low_bytes(u32x16 v) { return as<u8x16>(_mm512_cvtepi32_epi8(as<__m512i>(v))); }
 
 // a * b + c, rounded once where the processor has an instruction for it. This is the only way in which the kernels fuse
 // operations: the compiler itself must not (-ffp-contract=off in build.py), since it fuses the same expression in one
