@@ -34,7 +34,7 @@ pytestmark = [
 def sources_of_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only these are compiled."""
     folder = tmp_path / "sources"
-    names = ("attention_prepare", "float8_linear", "linear", "narrow_codes", "quantized_linear", "team")
+    names = ("attention_prepare", "float8_linear", "linear", "narrow_codes", "quantize", "quantized_linear", "team")
     folder.mkdir()
     for source in [*build.SOURCES.glob("*.h"), *(build.SOURCES / f"{name}.cpp" for name in names)]:
         shutil.copy(source, folder)
