@@ -6,8 +6,10 @@
 PYTHON is the interpreter of an environment that has the peer: peers/README.md. Each run is a process of its own, and is
 kept in runs.jsonl as soon as it ends: the same command again goes on where it was interrupted, tries again what failed,
 and makes tables and picture anew. So --workloads, --dtypes and --rounds can divide the work among several commands with
-one --out. Each model has an --out of its own. Before the rounds that count everything starts once. Starts are timed
-after a pause, in which a virtual machine gives its free memory back: else they would differ by what ran before them.
+one --out. Each model has an --out of its own. With --contenders 1.25, a peer that took 1.25 times as long as the
+fastest one in the first round is not run again: it would not become the best, and slow runs take most of the time.
+Before the rounds that count everything starts once. Starts are timed after a pause, in which a virtual machine gives
+its free memory back: else they would differ by what ran before them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import date
-from math import isnan
+from math import inf, isnan
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -95,6 +97,14 @@ class Bench:
             for of in (*runs.values(), ceilings):
                 for run in of if number % 2 else reversed(of):
                     yield number, run
+
+    def is_beaten(self, number: int, run: Run, records: dict[tuple[int, Run], Record]) -> bool:
+        """Whether a peer was too slow in the first round to be run again (--contenders)."""
+        seconds = {
+            other.engine: record["result"]["total_s"] for (when, other), record in records.items()
+            if when == 1 and other[1:] == run[1:] and other.engine != "quire" and "total_s" in record.get("result", {})
+        }  # fmt: skip
+        return number > 1 and run.engine in seconds and seconds[run.engine] > self.a.contenders * min(seconds.values())
 
     def measure(self, number: int, run: Run) -> dict[str, Any]:
         """The line that the run printed, and its peak_rss_gb, first_answer_s for starts, others_cpu: the share of the
@@ -224,7 +234,7 @@ def run_all(bench: Bench, settings: dict[str, Any]) -> list[Record]:
     known = [record for record in map(json.loads, lines[1:]) if "error" not in record]
     records: dict[tuple[int, Run], Record] = {(record["round"], run_of(record)): record for record in known}
     for number, run in tqdm(schedule, desc="runs", dynamic_ncols=True):
-        if (number, run) not in records:
+        if (number, run) not in records and not bench.is_beaten(number, run, records):
             tqdm.write(f"round {number}: {run}", file=sys.stderr)
             record: Record = {"round": number, **run._asdict()}
             try:
@@ -251,6 +261,8 @@ def write_report(bench: Bench, model: Model, settings: dict[str, Any], records: 
     title = f"{a.model.resolve().name} on {a.threads} cores of {settings['machine']}, {date.today()}"
     title += f": medians of {max(record['round'] for record in records)} interleaved rounds"
     head = f"{title}. {engines}; Quire's source {settings['source']}."
+    if a.contenders < inf:
+        head += f"\nA peer that took {a.contenders:g} times as long as the fastest one in round 1 was not run again."
     if machine:
         head += "\nThe machine: reading {:.1f} GB/s (median; best {read_best_gb_s:.1f}), products {bf16_gflop_s:,.0f} "
         head += "GFLOP/s in bf16, {int8_gop_s:,.0f} Gop/s in int8."
@@ -313,6 +325,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dtypes", type=_names(DTYPES), default=list(DTYPES), metavar="LIST", help="Quire's (default: all)")
     add("--workloads", type=_names(workloads), default=workloads, metavar="LIST", help=",".join(workloads))
     add("--rounds", type=int, default=3, metavar="N", help="that count (default: 3)")
+    add("--contenders", type=float, default=inf, metavar="X", help="of all rounds: see above (default: every peer)")
     add("--threads", type=int, default=os.cpu_count(), metavar="N", help="of every engine (default: all cores)")
     add("--kv-cache-bytes", type=int, default=3 << 30, metavar="N", help="Quire's KV cache (default: 3 GiB)")
     add("--timeout", type=float, default=1800, metavar="S", help="of one run (default: 1800)")

@@ -113,6 +113,17 @@ def test_rounds_are_interleaved_and_every_other_one_is_reversed(model, tmp_path)
     ]  # fmt: skip
 
 
+def test_peers_that_were_far_behind_are_not_run_again(model, tmp_path):
+    some = bench(model, tmp_path, "--contenders", "1.25")
+    runs = {engine: Run(engine, "bf16", "wide") for engine in ("quire", "vllm", "openvino", "llamacpp")}
+    seconds = {"quire": 30, "vllm": 10, "openvino": 12, "llamacpp": 13}
+    records = {(1, runs[engine]): record(1, runs[engine], total_s=s) for engine, s in seconds.items()}
+    assert [engine for engine, run in runs.items() if some.is_beaten(2, run, records)] == ["llamacpp"]
+    assert not any(some.is_beaten(1, run, records) for run in runs.values())
+    assert not some.is_beaten(2, runs["llamacpp"]._replace(dtype="int8"), records)
+    assert not bench(model, tmp_path).is_beaten(2, runs["llamacpp"], records)
+
+
 def test_a_part_of_the_work_is_reported_with_the_parts_before(model, tmp_path):
     settings, before = {"threads": 1}, record(2, Run("quire", "bf16", "batch"), output_tok_s=3.0, others_cpu=0.0)
     machine = {"read_gb_s": 5.0, "read_best_gb_s": 6.0, "bf16_gflop_s": 100.0, "int8_gop_s": 200.0, "others_cpu": 0.0}
