@@ -3,16 +3,15 @@
 import argparse
 import atexit
 import os
-import signal
 import sys
 import threading
 from importlib import import_module
-from types import FrameType
 
 from quire._version import __version__
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, log_options, logger
 from quire.system import lean_torch
+from quire.system.ending import end_on_sigterm
 from quire.system.garbage import skip_last_collection
 
 lean_torch.prepare()
@@ -58,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, 1 for an error that the user can fix (one line on standard error), 130 for Ctrl-C, or 143 for
     SIGTERM, which a server that is ready handles itself."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _end)
+        end_on_sigterm()
     argv = sys.argv[1:] if argv is None else argv
     arguments = build_parser(argv[0] if argv else None).parse_args(argv)
     configure_logging(getattr(arguments, "log_level", "INFO"))
@@ -81,8 +80,3 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    """End in an orderly way. Without a handler, Linux keeps the signal from the first process of a container."""
-    raise SystemExit(128 + number)

@@ -13,6 +13,7 @@ import uvicorn
 
 from quire.config import ServerConfig
 from quire.metrics.logging import logger
+from quire.system.ending import end_if_told
 from quire_server.listening import Acceptor
 
 LAST_WORDS_SECONDS = 2.0  # in which clients may read the errors with which their requests end
@@ -51,6 +52,7 @@ class DrainingServer(uvicorn.Server, ABC):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets
+        end_if_told()  # `handle_exit` has the signals from now on
         config = self.config
 
         def protocol() -> asyncio.Protocol:

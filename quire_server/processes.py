@@ -18,6 +18,7 @@ from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreUp
 from quire.messages.errors import EngineDeadError, error_text
 from quire.metrics.exposition import SHARED_FOLDER
 from quire.metrics.logging import LogOptions, configure_logging, log_options, logger
+from quire.system.ending import end_if_told
 from quire.system.folders import private_folder
 from quire_server.process_metrics import write_pid
 
@@ -123,10 +124,11 @@ class ApiProcesses:
     async def run(self) -> int:
         """Serve until a signal, or until the engine has failed. Returns the exit status. Raises ConfigError or
         EngineDeadError if the start fails."""
-        folder = private_folder("quire-metrics-")
-        os.environ[SHARED_FOLDER] = str(folder)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
+        end_if_told()
+        folder = private_folder("quire-metrics-")
+        os.environ[SHARED_FOLDER] = str(folder)
         watcher = asyncio.create_task(self._cores.run(self._told))
         try:
             async with asyncio.TaskGroup() as tasks:

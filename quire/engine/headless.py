@@ -18,6 +18,7 @@ from quire.executor.agreement import facts, versions
 from quire.messages.engine import Begin, CoreDied, CoreEvent, CoreUp, MeetingPlace
 from quire.messages.errors import error_text
 from quire.metrics.logging import logger
+from quire.system.ending import end_if_told
 
 _orders = msgspec.msgpack.Decoder(Begin)
 
@@ -90,6 +91,7 @@ class HeadlessCores:
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._node.stop)
+        end_if_told()
         cores = asyncio.create_task(self._cores.run(self._told))
         node = asyncio.create_task(asyncio.to_thread(self._node.run, self))
         try:

@@ -19,6 +19,7 @@ from quire.executor.local_ranks import END_SECONDS, LocalRanks
 from quire.executor.threads import limit_threads
 from quire.messages.errors import error_text
 from quire.metrics.logging import logger
+from quire.system.ending import end_if_told
 
 _orders = msgspec.msgpack.Decoder(messages.ForRanks)
 _begins = msgspec.msgpack.Decoder(messages.Begin)
@@ -134,5 +135,6 @@ def run_agent(config: EngineConfig, directory: Path) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    end_if_told()
     agent.run()
     return 0
