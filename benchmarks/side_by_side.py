@@ -6,8 +6,8 @@
 PYTHON is the interpreter of an environment that has the peer: peers/README.md. Each run is a process of its own, and is
 kept in runs.jsonl as soon as it ends: the same command again goes on where it was interrupted, tries again what failed,
 and makes tables and picture anew. So --workloads, --dtypes and --rounds can divide the work among several commands with
-one --out. Each model has an --out of its own. With --contenders 1.25, a peer that took 1.25 times as long as the
-fastest one in the first round is not run again: it would not become the best, and slow runs take most of the time.
+one --out. Each model has an --out of its own. With --contenders 1.25, a peer that took more than 1.25 times as long as
+the fastest peer in the first round is not run again: it would not become the best, and slow runs take most of the time.
 Before the rounds that count everything starts once. Starts are timed after a pause, in which a virtual machine gives
 its free memory back: else they would differ by what ran before them.
 """
@@ -262,7 +262,7 @@ def write_report(bench: Bench, model: Model, settings: dict[str, Any], records: 
     title += f": medians of {max(record['round'] for record in records)} interleaved rounds"
     head = f"{title}. {engines}; Quire's source {settings['source']}."
     if a.contenders < inf:
-        head += f"\nA peer that took {a.contenders:g} times as long as the fastest one in round 1 was not run again."
+        head += f"\nPeers that took more than {a.contenders:g} times as long as the fastest in round 1 ran only then."
     if machine:
         head += "\nThe machine: reading {:.1f} GB/s (median; best {read_best_gb_s:.1f}), products {bf16_gflop_s:,.0f} "
         head += "GFLOP/s in bf16, {int8_gop_s:,.0f} Gop/s in int8."
@@ -325,7 +325,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dtypes", type=_names(DTYPES), default=list(DTYPES), metavar="LIST", help="Quire's (default: all)")
     add("--workloads", type=_names(workloads), default=workloads, metavar="LIST", help=",".join(workloads))
     add("--rounds", type=int, default=3, metavar="N", help="that count (default: 3)")
-    add("--contenders", type=float, default=inf, metavar="X", help="of all rounds: see above (default: every peer)")
+    add("--contenders", type=float, default=inf, metavar="X", help="drop peers that are X times slower (default: none)")
     add("--threads", type=int, default=os.cpu_count(), metavar="N", help="of every engine (default: all cores)")
     add("--kv-cache-bytes", type=int, default=3 << 30, metavar="N", help="Quire's KV cache (default: 3 GiB)")
     add("--timeout", type=float, default=1800, metavar="S", help="of one run (default: 1800)")

@@ -10,14 +10,17 @@ _received: list[int] = []
 
 
 def end_on_sigterm() -> None:
-    """From now on, SIGTERM ends this process, which must be in its main thread, as an exception would. Without a
-    handler, Linux keeps the signal from the first process of a container."""
+    """From now on, SIGTERM raises SystemExit in the main thread, which has to call this. Without a handler, Linux does
+    not deliver the signal to the first process of a container."""
     signal.signal(signal.SIGTERM, _end)
 
 
 def end_if_told() -> None:
-    """Raises SystemExit if SIGTERM has come. Python drops an exception that a handler raises during a weak reference's
-    callback, of which each import has some: a server that is about to take over the handling of signals asks here."""
+    """Raises SystemExit if SIGTERM has come before. For servers that have just put handlers of their own in the place.
+
+    Python prints and drops an exception that is raised during the callback of a weak reference. Each import runs such
+    callbacks, so what `_end` raises can be dropped while a server starts.
+    """
     if _received:
         raise SystemExit(_STATUS)
 

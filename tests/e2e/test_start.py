@@ -152,20 +152,26 @@ def test_an_error_that_is_found_while_the_core_starts_leaves_no_process_and_no_f
     start.check_that_nothing_is_left()
 
 
-def test_a_signal_that_python_drops_while_a_module_is_imported_ends_the_server(folder, tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, signal, sys, weakref\n"
-        "class Finder:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'uvicorn':\n"
-        "            thing = Finder()\n"
-        "            thing.watch = weakref.ref(thing, lambda _: [os.kill(os.getpid(), signal.SIGTERM) for _ in 'x'])\n"
-        "            kept.append(thing.watch)\n"
-        "kept = []\n"
-        "sys.meta_path.insert(0, Finder())\n"
-    )
+@pytest.mark.parametrize(
+    ("arguments", "module"), [([], "uvicorn"), (["--api-server-count", "2"], "quire_server.processes")]
+)
+def test_a_signal_that_python_drops_while_a_module_is_imported_ends_the_server(
+    folder, tmp_path, monkeypatch, arguments, module
+):
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import os, signal, sys, weakref
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            lost = Finder()
+            watches.append(weakref.ref(lost, lambda _: [os.kill(os.getpid(), signal.SIGTERM) for _ in "x"]))
+
+watches = []
+sys.meta_path.insert(0, Finder())
+""")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
-    start = Start(folder)
+    start = Start(folder, *arguments)
     _, log = start.process.communicate(timeout=60)
     assert "Exception ignored" in log
     assert start.process.returncode == 128 + signal.SIGTERM

@@ -33,7 +33,7 @@ logger = logging.getLogger("quire")
 
 SOURCES = Path(__file__).parent
 PACKAGED = SOURCES / "compiled"  # the libraries of a wheel, one for each instruction set: tools/build_wheel.py
-# The last: see fma in lanes.h.
+# Without errno, a square root is one instruction. Why nothing may be contracted: see fma in lanes.h.
 FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-Wno-psabi", "-fno-math-errno", "-ffp-contract=off")
 _DISK = 1 << 25  # bytes of disk that compiling needs
 _MEMORY = 400 << 20  # bytes that the compiler needs for the largest source

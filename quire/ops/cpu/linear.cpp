@@ -96,8 +96,8 @@ struct Dense {
           for (int c = 0; c < C; c++) sum[r][c] = dot<F>(sum[r][c], line[c][j], words);
         }
     }
-    // The last part's sums are results. Each visit writes its own, while the next one computes: that hides how long it
-    // takes to reach so many lines of memory.
+    // The last part's sums are results. Each visit writes its own, so that the next visit computes while the lines of
+    // memory are fetched that the results go to.
     if (part.word + words == row_words && visits_write(part.panel)) {
       const int64_t output = first_output(part.panel) + line * LANES;
 #pragma GCC unroll 4
@@ -115,7 +115,7 @@ struct Dense {
       for (int c = 0; c < C; c++) store(sums + r * PANEL + c * LANES, sum[r][c]);
   }
 
-  // Where all of the panel's lines are outputs.
+  // Whether the visits of the last part write results, and not `finish`: where all of the panel's lines are outputs.
   bool visits_write(int64_t panel) const {
 #ifdef QUIRE_TILES
     if (in_tiles(0)) return false;
@@ -123,8 +123,9 @@ struct Dense {
     return first_output(panel) + PANEL <= out;
   }
 
-  int64_t first_output(int64_t panel) const { return panel % ((out + PANEL - 1) / PANEL) * PANEL; }
-  const T* bias_of(int64_t panel) const { return bias + panel / ((out + PANEL - 1) / PANEL) * out; }
+  int64_t panels() const { return (out + PANEL - 1) / PANEL; }  // of an expert
+  int64_t first_output(int64_t panel) const { return panel % panels() * PANEL; }
+  const T* bias_of(int64_t panel) const { return bias + panel / panels() * out; }
 
   void finish(int64_t panel, int64_t first, int rows, const float* sums) const {
     if (!visits_write(panel)) write_sums(sums, panel, first, rows, bias, result, out);
