@@ -26,7 +26,6 @@ using namespace quire;
 
 namespace {
 
-constexpr int TILE_LINES = TILE_KEYS / LANES;
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
@@ -302,7 +301,7 @@ struct Attention {
       in_pieces<std::min(K::columns(r.value), MAX_COLUMNS)>(lines, [&](auto c, int i) {
         const int line = first + i;
         score<K, r.value, c.value>(queries + row * words(), words(), tile.keys + line, stride,
-                                   s.scores + row * TILE_KEYS + line * LANES, row ? nullptr : ahead.keys + line);
+                                   s.scores + row * TILE_KEYS + line * LANES, row || i ? nullptr : ahead.keys);
       });
     });
   }

@@ -29,7 +29,7 @@
 
 namespace quire {
 
-constexpr int TILE_KEYS = 64;
+constexpr int TILE_KEYS = 64, TILE_LINES = TILE_KEYS / LANES;
 constexpr int TILE_ROWS = 64;        // a tile of queries holds about as many rows
 constexpr int TASKS_PER_THREAD = 4;  // enough that threads end together
 constexpr int64_t PARALLEL_COST = 8 * 256;  // below it, one thread is done before a second one has woken up

@@ -112,7 +112,10 @@ struct Whole {
   struct Expand {
     void operator()(u32x16 stored, u32x16* lines) const { unpack<Type>(stored, lines); }
   };
-  static void encode(const Type* x, int n, Element* to, float*) { memcpy(to, x, n * sizeof(Type)); }
+  // x: [n] -> elements: [size], of which the last ones are zero in `room`. Returns them, or x if that is all.
+  static const Type* encode(const Type* x, int n, int size, Element* room, float*) {
+    return n == size ? x : (const Type*)memcpy(room, x, n * sizeof(Type));
+  }
 };
 
 template <class Type, class Format>
@@ -127,8 +130,8 @@ struct Cells {
 
   using Expand = quire::Expand<T, Format>;
 
-  // x: [n] -> cells: [n] and their scale
-  static void encode(const Type* x, int n, Element* cells, float* scale) {
+  // x: [n] -> cells: [n] and their scale. Returns the cells.
+  static const Element* encode(const Type* x, int n, int, Element* cells, float* scale) {
     u32x16 largest = {};  // as bits, in which a NaN is the largest: it must not get lost
     auto larger = [](u32x16 a, u32x16 b) { return where(a > b, a, b); };
     for_lanes(n, [&](int64_t i, int lanes) {
@@ -139,6 +142,7 @@ struct Cells {
       const u8x16 encoded = low_bytes(Format::encode(load_up_to(x + i, lanes) / *scale));
       memcpy(cells + i, &encoded, lanes);
     });
+    return cells;
   }
 };
 

@@ -9,20 +9,21 @@ namespace quire {
 // buffers to cover the latency of memory (measured: 12 ms a step where it is 15 into the first).
 inline void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
-// scores[r][16 c ...] = q[r] . keys of the c-th 16 tokens.
+// scores[r][16 c ...] = q[r] . keys of the c-th 16 tokens. ahead: the keys of the whole next tile, or null.
 template <class S, int R, int C>
 void score(const uint32_t* q, int words, const uint32_t* const* keys, int stride, float* scores,
            const uint32_t* const* ahead) {
   const typename S::Expand expand;
+  const uint32_t* next[TILE_LINES];
+  int count = 0;
+  for (int c = 0; ahead && c < TILE_LINES; c++)
+    if (ahead[c]) next[count++] = ahead[c];
   f32x16 sums[R][C] = {};
   for (int w = 0; w < words / S::LINES; w++) {
     u32x16 lines[C][S::LINES];
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) expand(load_words(keys[c] + w * stride), lines[c]);
-    if (ahead)
-#pragma GCC unroll 4
-      for (int c = 0; c < C; c++)
-        if (ahead[c]) fetch(ahead[c] + w * stride);
+    for (int i = 0; i < count; i++) fetch(next[i] + w * stride);
 #pragma GCC unroll 4
     for (int j = 0; j < S::LINES; j++)
 #pragma GCC unroll 8

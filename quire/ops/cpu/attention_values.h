@@ -5,7 +5,7 @@
 
 namespace quire {
 
-// out[r][from + 16 c ...] = out * rescale[r] + p[r] . values.
+// out[r][from + 16 c ...] = out * rescale[r] + p[r] . values. ahead: the values of the whole next tile, or null.
 template <class S, int R, int C>
 void weigh(const uint32_t* p, const uint32_t* const* values, int from, int count, float* out, int dim,
            const float* rescale, const uint32_t* const* ahead) {
@@ -22,9 +22,10 @@ void weigh(const uint32_t* p, const uint32_t* const* values, int from, int count
     u32x16 lines[C][S::LINES];
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) expand(load_words(values[w] + from + c * LANES), lines[c]);
-    if (ahead && ahead[w / STEPS])
+    for (int v = w; ahead && v < TILE_LINES * STEPS; v += count)
+      if (ahead[v / STEPS])
 #pragma GCC unroll 8
-      for (int c = 0; c < C; c++) fetch(ahead[w / STEPS] + w % STEPS * dim + from + c * LANES);
+        for (int c = 0; c < C; c++) fetch(ahead[v / STEPS] + v % STEPS * dim + from + c * LANES);
 #pragma GCC unroll 4
     for (int j = 0; j < S::LINES; j++)
 #pragma GCC unroll 8
