@@ -57,7 +57,7 @@ def test_a_machine_without_a_compiler_and_a_model_that_does_not_exist_are_one_li
     assert done.stderr.splitlines()[-1].startswith("quire: error: model './nowhere' is neither a directory")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_start_with_a_filled_cache_compiles_nothing_even_if_the_cache_was_moved_and_is_read_only(tmp_path: Path):
     pytest.importorskip("triton")
     done = _quire("compile", "--target", "sm_90", "--target", "sm_80:108", "--output", str(tmp_path / "quire"), *_SMALL)

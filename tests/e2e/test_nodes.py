@@ -114,7 +114,7 @@ def runs_again(server: OnMachine, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp", "experts", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("pp", "dp"))]
+    "layout", ["experts", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("tp", "pp", "dp"))]
 )
 def test_two_machines_say_what_one_process_says_and_go_on_after_the_link_was_cut(machines, expected, layout):
     with engine(machines, layout) as (server, _):

@@ -11,7 +11,7 @@ from support.smollm2 import smollm2
 TEXTS = ["The capital of France is", "Once upon a time", "def fibonacci(n):", "Water boils at"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_and_four_ranks_say_the_same_as_one_also_if_they_divide_tokens() -> None:
     params, said = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True), []
     for ranks, divides in ((1, False), (2, True), (4, False), (4, True)):

@@ -68,7 +68,8 @@ def test_emulated_products_of_a_row_do_not_depend_on_the_other_rows(library, mon
             assert torch.equal(product(x[row : row + 1], packed, None), made[row : row + 1])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PROCESSORS)
 def test_a_library_has_the_instructions_of_its_set_and_no_others(paths, name):
     command = ["aarch64-linux-gnu-objdump", "-d", "--no-show-raw-insn", str(paths(name))]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -319,7 +319,7 @@ async def ask(llm: AsyncLLM, name: str) -> str:
     return output.outputs[0].text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_replicas_take_weights_from_a_trainer_and_one_that_cannot_have_them_pauses(expected, folder):
     async def check() -> None:
         llm = AsyncLLM(**OPTIONS, data_parallel_size=2)

@@ -116,7 +116,9 @@ def test_decode_context_parallelism_is_captured_with_what_the_ranks_exchange():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "how"), [({}, "by heads"), (ONE_KV_HEAD, "over stripes")])
+@pytest.mark.parametrize(
+    ("options", "how"), [pytest.param({}, "by heads", marks=pytest.mark.nightly), (ONE_KV_HEAD, "over stripes")]
+)
 def test_prefill_context_parallelism_runs_eagerly_without_waiting_for_the_device(options, how):
     first, second = two_ranks(2, {"cp": 2}, prefill_context_parallel_size=2, **options)
     assert first[1] == second[1] == "ContextForward"
