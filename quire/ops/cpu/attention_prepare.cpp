@@ -14,8 +14,8 @@ using namespace quire;
 namespace {
 
 constexpr int64_t STORE_TOKENS = 64;
-// Rows of different tokens are kilobytes apart, where the hardware does not expect the next one: so it is fetched while
-// so many tokens before it are computed (else, preparing a token of each of 64 requests takes 1.1 times as long).
+// How many tokens before its turn a token is fetched. The hardware does not do it, since tokens are kilobytes apart:
+// preparing a token of each of 64 requests takes 1.1 times as long then.
 constexpr int64_t TOKENS_AHEAD = 2;
 
 inline void fetch_row(const void* row, int64_t bytes) {
