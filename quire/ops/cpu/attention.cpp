@@ -27,6 +27,8 @@ using namespace quire;
 namespace {
 
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
+// A head of up to this many keys fetches all of the next head: an eighth of a second-level cache, of 128 elements.
+constexpr int SHORT_KEYS = 8 * TILE_KEYS;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // Where a tile's keys and values are, by groups of 16 tokens, as many as there are; likewise the scales of cells.
@@ -209,10 +211,16 @@ struct Attention {
                                                                  head * group() + row % group(), base - position,
                                                                  s.scales));
       }
-      quire::transpose(tops);
       f32x16 raised = load_up_to(s.maximum + first, count);
       const f32x16 before = raised;
-      for (int i = 0; i < LANES; i++) raised = larger(raised, as<f32x16>(tops[i]));
+      if (count <= 4) {  // one by one is faster
+        f32x16 found = splat(MINUS_INFINITY);
+        for (int i = 0; i < count; i++) found[i] = maximum(as<f32x16>(tops[i]));
+        raised = larger(raised, found);
+      } else {
+        quire::transpose(tops);
+        for (int i = 0; i < LANES; i++) raised = larger(raised, as<f32x16>(tops[i]));
+      }
       const f32x16 bases = where(raised == MINUS_INFINITY, f32x16{}, raised);  // of a row that has seen no key yet
       store_up_to(s.maximum + first, raised, count);
       // exp2(0) is not exactly 1
@@ -365,14 +373,16 @@ struct Attention {
       store(merged + i, fma(load(split + i), weight, load(merged + i) * old_weight));
   }
 
-  // `next` is the task this thread will run afterwards, if any: its first keys are fetched in time.
+  // `next` is the task this thread will run afterwards, if any: its keys and values are fetched meanwhile.
   void run(const Task& t, int head, const Task* next, int next_head, Scratch& s) const {
     const int rows = t.tokens * group(), first = first_key(t), last = last_key(t);
     s.reserve(std::max(rows, TILE_ROWS), g, S::LINES > 1 || g.by_slot);
     gather_queries(t, head, s);
     const bool is_whole = t.partial < 0;
+    const int start = tile_start(first);
+    const bool is_short = last - start <= SHORT_KEYS;
     bool is_first = true;
-    Tile tile = tile_at(t, head, tile_start(first));
+    Tile tile = tile_at(t, head, start);
     for (int begin = t.key_begin, partial = t.partial, end; begin < t.key_end; begin = end, partial += rows) {
       end = std::min(split_end(g, begin), t.key_end);
       if (is_whole && end <= first) continue;
@@ -381,11 +391,14 @@ struct Attention {
       memset(s.out, 0, rows * g.out_pad * sizeof(float));
       const int from = std::max(begin, first), to = std::min(end, last);
       for (int base = tile_start(from); base < to; base += TILE_KEYS) {
-        Tile ahead;
-        if (base + TILE_KEYS < last) ahead = tile_at(t, head, base + TILE_KEYS);
-        else if (next) ahead = tile_at(*next, next_head, tile_start(first_key(*next)));
+        Tile following, ahead;
+        if (base + TILE_KEYS < last) following = tile_at(t, head, base + TILE_KEYS);
+        // A short head's tiles fetch those of the next head in their places. If each fetched the one behind it, the last
+        // one would fetch a whole tile, however few keys it has, and wait for it.
+        if (!is_short && base + TILE_KEYS < last) ahead = following;
+        else if (next) ahead = tile_at(*next, next_head, tile_start(first_key(*next)) + (is_short ? base - start : 0));
         visit_tile(t, head, base, std::max(base, from), std::min(base + TILE_KEYS, to), tile, ahead, s);
-        tile = ahead;
+        tile = following;
       }
       if (!is_whole) save_rows(rows, head, partial, s);
       else if (is_first) start_rows(rows, s);
@@ -432,20 +445,41 @@ struct Attention {
     }
   }
 
+  // KV heads of a task, from first to end. No task: there is nothing left to draw.
+  struct Heads {
+    const Task* task;
+    int first, end;
+  };
+
+  Heads heads_of(int draw, int whole, int draws) const {
+    if (draw >= draws) return {};
+    if (draw < whole) return {step.tasks + draw, 0, g.kv_heads};
+    const int head = (draw - whole) % g.kv_heads;
+    return {step.tasks + whole + (draw - whole) / g.kv_heads, head, head + 1};
+  }
+
   void run_all() {
     thread_local std::vector<float> kept;
     const size_t needed = size_t(step.partial_rows) * g.kv_heads * partial_size();
     if (kept.size() < needed) kept.resize(needed);
     partials = kept.data();
-    const int items = step.num_tasks * g.kv_heads, merges = step.num_merges * g.kv_heads;
-    std::atomic<int> counter{0};
-    together(step.threads, [&] {
-      // Each thread draws one task ahead of the one it runs.
-      for (int item = counter++; item < items;) {
-        const int next = counter++;
-        run(step.tasks[item / g.kv_heads], item % g.kv_heads, next < items ? &step.tasks[next / g.kv_heads] : nullptr,
-            next % g.kv_heads, scratch());
-        item = next;
+    const int merges = step.num_merges * g.kv_heads;
+    // Tasks are drawn whole, since the cores have to send each other the counter, which can take as long as a short head;
+    // the last ones, which cost least, by head, so that threads end together.
+    const int whole = std::max(0, step.num_tasks - TASKS_PER_THREAD * step.threads);
+    const int draws = whole + (step.num_tasks - whole) * g.kv_heads;
+    alignas(64) std::atomic<int> counter{0};
+    together(step.threads, [=, &counter] {
+      Scratch& s = scratch();
+      // Each thread draws once more before it begins with what it has drawn.
+      Heads drawn = heads_of(counter++, whole, draws);
+      while (drawn.task) {
+        const Heads next = heads_of(counter++, whole, draws);
+        for (; drawn.first < drawn.end; drawn.first++) {
+          const bool is_last = drawn.first + 1 == drawn.end;
+          run(*drawn.task, drawn.first, is_last ? next.task : drawn.task, is_last ? next.first : drawn.first + 1, s);
+        }
+        drawn = next;
       }
     });
     for_each(merges, step.threads,
