@@ -42,6 +42,7 @@ def agent(checkpoints, secret) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_ranks_of_two_machines_say_what_one_says_until_one_is_lost(checkpoints, agent, secret):
     path = checkpoints.path("llama")
     prompts = [[5, 6, 7, index] for index in range(6)]

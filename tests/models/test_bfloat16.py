@@ -74,6 +74,7 @@ def error(ours: Tensor, right: Tensor) -> float:
     return float((ours - right).std() / right.std())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("variant", FIRST)
 def test_bfloat16_chooses_the_tokens_that_float32_does(tmp_path, variant):

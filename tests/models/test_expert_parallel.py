@@ -129,6 +129,7 @@ def test_all_meshes(checkpoints, references, variant, replicas, ranks, stages):
     shared(checkpoints, references, variant, **sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("kernels", [{}, dict.fromkeys(OPS, "reference")])
 @pytest.mark.parametrize("variant", FIRST_WITH_EXPERTS)

@@ -316,6 +316,7 @@ def mutated(checkpoints, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @each(SPEC_MUTATIONS)
 def test_a_wrong_spec_is_found_out(mutated, references, variant, mutate):
@@ -329,6 +330,7 @@ def test_a_wrong_spec_that_changes_hardly_a_token_is_found_out(mutated, referenc
     assert wrongness(references, variant, mutated(variant, mutate)) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @each(MODEL_MUTATIONS)
 def test_a_wrong_layer_is_found_out(checkpoints, references, variant, mutate):

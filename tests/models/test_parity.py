@@ -159,6 +159,7 @@ def test_greedy_tokens_equal_transformers_with_the_cpu_kernels(checkpoints, refe
     way(lambda **options: make_llm(checkpoints.path(variant), "cpu", **options), references.continuations(variant))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @each_variant
 @pytest.mark.parametrize("way", [two_steps_deep_in_chunks_preempted], ids=name_of)

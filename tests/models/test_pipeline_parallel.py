@@ -75,6 +75,7 @@ def test_stages_of_several_ranks_do_so_too(checkpoints, references, variant, sta
         continuation.check(token_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize(("variant", "blocks"), [("mistral-window-20", 12), ("qwen3-mixed-windows-biases", 24)])
@@ -197,6 +198,7 @@ def test_adapters_are_divided_like_the_layers(checkpoints, tmp_path):
 # ---- processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (2, 2)])
 def test_processes_say_what_one_does(checkpoints, references, stages, ranks):
     expected = references.continuations("llama")[:16]

@@ -97,6 +97,7 @@ PLAN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.texts
 @pytest.mark.parametrize(("name", "way"), PLAN, ids=name_of)
 def test_greedy_tokens_equal_transformers(cases, name, way):

@@ -105,6 +105,7 @@ def test_the_reference_kernels_say_the_same(folder, name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_say_the_same(folder, name):
@@ -112,12 +113,14 @@ def test_two_ranks_say_the_same(folder, name):
     check(make_llm(path, "cpu", tensor_parallel_size=2, max_num_batched_tokens=64, max_num_seqs=8), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llava", "qwen3_5"])
 def test_two_stages_say_the_same(folder, name):
     path, expected = prepared(name, folder)
     check(make_llm(path, "cpu", pipeline_parallel_size=2, max_num_batched_tokens=64, max_num_seqs=8), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_largest_pictures_are_encoded_to_measure_memory(folder, name):
     llm = make_llm(prepared(name, folder)[0], max_num_seqs=8)

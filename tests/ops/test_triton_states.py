@@ -23,6 +23,7 @@ KERNELS = SimpleNamespace(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES)
 def test_texts_in_steps_with_rejected_drafts(name, dtype):

@@ -70,6 +70,7 @@ def test_a_trace_shows_the_stations_of_each_step_and_the_same_answer(path, tmp_p
     assert run(llm) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_ranks_record_the_steps_that_the_plan_names(path, tmp_path, sizes):
     fields = {"delay_iterations": 1, "max_iterations": 2, "torch_profiler_with_stack": False}
@@ -188,6 +189,7 @@ def test_the_plan_of_a_profile(fields, plan):
     assert Options.read({"profiler": "cuda", **fields}).plan == plan
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_takes_the_profile_with_it(path, tmp_path):
     llm = start_llm(path, tmp_path, tensor_parallel_size=2)
     try:

@@ -34,6 +34,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("need", NEEDS)
 def test_what_was_deferred_is_there_when_it_is_needed(need):

@@ -332,6 +332,7 @@ def test_a_consumer_that_vanishes_holds_nothing_for_long(make_pair):
     pair.consumer.exchange._imports.drop_all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_random_prompts_and_faults(make_pair, seed):
     dice = random.Random(seed)

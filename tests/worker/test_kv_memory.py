@@ -94,6 +94,7 @@ def flat(tables: Tables) -> list[int]:
     return [block_id for table in tables for block_id in table]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("backend", "variant", "options"), CASES, ids=str)
 def test_a_request_goes_on_from_moved_blocks_with_the_same_tokens(checkpoints, monkeypatch, backend, variant, options):

@@ -214,9 +214,9 @@ struct Attention {
       f32x16 raised = load_up_to(s.maximum + first, count);
       const f32x16 before = raised;
       if (count <= 4) {  // one by one is faster
-        f32x16 found = splat(MINUS_INFINITY);
+        float found[LANES] = {};
         for (int i = 0; i < count; i++) found[i] = maximum(as<f32x16>(tops[i]));
-        raised = larger(raised, found);
+        raised = larger(raised, load_part(found, count));
       } else {
         quire::transpose(tops);
         for (int i = 0; i < LANES; i++) raised = larger(raised, as<f32x16>(tops[i]));
