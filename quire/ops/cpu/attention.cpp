@@ -27,8 +27,8 @@ using namespace quire;
 namespace {
 
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
-// A head of up to this many keys fetches all of the next head: an eighth of a second-level cache, of 128 elements.
-constexpr int SHORT_KEYS = 8 * TILE_KEYS;
+// A head whose keys and values take no more fetches all of the next head's: both fit into a second-level cache of 1 MB.
+constexpr int64_t SHORT_BYTES = 256 << 10;  // 512 tokens of 128 elements in bfloat16
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // Where a tile's keys and values are, by groups of 16 tokens, as many as there are; likewise the scales of cells.
@@ -380,7 +380,7 @@ struct Attention {
     gather_queries(t, head, s);
     const bool is_whole = t.partial < 0;
     const int start = tile_start(first);
-    const bool is_short = last - start <= SHORT_KEYS;
+    const bool is_short = (last - start) * g.planes() * g.dim * int64_t(sizeof(typename S::Element)) <= SHORT_BYTES;
     bool is_first = true;
     Tile tile = tile_at(t, head, start);
     for (int begin = t.key_begin, partial = t.partial, end; begin < t.key_end; begin = end, partial += rows) {
@@ -471,7 +471,7 @@ struct Attention {
     alignas(64) std::atomic<int> counter{0};
     together(step.threads, [=, &counter] {
       Scratch& s = scratch();
-      // Each thread draws once more before it begins with what it has drawn.
+      // Each thread draws once more before it begins with what it has drawn, so as to know what to fetch meanwhile.
       Heads drawn = heads_of(counter++, whole, draws);
       while (drawn.task) {
         const Heads next = heads_of(counter++, whole, draws);
