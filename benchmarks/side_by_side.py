@@ -8,8 +8,9 @@ kept in runs.jsonl as soon as it ends: the same command again goes on where it w
 and makes tables and picture anew. So --workloads, --dtypes and --rounds can divide the work among several commands with
 one --out. Each model has an --out of its own. With --contenders 1.25, a peer that took more than 1.25 times as long as
 the fastest peer in the first round is not run again: it would not become the best, and slow runs take most of the time.
-Before the rounds that count everything starts once. Starts are timed after a pause, in which a virtual machine gives
-its free memory back: else they would differ by what ran before them.
+Before the rounds that count everything starts once. A start is timed after one that is not, so that its files are in
+the system's cache, and after a pause, in which a virtual machine gives its free memory back: else starts would differ by
+what ran before them.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ class Bench:
         streams = run.engine == "quire" and run.workload == "start"  # the answer; others print a line of JSON
         is_result = re.compile(rb"." if streams else rb"(?m)^\{.*\}$")
         if run.workload in ("start", "floor"):
+            if number:
+                _execute(*self._command(run), log, self.a.timeout, lambda text: False)
             time.sleep(PAUSE_S)
         before_ns = ceilings.hop_ns()
         done = _execute(*self._command(run), log, self.a.timeout, lambda text: bool(is_result.search(text)))

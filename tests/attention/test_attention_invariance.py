@@ -200,7 +200,15 @@ def test_a_tokens_result_does_not_depend_on_the_step_or_the_threads(case: Case) 
 
 
 @pytest.mark.slow  # the kernels are compiled once more
-@pytest.mark.parametrize("case", [Case(), Case(cell=INT8, window=100), Case(dtype=torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        pytest.param(Case(cell=INT8, window=100), marks=pytest.mark.nightly),
+        pytest.param(Case(dtype=torch.float32), marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_that_holds_for_the_kernels_of_an_older_processor_too(case: Case) -> None:
     try:
         build.choose_instruction_set("avx2")

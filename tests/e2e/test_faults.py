@@ -45,9 +45,15 @@ def test_streams_go_on_when_the_core_is_killed_or_stopped(server, expected, numb
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(
+    ("lost", "number"),
+    [
+        (0, signal.SIGSTOP),
+        (1, signal.SIGKILL),
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.nightly),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.nightly),
+    ],
+)
 def test_streams_go_on_when_a_stage_of_a_pipeline_is_killed_or_stopped(expected, lost, number):
     with Server(*ARGUMENTS, "--pipeline-parallel-size", "2") as server:
         before = server.core.pid

@@ -98,7 +98,7 @@ def test_one_request_wakes_all_cores_and_when_it_ends_they_pause(path, expected)
     ("options", "lost", "number"),
     [
         ({}, 1, signal.SIGKILL),
-        pytest.param({}, 0, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param({}, 0, signal.SIGSTOP, marks=pytest.mark.nightly),
         pytest.param({"tensor_parallel_size": 2}, 0, signal.SIGKILL, marks=pytest.mark.nightly),
         pytest.param({"data_parallel_size": 3}, 2, signal.SIGSTOP, marks=pytest.mark.nightly),
     ],

@@ -62,6 +62,7 @@ def test_products_of_tiles_compute_what_the_references_do(sources_of_products, m
     check_packed_experts(torch.bfloat16)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_the_kernels_for_amx_have_its_instructions(sources_of_products, tmp_path):
     found = {}

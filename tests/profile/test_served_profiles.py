@@ -90,7 +90,7 @@ def test_a_lost_replica_loses_its_part_of_the_profile(host, folder, caplog):
     assert replicas(folder) == {"replica0", "replica1"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_that_are_silent_while_they_write_are_not_taken_for_dead(tmp_path):
     """The core by its parent, the ranks by the core, and the core by the ranks."""
     assert max(cores.SILENCE_SECONDS, local_ranks.SILENCE_SECONDS, rank.SILENCE_SECONDS) < SECONDS
