@@ -9,8 +9,8 @@ and makes tables and picture anew. So --workloads, --dtypes and --rounds can div
 one --out. Each model has an --out of its own. With --contenders 1.25, a peer that took more than 1.25 times as long as
 the fastest peer in the first round is not run again: it would not become the best, and slow runs take most of the time.
 Before the rounds that count everything starts once. A start is timed after one that is not, so that its files are in
-the system's cache, and after a pause, in which a virtual machine gives its free memory back: else starts would differ by
-what ran before them.
+the system's cache, and after a pause, in which a virtual machine gives its free memory back: else starts would differ
+by what ran before them.
 """
 
 from __future__ import annotations
