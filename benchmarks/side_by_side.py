@@ -115,7 +115,7 @@ class Bench:
         streams = run.engine == "quire" and run.workload == "start"  # the answer; others print a line of JSON
         is_result = re.compile(rb"." if streams else rb"(?m)^\{.*\}$")
         if run.workload in ("start", "floor"):
-            if number:
+            if number:  # round 0 does not count
                 _execute(*self._command(run), log, self.a.timeout, lambda text: False)
             time.sleep(PAUSE_S)
         before_ns = ceilings.hop_ns()
