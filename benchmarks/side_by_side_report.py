@@ -150,7 +150,7 @@ def limits(measured: Medians, model: Model, kv_cache_bytes: int) -> list[Row]:
     cached = _get(measured, Run("quire", "bf16", "prefix"), "cached_tokens")
     reusable = (len(WORKLOADS["prefix"](SEED)) - 1) * (DOCUMENT // BLOCK * BLOCK)
     memory = _get(measured, Run("quire", "bf16", "mixed"), "peak_rss_gb")
-    rest = memory - model.weight_bytes("bf16", resident=True) / 1e9 - kv
+    resident = model.weight_bytes("bf16", resident=True) / 1e9
     memory_label = "mixed, GB resident at the peak, bf16"
     return [
         Row("single, decode, bf16", decode, f"the same memory read at {_show(reading, '.1f')} GB/s",
@@ -159,7 +159,8 @@ def limits(measured: Medians, model: Model, kv_cache_bytes: int) -> list[Row]:
         Row("start to first answer, seconds", start, "", start, 4, "s", at_most=True),
         Row("start to first answer, seconds", start, f"import torch, read the weights {_show(floor, '.2f')}",
             start / floor, 1.5, at_most=True),
-        Row(memory_label, memory, f"less weights {weights:.2f} and KV {kv:.2f}", rest, 0.7, "GB", at_most=True),
+        Row(memory_label, memory, f"less weights {resident:.2f} and KV {kv:.2f}", memory - resident - kv, 0.7, "GB",
+            at_most=True),
     ]  # fmt: skip
 
 
