@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
-from workloads import PREFILL_SEED, REUSES, SEED, WORKLOADS, Requests, common, groups
+from workloads import REUSES, SEED, WORKLOADS, Requests, common, groups
 
 BLOCK = 16  # tokens in a KV block of Quire
 
@@ -78,14 +78,6 @@ class Model:
     def kv_size(self) -> int:
         """Of the keys and values of a token, in one layer."""
         return 2 * self.config["num_key_value_heads"] * self.head_dim
-
-    def touched_kv_bytes(self, workload: str, capacity: int) -> int:
-        """Of a KV cache of `capacity` bytes, by prefill and full run: blocks are handed out least recently used first,
-        so that none is used twice before all were used once."""
-        block_bytes = 2 * BLOCK * self.layers * self.kv_size
-        tokens = [len(prompt) for prompt, _ in WORKLOADS[workload](PREFILL_SEED)]
-        tokens += [len(prompt) + n - 1 for prompt, n in WORKLOADS[workload](SEED)]
-        return min(capacity // block_bytes, sum(-(-n // BLOCK) for n in tokens)) * block_bytes
 
 
 class Machine(NamedTuple):
