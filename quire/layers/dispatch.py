@@ -82,14 +82,13 @@ class SortedTokens(Sent):
     def __init__(self, kernels: Kernels, x: Tensor, experts: Tensor, weights: Tensor | None, bounds: Tensor) -> None:
         """bounds: 0, 1, ... number of experts."""
         self.kernels, self.weights, self.experts = kernels, weights, experts
-        rows, offsets, self.order = kernels.sort_by_expert(x, experts, bounds)
-        self.routed = Routed(rows, offsets, self._origins)
+        self.rows, self.offsets, self.order = kernels.sort_by_expert(x, experts, bounds)
 
     def _origins(self) -> tuple[Tensor, Tensor]:
         return self.order // self.experts.shape[1], self.experts.flatten()[self.order]
 
     def receive(self) -> Routed:
-        return self.routed
+        return Routed(self.rows, self.offsets, self._origins)  # not kept: it refers to self
 
     def collect(self, out: Tensor) -> Tensor:
         combined: Tensor = self.kernels.combine_experts(out, self.order, self.weights)
@@ -167,7 +166,7 @@ class OwnTokens(SortedTokens):
         super().__init__(kernels, x, experts, weights, bounds)
         self.shape = experts.shape
         if x.device.type == "cpu":
-            self.routed.rows = self.routed.rows[: int(self.routed.offsets[-1])]
+            self.rows = self.rows[: int(self.offsets[-1])]
 
     def collect(self, out: Tensor) -> Tensor:
         tokens, top_k = self.shape
@@ -175,7 +174,7 @@ class OwnTokens(SortedTokens):
             results = out.new_zeros(tokens * top_k, out.shape[1])
             results[: len(out)] = out
         else:
-            behind = torch.arange(len(out), device=out.device) >= self.routed.offsets[-1]
+            behind = torch.arange(len(out), device=out.device) >= self.offsets[-1]
             results = out.masked_fill(behind[:, None], 0)
         return super().collect(results)
 
