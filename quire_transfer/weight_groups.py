@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 
 from quire.cluster.addresses import own_address
 from quire.layers.build import WeightSlot
-from quire.loading.weights import Checkpoint, Parts, check_shape, open_checkpoint
+from quire.loading.weights import Checkpoint, Parts, check_shape, open_checkpoint, pick_of
 from quire.messages.changes import JoinGroup, ReceiveWeights, TrainerOrder
 from quire.messages.errors import error_text
 
@@ -29,8 +29,11 @@ class ReceivedCheckpoint(Checkpoint):
         self.names: dict[str, tuple[Sequence[int], dict[str, Tensor]]] = {}  # the shape, and the parts
 
     def add(self, name: str, tensor: Tensor) -> None:
-        picks = self._parts.get(name, ())
-        self.names[name] = tensor.shape, {repr(pick): tensor[pick].to("cpu", copy=True) for pick in picks}
+        parts = {
+            repr((shape, pick)): tensor[pick_of(shape, pick, tensor.shape)].to("cpu", copy=True)
+            for shape, pick in self._parts.get(name, ())
+        }
+        self.names[name] = tensor.shape, parts
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.names[name][0])
@@ -38,7 +41,7 @@ class ReceivedCheckpoint(Checkpoint):
     def read(self, slot: WeightSlot) -> Tensor:
         shape, parts = self.names[slot.name]
         check_shape(slot, shape)
-        return parts[repr(slot.pick)]
+        return parts[repr((slot.shape, slot.pick))]
 
 
 class WeightGroups:

@@ -22,7 +22,8 @@ from quire.loading.errors import ModelNotFoundError, WeightError
 from quire.loading.hub import read_json
 from quire.messages.errors import error_text
 
-Parts = Mapping[str, Sequence[tuple[slice, ...]]]  # picks of WeightSlots by the names of a checkpoint's tensors
+Pick = tuple[slice, ...]
+Parts = Mapping[str, Sequence[tuple[tuple[int, ...], Pick]]]  # shapes and picks of slots by a checkpoint's names
 
 
 class Checkpoint(ABC):
@@ -78,8 +79,13 @@ _READ_AT_ONCE = 1 << 20  # bytes that one thread reads at least
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
+def pick_of(shape: Sequence[int], pick: Pick, whole: Sequence[int]) -> tuple[slice | int, ...]:
+    """The pick of a slot with this shape, in a tensor that may have further dimensions of size 1 before the others."""
+    return (0,) * (len(whole) - len(shape)) + pick
+
+
 def check_shape(slot: WeightSlot, shape: Sequence[int]) -> None:
-    """Dimensions of size 1 before the others do not matter."""
+    """Dimensions of size 1 before the others do not matter. Raises WeightError."""
     outer = len(shape) - len(slot.shape)
     if outer > 0 and slot.shape and set(shape[:outer]) == {1}:
         shape = shape[outer:]
@@ -143,10 +149,11 @@ class SafetensorsCheckpoint(Checkpoint):
     def read(self, slot: WeightSlot) -> Tensor:
         with safe_open(self.names[slot.name][0], framework="pt") as tensors:
             source = tensors.get_slice(slot.name)
-            check_shape(slot, source.get_shape())
-            if not slot.pick or any(s.step not in (None, 1) for s in slot.pick):
+            shape = source.get_shape()
+            check_shape(slot, shape)
+            if not slot.pick or len(shape) > len(slot.shape) or any(s.step not in (None, 1) for s in slot.pick):
                 whole: Tensor = tensors.get_tensor(slot.name)
-                return whole[slot.pick]
+                return whole[pick_of(slot.shape, slot.pick, shape)]
             part: Tensor = source[slot.pick]
             return part
 
@@ -190,14 +197,14 @@ class TorchCheckpoint(Checkpoint):
     def read(self, slot: WeightSlot) -> Tensor:
         tensor = self.names[slot.name]
         check_shape(slot, tensor.shape)
-        return tensor[slot.pick]
+        return tensor[pick_of(slot.shape, slot.pick, tensor.shape)]
 
 
 def parts_of(checkpoint: Checkpoint, builder: Builder) -> Parts:
     """Which parts of which tensors the slots of `builder` need."""
-    parts: dict[str, list[tuple[slice, ...]]] = {}
+    parts: dict[str, list[tuple[tuple[int, ...], Pick]]] = {}
     for slot in builder.slots:
-        parts.setdefault(checkpoint.alias(slot.name), []).append(slot.pick)
+        parts.setdefault(checkpoint.alias(slot.name), []).append((slot.shape, slot.pick))
     return parts
 
 

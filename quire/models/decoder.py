@@ -213,11 +213,7 @@ class LayerStack:
         """layers: those of this stage of a pipeline, None for all."""
         self.spec, self.kernels, self.residual_stream = spec, builder.kernels, builder.residual_stream
         own = range(spec.num_layers) if layers is None else layers
-        first = spec.mixers[own.start]
-        if isinstance(first, LatentAttentionSpec) and first.shares_selection:
-            raise ValueError(f"layer {own.start} attends to the tokens that the layer before selects, and must be in "
-                             "its stage; give pipeline_layers, or lower pipeline_parallel_size")  # fmt: skip
-        if isinstance(first, RwkvSpec) and own.start:
+        if isinstance(spec.mixers[own.start], RwkvSpec) and own.start:
             raise ValueError("pipeline_parallel_size must be 1: all layers read the values of the first one")
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
         chunks = [c if c and c < max_model_len else None for c in spec.chunks or [None] * spec.num_layers]

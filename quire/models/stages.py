@@ -1,6 +1,9 @@
 """Divides a model into the stages of a pipeline."""
 
+from itertools import accumulate, pairwise
+
 from quire.config import ConfigError, ParallelConfig
+from quire.layers.attention_spec import LatentAttentionSpec
 from quire.layers.build import Builder, Outline
 from quire.models.decoder import Decoder
 from quire.models.spec import DecoderSpec
@@ -8,6 +11,19 @@ from quire.parallel.pipeline import Stage
 from quire.parallel.sizes import balanced
 
 _NO_LAYERS = range(0)
+
+
+def indivisible(spec: DecoderSpec) -> list[range]:
+    """The layers, in parts that a stage has as a whole: a layer, and those behind it that share its selection."""
+    shared = [isinstance(mixer, LatentAttentionSpec) and mixer.shares_selection for mixer in spec.mixers]
+    starts = [layer for layer in range(spec.num_layers) if not shared[layer]]
+    return [range(start, stop) for start, stop in pairwise([*starts, spec.num_layers])]
+
+
+def sizes_of_stages(parts: list[range], costs: list[int], stages: int) -> list[int]:
+    """How many layers each stage has. costs: of each part. Raises ValueError if there are fewer parts than stages."""
+    sizes = iter(map(len, parts))
+    return [sum(next(sizes) for _ in range(count)) for count in balanced(costs, stages)]
 
 
 def choose_stage(
@@ -21,10 +37,10 @@ def choose_stage(
     model.
     """
     outline = Outline(builder)
-    costs = []
-    for layer in range(spec.num_layers):
+    parts, costs = indivisible(spec), []
+    for layers in parts:
         before = outline.num_bytes
-        Decoder(outline, spec, 1, Stage(range(layer, layer + 1), False, False))
+        Decoder(outline, spec, 1, Stage(layers, False, False))
         costs.append(outline.num_bytes - before)
     Decoder(outline, spec, 1, Stage(_NO_LAYERS))
     table = spec.vocab_size * (spec.embedding_size or spec.hidden_size) * builder.dtype.itemsize
@@ -34,7 +50,10 @@ def choose_stage(
     if counts and (sum(counts) != spec.num_layers or min(counts) < 1):
         raise ConfigError(f"pipeline_layers must add up to the model's {spec.num_layers} layers, with at least one for "
                           f"each stage, got {counts}")  # fmt: skip
-    counts = counts or balanced(costs, stages)
+    if divided := set(accumulate(counts[:-1])) - {layers.start for layers in parts}:
+        raise ConfigError(f"pipeline_layers: layer {min(divided)} attends to the tokens that the layer before selects, "
+                          "so both must be in one stage")  # fmt: skip
+    counts = counts or sizes_of_stages(parts, costs, stages)
     start, is_first, is_last = sum(counts[:number]), number == 0, number == stages - 1
     has_embedding = is_first or (is_last and (spec.tie_embeddings or drafts))
     stage = Stage(range(start, start + counts[number]), has_embedding, is_last)

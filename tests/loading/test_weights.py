@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from quire.layers.build import WeightSlot
 from quire.loading.errors import ModelNotFoundError, WeightError
-from quire.loading.weights import SafetensorsCheckpoint
+from quire.loading.weights import SafetensorsCheckpoint, TorchCheckpoint
+from quire_transfer.weight_groups import ReceivedCheckpoint
 from support.checkpoints import VARIANTS, Checkpoints, write_checkpoint
 from support.engines import GREEDY, generate, make_llm, runner_of, teacher_forced_logits, tokens_of
 from support.reference import greedy, load, logits, prompts
@@ -143,6 +144,20 @@ def test_weights_stored_in_half_precision_are_computed_with_in_float32(tmp_path,
         continuation.check(token_ids)
     wanted = logits(reference, expected[8].prompt)
     assert (teacher_forced_logits(llm, expected[8].prompt) - wanted).abs().max() < 1e-4 * wanted.std()
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_tensor_may_have_further_dimensions_of_size_1(tmp_path, stored):
+    """Those of RWKV-7's token shifts have. The part that is read is one of the slot's dimensions."""
+    tensor = torch.arange(24, dtype=stored).view(1, 1, 4, 6)
+    save_file({"shift": tensor}, tmp_path / "model.safetensors")
+    torch.save({"shift": tensor}, tmp_path / "pytorch_model.bin")
+    received = ReceivedCheckpoint({"shift": [((4, 6), (slice(1, 3),))]})
+    received.add("shift", tensor)
+    for checkpoint in (SafetensorsCheckpoint(tmp_path), TorchCheckpoint(tmp_path), received):
+        target = torch.empty(2, 6)
+        checkpoint.copy_into(WeightSlot("shift", target, (4, 6), (slice(1, 3),)))
+        assert target.equal(tensor[0, 0, 1:3].float())
 
 
 @pytest.mark.parametrize(

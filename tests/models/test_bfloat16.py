@@ -87,7 +87,7 @@ def test_bfloat16_chooses_the_tokens_that_float32_does(tmp_path, variant):
 
     following = torch.tensor([[*text[1:], -1] for text in texts()]).flatten()
     known = following >= 0
-    assert (right.argmax(-1) == following)[known].float().mean() >= 0.98, "it has not learned its text"
+    assert (right.argmax(-1) == following)[known].float().mean() >= 0.97, "it has not learned its text"
     llm = make_llm(path, dtype="bfloat16")
     ours = torch.cat([teacher_forced_logits(llm, text) for text in texts()]).float()
 

@@ -66,6 +66,7 @@ def test_stages_together_say_what_transformers_says(checkpoints, references, var
         ("qwen3-mixed-windows-biases", 4, 1),  # a stage for each layer
         ("deepseek_v3", 3, 1),
         ("gpt_oss", 2, 3),
+        ("glm_moe_dsa-shared-selections", 2, 1),  # pairs of layers that attend to the same tokens
     ],
 )
 def test_stages_of_several_ranks_do_so_too(checkpoints, references, variant, stages, ranks):
@@ -120,6 +121,14 @@ def test_stages_can_be_given(checkpoints):
         staged(path, 2, pipeline_layers=[1, 2])
     with pytest.raises(ConfigError, match=r"a number for each of the pipeline_parallel_size=2 stages, got \[4\]"):
         staged(path, 2, pipeline_layers=[4])
+
+
+def test_layers_that_share_a_selection_are_in_one_stage(checkpoints):
+    path = checkpoints.path("glm_moe_dsa-shared-selections")
+    runners = staged(path, 2).core.executor.runners
+    assert [runner.model.stage.layers for runner in runners] == [range(2), range(2, 4)]
+    with pytest.raises(ConfigError, match="pipeline_layers: layer 1 attends to the tokens that the layer before"):
+        staged(path, 2, pipeline_layers=[1, 3])
 
 
 CHECKED = [("ngram", {}), ("Mixed", {}), ("Perfect", {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 40})]

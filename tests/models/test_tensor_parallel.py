@@ -55,7 +55,7 @@ COMBINES = [
 
 def worker(path: Any, group: ThreadGroup, **options: Any) -> Worker:
     config = EngineConfig.create(model=str(path), dtype="float32", max_num_seqs=32, **options)
-    return Worker(config, path, MAX_MODEL_LEN, Mesh(group.rank, size=group.size, tp=group, ep=group))
+    return Worker(config, path, MAX_MODEL_LEN, Mesh(group.rank, size=group.size, tp=group, ep=group, replica=group))
 
 
 class RankedExecutor(Executor):
