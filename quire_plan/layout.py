@@ -6,7 +6,7 @@ from functools import cached_property
 
 from quire.layers.specs import MoESpec
 from quire.models.spec import DecoderSpec
-from quire.models.stages import indivisible, sizes_of_stages
+from quire.parallel.sizes import balanced_parts
 from quire_plan.sizes import Footprint, Share
 
 
@@ -86,14 +86,14 @@ class Stages:
         experts = layout.tp * layout.dp if layout.ep else 1
         if layout.pp == 1:
             return [self.footprint.of(Share(layout.tp, expert_ranks=experts))]
-        together, costs = indivisible(spec), []
+        together, costs = spec.indivisible, []
         for layers in together:
             of_layers = self.footprint.of(Share(layout.tp, layers, False, False, experts)).parameters
             costs.append(int(self.footprint.linear * (of_layers.experts + of_layers.rest)))
         head = self.footprint.of(Share(layout.tp, range(0), False, True)).parameters
         costs[-1] += int(self.footprint.head * head.output) // 2
         parts, start = [], 0
-        for number, count in enumerate(sizes_of_stages(together, costs, layout.pp)):
+        for number, count in enumerate(balanced_parts(together, costs, layout.pp)):
             is_first, is_last = number == 0, number == layout.pp - 1
             share = Share(layout.tp, range(start, start + count), is_first, is_last, experts)
             parts.append(self.footprint.of(share))

@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,6 +116,13 @@ class DecoderSpec:
         if isinstance(mixer, HybridSpec):
             return mixer.attention, mixer.recurrent
         return () if mixer is None else (mixer,)
+
+    @property
+    def indivisible(self) -> list[range]:
+        """The layers, in parts that no stage divides: a layer, and those behind it that share its selection."""
+        shared = [isinstance(mixer, LatentAttentionSpec) and mixer.shares_selection for mixer in self.mixers]
+        starts = [layer for layer in range(self.num_layers) if not shared[layer]]
+        return [range(start, stop) for start, stop in pairwise([*starts, self.num_layers])]
 
     @property
     def has_states(self) -> bool:

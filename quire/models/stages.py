@@ -1,29 +1,15 @@
 """Divides a model into the stages of a pipeline."""
 
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from quire.config import ConfigError, ParallelConfig
-from quire.layers.attention_spec import LatentAttentionSpec
 from quire.layers.build import Builder, Outline
 from quire.models.decoder import Decoder
 from quire.models.spec import DecoderSpec
 from quire.parallel.pipeline import Stage
-from quire.parallel.sizes import balanced
+from quire.parallel.sizes import balanced_parts
 
 _NO_LAYERS = range(0)
-
-
-def indivisible(spec: DecoderSpec) -> list[range]:
-    """The layers, in parts that a stage has as a whole: a layer, and those behind it that share its selection."""
-    shared = [isinstance(mixer, LatentAttentionSpec) and mixer.shares_selection for mixer in spec.mixers]
-    starts = [layer for layer in range(spec.num_layers) if not shared[layer]]
-    return [range(start, stop) for start, stop in pairwise([*starts, spec.num_layers])]
-
-
-def sizes_of_stages(parts: list[range], costs: list[int], stages: int) -> list[int]:
-    """How many layers each stage has. costs: of each part. Raises ValueError if there are fewer parts than stages."""
-    sizes = iter(map(len, parts))
-    return [sum(next(sizes) for _ in range(count)) for count in balanced(costs, stages)]
 
 
 def choose_stage(
@@ -37,7 +23,7 @@ def choose_stage(
     model.
     """
     outline = Outline(builder)
-    parts, costs = indivisible(spec), []
+    parts, costs = spec.indivisible, []
     for layers in parts:
         before = outline.num_bytes
         Decoder(outline, spec, 1, Stage(layers, False, False))
@@ -53,7 +39,7 @@ def choose_stage(
     if divided := set(accumulate(counts[:-1])) - {layers.start for layers in parts}:
         raise ConfigError(f"pipeline_layers: layer {min(divided)} attends to the tokens that the layer before selects, "
                           "so both must be in one stage")  # fmt: skip
-    counts = counts or sizes_of_stages(parts, costs, stages)
+    counts = counts or balanced_parts(parts, costs, stages)
     start, is_first, is_last = sum(counts[:number]), number == 0, number == stages - 1
     has_embedding = is_first or (is_last and (spec.tie_embeddings or drafts))
     stage = Stage(range(start, start + counts[number]), has_embedding, is_last)

@@ -101,3 +101,9 @@ def balanced(costs: Sequence[int], stages: int) -> list[int]:
             for n in range(count + 1)
         ]
     return best[count][2]
+
+
+def balanced_parts(parts: Sequence[range], costs: Sequence[int], stages: int) -> list[int]:
+    """The same for parts of several layers, which are not divided. costs: of each part."""
+    sizes = iter(map(len, parts))
+    return [sum(next(sizes) for _ in range(count)) for count in balanced(costs, stages)]
