@@ -174,6 +174,7 @@ _PARTS = ["a", "bc", " ", "   ", "\n", "\n\n", "- ", "1. ", "# ", "> ", "`", "*"
 @given(st.lists(st.sampled_from(_PARTS), max_size=40), st.integers(2, 30))
 def test_the_end_is_the_same_in_one_piece_and_no_word_is_lost(pieces, rows):
     assume(re.search(r"\|.*\n.*\|-", "".join(pieces)) is None)  # cells beyond the head of a table are left out
+    assume(re.search(r"(```|~~~).*(bc|日)", "".join(pieces)) is None)  # the language of a block of code is not shown
     shown = draw(pieces, rows)
     for word in ("bc", "日"):
         assert shown.count(word) >= "".join(pieces).count(word)
