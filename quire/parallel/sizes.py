@@ -85,7 +85,7 @@ def balanced(costs: Sequence[int], stages: int) -> list[int]:
     """
     count, sums = len(costs), [0, *accumulate(costs)]
     if stages > count:
-        raise ValueError(f"pipeline_parallel_size={stages} is too large: the model has {count} layers")
+        raise ValueError(f"pipeline_parallel_size={stages} is too large: the model can have {count} stages")
     # best[n]: the first n layers in so many stages as the loop has seen: (cost of the most expensive one, sum of the
     # squares, layers of each)
     best = [(sums[n], sums[n] ** 2, [n]) for n in range(count + 1)]
@@ -104,6 +104,7 @@ def balanced(costs: Sequence[int], stages: int) -> list[int]:
 
 
 def balanced_parts(parts: Sequence[range], costs: Sequence[int], stages: int) -> list[int]:
-    """The same for parts of several layers, which are not divided. costs: of each part."""
+    """Divide parts of several layers among stages as `balanced` divides layers. costs: of each part. Returns the number
+    of layers of each stage. Raises ValueError if there are more stages than parts."""
     sizes = iter(map(len, parts))
     return [sum(next(sizes) for _ in range(count)) for count in balanced(costs, stages)]

@@ -38,8 +38,10 @@ def texts() -> list[list[int]]:
 def learn_by_heart(model: Any) -> None:
     ids = torch.tensor(texts())
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    for _ in range(STEPS):
+    for step in range(2 * STEPS):
         predicted = model(ids).logits[:, :-1]
+        if step >= STEPS and (predicted.argmax(-1) == ids[:, 1:]).float().mean() >= 0.98:
+            break
         optimizer.zero_grad()
         functional.cross_entropy(predicted.flatten(0, 1), ids[:, 1:].flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -87,7 +89,7 @@ def test_bfloat16_chooses_the_tokens_that_float32_does(tmp_path, variant):
 
     following = torch.tensor([[*text[1:], -1] for text in texts()]).flatten()
     known = following >= 0
-    assert (right.argmax(-1) == following)[known].float().mean() >= 0.97, "it has not learned its text"
+    assert (right.argmax(-1) == following)[known].float().mean() >= 0.98, "it has not learned its text"
     llm = make_llm(path, dtype="bfloat16")
     ours = torch.cat([teacher_forced_logits(llm, text) for text in texts()]).float()
 

@@ -109,7 +109,7 @@ def test_stages_are_chosen_so_that_the_slowest_one_is_as_fast_as_possible():
     assert balanced([1] * 12 + [4], 4) == [4, 4, 4, 1]
     assert balanced([1, 2, 3], 3) == [1, 1, 1]
     assert balanced([1] * 5, 1) == [5]
-    with pytest.raises(ValueError, match="pipeline_parallel_size=4 is too large: the model has 3 layers"):
+    with pytest.raises(ValueError, match="pipeline_parallel_size=4 is too large: the model can have 3 stages"):
         balanced([1, 1, 1], 4)
 
 
