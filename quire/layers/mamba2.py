@@ -74,7 +74,9 @@ class Mamba2(Recurrent):
         )  # fmt: skip
         y, z = pick(y.flatten(1), wanted), pick(z, wanted)
         size = self.values // self.num_kv_heads
+        if self.norm_of_ranks is not None and not spec.gate_first:
+            y = self.norm_of_ranks(by_head(y, *heads)).flatten(1)
         y = kernels.gated_norm(y, z, self.norm_weight, spec.norm.eps, size, spec.gate_first, "silu")
-        if self.norm_of_ranks is not None:
+        if self.norm_of_ranks is not None and spec.gate_first:
             y = self.norm_of_ranks(by_head(y, *heads)).flatten(1)
         return self.out(y)
