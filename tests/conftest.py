@@ -32,6 +32,7 @@ interpreter = support.triton_kernels.interpreter
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write", action="store_true", help="write the documents that tests produce, don't compare them")
     parser.addoption("--speculate", choices=CHOICES, help="run the tests marked texts, with drafts of this kind")
+    parser.addoption("--sample-seed", type=int, default=0, metavar="N", help="which cases of large matrices run")
     costs.pytest_addoption(parser)
 
 
@@ -50,13 +51,25 @@ def pytest_configure(config: pytest.Config) -> None:
     costs.pytest_configure(config)
 
 
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"sampled cases: --sample-seed {config.getoption('sample_seed')} (-m nightly runs the others)"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m quick`, do not import the files that have no such test."""
+    if config.getoption("markexpr") != "quick" or not collection_path.name.startswith("test_"):
+        return None
+    return "mark.quick" not in collection_path.read_text() or None
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Which tests stay together in one process: those of a file, but those of a family of models wherever they are.
-    Which cases of large matrices are nightly: it follows from their names, so it is the same in every process."""
+    Which cases of large matrices are nightly: that follows from their names and the seed, so all processes agree."""
+    seed = config.getoption("sample_seed")
     for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is not None and zlib.crc32(item.nodeid.encode()) % sampled.args[0]:
+        one_in = [marker.args[0] for marker in item.iter_markers("sampled")]
+        if one_in and zlib.crc32(item.nodeid.encode(), seed) % max(one_in):
             item.add_marker(pytest.mark.nightly)
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         variant = parameters.get("variant")

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_parity import FIRST, each_variant
+from test_parity import each_variant
 from torch import Tensor
 from torch.nn import functional
 
 from support.checkpoints import ALL_VARIANTS, build, write_checkpoint
 from support.engines import make_llm, teacher_forced_logits
 from support.reference import LENGTHS, logits
+from support.ways import FIRST
 
 pytestmark = pytest.mark.texts
 

@@ -7,32 +7,27 @@ are not marked `texts`, since drafters on the device and prefill context paralle
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
 from test_encoders import VARIANTS as ENCODERS
 from test_encoders import saved as encoder_checkpoint
-from test_parity import FIRST
 
 from quire.attention.headwise import HeadwiseAttention
 from quire.attention.stripes import StripedAttention
-from quire.config import ConfigError, EngineConfig, ModelConfig
+from quire.config import ConfigError, EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
-from quire.models.description import describe
-from quire.parallel.mesh import Communicator
 from quire.scheduler.scheduler import Scheduler
-from quire.worker.context import check_context
 from support.adapters import OPTIONS, adapted_tokens, check, modules_of, write_adapter
 from support.checkpoints import ALL_VARIANTS
+from support.divisions import DIVISIONS, Division, divided, has_divisible_contexts
 from support.drafters import Drafters
 from support.engines import GREEDY, MAX_MODEL_LEN, assert_preempted, generate, make_llm, tokens_of
-from support.families.states import STATES
 from support.grammars import automaton_gate, grammar
 from support.proposers import TARGET, speculate, target_options
 from support.reference import LENGTHS, Continuation, prompts
@@ -48,56 +43,7 @@ COMBINES = [
 ]
 
 
-class Division(NamedTuple):
-    """kind: how contexts are divided if that is not to be chosen."""
-
-    pcp: int = 1
-    dcp: int = 1
-    tp: int = 1
-    pp: int = 1
-    kind: type | None = None
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {
-            "prefill_context_parallel_size": self.pcp, "decode_context_parallel_size": self.dcp,
-            "tensor_parallel_size": self.tp, "pipeline_parallel_size": self.pp,
-        }  # fmt: skip
-
-    def is_possible(self, path: Path) -> bool:
-        spec = describe(path, ModelConfig()).spec
-        shapes = [mixer.cache_shape(Communicator(0, self.tp)) for mixer in spec.mixers]
-        try:
-            check_context(shapes, EngineConfig.create(**self.options).parallel)
-        except ConfigError:
-            return False
-        by_heads = all(shape.value_dim is None and shape.num_kv_heads % self.pcp == 0 for shape in shapes)
-        return spec.num_layers >= self.pp and (by_heads or self.kind is not HeadwiseAttention)
-
-
-DIVISIONS = {
-    "dcp-2-of-tp-2": Division(dcp=2, tp=2),
-    "dcp-2-of-tp-4": Division(dcp=2, tp=4),
-    "dcp-4-of-tp-4": Division(dcp=4, tp=4),
-    "pcp-2": Division(2),
-    "pcp-2-by-heads": Division(2, kind=HeadwiseAttention),
-    "pcp-2-over-stripes": Division(2, kind=StripedAttention),
-    "pcp-3": Division(3),
-    "pcp-2-and-tp-2": Division(2, tp=2),
-    "pcp-2-and-dcp-2-of-tp-2": Division(2, 2, 2),
-    "pcp-2-and-pp-2": Division(2, pp=2),
-}
 TRIED = [division for division in DIVISIONS if division != "pcp-2"]
-
-
-def divided(path: Any, division: str, **options: Any) -> LLM:
-    """An engine whose ranks are threads."""
-    chosen, kind = DIVISIONS[division], DIVISIONS[division].kind
-    with mock.patch("quire.executor.choice.MultiprocExecutor", StagedExecutor):
-        if kind is None:
-            return make_llm(path, **chosen.options, **options)
-        with mock.patch("quire.worker.worker.choose_context", return_value=kind):
-            return make_llm(path, **chosen.options, **options)
 
 
 def says(llm: LLM, expected: list[Continuation]) -> None:
@@ -129,26 +75,19 @@ def test_ranks_together_say_what_transformers_says(checkpoints, references, vari
     says(divided(checkpoints.path(variant), division), references.continuations(variant)[: len(LENGTHS)])
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.slow
-@pytest.mark.parametrize(("turn", "variant"), [*enumerate(v for v in FIRST if v not in STATES)])
-def test_every_family_does_so_in_one_division(checkpoints, references, turn, variant):
-    path = checkpoints.path(variant)
-    if variant in ("llama4", "deepseek_v32", "glm_moe_dsa"):
-        with pytest.raises(ConfigError, match=r"cannot divide .*the contexts"):
-            divided(path, "pcp-2-over-stripes")
-        return
-    possible = [division for division in TRIED if DIVISIONS[division].is_possible(path)]
-    says(divided(path, possible[turn % len(possible)]), references.continuations(variant)[: len(LENGTHS)])
+@pytest.mark.parametrize("variant", ["llama4", "deepseek_v32", "glm_moe_dsa"])
+def test_contexts_that_cannot_be_divided(checkpoints, variant):
+    with pytest.raises(ConfigError, match=r"cannot divide .*the contexts"):
+        divided(checkpoints.path(variant), "pcp-2-over-stripes")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("division", TRIED)
-@pytest.mark.parametrize("variant", [variant for variant in ALL_VARIANTS if variant not in STATES])
+@pytest.mark.parametrize("variant", [variant for variant in ALL_VARIANTS if has_divisible_contexts(variant)])
 def test_every_variant_does_so_in_every_division(checkpoints, references, variant, division):
     """At once, with cached prefixes, and in chunks with preemptions."""
     path, expected = checkpoints.path(variant), references.continuations(variant)
-    if variant.startswith("llama4") or not DIVISIONS[division].is_possible(path):
+    if not DIVISIONS[division].is_possible(path):
         pytest.skip("the model's heads cannot be divided so")
     llm = divided(path, division)
     says(llm, expected)

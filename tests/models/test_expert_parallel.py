@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_parity import FIRST
 from test_tensor_parallel import RankedExecutor
 
 from quire.config import ConfigError, EngineConfig
@@ -22,6 +21,7 @@ from support.families.recent import RECENT_EXPERTS
 from support.families.states import STATES
 from support.reference import LENGTHS
 from support.shared_experts import SharedExperts
+from support.ways import FIRST
 
 pytestmark = pytest.mark.texts
 
@@ -39,27 +39,6 @@ OTHERS = [variant for variant in EXPERTS if variant not in FIRST]
 def options(path: Any, **more: Any) -> EngineConfig:
     small = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "enable_expert_parallel": True}
     return EngineConfig.create(model=str(path), **{**small, **more})
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize(
-    ("variant", "size"),
-    [
-        *((variant, 2) for variant in FIRST_WITH_EXPERTS),
-        *(pytest.param(variant, 4, marks=pytest.mark.slow) for variant in EXPERTS),
-        *(pytest.param(variant, 3, marks=pytest.mark.nightly) for variant in EXPERTS),
-    ],
-)
-def test_ranks_of_a_tensor_group_with_their_own_experts(checkpoints, references, variant, size):
-    executor = RankedExecutor(checkpoints.path(variant), size, enable_expert_parallel=True)
-    llm = make_llm(checkpoints.path(variant))
-    kv = executor.kv_cache
-    scheduler = Scheduler(scheduler_limits(llm.config, MAX_MODEL_LEN), kv.num_blocks, list(kv.specs), kv.block_size)
-    llm.core = EngineCore(scheduler, executor)
-    expected = references.continuations(variant)[: len(LENGTHS)]
-    made = tokens_of(generate(llm, [c.prompt for c in expected]))
-    for continuation, token_ids in zip(expected, made, strict=True):
-        continuation.check(token_ids)
 
 
 def shared(checkpoints: Any, references: Any, variant: str, **more: Any) -> SharedExperts:
@@ -115,7 +94,7 @@ def test_replicas_that_share_experts_together_with(checkpoints, references, vari
         assert any(core.scheduler.stats.preemptions for core in replicas.cores)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("variant", OTHERS)
 def test_other_variants_of_replicas_that_share_experts(checkpoints, references, variant):
     shared(checkpoints, references, variant)

@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_parity import FIRST, bound
+from test_parity import bound
 
 from quire.models import description
 from support import mutations as m
 from support.checkpoints import ALL_VARIANTS
 from support.engines import make_llm, runner_of, teacher_forced_logits
 from support.reference import LENGTHS, logits
+from support.ways import FIRST
 
 pytestmark = pytest.mark.texts
 

@@ -1,37 +1,19 @@
-"""Every architecture against transformers: the same logits, and the same greedy tokens however the work is cut up."""
+"""Every architecture against transformers: the same logits. The greedy tokens are compared in test_matrix.py."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from quire.engine.llm import LLM
-from support.checkpoints import ALL_VARIANTS, FAMILIES
-from support.engines import (
-    GREEDY,
-    MAX_MODEL_LEN,
-    assert_preempted,
-    generate,
-    make_llm,
-    teacher_forced_logits,
-    tokens_of,
-)
-from support.late_device import run_late
-from support.reference import FEWER_PROMPTS, LENGTHS, NUM_TOKENS, Continuation, greedy, logits
+from support.checkpoints import ALL_VARIANTS
+from support.engines import MAX_MODEL_LEN, assert_preempted, make_llm, teacher_forced_logits
+from support.reference import LENGTHS, NUM_TOKENS, greedy, logits
+from support.ways import check
 
 pytestmark = pytest.mark.texts
 
-COMBINES = [
-    "chunked prefill, prefix caching, preemption, sliding window, two steps in flight",
-    "experts, latent attention, sparse attention, sinks, soft caps and ALiBi × chunked prefill, prefix caching, "
-    "preemption, sliding window, two steps in flight",
-    "recurrent layers × experts, latent attention, chunked prefill, prefix caching, preemption, two steps in flight",
-]
+COMBINES = ["chunked prefill, prefix caching, preemption, sliding window"]
 
-MakeLLM = Callable[..., LLM]
 BOUND = 5e-5  # of the logits' standard deviation
 
 # Float32 rounds, and sharp attention makes more of that. Measured: 8.5e-5, 5.9e-5 and 5.4e-5, where transformers in
@@ -49,7 +31,6 @@ NOISY = {
     "qwen3_5_moe_text": 6e-4,
     "kimi_linear": 1.5e-4,
 }
-FIRST = [variants[0] for variants in FAMILIES.values()]
 
 
 def bound(variant: str) -> float:
@@ -57,115 +38,6 @@ def bound(variant: str) -> float:
 
 
 each_variant = pytest.mark.parametrize("variant", list(ALL_VARIANTS))
-
-
-def check(llm: LLM, expected: list[Continuation]) -> None:
-    outputs = generate(llm, [c.prompt for c in expected])
-    for continuation, token_ids in zip(expected, tokens_of(outputs), strict=True):
-        continuation.check(token_ids)
-
-
-def alone(make: MakeLLM, expected: list[Continuation]) -> None:
-    llm = make()
-    for continuation in expected[: len(LENGTHS) : 2]:
-        check(llm, [continuation])
-
-
-def in_a_batch(make: MakeLLM, expected: list[Continuation]) -> None:
-    check(make(), expected)
-
-
-def in_chunks_of_24(make: MakeLLM, expected: list[Continuation]) -> None:
-    check(make(max_num_batched_tokens=24, max_num_seqs=24), expected)
-
-
-def with_a_warm_cache(make: MakeLLM, expected: list[Continuation]) -> None:
-    llm = make(num_gpu_blocks_override=1500)  # nothing is evicted
-    check(llm, expected)
-    outputs = generate(llm, [c.prompt for c in expected])
-    for continuation, output in zip(expected, outputs, strict=True):
-        assert output.num_cached_tokens == (len(continuation.prompt) - 1) // 16 * 16
-        continuation.check(output.outputs[0].token_ids)
-    # The cache also holds what was generated: go on from the middle of it.
-    longer = [c for c in expected if c.certain > 40]
-    prompts = [c.prompt + c.token_ids[:40] for c in longer]
-    for continuation, output in zip(longer, generate(llm, prompts, GREEDY.clone(max_tokens=24)), strict=True):
-        assert output.num_cached_tokens == (len(continuation.prompt) + 39) // 16 * 16
-        rest = continuation.token_ids[40 : continuation.certain]
-        assert output.outputs[0].token_ids[: len(rest)] == rest
-
-
-def in_a_tiny_pool(make: MakeLLM, depth: int, **options: int) -> LLM:
-    """An engine with few more blocks than one request of full length needs: of states, these are few."""
-    needed = 200
-    for blocks in (needed, None):
-        llm = make(num_gpu_blocks_override=blocks or needed + min(needed, 12), **options)
-        if depth > 1:
-            run_late(llm, depth)
-        needed = llm.core.scheduler.kv.max_blocks(MAX_MODEL_LEN)
-    return llm
-
-
-def preempted(make: MakeLLM, expected: list[Continuation]) -> None:
-    llm = in_a_tiny_pool(make, depth=1)
-    check(llm, expected)
-    assert_preempted(llm)
-
-
-def two_steps_deep(make: MakeLLM, expected: list[Continuation]) -> None:
-    llm = make()
-    device = run_late(llm)
-    check(llm, expected)
-    assert device.most_in_flight == 2
-
-
-def two_steps_deep_in_chunks_preempted(make: MakeLLM, expected: list[Continuation]) -> None:
-    llm = in_a_tiny_pool(make, depth=2, max_num_batched_tokens=24, max_num_seqs=24)
-    check(llm, expected[:FEWER_PROMPTS])  # the steps are many and slow
-    assert llm.core.executor.most_in_flight == 2
-    assert_preempted(llm)
-
-
-WAYS = [
-    alone,
-    in_a_batch,
-    in_chunks_of_24,
-    with_a_warm_cache,
-    preempted,
-    two_steps_deep,
-    two_steps_deep_in_chunks_preempted,
-]
-
-
-FEW_WAYS = [in_chunks_of_24, with_a_warm_cache, two_steps_deep_in_chunks_preempted]
-# Each family goes the hardest way. Of its other ways one in four runs each time, and of those of other variants one
-# in six.
-PLAN = [
-    *((variant, FEW_WAYS[-1]) for variant in FIRST),
-    *(
-        pytest.param(variant, way, marks=pytest.mark.sampled(4 if variant in FIRST else 6))
-        for variant in ALL_VARIANTS
-        for way in (WAYS[:-1] if variant in FIRST else FEW_WAYS)
-    ),
-]
-
-
-def name_of(value: Any) -> str:
-    return getattr(value, "__name__", value)
-
-
-@pytest.mark.parametrize(("variant", "way"), PLAN, ids=name_of)
-def test_greedy_tokens_equal_transformers_with_the_cpu_kernels(checkpoints, references, variant, way):
-    way(lambda **options: make_llm(checkpoints.path(variant), "cpu", **options), references.continuations(variant))
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(4)
-@each_variant
-@pytest.mark.parametrize("way", [two_steps_deep_in_chunks_preempted], ids=name_of)
-def test_greedy_tokens_equal_transformers_with_the_reference_kernels(checkpoints, references, variant, way):
-    expected = references.continuations(variant)[: len(LENGTHS)]
-    way(lambda **options: make_llm(checkpoints.path(variant), "reference", **options), expected)
 
 
 @pytest.mark.parametrize(("backend", "block_size"), [("reference", 1), ("reference", 5), ("cpu", 32), ("cpu", 48)])

@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from test_parity import FIRST
 
 from quire.config import ConfigError, EngineConfig
 from quire.engine.llm import LLM
@@ -24,6 +23,7 @@ from support.drafters import Drafters
 from support.engines import GREEDY, assert_preempted, generate, logits_of_ranks, make_llm, runners_of_ranks, tokens_of
 from support.reference import LENGTHS, prompts
 from support.staged_ranks import StagedExecutor
+from support.ways import FIRST
 
 pytestmark = pytest.mark.texts
 
@@ -43,7 +43,7 @@ def logits_and_calls(path: Any, ranks: int, **options: Any) -> tuple[torch.Tenso
     return logits_of_ranks(runners, TEXT, CHUNKS), dict(calls)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("number", "variant"), list(enumerate([*FIRST, "opt-post-norm-projections", "gpt_oss"])))
 def test_divided_tokens_give_the_same_logits(checkpoints, number, variant):
     ranks = 2 + number % 2
@@ -64,6 +64,7 @@ def divided(path: Any, ranks: int, stages: int = 1, **options: Any) -> LLM:
         return make_llm(path, **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("variant", "ranks", "stages"),
     [

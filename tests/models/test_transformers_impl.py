@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_parity import WAYS, in_chunks_of_24, name_of, two_steps_deep_in_chunks_preempted
 
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import FullAttentionSpec, SlidingWindowSpec
@@ -21,6 +20,7 @@ from support.engines import generate, make_llm, runner_of, teacher_forced_logits
 from support.families import NEW_VARIANTS
 from support.families.base import GLOBAL, LOCAL
 from support.reference import FEWER_PROMPTS, LENGTHS, Continuation, greedy, load, logits, prompts
+from support.ways import WAYS, in_chunks_of_24, name_of, two_steps_deep_in_chunks_preempted
 
 # Model type and differences from support.checkpoints.BASE. Quire has the last two itself.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from support.checkpoints import ALL_VARIANTS, FAMILIES, VARIANTS, Checkpoints, build
+from support.continuations import key, recorded
 from support.families import REFERENCE_CONFIG
 from support.layouts import STAND_INS
 
@@ -83,7 +84,7 @@ def logits(model: Any, text: list[int]) -> Tensor:
 
 
 class References:
-    """Continuations of the variants' prompts, computed once."""
+    """transformers' models of the variants, and its continuations of their prompts."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
@@ -102,13 +103,37 @@ class References:
         return self._models[variant]
 
     def continuations(self, variant: str) -> list[Continuation]:
+        """Of the variant's prompts: the recorded ones, or those that transformers computes now."""
         if variant not in self._continuations:
-            kind, config, _ = ALL_VARIANTS[variant]
-            count = NUM_PROMPTS if variant in VARIANTS or variant == FAMILIES[kind][0] else FEWER_PROMPTS
-            texts = prompts(config.get("vocab_size", 320), count)
-            # transformers' Llama 4 counts padding in the positions by which it makes queries sharper, and its Mamba
-            # with a bias before the convolution reads padding.
-            alone = kind == "llama4_text" or config.get("use_bias") or config.get("mamba_proj_bias")
-            batches = [[text] for text in texts] if alone else [texts]
-            self._continuations[variant] = [c for batch in batches for c in greedy(self.model(variant), batch)]
+            known = recorded(variant, self.key(variant))
+            self._continuations[variant] = (
+                self.compute(variant)
+                if known is None
+                else [Continuation(text, *made) for text, made in zip(self._texts(variant), known, strict=True)]
+            )
         return self._continuations[variant]
+
+    @staticmethod
+    def key(variant: str) -> str:
+        """Of the recorded continuations: it changes with all that they depend on."""
+        return key(variant, prompts, greedy, load, References.compute, References._texts)
+
+    @staticmethod
+    def _texts(variant: str) -> list[list[int]]:
+        kind, config, _ = ALL_VARIANTS[variant]
+        count = NUM_PROMPTS if variant in VARIANTS or variant == FAMILIES[kind][0] else FEWER_PROMPTS
+        return prompts(config.get("vocab_size", 320), count)
+
+    def forget(self, variant: str) -> None:
+        """Free the memory of the variant's model."""
+        self._models.pop(variant, None)
+
+    def compute(self, variant: str) -> list[Continuation]:
+        """The continuations as transformers computes them."""
+        kind, config, _ = ALL_VARIANTS[variant]
+        texts = self._texts(variant)
+        # transformers' Llama 4 counts padding in the positions by which it makes queries sharper, and its Mamba
+        # with a bias before the convolution reads padding.
+        alone = kind == "llama4_text" or config.get("use_bias") or config.get("mamba_proj_bias")
+        batches = [[text] for text in texts] if alone else [texts]
+        return [c for batch in batches for c in greedy(self.model(variant), batch)]
