@@ -37,7 +37,7 @@ def described(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
 class Trainer:
     """world_size: with the engine's ranks. group: the name of the process group."""
 
-    def __init__(self, world_size: int, group: str = "weight_update_group", timeout: float = 600.0) -> None:
+    def __init__(self, world_size: int, group: str = "weight_update_group", timeout: float = 1200.0) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         arguments = [str(self.port), str(world_size), group, str(timeout)]

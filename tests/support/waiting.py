@@ -9,7 +9,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LONGEST = 600.0  # seconds; only what hangs takes longer, even on a machine with ten times as much to do as it can
+LONGEST = 1200.0  # seconds; only what hangs takes longer, even on a machine with ten times as much to do as it can
 
 
 def eventually(condition: Callable[[], T], what: object = "") -> T:
