@@ -18,14 +18,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import support.triton_kernels  # first: it says how triton is imported
 from support import costs
 from support.checkpoints import ALL_VARIANTS, Checkpoints
 from support.reference import References
 from support.speculation import CHOICES, Everywhere
+from support.waiting import LONGEST
 
 torch.set_num_threads(1)
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 interpreter = support.triton_kernels.interpreter
 
 
@@ -88,6 +92,12 @@ def _log_unconfigured() -> Iterator[None]:
     _forget_log()
     yield
     _forget_log()
+
+
+@pytest.fixture(autouse=True)
+def _patient_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar is given up after less than a second, which other processes can take up."""
+    monkeypatch.setattr("quire_structured.gate.TIME_LIMIT", LONGEST)
 
 
 def _forget_log() -> None:

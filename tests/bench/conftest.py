@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import pytest
 from aiohttp import web
 
+from support.waiting import LONGEST
+
 FIRST, GAP = 0.15, 0.03  # seconds to the first token, and between tokens
 
 
@@ -121,11 +123,11 @@ def serve():
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        assert ready.wait(10)
+        assert ready.wait(LONGEST)
         try:
             yield server
         finally:
             loop.call_soon_threadsafe(loop.stop)
-            thread.join(10)
+            thread.join(LONGEST)
 
     return start

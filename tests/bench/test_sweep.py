@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from quire_bench.slo import Limit, parse
 from quire_bench.sweep import Point, Sweep
 from quire_bench.sweep_report import Row, advice, choose, command, rows_of, table
 from quire_cli.main import build_parser, main
+from support.waiting import LONGEST, eventually
 
 SLO = parse("ttft=500ms,p95:itl=50ms")
 SMALL = ("--num-prompts", "4", "--input-len", "20", "--output-len", "4", "--num-warmups", "1", "--max-model-len", "512")
@@ -183,13 +183,10 @@ def test_an_interrupted_sweep_keeps_what_it_has_and_goes_on(tmp_path):
     line, results = [sys.executable, "-m", "quire", "bench", "sweep", *flags], tmp_path / "results.jsonl"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        end = time.monotonic() + 300
-        while not (results.exists() and results.read_text().count("\n") >= 2):  # the second server starts
-            assert process.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        eventually(lambda: results.exists() and results.read_text().count("\n") >= 2)  # the second server starts
+        assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=300)
+        printed, _ = process.communicate(timeout=LONGEST)
     assert process.returncode == 130
     assert "Interrupted: 2 of 4 points were measured. The same command goes on." in printed
     assert "not measured" in printed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ import pytest
 
 from quire_bench.datasets import ramp_up_times
 from quire_cli.main import build_parser, main
+from support.waiting import LONGEST, eventually
 
 SHORT = ["--input-len", "10", "--output-len", "3", "--num-prompts", "2", "--disable-tqdm"]
 
@@ -42,6 +42,23 @@ def forwarding(port: int, url: str) -> Iterator[None]:
     with socket.create_server(("127.0.0.1", port)) as listening:
         threading.Thread(target=accept, daemon=True).start()
         yield
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def refusing(port: int) -> Iterator[list[socket.socket]]:
+    """Whatever connects to the port is refused, and listed."""
+    refused: list[socket.socket] = []
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                refused.append(listening.accept()[0])
+                refused[-1].close()
+
+    with socket.create_server(("127.0.0.1", port)) as listening:
+        threading.Thread(target=accept, daemon=True).start()
+        yield refused
         listening.shutdown(socket.SHUT_RDWR)
 
 
@@ -104,11 +121,12 @@ def test_it_waits_for_a_server_that_is_not_ready_yet(serve, capsys):
     assert main(line) == 1
     assert "no server answers at" in capsys.readouterr().err
     with serve() as server, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(main, [*line, "--ready-check-timeout-sec", "60"])
-        time.sleep(1)
+        waiting = pool.submit(main, [*line, "--ready-check-timeout-sec", "600"])
+        with refusing(port) as refused:
+            eventually(lambda: len(refused) > 1)
         assert not waiting.done()
         with forwarding(port, server.url):
-            assert waiting.result(60) == 0
+            assert waiting.result(LONGEST) == 0
 
 
 @pytest.mark.parametrize("strategy", ["linear", "exponential"])

@@ -20,6 +20,7 @@ from quire.ops.cpu.build import find_compiler, library
 from support.container import can_unshare, container
 from support.stand_in import run_on_stand_in
 from support.terminal import terminal
+from support.waiting import LONGEST
 
 CHECKS = (
     "Python, PyTorch, packages, extras, processor, C++ compiler, CPU kernels, cores, threads, memory, huge pages, "
@@ -35,7 +36,8 @@ def doctor(
     """limit: called in the process before it begins."""
     return subprocess.run(
         [*(wrapper or []), sys.executable, "-m", "quire", "doctor", *arguments],
-        capture_output=True, text=True, timeout=120, check=False, preexec_fn=limit, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=LONGEST, check=False, preexec_fn=limit,
+        env={**os.environ, **environment},
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from support.gguf_files import write_gguf
 from support.hub import COMMIT, Hub, Machine, hub_environment
 from support.server_process import Server
 from support.terminal import terminal
+from support.waiting import LONGEST
 
 QWEN, OTHER = "Qwen/Qwen3-0.6B", "tiny/demo"
 NEEDED = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -171,7 +172,7 @@ def test_ctrl_c_ends_a_download_and_what_is_left_is_marked_and_completed(machine
     machine.hub.stalls = ("model.safetensors",)
     with terminal("pull", OTHER, state=tmp_path, **environment) as session:
         session.wait_for("Fetching 5 files")  # the progress is shown on a terminal
-        assert machine.hub.stalled.wait(60)
+        assert machine.hub.stalled.wait(LONGEST)
         session.interrupt()
         assert session.end() == 130
     [_, line] = json.loads(machine.says("list --json"))

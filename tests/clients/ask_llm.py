@@ -27,7 +27,7 @@ def ask(question: Question) -> dict[str, object]:
             options = ["-o", "temperature", "0", "-o", "max_tokens", str(question.tokens)]
             return subprocess.run(
                 [sys.executable, "-m", "llm", "-m", model, *options, *arguments], input=prompt, text=True,
-                capture_output=True, env={**os.environ, "LLM_USER_PATH": folder}, timeout=120,
+                capture_output=True, env={**os.environ, "LLM_USER_PATH": folder}, timeout=600,
             )  # fmt: skip
 
         whole, streamed = run("chat", "--no-stream", "--usage"), run("chat", "--usage")

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from support.server_process import Server
+from support.waiting import LONGEST
 
 HERE = Path(__file__).parent
 VARIABLE = "QUIRE_TEST_CLIENTS_PYTHON"
@@ -47,7 +48,7 @@ def server() -> Iterator[Server]:
 def post(server: Server, path: str, **fields: Any) -> dict[str, Any]:
     body = json.dumps({"max_tokens": TOKENS, "temperature": 0, **fields}).encode()
     headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
-    with urllib.request.urlopen(urllib.request.Request(server.url + path, body, headers), timeout=60) as response:
+    with urllib.request.urlopen(urllib.request.Request(server.url + path, body, headers), timeout=LONGEST) as response:
         answer: dict[str, Any] = json.load(response)
         return answer
 
@@ -75,7 +76,7 @@ def test_a_client_reads_every_answer_and_error(server, expected, client):
         "long_prompt": "word " * 4000, "tokens": TOKENS,
     }  # fmt: skip
     process = subprocess.run(
-        [PYTHON, HERE / f"ask_{client}.py"], input=json.dumps(question), capture_output=True, text=True, timeout=300
+        [PYTHON, HERE / f"ask_{client}.py"], input=json.dumps(question), capture_output=True, text=True, timeout=LONGEST
     )
     assert process.returncode == 0, process.stderr
     answers = json.loads(process.stdout.splitlines()[-1])

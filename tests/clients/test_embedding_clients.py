@@ -13,6 +13,7 @@ from clients.test_clients import HERE, KEY, PYTHON, pytestmark
 from quire import LLM
 from support.minilm import minilm
 from support.server_process import Server
+from support.waiting import LONGEST
 
 pytestmark = [*pytestmark]
 TEXTS = ["How do trees grow?", "Trees grow by cell division.", "The tax law of 1986.", "A forest has many trees."]
@@ -26,7 +27,11 @@ def test_every_client_gets_the_same_vectors():
     with Server("--model", model, "--served-model-name", "minilm", "--api-key", KEY) as server:
         question = json.dumps([server.url, KEY, "minilm", TEXTS])
         process = subprocess.run(
-            [PYTHON, Path(HERE) / "ask_for_embeddings.py"], input=question, capture_output=True, text=True, timeout=300
+            [PYTHON, Path(HERE) / "ask_for_embeddings.py"],
+            input=question,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST,
         )
     assert process.returncode == 0, process.stderr
     answers = json.loads(process.stdout.splitlines()[-1])

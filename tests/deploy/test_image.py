@@ -20,6 +20,7 @@ import pytest
 from support.commands import run
 from support.container import can_unshare
 from support.server import eventually, request
+from support.waiting import LONGEST
 
 DOCKERFILE = Path(__file__).parents[2] / "deploy/cpu.Dockerfile"
 TOOLS = ("buildah", "mmdebstrap", "unshare", "setpriv")
@@ -141,7 +142,7 @@ class Container:
 
     @property
     def url(self) -> str:
-        eventually(lambda: "Serving at" in self.log or self.process.poll() is not None, START_SECONDS)
+        eventually(lambda: "Serving at" in self.log or self.process.poll() is not None)
         found = re.search(r"Serving at (\S+): ", self.log)
         assert found, self.log
         return found[1]
@@ -191,14 +192,14 @@ def test_a_server_in_the_image_answers_and_drains(image, tmp_path):
             answer = pending.result()
         assert answer.status == 200
         assert json.loads(answer.body)["usage"]["completion_tokens"] == 300
-        assert container.process.wait(40) == 0
+        assert container.process.wait(LONGEST) == 0
 
 
 def test_a_server_that_loads_its_model_as_process_1_ends_when_it_is_told_to(image, tmp_path):
     with Container(image, tmp_path / "log") as container:
-        eventually(lambda: (first := container.first()) is not None and bool(first.children()), START_SECONDS)
+        eventually(lambda: (first := container.first()) is not None and bool(first.children()))
         first = container.first()
         assert first is not None
         first.terminate()
-        assert container.process.wait(40) == 128 + signal.SIGTERM
+        assert container.process.wait(LONGEST) == 128 + signal.SIGTERM
         assert "Serving at" not in container.log

@@ -209,8 +209,7 @@ def test_a_broken_constraint_ends_its_own_request_only(checkpoints, alone, first
         assert ("error", reason) in ended
 
 
-def test_gated_requests_are_refused_or_aborted_and_leave_nothing(checkpoints, alone, monkeypatch):
-    monkeypatch.setattr("quire_structured.gate.TIME_LIMIT", 60)
+def test_gated_requests_are_refused_or_aborted_and_leave_nothing(checkpoints, alone):
     variant, asked, said = alone
     llm = make_llm(checkpoints.path(variant))
     backend = with_grammars(llm, depth=2, late=True)

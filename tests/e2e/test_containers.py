@@ -19,6 +19,7 @@ from quire.ops.cpu.build import library
 from support.container import can_unshare, container
 from support.server import request
 from support.server_process import Server
+from support.waiting import LONGEST
 
 PROMPT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": "Tell me a story about a cat."}]
@@ -52,7 +53,7 @@ def quire(*arguments: str, wrapper: list[str] | None = None, text: str = "", **e
     """Run a command; its result."""
     command = [*(wrapper or []), sys.executable, "-m", "quire", *arguments]
     return subprocess.run(
-        command, input=text, capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+        command, input=text, capture_output=True, text=True, env={**os.environ, **environment}, timeout=LONGEST
     )
 
 

@@ -19,6 +19,7 @@ from quire.messages.sampling_params import SamplingParams
 from support.nodes import ADDRESSES, Machines, OnMachine, two_machines
 from support.server import request
 from support.streams import MODEL, STREAMS, drawing
+from support.waiting import LONGEST, eventually
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +85,7 @@ def apart(machines: Machines) -> Iterator[tuple[OnMachine, OnMachine, RouteOnMac
 
 
 async def ask_all(url: str, fault: Callable[[], object] | None) -> list[str]:
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=150)
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LONGEST)
 
     async def ask(number: int) -> str:
         answer = await client.completions.create(
@@ -94,7 +95,6 @@ async def ask_all(url: str, fault: Callable[[], object] | None) -> list[str]:
 
     tasks = [asyncio.create_task(ask(i)) for i in range(STREAMS)]
     if fault is not None:
-        await asyncio.sleep(0.3)  # some prompts are computed, others wait
         await asyncio.to_thread(fault)
     said = await asyncio.gather(*tasks)
     await client.close()
@@ -146,7 +146,12 @@ FAULTS: dict[str, Callable[[Machines, OnMachine, OnMachine], object]] = {
                                    else pytest.param(name, marks=pytest.mark.nightly) for name in FAULTS])  # fmt: skip
 def test_nothing_is_lost(machines, expected, fault):
     with apart(machines) as (producer, consumer, route):
-        check(route, expected, lambda: FAULTS[fault](machines, producer, consumer))
-        consumer.wait_until_idle(40)
+
+        def happen() -> None:
+            eventually(lambda: consumer.metric("external_prefix_cache_hits_total"))  # some prompts have come
+            FAULTS[fault](machines, producer, consumer)
+
+        check(route, expected, happen)
+        consumer.wait_until_idle()
         if fault != "producer killed":
             check(route, expected)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import openai
@@ -16,6 +15,7 @@ import pytest
 
 from support.server_process import Server
 from support.streams import MODEL, all_streams
+from support.waiting import LONGEST, eventually
 
 pytestmark = pytest.mark.slow
 
@@ -77,14 +77,8 @@ def test_streams_go_on_after_a_fault_inside_a_step(server, expected, tmp_path: P
 
 def test_health_is_503_while_the_core_is_restarted(server):
     server.core.kill()
-    deadline = time.monotonic() + 20
-    seen = set()
-    while len(seen) < 2 or 200 not in seen:
-        seen.add(server.get("/health")[0])
-        assert time.monotonic() < deadline, seen
-    assert seen == {200, 503}
-    while server.get("/health")[0] != 200:
-        time.sleep(0.05)
+    eventually(lambda: server.get("/health")[0] == 503)
+    eventually(lambda: server.get("/health")[0] == 200)
 
 
 def test_a_request_that_brings_the_core_down_twice_is_refused_and_the_server_goes_on(server):
@@ -102,8 +96,8 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(expected):
         core = server.core
         made = asyncio.run(all_streams(server.url, lambda: server.process.send_signal(signal.SIGTERM)))
         assert made == expected
-        assert server.process.wait(10) == 0
-        psutil.wait_procs([core], timeout=5)
+        assert server.process.wait(LONGEST) == 0
+        psutil.wait_procs([core], timeout=LONGEST)
         assert not core.is_running()
 
 
@@ -112,7 +106,7 @@ def test_a_killed_server_leaves_no_core_behind():
         core = server.core
         server.process.kill()
         server.process.wait()
-        psutil.wait_procs([core], timeout=10)
+        psutil.wait_procs([core], timeout=LONGEST)
         assert not core.is_running()
 
 
@@ -131,7 +125,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line(arguments, message):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments],
-        capture_output=True, text=True, timeout=60, env=environment, check=False,
+        capture_output=True, text=True, timeout=LONGEST, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]

@@ -7,6 +7,7 @@ import socket
 
 from support.server import eventually
 from support.server_process import Server
+from support.waiting import LONGEST
 
 CONNECTIONS = 100
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -39,7 +40,7 @@ def test_connections_beyond_the_hard_limit_wait_and_are_not_lost():
         message = "New connections wait: the limit of open files (64) is reached"
         eventually(lambda: message in server.log)
         for connection in connections:  # each that is closed makes room for another
-            connection.settimeout(60)
+            connection.settimeout(LONGEST)
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
             connection.close()
         assert server.log.count(message) == 1

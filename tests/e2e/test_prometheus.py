@@ -20,6 +20,7 @@ import pytest
 
 from support.server import eventually, request
 from support.server_process import Server
+from support.waiting import LONGEST
 
 pytestmark = [
     pytest.mark.slow,
@@ -84,7 +85,7 @@ def prometheus(server: Server, tmp_path_factory) -> Iterator[str]:
         yield f"http://{address}"
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(LONGEST)
 
 
 def _is_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> bool:
@@ -96,7 +97,9 @@ def _is_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> bool:
 
 
 def ask(url: str, path: str, **parameters: str) -> Any:
-    with urllib.request.urlopen(f"{url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}", timeout=20) as response:
+    with urllib.request.urlopen(
+        f"{url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}", timeout=LONGEST
+    ) as response:
         answer = json.load(response)
     assert answer["status"] == "success"
     return answer["data"]

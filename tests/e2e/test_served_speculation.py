@@ -11,6 +11,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.loading.hub import bundled_model
 from support.server_process import Server
+from support.waiting import LONGEST
 
 COMBINES = [
     "speculation × replay after a crash, seeded sampling",
@@ -44,7 +45,7 @@ async def streams(server: Server, lose_the_core: bool) -> list[str]:
     if lose_the_core:
         await begun.acquire()
         server.core.kill()
-    return await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    return await asyncio.wait_for(asyncio.gather(*tasks), LONGEST)
 
 
 def test_streams_say_the_same_with_speculation_and_after_a_lost_core():

@@ -6,13 +6,13 @@ import json
 import re
 import signal
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from support.server import Answer, eventually, request
 from support.server_process import Server
+from support.waiting import LONGEST
 
 ENDLESS = {"prompt": "Once", "max_tokens": 2000, "n": 16, "temperature": 1, "ignore_eos": True}
 JSON = {"Content-Type": "application/json"}
@@ -33,6 +33,9 @@ def test_requests_that_are_cut_off_end_with_an_error_in_openais_shape(ended_by):
         streams = [pool.submit(ask, server, stream=True) for _ in range(2)]
         whole = pool.submit(ask, server)
         wait_for_requests(server, 3)
+        eventually(lambda: server.metric("num_requests_running") == 48)
+        before = server.metric("generation_tokens_total")
+        eventually(lambda: server.metric("generation_tokens_total") > before + 3 * 48)  # each has some
         server.process.send_signal(signal.SIGINT)
         eventually(lambda: "waiting up to" in server.log)
         if ended_by == "second signal":
@@ -43,7 +46,7 @@ def test_requests_that_are_cut_off_end_with_an_error_in_openais_shape(ended_by):
             assert (last["error"]["code"], last["error"]["type"]) == ("shutting_down", "server_error")
         answer = whole.result()
         assert (answer.status, answer.error["code"]) == (503, "shutting_down")
-        assert server.process.wait(10) == 0
+        assert server.process.wait(LONGEST) == 0
     assert re.search(r"Shutting down: waiting up to \S+ s for 3 running requests\.", server.log)
     assert "ending 3 running requests." in server.log
     assert "Traceback" not in server.log
@@ -62,22 +65,20 @@ def test_clients_that_read_or_send_nothing_do_not_keep_the_server():
             raw.sendall("\r\n".join(head).encode() + body)
             connections.append(raw)
         wait_for_requests(server, 1)
-        time.sleep(0.5)
-        assert server.stop(20) == 0
+        eventually(lambda: server.metric("generation_tokens_total") > 16 * 200)  # more than the buffers hold
+        assert server.stop() == 0
         for raw in connections:
             raw.close()
     assert "Traceback" not in server.log
 
 
 def test_an_idle_server_ends_at_once_although_connections_are_open():
-    with Server() as server:
+    with Server("--drain-timeout", "3600") as server:
         idle = [socket.create_connection(server.host_and_port) for _ in range(2)]
         idle[0].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert idle[0].recv(1000).startswith(b"HTTP/1.1 200")
         core = server.core
-        began = time.monotonic()
         assert server.stop() == 0
-        assert time.monotonic() - began < 10  # 0.3 s on a quiet machine; the keep-alive and drain timeouts are longer
         assert not core.is_running()
         for raw in idle:
             assert raw.recv(1000) == b""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from support.cgroups import MEMORY, QUOTA, cgroup
+from support.waiting import LONGEST
 
 pytestmark = pytest.mark.slow
 MB = 1 << 20
@@ -19,7 +20,7 @@ MB = 1 << 20
 def generate(wrapper: list[str], **environment: str) -> Any:
     command = [*wrapper, sys.executable, "-m", "quire", "generate", "--log-level", "INFO", "--max-tokens", "40", "Once"]
     kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    result = subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, timeout=LONGEST)
     assert result.returncode == 0, result.stderr
     assert len(result.stdout) > len("Once\n")
     return result

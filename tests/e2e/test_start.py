@@ -18,6 +18,7 @@ import pytest
 from support.container import can_unshare
 from support.server import eventually, request
 from support.server_process import Server
+from support.waiting import LONGEST
 
 MEGABYTES = 1_000_000
 REQUESTS: list[tuple[str, dict[str, Any], int]] = [
@@ -143,7 +144,7 @@ def folder() -> Iterator[Path]:
 )
 def test_an_error_that_is_found_while_the_core_starts_leaves_no_process_and_no_folder(folder, arguments, message):
     start = Start(folder, *arguments)
-    _, log = start.process.communicate(timeout=60)
+    _, log = start.process.communicate(timeout=LONGEST)
     assert start.process.returncode == 1
     last = log.strip().splitlines()[-1]
     assert last.startswith("quire: error:")
@@ -172,7 +173,7 @@ sys.meta_path.insert(0, Finder())
 """)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
     start = Start(folder, *arguments)
-    _, log = start.process.communicate(timeout=60)
+    _, log = start.process.communicate(timeout=LONGEST)
     assert "Exception ignored" in log
     assert start.process.returncode == 128 + signal.SIGTERM
     start.check_that_nothing_is_left()
@@ -183,7 +184,7 @@ def test_a_signal_while_the_core_starts_leaves_no_process_and_no_folder(folder, 
     start = Start(folder)
     start.wait_for_the_core()
     start.process.send_signal(number)
-    start.process.communicate(timeout=60)
+    start.process.communicate(timeout=LONGEST)
     start.check_that_nothing_is_left()
 
 
@@ -194,6 +195,6 @@ def test_the_first_process_of_a_container_can_be_ended_while_its_core_starts(fol
     start.wait_for_the_core()
     (first,) = psutil.Process(start.process.pid).children()
     first.terminate()
-    start.process.communicate(timeout=60)
+    start.process.communicate(timeout=LONGEST)
     assert start.process.returncode == 128 + signal.SIGTERM
     start.check_that_nothing_is_left()

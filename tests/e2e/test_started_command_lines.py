@@ -14,6 +14,7 @@ import pytest
 from quire.config import ConfigError, ServerConfig
 from quire_server.listening import listening_socket
 from support.server_process import Server
+from support.waiting import LONGEST
 
 
 def test_an_api_key_comes_from_the_environment_and_the_longest_request_from_memory(monkeypatch):
@@ -22,7 +23,7 @@ def test_an_api_key_comes_from_the_environment_and_the_longest_request_from_memo
         assert server.get("/health")[0] == 200
         assert server.get("/v1/models")[0] == 401
         right = urllib.request.Request(server.url + "/v1/models", headers={"Authorization": "Bearer secret"})
-        with urllib.request.urlopen(right, timeout=20) as response:
+        with urllib.request.urlopen(right, timeout=LONGEST) as response:
             assert json.load(response)["data"][0]["max_model_len"] == 8 * 16
 
 
@@ -53,7 +54,7 @@ def test_clients_must_show_a_certificate_that_the_authorities_signed(tmp_path: P
     with Server(*files, *checked, "--load-format", "dummy", "--kv-cache-memory-bytes", "64M") as server:
         context = ssl.create_default_context(cafile=f"{tmp_path}/ca.pem")
         with pytest.raises((urllib.error.URLError, ConnectionError)):
-            urllib.request.urlopen(server.url + "/health", context=context, timeout=20)
+            urllib.request.urlopen(server.url + "/health", context=context, timeout=LONGEST)
         context.load_cert_chain(f"{tmp_path}/client.pem", f"{tmp_path}/client.key")
-        with urllib.request.urlopen(server.url + "/health", context=context, timeout=20) as response:
+        with urllib.request.urlopen(server.url + "/health", context=context, timeout=LONGEST) as response:
             assert response.status == 200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,6 +11,7 @@ from support.otlp import SOON, grpc_receiver, http_receiver
 from support.route import Proxy
 from support.server import request
 from support.server_process import Server
+from support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +42,7 @@ def test_requests_that_the_end_interrupts_have_their_spans():
         options = ("--otlp-traces-endpoint", receiver.endpoint, "--drain-timeout", "0")
         with Server(*OPTIONS, *options, **LATE) as server:
             running = pool.submit(complete, server.url, {**BODY, "max_tokens": 1900, "stream": True})
-            while not server.metric("generation_tokens_total"):
-                time.sleep(0.05)
+            eventually(lambda: server.metric("generation_tokens_total"))
             assert server.stop() == 0
         running.result()
         (span,) = (span for span in receiver.spans if span.kind == "SERVER")
@@ -65,13 +64,12 @@ def test_several_api_processes_send_their_spans():
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 def test_without_a_collector_requests_are_answered_and_the_end_is_not_held_up(protocol):
-    environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": protocol, **SOON}
+    # The exporter would go on to try for an hour.
+    environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": protocol, "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "3600", **SOON}
     with Server(*OPTIONS, "--otlp-traces-endpoint", "http://127.0.0.1:1", **environment) as server:
         for _ in range(5):
             assert complete(server.url).status == 200
-        began = time.monotonic()
         assert server.stop() == 0
-        assert time.monotonic() - began < 25
         assert "Traceback" not in server.log
         assert server.log.count("Traces: ") <= 4
 

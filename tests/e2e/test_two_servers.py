@@ -14,11 +14,12 @@ import pytest
 from quire import LLM, SamplingParams
 from support.minilm import minilm
 from support.server_process import Server
+from support.waiting import LONGEST
 
 
 def post(server: Server, path: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=LONGEST) as answer:
         return json.load(answer)
 
 

@@ -21,6 +21,7 @@ from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from support.engines import core_processes
 from support.faults import FAULTS
+from support.waiting import LONGEST, eventually_async
 
 pytestmark = pytest.mark.texts
 
@@ -44,7 +45,7 @@ async def engine(**options: Any) -> AsyncIterator[AsyncLLM]:
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 60))
+    asyncio.run(asyncio.wait_for(coroutine, LONGEST))
     assert not core_processes()
 
 
@@ -66,10 +67,7 @@ async def everything(llm: AsyncLLM, tag: str = "") -> list[Any]:
 
 
 async def assert_nothing_is_left(llm: AsyncLLM) -> None:
-    for _ in range(200):
-        if llm.client.stats.kv_cache_usage == 0 and not llm.client.stats.num_running:
-            break
-        await asyncio.sleep(0.02)
+    await eventually_async(lambda: llm.client.stats.kv_cache_usage == 0 and not llm.client.stats.num_running)
     assert (llm.client.stats.num_running, llm.client.stats.num_waiting) == (0, 0)
     assert llm.client.stats.kv_cache_usage == 0
     assert not llm.client._unfinished

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire.config import ConfigError, EngineConfig
-from quire.engine import client
+from quire.engine import client, cores
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.core_client import CoreState
 from quire.engine.llm import LLM
@@ -22,6 +22,7 @@ from quire.messages.lora import LoRARequest
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from support.engines import core_processes
+from support.waiting import LONGEST
 
 pytestmark = [pytest.mark.texts, pytest.mark.slow]
 
@@ -44,7 +45,7 @@ async def engine(**options: Any) -> AsyncIterator[AsyncLLM]:
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 120))
+    asyncio.run(asyncio.wait_for(coroutine, LONGEST))
     assert not core_processes()
 
 
@@ -102,8 +103,17 @@ def test_two_cores_share_the_requests_and_say_what_one_says(expected):
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
-def test_streams_go_on_at_another_core_when_theirs_is_lost(expected, signal_number):
+def test_streams_go_on_at_another_core_when_theirs_is_lost(expected, monkeypatch, signal_number):
+    close = cores._Process.close
+
     async def check() -> None:
+        may_start = asyncio.Event()  # a new core, when the process of the lost one is closed
+
+        async def close_later(process: cores._Process, patience: float) -> None:
+            await may_start.wait()
+            await close(process, patience)
+
+        monkeypatch.setattr(cores._Process, "close", close_later)
         async with engine() as llm:
             task = asyncio.create_task(everything(llm))
             while not any(s.completion.token_ids for s in llm.output_processor._sequences.values()):
@@ -111,8 +121,8 @@ def test_streams_go_on_at_another_core_when_theirs_is_lost(expected, signal_numb
             os.kill(llm.client.process_ids[1], signal_number)
             assert await task == expected
             assert llm.is_running
-            if signal_number == signal.SIGKILL:  # the other core did not wait for the new one
-                assert llm.client.ready == [0]
+            assert llm.client.ready == [0]  # the other core did not wait for the new one
+            may_start.set()
             while len(llm.client.ready) < 2:
                 await asyncio.sleep(0.05)
             assert llm.client.restarts == 1

@@ -20,6 +20,7 @@ from quire.executor.base import Executor
 from quire.messages.engine import AddRequests, Connect, EngineCoreRequest, FinishReason, StepOutputs
 from quire.scheduler.scheduler import Scheduler
 from support.engines import GREEDY, MAX_MODEL_LEN, assert_nothing_is_left, core_request, finish, make_llm
+from support.waiting import LONGEST
 
 SECONDS = 0.5
 
@@ -136,7 +137,7 @@ def test_the_core_process_sleeps_while_all_requests_wait_at_gates(checkpoints, r
         ended: dict[str, FinishReason] = {}
         num_silent = 0
         while len(ended) < 2:
-            if not socket.poll(120_000):
+            if not socket.poll(1000 * LONGEST):
                 pytest.fail("the core process says nothing")
             report = msgspec.msgpack.decode(socket.recv(), type=StepOutputs)
             num_silent += not report.outputs

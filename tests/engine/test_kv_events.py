@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import subprocess
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from quire.messages.sampling_params import SamplingParams
 from quire.options.kv_events import KVEventOptions, of_rank
 from support.client_environment import client_python
 from support.kv_router import END, RouterView, Subscriber
+from support.waiting import LONGEST, eventually
 
 COMBINES = ["KV events × data parallelism"]
 
@@ -48,6 +48,13 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
+def publisher_of(llm: LLM) -> KVEventPublisher:
+    (listener,) = llm.core.scheduler.kv.pool.listeners
+    publisher = listener._send.__self__
+    assert isinstance(publisher, KVEventPublisher)
+    return publisher
+
+
 def cached(llm: LLM) -> set[tuple[int, int]]:
     return {(group, int.from_bytes(name[-8:])) for group, name in llm.core.scheduler.kv.pool._cached}
 
@@ -57,24 +64,24 @@ def test_a_late_subscriber_that_loses_messages_knows_in_the_end_what_the_cache_h
     llm = LLM(**SMALL, kv_events_config=options(tmp_path, topic="kv"))
     prompts = [[5 + i % 3] * 30 + list(range(10 + i, 60 + i)) for i in range(12)]
     llm.generate(prompts[:2], PARAMS, use_tqdm=False)
-    late = subscriber(tmp_path, topic="kv", forget=frozenset(range(0, 200, 3)))
-    late.read()
+    publisher = publisher_of(llm)
+    late = subscriber(tmp_path, topic="kv", forget=frozenset(range(0, 2000, 3)))
+    eventually(lambda: (publisher.send([]), late.read(0.01), late.next)[-1], "the subscription")
     for prompt in prompts[2:8]:
         llm.generate([prompt], PARAMS, use_tqdm=False)
-        late.read()
+        eventually(lambda: (late.read(0.01), late.last == publisher._next - 1)[1], "the last message")
     llm.core.add_request(llm.processor.process("x", prompts[8], PARAMS).core_requests[0])
     llm.core.step()
     llm.core.abort_requests(["x"])
-    late.read()
     assert late.num_replays > 1
-    late.replay()  # the last one may have been lost, too
+    late.replay_to(publisher._next)  # the last one may have been lost, too
     assert late.view.blocks == cached(llm)
     assert late.view.blocks
     llm.reset_prefix_cache()
-    late.replay()
+    late.replay_to(publisher._next)
     assert late.view.blocks == cached(llm) == set()
     llm.generate([{"prompt_token_ids": prompts[8], "cache_salt": "a"}, prompts[9]], PARAMS, use_tqdm=False)
-    late.replay()
+    late.replay_to(publisher._next)
     assert late.view.blocks == cached(llm)
     assert {salt for _, salt, _ in late.view.texts.values()} == {None, "a"}
     assert late.view.ranks == {0}
@@ -119,14 +126,11 @@ def test_a_subscriber_that_does_not_read_loses_batches_and_finds_them_by_a_repla
     publisher = KVEventPublisher(KVEventOptions(**options(tmp_path, hwm=10)), rank=0)
     slow = subscriber(tmp_path)
     slow._public.set_hwm(10)
-    publisher.send([AllBlocksCleared()])
-    slow.read()
+    eventually(lambda: (publisher.send([AllBlocksCleared()]), slow.read(0.01), slow.next)[-1], "the subscription")
     for number in range(3000):  # more than the sockets of both sides keep
         publisher.send([BlockStored([number], None, [7] * 2000, 2000, None, "GPU", None)])
     publisher.send([BlockRemoved([17], "GPU")])
-    time.sleep(0.2)
-    slow.read()
-    slow.replay()
+    slow.replay_to(publisher._next)
     assert slow.view.blocks == {(0, number) for number in range(3000) if number != 17}
     publisher.close()
     slow.close()
@@ -190,13 +194,15 @@ def test_each_replica_publishes_at_an_address_of_its_own(tmp_path):
             async for _ in llm.generate([7 + i] * 64, PARAMS, f"{i}"):
                 pass
         for rank, follower in enumerate(followers):
-            follower.replay()
+            eventually(
+                lambda follower=follower: (follower.replay(), len(follower.view.blocks) >= 2 * (64 + 19) // 16)[1]
+            )
             assert follower.view.ranks == {rank}
             assert len(follower.view.blocks) == 2 * (64 + 19) // 16
             follower.close()
         await llm.shutdown()
 
-    asyncio.run(asyncio.wait_for(check(), 120))
+    asyncio.run(asyncio.wait_for(check(), LONGEST))
 
 
 @pytest.mark.slow
@@ -213,7 +219,7 @@ def test_the_indexer_of_dynamo_knows_how_much_of_a_prompt_is_cached():
     def post(path: str, **body: Any) -> Any:
         data = json.dumps({"model_name": "demo", **body}).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{http}{path}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=LONGEST) as answer:
             return json.loads(answer.read())
 
     def found(token_ids: list[int]) -> int:
@@ -222,10 +228,17 @@ def test_the_indexer_of_dynamo_knows_how_much_of_a_prompt_is_cached():
         return max((count for ranks in scores.values() for count in ranks.values()), default=0)
 
     def expect(counts: list[int]) -> None:
-        end = time.monotonic() + 20
-        while (heard := [found(prompt) for prompt in prompts]) != counts:
-            assert time.monotonic() < end, f"{heard} instead of {counts}"
-            time.sleep(0.1)
+        eventually(
+            lambda: [found(prompt) for prompt in prompts] == counts,
+            lambda: f"{[found(prompt) for prompt in prompts]} instead of {counts}",
+        )
+
+    def registers() -> bool:
+        try:
+            post("/register", instance_id=1, block_size=16, **addresses)
+        except OSError:
+            return False
+        return True
 
     def in_pool(token_ids: list[int]) -> int:
         request = llm.processor.process("x", [*token_ids, 3], PARAMS).core_requests[0]
@@ -238,15 +251,9 @@ def test_the_indexer_of_dynamo_knows_how_much_of_a_prompt_is_cached():
 
     try:
         llm.generate(prompts[:1], PARAMS, use_tqdm=False)
-        end = time.monotonic() + 60
-        while True:
-            try:
-                post("/register", instance_id=1, block_size=16, **addresses)
-                break
-            except OSError:
-                assert time.monotonic() < end
-                time.sleep(0.2)
-        time.sleep(1)  # its subscription takes a moment
+        eventually(registers)
+        # What it hears of a batch makes it ask for the earlier ones, so its subscription is there.
+        eventually(lambda: (publisher_of(llm).send([]), found(prompts[0]) == 96)[1])
         llm.generate(prompts[1:3], PARAMS, use_tqdm=False)
         expect([96, 96, 96, 0, 0, 0, 0, 0])
         for prompt in prompts[3:]:

@@ -33,6 +33,7 @@ from quire.messages.engine import (
     FinishReason,
 )
 from support.cluster import SECRET, joining
+from support.waiting import LONGEST, eventually_async
 
 SIZE = CoreReady(10, 160, 160)
 
@@ -53,12 +54,9 @@ class FakeCore:
 
     async def next(self) -> Any:
         """The next order of its client."""
-        for _ in range(1000):
-            if self._socket.poll(0):
-                self.client, data = self._socket.recv_multipart()
-                return msgspec.msgpack.decode(data, type=messages.CoreOrder)
-            await asyncio.sleep(0.01)
-        raise AssertionError("no order came")
+        await eventually_async(lambda: self._socket.poll(0), "an order")
+        self.client, data = self._socket.recv_multipart()
+        return msgspec.msgpack.decode(data, type=messages.CoreOrder)
 
     def say(self, *outputs: EngineCoreOutput, sent_at: float = 0.0, received: int = 0) -> None:
         report = messages.StepOutputs(list(outputs), CoreStats(), received, sent_at)
@@ -100,7 +98,7 @@ def run(test: Callable[[CoreClient, FakeProcesses, list[Any]], Coroutine[Any, An
             start.cancel()
             await client.shutdown()
 
-    asyncio.run(asyncio.wait_for(work(), 30))
+    asyncio.run(asyncio.wait_for(work(), LONGEST))
 
 
 @contextmanager
@@ -120,44 +118,40 @@ async def up(processes: FakeProcesses, cores: list[FakeCore], first: int = 0) ->
         core.say()
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
-
-
 def test_a_core_is_ready_when_it_has_answered():
     async def test(client: CoreClient, processes: FakeProcesses, outputs: list[Any]) -> None:
         processes.tell(CoreUp(0, core.address, SIZE, SECRET.secret))
         connect = await core.next()
         assert connect.client
-        await asyncio.sleep(0.05)
-        assert client.ready == []
+        await up(processes, [other], first=1)
+        await eventually_async(lambda: client.ready)
+        assert client.ready == [1]
         core.say()
-        await until(lambda: client.ready == [0])
+        await eventually_async(lambda: client.ready == [0, 1])
 
-    with fake_cores(1) as (core,):
+    with fake_cores(2) as (core, other):
         run(test)
 
 
 def test_a_connection_that_breaks_is_made_again_and_its_requests_go_on_elsewhere():
     async def test(client: CoreClient, processes: FakeProcesses, outputs: list[Any]) -> None:
         await up(processes, [one, two])
-        await until(lambda: client.ready == [0, 1])
+        await eventually_async(lambda: client.ready == [0, 1])
         client.add([request("a")], core=1)
         assert [r.request_id for r in (await two.next()).requests] == ["a"]
         two.say(EngineCoreOutput("a", [7]), received=1)
-        await until(lambda: outputs)
+        await eventually_async(lambda: outputs)
         two.close()
         again = await one.next()
         assert [(r.request_id, r.output_token_ids) for r in again.requests] == [("a", [7])]
         assert client.ready == [0]
         one.say(EngineCoreOutput("a", [8], FinishReason.STOP), received=1)
-        await until(lambda: len(outputs) == 2)
+        await eventually_async(lambda: len(outputs) == 2)
         name = client._name
         back = FakeCore(int(two.address.rsplit(":", 1)[1]))
         assert (await back.next()).client == name
         back.say()
-        await until(lambda: client.ready == [0, 1])
+        await eventually_async(lambda: client.ready == [0, 1])
         assert client.restarts == 1
         back.close()
 
@@ -171,11 +165,11 @@ def test_a_request_waits_for_a_lost_core_that_comes_back_at_once():
 
     async def test(client: CoreClient, processes: FakeProcesses, outputs: list[Any]) -> None:
         await up(processes, [old], first=0)
-        await until(lambda: client.ready == [0])
+        await eventually_async(lambda: client.ready == [0])
         client.add([request("a")])
         await old.next()
         old.say(EngineCoreOutput("a", [7]), received=1)
-        await asyncio.sleep(0.2)
+        await eventually_async(lambda: outputs)
         processes.tell(CoreLost(0, CoreDied("its machine was lost"), given_up=False))
         processes.tell(CoreUp(0, new.address, SIZE, SECRET.secret))
         assert isinstance(await new.next(), messages.Connect)
@@ -190,13 +184,14 @@ def test_a_request_waits_for_a_lost_core_that_comes_back_at_once():
 def test_times_of_another_machine_are_those_of_this_ones_clock(monkeypatch):
     async def test(client: CoreClient, processes: FakeProcesses, outputs: list[Any]) -> None:
         await up(processes, [core])
-        await until(lambda: client.ready == [0])
+        await eventually_async(lambda: client.ready == [0])
         client.add([request("a")])
         await core.next()
+        began = asyncio.get_running_loop().time()
         core.say(EngineCoreOutput("a", [7], scheduled_at=1e9), sent_at=1e9 + 0.25, received=1)
-        await until(lambda: outputs)
+        await eventually_async(lambda: outputs)
         now = asyncio.get_running_loop().time()
-        assert now - 2 < outputs[0][1].scheduled_at <= now - 0.25
+        assert began - 0.25 <= outputs[0][1].scheduled_at <= now - 0.25
 
     with fake_cores(1) as (core,):
         run(test, data_parallel_size=1)
@@ -206,9 +201,9 @@ def test_replicas_of_a_server_among_several_keep_their_numbers():
     async def test(client: CoreClient, processes: FakeProcesses, outputs: list[Any]) -> None:
         assert client.first == 2
         await up(processes, [one, two], first=2)
-        await until(lambda: client.ready == [0, 1])
+        await eventually_async(lambda: client.ready == [0, 1])
         processes.tell(CoreLost(3, CoreDied("gone"), given_up=True))
-        await until(lambda: client.ready == [0])
+        await eventually_async(lambda: client.ready == [0])
         assert [core.state for core in client._cores] == [CoreState.READY, CoreState.DEAD]
 
     with fake_cores(2) as (one, two):
@@ -240,11 +235,11 @@ def test_machines_report_their_cores_and_lose_them(remote):
             ups = [CoreUp(rank, f"tcp://10.0.0.7:{rank}", SIZE) for rank in (2, 3)]
             for event in (ups[0], ups[0], b"garbage", CoreUp(0, "another machine's", SIZE), ups[1]):
                 node.node.send(event if isinstance(event, bytes) else msgspec.msgpack.encode(event))
-            await until(lambda: len(events) == 2)
+            await eventually_async(lambda: len(events) == 2)
             assert events == [CoreUp(u.rank, u.address, SIZE, SECRET.secret) for u in ups]
             node.node.send(msgspec.msgpack.encode(CoreLost(3, CoreDied("it failed"), given_up=False)))
-            await until(lambda: len(events) == 3)
-        await until(lambda: len(events) == 5)
+            await eventually_async(lambda: len(events) == 3)
+        await eventually_async(lambda: len(events) == 5)
         lost = [event for event in events[3:] if isinstance(event, CoreLost)]
         assert [(event.rank, event.given_up, event.died.silent) for event in lost] == [
             (2, False, True),
@@ -252,7 +247,7 @@ def test_machines_report_their_cores_and_lose_them(remote):
         ]
         task.cancel()
 
-    asyncio.run(asyncio.wait_for(work(), 30))
+    asyncio.run(asyncio.wait_for(work(), LONGEST))
 
 
 def test_a_core_whose_machine_does_not_come_is_given_up_until_it_comes(remote, monkeypatch):
@@ -262,16 +257,16 @@ def test_a_core_whose_machine_does_not_come_is_given_up_until_it_comes(remote, m
 
     async def work() -> None:
         task = asyncio.create_task(cores.run(events.append))
-        await until(lambda: len(events) == 2)
+        await eventually_async(lambda: len(events) == 2)
         assert all(isinstance(event, CoreLost) and event.given_up for event in events)
         with joining(cores._head.address, range(2, 4), facts=agreed) as node:
             await asyncio.to_thread(node.next)
             node.node.send(msgspec.msgpack.encode(CoreUp(2, "tcp://10.0.0.7:2", SIZE)))
-            await until(lambda: len(events) == 3)
+            await eventually_async(lambda: len(events) == 3)
             assert isinstance(events[2], CoreUp)
         task.cancel()
 
-    asyncio.run(asyncio.wait_for(work(), 30))
+    asyncio.run(asyncio.wait_for(work(), LONGEST))
 
 
 def test_a_backend_without_its_package_is_an_error_that_says_what_to_install(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.parallel.mesh import open_meeting
 from support.engines import core_processes, generate, make_llm, tokens_of
+from support.waiting import LONGEST
 
 pytestmark = [pytest.mark.texts, pytest.mark.slow]
 
@@ -44,7 +46,7 @@ async def engine(path: Any, **options: Any) -> AsyncIterator[AsyncLLM]:
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 120))
+    asyncio.run(asyncio.wait_for(coroutine, LONGEST))
     assert not core_processes()
 
 
@@ -71,14 +73,15 @@ def expected(path) -> list[list[int]]:
     return tokens_of(generate(make_llm(path), prompts, list(params)))
 
 
-async def cpu_seconds(llm: AsyncLLM, seconds: float) -> float:
-    """The processor time of all cores in so many seconds."""
+def cpu_seconds(llm: AsyncLLM, seconds: float) -> float:
+    """The processor time that all cores take while this process takes so many seconds of it."""
 
     def total() -> float:
         return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in llm.client.process_ids if pid)
 
-    before = total()
-    await asyncio.sleep(seconds)
+    before, end = total(), time.process_time() + seconds
+    while time.process_time() < end:
+        pass
     return total() - before
 
 
@@ -88,7 +91,7 @@ def test_one_request_wakes_all_cores_and_when_it_ends_they_pause(path, expected)
             assert await everything(llm, "all") == expected
             for again in range(2):
                 assert (await answer(llm, f"one{again}", *REQUESTS[again])).outputs[0].token_ids == expected[again]
-                while await cpu_seconds(llm, 0.5) > 0.1:  # until nobody runs dummy steps any more
+                while await asyncio.to_thread(cpu_seconds, llm, 0.5) > 0.1:  # until nobody runs dummy steps any more
                     pass
 
     run(check())
@@ -132,7 +135,6 @@ def test_an_option_that_one_core_refuses_ends_all_of_them(path):
 def test_waves_of_two_cores(monkeypatch):
     """The real store, coordinator and group, with cores that are threads."""
     import threading
-    import time
 
     from quire.engine import lockstep
 
@@ -151,19 +153,20 @@ def test_waves_of_two_cores(monkeypatch):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(LONGEST)
 
     in_both(join)
     woken = threading.Event()
-    waves[0].connect(lambda: None)
+    told = threading.Event()  # the coordinator knows of a wave
+    waves[0].connect(told.set)
     for wave in range(3):
         assert not waves[0].is_running
         assert not waves[1].is_running
         waves[0].begin()
         if not wave:  # the first one begins before the other core listens
-            time.sleep(0.1)
+            assert told.wait(LONGEST)
             waves[1].connect(woken.set)
-        assert woken.wait(10)
+        assert woken.wait(LONGEST)
         woken.clear()
         assert waves[1].is_running
         busy = iter([True, False])

@@ -211,10 +211,11 @@ def test_a_full_disk_is_left_out(checkpoints, tmp_path, caplog):
 
 
 def test_a_tier_that_does_not_answer_is_left_out(checkpoints, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("quire.kvcache.transfers.LATE_SECONDS", 0.3)
     path = checkpoints.path("llama")
     llm = small(path, **on_disk(tmp_path))
     expected, _ = say(llm)
+    settle(llm)
+    monkeypatch.setattr("quire.kvcache.transfers.LATE_SECONDS", 0.3)
     store = llm.core.executor._transfers._stores[0]
     read, stuck = store._read, [True]
 

@@ -17,6 +17,7 @@ from quire.engine.llm import LLM
 from quire.executor.local_ranks import LocalRanks
 from quire.executor.remote_ranks import RemoteRanks
 from support.engines import GREEDY, generate, make_llm, tokens_of
+from support.waiting import LONGEST
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 176, "max_num_seqs": 32, "kv_cache_memory_bytes": "64M"}
 PORT = 20_000 + os.getpid() % 10_000
@@ -59,7 +60,7 @@ def test_ranks_of_two_machines_say_what_one_says_until_one_is_lost(checkpoints, 
         for _ in stream:
             pass
     llm.shutdown()
-    psutil.wait_procs([rank], timeout=10)
+    psutil.wait_procs([rank], timeout=LONGEST)
     assert not rank.is_running()
 
 
@@ -70,7 +71,7 @@ def test_an_agent_whose_options_differ_is_refused_and_ends_with_the_reason(check
     program = "import sys; from quire import LLM; LLM(sys.argv[1], **eval(sys.argv[2]))"
     executor = [sys.executable, "-c", program, str(checkpoints.path("llama")), repr(options)]
     with subprocess.Popen(executor, stderr=subprocess.PIPE, text=True) as head:
-        _, said = agent.communicate(timeout=60)
+        _, said = agent.communicate(timeout=LONGEST)
         assert agent.returncode == 1
         difference = "differs: it is 16 at the head, and 32 at the node"
         assert f"--max-num-seqs {difference}" in said.strip().splitlines()[-1]

@@ -18,6 +18,7 @@ from quire.metrics.logging import LogOptions
 from quire.parallel.sizes import MeshSizes
 from quire.sampling.logits_processors import LogitsProcessor, load_plugins
 from support.faults import Faults
+from support.waiting import LONGEST
 
 KEY = bytes(range(32))
 
@@ -88,13 +89,13 @@ def test_silence_is_an_error_and_a_word_in_time_is_not():
 
 def test_closing_wakes_both_ends():
     executor, rank = connected()
-    executor.expect_within(60)
-    rank.expect_within(60)
+    executor.expect_within(LONGEST)
+    rank.expect_within(LONGEST)
     with ThreadPoolExecutor() as pool:
         waiting = [pool.submit(executor.receive), pool.submit(rank.receive)]
         rank.close()
         for end in waiting:
-            assert isinstance(end.exception(30), OSError)
+            assert isinstance(end.exception(LONGEST), OSError)
     with pytest.raises(OSError):  # noqa: PT011
         rank.send(b"gone")
 

@@ -27,6 +27,7 @@ from quire.messages.step import ModelRunnerOutput
 from support.checkpoints import write_checkpoint
 from support.engines import GREEDY, assert_nothing_is_left, core_request, finish, generate, make_llm, tokens_of
 from support.faults import Faults
+from support.waiting import LONGEST, eventually
 
 pytestmark = pytest.mark.texts
 
@@ -37,7 +38,7 @@ def children() -> set[psutil.Process]:
 
 
 def wait_for_no_children_but(before: set[psutil.Process]) -> None:
-    _, left = psutil.wait_procs(children() - before, timeout=20)
+    _, left = psutil.wait_procs(children() - before, timeout=LONGEST)
     assert not left, "a process was left behind"
 
 
@@ -71,7 +72,7 @@ def test_no_rank_acknowledges_a_step_before_its_result(llm):
         results.append(core.executor.sample(steps[-1].step_id))
     assert not any(result.done() for result in results)
     process_of(llm, 1).send_signal(signal.SIGCONT)
-    outputs = [result.result(60) for result in results]
+    outputs = [result.result(LONGEST) for result in results]
     assert [output.step_id for output in outputs] == [step.step_id for step in steps]
     token_ids = [token for output in outputs for token in output.sampled_token_ids[0]]
     for output in outputs:
@@ -86,15 +87,21 @@ def test_after_ctrl_c_the_ranks_go_on(llm, references):
     """A terminal sends it to all processes. It comes while the result of a step is awaited."""
     expected = references.continuations("llama")[:4]
     prompts = [c.prompt for c in expected]
-    stopped = process_of(llm, 1)
+    stopped, main = process_of(llm, 1), threading.main_thread()
+
+    def waits() -> bool:
+        """Whether the main thread waits for a result."""
+        frame = sys._current_frames()[main.ident]
+        return llm.core.has_unfinished and frame.f_code is threading.Condition.wait.__code__
 
     def interrupt() -> None:
+        eventually(waits)
         for process in (*children(), psutil.Process()):
             process.send_signal(signal.SIGINT)
         stopped.send_signal(signal.SIGCONT)
 
     stopped.send_signal(signal.SIGSTOP)
-    threading.Timer(0.5, interrupt).start()
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, GREEDY.clone(max_tokens=8), use_tqdm=False)
     assert_nothing_is_left(llm.core)
@@ -202,7 +209,7 @@ def test_ranks_end_when_the_executors_process_is_killed_and_leave_no_files(check
             time.sleep(0.01)
         process.kill()
         process.wait()
-    _, left = psutil.wait_procs(ranks, timeout=30)
+    _, left = psutil.wait_procs(ranks, timeout=LONGEST)
     assert not left
     assert not list(folder.iterdir())
     # Tests that run beside this one make semaphores for multiprocessing, which ranks do not use.

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from quire.metrics.logging import LogOptions
 from quire.parallel.mesh import open_meeting
 from quire.parallel.sizes import MeshSizes
 from support.engines import GREEDY, MAX_MODEL_LEN, core_request, make_llm
+from support.waiting import LONGEST, eventually
 
 KEY = bytes(range(32))
 
@@ -47,7 +47,7 @@ def rank_program(key: bytes = KEY) -> Iterator[tuple[subprocess.Popen[bytes], so
 def greeted(listener: socket.socket) -> Link:
     link = Link(listener.accept()[0], KEY, b"executor")
     assert msgspec.msgpack.decode(link.receive(), type=Reply) == Hello(0)
-    link.expect_within(60)
+    link.expect_within(LONGEST)
     return link
 
 
@@ -96,7 +96,7 @@ def test_a_rank_takes_orders_ahead_of_its_results_and_ends_with_its_executor(che
         assert ready.kv_cache == llm.core.executor.kv_cache
         assert next_of(link, Result) == Result(expected)
         link.close()
-        assert process.wait(20) == 0
+        assert process.wait(LONGEST) == 0
 
 
 def test_a_rank_that_waits_for_others_ends_when_its_executor_does(checkpoints):
@@ -105,10 +105,9 @@ def test_a_rank_that_waits_for_others_ends_when_its_executor_does(checkpoints):
     with rank_program() as (process, listener):
         link = greeted(listener)
         link.send(start(checkpoints.path("llama"), MeshSizes(tp=2), meeting.port))
-        while not meeting.num_keys():  # until it has come to the meeting, to which rank 1 never comes
-            time.sleep(0.05)
+        eventually(meeting.num_keys)  # until it has come to the meeting, to which rank 1 never comes
         link.close()
-        assert process.wait(20) == 1
+        assert process.wait(LONGEST) == 1
 
 
 @pytest.mark.slow
@@ -117,17 +116,17 @@ def test_a_rank_that_hears_nothing_ends(checkpoints):
         link = greeted(listener)
         link.send(start(checkpoints.path("llama")))
         next_of(link, Ready)
-        assert process.wait(40) == 0
+        assert process.wait(LONGEST) == 0
 
 
 def test_a_rank_that_does_not_know_the_key_ends_and_is_told_nothing():
     with rank_program(bytes(32)) as (process, listener):
         with pytest.raises(ConnectionError, match="does not know the key"):
             Link(listener.accept()[0], KEY, b"executor")
-        assert process.wait(20) == 1
+        assert process.wait(LONGEST) == 1
 
 
 def test_a_rank_that_finds_no_executor_ends():
     with rank_program() as (process, listener):
         listener.close()
-        assert process.wait(20) == 1
+        assert process.wait(LONGEST) == 1

@@ -16,6 +16,7 @@ import pytest
 from support.checkpoints import Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of
 from support.hub import COMMIT, Hub, hub_environment
+from support.waiting import LONGEST
 
 UNWANTED = [
     "README.md",
@@ -47,7 +48,9 @@ def in_a_process(code: str, address: str, home: Path) -> Any:
     """Run the lines, which put their answer into `answer`; what they put there."""
     environment = {**hub_environment(address, home), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     script = f"import json, os\nanswer = {{}}\n{code}\nprint('ANSWER' + json.dumps(answer))"
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=LONGEST
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.split("ANSWER")[-1])
 

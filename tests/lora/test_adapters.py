@@ -21,6 +21,7 @@ from support.adapters import OPTIONS, adapted_tokens, certain_tokens, check, mer
 from support.engines import GREEDY, assert_nothing_is_left, assert_preempted, core_request, finish, make_llm, runner_of
 from support.late_device import run_late
 from support.reference import prompts
+from support.waiting import LONGEST
 
 COMBINES = [
     "adapters × prefix caching, preemption, two steps in flight, CUDA graphs, recorded steps, prompt logprobs",
@@ -112,7 +113,7 @@ def test_requests_go_on_while_an_adapter_is_read(base, adapters, wanted, monkeyp
     llm, may_read = make_llm(base, **OPTIONS), threading.Event()
 
     def slow(directory: Path) -> Any:
-        assert may_read.wait(60)
+        assert may_read.wait(LONGEST)
         return read_adapter(directory)
 
     monkeypatch.setattr("quire.lora.store.read_adapter", slow)

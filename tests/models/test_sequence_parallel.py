@@ -23,6 +23,7 @@ from support.drafters import Drafters
 from support.engines import GREEDY, assert_preempted, generate, logits_of_ranks, make_llm, runners_of_ranks, tokens_of
 from support.reference import LENGTHS, prompts
 from support.staged_ranks import StagedExecutor
+from support.waiting import LONGEST
 from support.ways import FIRST
 
 pytestmark = pytest.mark.texts
@@ -180,6 +181,6 @@ def test_processes_compute_the_same_bits_in_recorded_steps(checkpoints, variant)
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [rank.communicate(timeout=300)[0].split("\n")[:3] for rank in ranks]
+    said = [rank.communicate(timeout=LONGEST)[0].split("\n")[:3] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert said == [["[]", "[1]", "[1]"]] * 2

@@ -180,11 +180,12 @@ def bomb(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize(("width", "height"), [(60_000, 60_000), (2_000_000_000, 1), (9_000, 9_000)])
-def test_decompression_bombs_are_refused_before_they_are_decoded(client, width, height):
-    began = time.monotonic()
+def test_decompression_bombs_are_refused_before_they_are_decoded(client, monkeypatch, width, height):
+    decoded: list[object] = []
+    monkeypatch.setattr("quire_multimodal.pictures._loaded", decoded.append)
     error = refused(client, image_part(data_url(bomb(width, height))))
     assert "pixels" in error["message"] or "no image" in error["message"]
-    assert time.monotonic() - began < 10
+    assert not decoded
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ class _Slow(BaseHTTPRequestHandler):
                 while True:
                     self.wfile.write(b"x" * 65536)
             elif self.path == "/drip":
-                for _ in range(600):
+                while True:
                     self.wfile.write(b"x")
                     self.wfile.flush()
                     time.sleep(0.1)
@@ -294,10 +295,8 @@ def test_files_are_fetched_within_limits(remote):
         ("/endless", "bytes", {"most_bytes": 1 << 20}),
         ("/drip", "took too long|cannot be fetched|no image", {"seconds": 1.0}),
     ):
-        began = time.monotonic()
         with pytest.raises(MediaError, match=reason):
             decode(fetch(f"{remote}{path}", here, **options))
-        assert time.monotonic() - began < 10
     with pytest.raises(MediaError, match="private"):
         fetch(f"{remote}/picture")
     with pytest.raises(MediaError, match="domain"):

@@ -35,6 +35,7 @@ from support.hearing import (
     written,
 )  # fmt: skip
 from support.server import Host
+from support.waiting import eventually
 
 LONGEST = 40  # tokens of a piece: the tiny model never ends
 
@@ -201,11 +202,11 @@ def test_files_of_many_formats_are_heard(client, format, rate):
 
 
 def refused(client, data: bytes = WAV, status: int = 400, **fields) -> dict:
-    began = time.monotonic()
+    began = time.process_time()  # of this process, in which the server is a thread
     with pytest.raises(APIStatusError) as raised:
         ask(client, data, **fields)
     assert raised.value.status_code == status
-    assert time.monotonic() - began < 60
+    assert time.process_time() - began < 60
     return raised.value.body
 
 
@@ -279,8 +280,4 @@ def test_bodies_that_are_no_forms_are_refused(service, client):
 
 def test_nothing_is_left_behind(host, client):
     ask(client, language="en")
-    for _ in range(600):
-        if host.is_idle:
-            return
-        time.sleep(0.1)
-    raise AssertionError("blocks are in use")
+    eventually(lambda: host.is_idle, "free blocks")

@@ -16,6 +16,7 @@ from quire.config import ConfigError, EngineConfig, ServerConfig
 from quire_cli.flags import engine_options, server_options
 from quire_cli.main import build_parser
 from support.server_process import Server
+from support.waiting import LONGEST
 
 SMALL = ["--kv-cache-memory-bytes", "64M", "--cpu-isa", "native"]
 
@@ -143,6 +144,6 @@ def test_the_file_of_options_for_production_is_read(tmp_path: Path, caplog):
 @pytest.mark.parametrize("module", ["quire.entrypoints.api_server", "quire.entrypoints.openai.api_server"])
 def test_the_server_has_its_older_names(module):
     command = [sys.executable, "-m", module, "--tensor-parallel-size", "4", "--cpu-offload-gb", "8"]
-    done = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=LONGEST)
     assert done.returncode == 1
     assert done.stderr == "quire: error: --cpu-offload-gb 8 is not supported by Quire yet (supported: 0)\n"

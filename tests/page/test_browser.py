@@ -16,6 +16,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from support.server import Host, Service, eventually
+from support.waiting import LONGEST
 
 sync_api = pytest.importorskip("playwright.sync_api")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -39,6 +40,7 @@ def browser() -> Iterator[Any]:
 def page(browser: Any, server: Service) -> Iterator[Any]:
     """A new visitor's page. Any error that the browser reports fails the test."""
     context = browser.new_context(viewport={"width": 1280, "height": 860})
+    context.set_default_timeout(1000 * LONGEST)
     page, problems = context.new_page(), list[str]()
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
@@ -52,7 +54,18 @@ def page(browser: Any, server: Service) -> Iterator[Any]:
 
 def until(page: Any, expression: str) -> None:
     """Playwright's own wait_for_function is forbidden by the page's Content-Security-Policy."""
-    eventually(lambda: page.evaluate(expression), 20)
+    eventually(lambda: page.evaluate(expression), expression)
+
+
+def until_drawn(page: Any) -> None:
+    """Until a click has its effect: changes of style have ended, and a frame with them has been drawn."""
+    page.evaluate("""async () => {
+        const frame = () => new Promise(requestAnimationFrame);
+        await frame();
+        const changes = document.getAnimations().filter(one => one instanceof CSSTransition);
+        await Promise.allSettled(changes.map(one => one.finished));
+        await frame();
+    }""")
 
 
 def ask(page: Any, text: str, **fields: str) -> Any:
@@ -305,7 +318,7 @@ def test_a_narrow_window_and_the_dark(page: Any, server: Service):
     page.set_viewport_size({"width": 360, "height": 740})
     for tab in ("#tab-playground", "#tab-engine", "#tab-learn"):
         page.click(tab)
-        page.wait_for_timeout(300)
+        until_drawn(page)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off at the side"
     light = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     page.click("#theme")
@@ -344,6 +357,7 @@ def test_tabs_work_with_the_keyboard(page: Any):
 def test_the_key_is_asked_for(host: Host, browser: Any):
     server = host.serve(api_key=["secret"])
     page = browser.new_page()
+    page.set_default_timeout(1000 * LONGEST)
     page.goto(server.url)
     page.locator("#key-form").wait_for()
     page.fill("#key", "secret")
@@ -361,6 +375,6 @@ def test_axe_finds_nothing(page: Any, server: Service):
             page.click(tab)
             for _ in range(2):
                 page.click("#theme")
-                page.wait_for_timeout(500)
+                until_drawn(page)
                 results = axe.run(page)
                 assert results.violations_count == 0, results.generate_report()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,10 +16,18 @@ from support.checkpoints import Checkpoints
 from support.engines import core_request, generate, make_llm
 from support.late_device import run_late
 from support.server import eventually
+from support.waiting import LONGEST
 
 LLAMA = "llama-gqa2-tied-llama3"
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 PROMPTS = [[3 + (7 * i + j * j) % 300 for j in range(70 + 9 * i)] for i in range(5)]
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch) -> None:
+    """What is recorded stays, also on a slow machine."""
+    monkeypatch.setattr(observer, "IDLE_SECONDS", LONGEST)
+    monkeypatch.setattr(observer, "WINDOW_SECONDS", LONGEST)
 
 
 @pytest.fixture
@@ -126,12 +133,11 @@ def test_nothing_is_recorded_while_nobody_looks(llm, monkeypatch):
     look(core)
     assert "schedule" in core.scheduler.__dict__
     assert len(core.scheduler.connectors) == 1
-    monkeypatch.setattr(observer, "IDLE_SECONDS", 0.05)
-    time.sleep(0.1)
+    monkeypatch.setattr(observer, "IDLE_SECONDS", -1.0)
     expected = generate(llm, PROMPTS, GREEDY)
     assert core.scheduler.connectors == []
     assert [set(keys) for keys in untouched] == before
-    monkeypatch.undo()
+    monkeypatch.setattr(observer, "IDLE_SECONDS", LONGEST)
     look(core)
     again = generate(llm, PROMPTS, GREEDY)
     assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in expected]

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from importlib.resources import files
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from quire_page import live
 from support.server import Host, Service, eventually
+from support.waiting import LONGEST
 
 NAMES = sorted(path.name for path in files("quire_page").joinpath("static").iterdir())
 
@@ -112,9 +112,7 @@ def test_a_viewer_does_not_hold_up_the_end_of_the_server(host: Host):
     viewer = Viewer(server)
     eventually(lambda: viewer.events)
     server.app.state.draining = True
-    began = time.monotonic()
-    assert viewer.ended.wait(5)
-    assert time.monotonic() - began < 5
+    assert viewer.ended.wait(LONGEST)
 
 
 def test_a_slow_viewer_starts_over_instead_of_filling_memory(server: Service, host: Host, monkeypatch):
@@ -125,11 +123,11 @@ def test_a_slow_viewer_starts_over_instead_of_filling_memory(server: Service, ho
     async def read_late() -> list[dict[str, Any]]:
         async with state.events() as stream:
             (queue,) = state._viewers
-            most = 0
-            for _ in range(200):
-                await asyncio.sleep(0.002)
-                most = max(most, queue.qsize())
-            assert most == 3, "older events are dropped"
+            sizes = [0]
+            while not (3 in sizes and sizes[-1] < 3):
+                await asyncio.sleep(0.001)
+                sizes.append(queue.qsize())
+            assert max(sizes) == 3, "older events are dropped"
             return [json.loads((await anext(stream)).removeprefix(b"data: ")) for _ in range(5)]
 
     assert any(event["is_whole"] for event in host.run(read_late()))

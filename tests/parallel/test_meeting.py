@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quire.parallel.meeting import Meeting
 from support.cluster import SECRET, listening
+from support.waiting import LONGEST
 
 TESTS = Path(__file__).parents[1]
 
@@ -36,7 +37,7 @@ def test_ranks_meet_at_the_store_of_the_head():
             subprocess.Popen([*command, str(rank), head.head.address], stdout=subprocess.PIPE, text=True, cwd=TESTS)
             for rank in range(4)
         ]
-        said = [rank.communicate(timeout=120)[0].split() for rank in ranks]
+        said = [rank.communicate(timeout=LONGEST)[0].split() for rank in ranks]
     assert said == [["1111", str(11 * 100 ** (r // 2)), str(101 * 10 ** (r % 2)), "2"] for r in range(4)]
 
 
@@ -49,7 +50,7 @@ def test_the_store_does_what_torchs_stores_do():
         assert store.get("bytes") == b"\0\xff"
         assert store.check(["text", "bytes"])
         assert not store.check(["text", "none"])
-        store.wait(["text"], timedelta(seconds=1))
+        store.wait(["text"], timedelta(seconds=LONGEST))
         assert [store.add("n", 2), other.add("n", 3)] == [2, 5]
         assert store.delete_key("text")
         assert not store.delete_key("text")

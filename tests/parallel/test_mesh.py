@@ -12,6 +12,7 @@ import torch
 
 from quire.parallel.mesh import Communicator, Mesh, backend, join, open_meeting
 from quire.parallel.sizes import MeshSizes
+from support.waiting import LONGEST
 
 AXES = ["dp", "pp", "cp", "tp", "ep"]
 
@@ -128,7 +129,7 @@ def test_four_processes_reduce_and_gather_along_each_axis():
     ]
     said: list[dict[str, Any]] = []
     for rank in ranks:
-        output, _ = rank.communicate(timeout=120)
+        output, _ = rank.communicate(timeout=LONGEST)
         assert rank.returncode == 0
         said.append({line.split()[0]: line.split(maxsplit=1)[1] for line in output.splitlines()})
     everything = "[0, 1, 2]"
@@ -182,7 +183,7 @@ def test_three_processes_exchange_rows_and_tensors():
         )
         for rank in range(3)
     ]
-    said = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
+    said = [rank.communicate(timeout=LONGEST)[0].splitlines() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
     for rank, rows in enumerate([[10, 11, 12], [0, 1], [2]]):
         assert said[rank] == [str(rows if i > 2 else [float(row) for row in rows]) for i in range(5)]

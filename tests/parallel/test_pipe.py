@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from quire.parallel.mesh import open_meeting
+from support.waiting import LONGEST
 
 # Each rank prints how many bytes it sent to each other rank.
 PROGRAM = """
@@ -52,7 +53,7 @@ def test_each_link_carries_every_value_once(stages: int, ranks: int) -> None:
         subprocess.Popen([*command, str(rank), str(store.port)], stdout=subprocess.PIPE, text=True)
         for rank in range(stages * ranks)
     ]
-    said = [process.communicate(timeout=120)[0].strip() for process in processes]
+    said = [process.communicate(timeout=LONGEST)[0].strip() for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes)
     values = [sum(TOKENS) * columns for columns in ([4, 3] if ranks == 2 else [7])]
     for tokens in TOKENS:  # that are divided: the first rank may have one more

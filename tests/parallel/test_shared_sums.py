@@ -11,6 +11,7 @@ import torch
 
 from quire.ops.cpu.build import library
 from quire.parallel.mesh import open_meeting
+from support.waiting import LONGEST
 
 # The programs end with os._exit, because Gloo's threads sometimes abort a process that ends right after a collective.
 RANK = """
@@ -59,7 +60,7 @@ def test_all_ranks_have_the_sum(tmp_path: Path, ranks: int) -> None:
         for rank in range(ranks)
     ]
     for process in processes:
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=LONGEST)
         assert process.returncode == 0, said
     made = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
     for summands in zip(*made, strict=True):
@@ -103,7 +104,7 @@ def test_without_such_memory_ranks_add_up_as_before(where: str) -> None:
         subprocess.Popen([sys.executable, "-c", WITHOUT, str(rank), str(meeting.port), where], stdout=subprocess.PIPE)
         for rank in range(2)
     ]
-    assert [process.communicate(timeout=120)[0].decode() for process in processes] == ["[2.0, 2.0, 2.0]\n"] * 2
+    assert [process.communicate(timeout=LONGEST)[0].decode() for process in processes] == ["[2.0, 2.0, 2.0]\n"] * 2
 
 
 def test_a_group_of_one_needs_no_memory() -> None:

@@ -19,6 +19,7 @@ from quire_cli.main import main
 from support.long_traces import SECONDS, LongTraces
 from support.server import Host, eventually
 from support.server_process import Server
+from support.waiting import LONGEST
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +118,7 @@ def test_any_process_of_the_api_stops_what_another_has_started(tmp_path):
         for _ in range(8):  # each connection is taken by any of the processes
             for path in ("/start_profile", "/start_profile", "/stop_profile", "/stop_profile"):
                 try:
-                    with urllib.request.urlopen(f"{server.url}{path}", b"", timeout=60) as answer:
+                    with urllib.request.urlopen(f"{server.url}{path}", b"", timeout=LONGEST) as answer:
                         statuses.append(answer.status)
                 except urllib.error.HTTPError as error:
                     statuses.append(error.code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import socket
@@ -19,6 +20,7 @@ from quire_route.config import RouteConfig
 from support.route import Proxy
 from support.server import request
 from support.server_process import Server
+from support.waiting import eventually
 
 PATH = "/v1/chat/completions"
 SIZE = 4
@@ -149,7 +151,8 @@ def test_real_servers_get_what_they_have_cached():
         earlier = [(*pair, begin_chat(pair[0], number)) for number in range(1, 5) for pair in ((one, two), (two, one))]
         with Proxy(one.url, two.url, options=(*options, "--kv-events-replay", *endpoints[2:])) as proxy:
             proxy.wait_for_backends(2)
-            time.sleep(1)  # it asks the servers as soon as it has connections to them
+            for server in (one, two):  # it has asked for what came before their events
+                heard_of(proxy, server)
             for own, other, body in earlier:
                 before, others = own.metric("prefix_cache_hits_total"), other.metric("prompt_tokens_total")
                 assert proxy.post(PATH, body).status == 200
@@ -169,12 +172,14 @@ def begin_chat(server: Server, number: int) -> dict[str, Any]:
 def heard_of(proxy: Proxy, server: Server) -> list[dict[str, str]]:
     """A chat that was sent to the server itself, and of which its events have told the proxy. Subscriptions may begin
     late, so several are tried. Without events, one of two requests would go to the other server."""
-    for number in range(20):
-        body = begin_chat(server, -number)
-        time.sleep(0.2)
+    numbers = itertools.count()
+
+    def tried() -> list[dict[str, str]]:
+        body = begin_chat(server, -next(numbers))
+        time.sleep(0.1)
         before = server.metric("prefix_cache_hits_total")
         for _ in range(2):
             assert proxy.post(PATH, body).status == 200
-        if server.metric("prefix_cache_hits_total") > before + 2 * 80:
-            return list(body["messages"])
-    raise AssertionError("the events of the server do not come")
+        return list(body["messages"]) if server.metric("prefix_cache_hits_total") > before + 2 * 80 else []
+
+    return eventually(tried, "an event of the server")

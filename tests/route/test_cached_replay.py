@@ -19,6 +19,7 @@ from quire.options.kv_events import KVEventOptions, of_rank
 from quire_route import cached
 from quire_route.cached import CachedPrefixes, listen
 from quire_route.call import Call
+from support.waiting import LONGEST, eventually_async
 
 SIZE = 4
 
@@ -59,11 +60,7 @@ def known(prefixes: CachedPrefixes, first: int = 0) -> int:
 
 async def until(condition: Callable[[], bool], source: KVEventPublisher | None = None) -> None:
     """source: sends empty batches meanwhile, since what it sends before it knows of a subscription is lost."""
-    async with asyncio.timeout(20):
-        while not condition():
-            if source is not None:
-                source.send([])
-            await asyncio.sleep(0.03)
+    await eventually_async(lambda: condition() or (source is not None and source.send([])))
 
 
 @asynccontextmanager
@@ -117,7 +114,7 @@ def test_what_was_published_before_is_known_and_the_loop_goes_on_in_between(tmp_
             await hear(prefixes, source)
             assert known(prefixes) == 10
 
-    asyncio.run(asyncio.wait_for(check(), 60))
+    asyncio.run(asyncio.wait_for(check(), LONGEST))
     source.close()
 
 
@@ -140,7 +137,7 @@ def test_lost_messages_are_asked_for_and_what_cannot_be_had_is_forgotten(tmp_pat
             publish(source, 21)
             await until(lambda: known(prefixes, 20) == 2)
 
-    asyncio.run(asyncio.wait_for(check(), 60))
+    asyncio.run(asyncio.wait_for(check(), LONGEST))
     source.close()
 
 
@@ -154,7 +151,7 @@ def test_a_buffer_that_begins_too_late_says_what_it_can(tmp_path):
             await until(lambda: known(prefixes, 20) == 3)
             assert known(prefixes) == 0
 
-    asyncio.run(asyncio.wait_for(check(), 60))
+    asyncio.run(asyncio.wait_for(check(), LONGEST))
     source.close()
 
 
@@ -176,7 +173,7 @@ def test_a_server_that_has_restarted_has_only_what_it_says_since(tmp_path, count
             assert known(prefixes, 20) == count
             other.close()
 
-    asyncio.run(asyncio.wait_for(check(), 60))
+    asyncio.run(asyncio.wait_for(check(), LONGEST))
 
 
 @pytest.mark.parametrize("replay", [True, False])
@@ -195,7 +192,7 @@ def test_a_number_that_was_there_before_says_that_the_server_has_restarted(tmp_p
             await until(lambda: known(prefixes, 20) == 2)
             assert known(prefixes) == 0
 
-    asyncio.run(asyncio.wait_for(check(), 60))
+    asyncio.run(asyncio.wait_for(check(), LONGEST))
     source.close()
 
 
@@ -203,7 +200,7 @@ def test_a_connection_that_breaks_and_a_check_that_fails_lose_nothing(tmp_path):
     source = publisher(tmp_path)
     publish(source, *range(5))
     open_ends: list[asyncio.StreamWriter] = []
-    is_cut = False
+    is_cut, num_refused = False, 0
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         open_ends.append(writer)
@@ -213,7 +210,9 @@ def test_a_connection_that_breaks_and_a_check_that_fails_lose_nothing(tmp_path):
         writer.close()
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_refused
         if is_cut:
+            num_refused += 1
             writer.close()
             return
         there, back = await asyncio.open_unix_connection(f"{tmp_path}/events")
@@ -230,7 +229,7 @@ def test_a_connection_that_breaks_and_a_check_that_fails_lose_nothing(tmp_path):
             for end in open_ends:
                 end.close()
             publish(source, 5, 6)
-            await asyncio.sleep(0.1)
+            await until(lambda: num_refused > 0)
             assert known(prefixes) == 5
             is_cut = False
             await until(lambda: known(prefixes) == 7)
@@ -243,7 +242,7 @@ def test_a_connection_that_breaks_and_a_check_that_fails_lose_nothing(tmp_path):
             for end in open_ends:
                 end.close()
 
-    asyncio.run(asyncio.wait_for(check(), 60))
+    asyncio.run(asyncio.wait_for(check(), LONGEST))
     source.close()
 
 
@@ -260,7 +259,7 @@ def test_replicas_of_a_server_have_blocks_of_their_own(tmp_path):
             await until(lambda: known(prefixes, 20) == 0)
             assert known(prefixes) == 3
 
-    asyncio.run(asyncio.wait_for(check(), 60))
+    asyncio.run(asyncio.wait_for(check(), LONGEST))
     for source in sources:
         source.close()
 
@@ -306,7 +305,7 @@ def test_a_replay_without_meaning_stops_nothing(tmp_path, caplog, monkeypatch, a
             await until(lambda: known(prefixes, 20) == 1)
             assert known(prefixes) == 0
 
-    asyncio.run(asyncio.wait_for(check(), 60))
+    asyncio.run(asyncio.wait_for(check(), LONGEST))
     source.close()
     context.term()
     thread.join()

@@ -16,6 +16,7 @@ import pytest
 
 from support.route import Proxy, Received, StandIn, stand_ins
 from support.server import eventually
+from support.waiting import LONGEST
 
 PROMPT = "Once upon a time " * 80
 BODY = {"prompt": PROMPT, "max_tokens": 5}
@@ -86,7 +87,7 @@ def hold(servers: list[StandIn]) -> tuple[threading.Semaphore, threading.Event]:
 def meet(servers: list[StandIn]) -> None:
     """Let both servers of each request wait for each other, and then answer with their names."""
     both = threading.Barrier(2)
-    all_reply(servers, lambda h: (both.wait(30), h.send(h.server.url.encode())))
+    all_reply(servers, lambda h: (both.wait(LONGEST), h.send(h.server.url.encode())))
 
 
 # ---- the two requests
@@ -241,7 +242,7 @@ def test_a_long_answer_of_a_prefill_server_is_not_read_to_its_end(proxy: Proxy, 
             ended.set()
 
     all_reply(servers[2:], pour)
-    all_reply(servers[:2], lambda h: (ended.wait(30), h.send(b"answer")))
+    all_reply(servers[:2], lambda h: (ended.wait(LONGEST), h.send(b"answer")))
     assert proxy.post("/v1/completions", BODY).body == b"answer"
     assert ended.is_set()
     assert len(decodes(servers)) == 1
@@ -336,18 +337,18 @@ def test_the_server_that_answers_tells_of_the_clients_mistakes(proxy: Proxy, ser
 
 def test_a_prefill_that_fails_within_the_answer_changes_nothing(proxy: Proxy, servers: list[StandIn]):
     failing, failed = threading.Event(), threading.Event()
-    all_reply(servers[2:], lambda h: (failing.wait(30), h.cut()))
+    all_reply(servers[2:], lambda h: (failing.wait(LONGEST), h.cut()))
 
     def stream(handler: Any) -> None:
         handler.begin_chunks()
         handler.send_chunk(b"begin ")
-        assert failed.wait(30)
+        assert failed.wait(LONGEST)
         handler.send_chunk(b"end")
         handler.send_chunk(b"")
 
     all_reply(servers[:2], stream)
     before = proxy.counted("retries_total", kind="prefill", reason="lost")
-    connection = HTTPConnection(*proxy.host_and_port, timeout=30)
+    connection = HTTPConnection(*proxy.host_and_port, timeout=LONGEST)
     connection.request("POST", "/v1/completions", json.dumps(BODY))
     response = connection.getresponse()
     assert response.read(6) == b"begin "
@@ -389,8 +390,8 @@ def test_prefill_servers_that_are_not_healthy_or_full_are_not_asked(servers: lis
         servers[2].health = 200
         proxy.wait_for_backends(2)
     go_on = threading.Event()
-    servers[2].reply = lambda h: (go_on.wait(30), h.send(b""))
-    all_reply(servers[:2], lambda h: (params_of(h.server.received[-1]) and go_on.wait(30), h.send(b"done")))
+    servers[2].reply = lambda h: (go_on.wait(LONGEST), h.send(b""))
+    all_reply(servers[:2], lambda h: (params_of(h.server.received[-1]) and go_on.wait(LONGEST), h.send(b"done")))
     with Proxy(*(s.url for s in servers[:2]), options=options) as proxy, ThreadPoolExecutor(1) as pool:
         running = pool.submit(proxy.post, "/v1/completions", BODY)
         eventually(lambda: proxy.counted("requests_in_flight") == 2)
@@ -404,7 +405,7 @@ def test_prefill_servers_that_are_not_healthy_or_full_are_not_asked(servers: lis
 def test_a_prefill_server_that_does_not_respond_is_given_up(servers: list[StandIn]):
     servers[0].reply = wait_for_plain
     with stand_ins(1) as [silent]:
-        options = ("--prefill", silent.url, "--health-check-timeout", "0.5")
+        options = ("--prefill", silent.url, "--health-check-timeout", "2")
         with Proxy(servers[0].url, options=options) as proxy:
             silent.responds.clear()
             assert proxy.post("/v1/completions", BODY).body == b"by myself"
@@ -418,35 +419,35 @@ def test_a_prefill_server_that_does_not_respond_is_given_up(servers: list[StandI
 
 def test_a_prefill_is_cancelled_when_the_answer_has_ended(proxy: Proxy, servers: list[StandIn]):
     arrived, left = hold(servers[2:])
-    all_reply(servers[:2], lambda h: (arrived.acquire(timeout=30), h.send(b"early")))
+    all_reply(servers[:2], lambda h: (arrived.acquire(timeout=LONGEST), h.send(b"early")))
     assert proxy.post("/v1/completions", BODY).body == b"early"
-    assert left.wait(30)
+    assert left.wait(LONGEST)
     eventually(lambda: proxy.counted("requests_in_flight") == 0)
 
 
 def test_a_prefill_is_cancelled_when_the_client_leaves(proxy: Proxy, servers: list[StandIn]):
     arrived, left = hold(servers[2:])
     begun, decode_left = hold(servers[:2])
-    connection = HTTPConnection(*proxy.host_and_port, timeout=30)
+    connection = HTTPConnection(*proxy.host_and_port, timeout=LONGEST)
     connection.request("POST", "/v1/completions", json.dumps(BODY))
-    assert arrived.acquire(timeout=30)
-    assert begun.acquire(timeout=30)
+    assert arrived.acquire(timeout=LONGEST)
+    assert begun.acquire(timeout=LONGEST)
     connection.close()
-    assert left.wait(30)
-    assert decode_left.wait(30)
+    assert left.wait(LONGEST)
+    assert decode_left.wait(LONGEST)
     eventually(lambda: proxy.counted("requests_in_flight") == 0)
 
 
 def test_a_request_whose_decode_server_is_lost_gets_another_prefill(proxy: Proxy, servers: list[StandIn]):
     arrived, left = hold(servers[2:])
-    servers[0].reply = lambda h: (arrived.acquire(timeout=30), h.cut())
-    servers[1].reply = lambda h: (arrived.acquire(timeout=30), h.send(b"here"))
+    servers[0].reply = lambda h: (arrived.acquire(timeout=LONGEST), h.cut())
+    servers[1].reply = lambda h: (arrived.acquire(timeout=LONGEST), h.send(b"here"))
     answers = [proxy.post("/v1/completions", BODY).body for _ in range(2)]  # servers take turns
     assert answers == [b"here"] * 2
     ids = [params_of(request)["transfer_id"] for request in decodes(servers)]
     assert len(set(ids)) == len(ids) == 2 + len(servers[0].received) > 2
     assert sorted(ids) == sorted(params_of(request)["transfer_id"] for request in prefills(servers))
-    assert left.wait(30)
+    assert left.wait(LONGEST)
 
 
 def test_requests_that_no_decode_server_answers_are_errors(proxy: Proxy, servers: list[StandIn]):

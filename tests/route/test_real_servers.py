@@ -16,6 +16,7 @@ import pytest
 from support.route import Proxy
 from support.server import Answer, eventually, request
 from support.server_process import Server
+from support.waiting import LONGEST
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +56,7 @@ def proxy(servers: Servers) -> Iterator[Proxy]:
 
 def begin(proxy: Proxy, body: Any, **headers: str) -> HTTPConnection:
     """A connection on which a request for a completion was sent."""
-    connection = HTTPConnection(*proxy.host_and_port, timeout=60)
+    connection = HTTPConnection(*proxy.host_and_port, timeout=LONGEST)
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json", **headers})
     return connection
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from itertools import pairwise
 from time import process_time
 
 import pytest
@@ -582,7 +583,6 @@ def test_a_request_with_prompt_logprobs_reads_the_cache_only_after_its_first_out
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_hour_of_traffic_is_simulated_in_seconds_and_nothing_is_lost(depth: int) -> None:
     """A request a second; a step takes 20 ms and 1 ms for every 16 tokens."""
-    started = process_time()
     dice = random.Random(0)
     arrivals = deque(
         make_request(
@@ -598,7 +598,11 @@ def test_an_hour_of_traffic_is_simulated_in_seconds_and_nothing_is_lost(depth: i
     missing: dict[int, int] = {}  # row -> tokens not computed
     in_flight: deque[ModelRunnerOutput] = deque()
     clock, said = 0.0, dict.fromkeys(wanted, 0)
+    num_steps, quarters = 0, [(process_time(), 0)]  # the processor time and the steps up to each quarter of an hour
     while arrivals or scheduler.has_unfinished:
+        if len(arrivals) <= 3600 - 900 * len(quarters):
+            quarters.append((process_time(), num_steps))
+        num_steps += 1
         while arrivals and arrivals[0].arrival_time <= clock:
             scheduler.add(arrivals.popleft())
         step = scheduler.schedule()
@@ -620,4 +624,6 @@ def test_an_hour_of_traffic_is_simulated_in_seconds_and_nothing_is_lost(depth: i
     assert said == wanted
     assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_usable
     assert clock < 3700  # it kept up with the traffic
-    assert process_time() - started < 30
+    costs = [(later[0] - sooner[0]) / (later[1] - sooner[1]) for sooner, later in pairwise(quarters)]
+    assert len(costs) == 4
+    assert costs[-1] < 4 * costs[0], "a step takes longer and longer"

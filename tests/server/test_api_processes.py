@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from quire.messages.sampling_params import SamplingParams
 from quire_server.processes import ApiProcesses
 from support.server import eventually
 from support.server_process import Server
+from support.waiting import LONGEST
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def complete(server: Server, prompt: str, tokens: int = 200, stream: bool = Fals
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
     url = f"{server.url}/v1/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    return urllib.request.urlopen(request, timeout=60)
+    return urllib.request.urlopen(request, timeout=LONGEST)
 
 
 def text(server: Server, prompt: str) -> str:
@@ -80,7 +80,7 @@ def test_all_processes_answer_and_their_metrics_are_added_up(server: Server, exp
     assert sorted(shown) == ["api 0", "api 1", "core 0", "core 1"]
     assert server.log.count("Serving at") == 1
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(20) == 0
+    assert server.process.wait(LONGEST) == 0
     assert "Traceback" not in server.log
 
 
@@ -119,7 +119,6 @@ def test_a_lost_api_process_is_replaced_and_its_requests_end_in_the_cores(server
     counted = metric(server, "quire:prefix_cache_queries_total")
     for _ in range(16):  # the new process answers, and counts what it and the other one do
         complete(server, PROMPTS[0], tokens=1).close()
-        time.sleep(0.05)
     eventually(lambda: metric(server, "quire:prefix_cache_queries_total") > counted)
     assert metric(server, "quire:prefix_cache_queries_total") < 2 * counted
 

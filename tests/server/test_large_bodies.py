@@ -12,6 +12,7 @@ import pytest
 
 from quire_server import bodies
 from support.server import Host, Service, eventually
+from support.waiting import LONGEST
 
 LONG = "word " * 2_000_000
 SHORT = {"prompt": "a", "max_tokens": 1, "temperature": 0}
@@ -29,7 +30,7 @@ def unfinished(server: Service, head: str, body: bytes) -> Iterator[socket.socke
     with socket.create_connection(("127.0.0.1", server.port)) as raw:
         lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", head, "", ""]
         raw.sendall("\r\n".join(lines).encode() + body)
-        raw.settimeout(60)
+        raw.settimeout(LONGEST)
         yield raw
 
 
@@ -142,4 +143,5 @@ def test_a_body_that_stops_coming_is_given_up(small, monkeypatch):
     monkeypatch.setattr(bodies, "STALL_SECONDS", 0.2)
     with unfinished(small, "Content-Length: 900000", b"{") as raw:
         assert raw.recv(10_000).startswith(b"HTTP/1.1 408 ")
+    monkeypatch.setattr(bodies, "STALL_SECONDS", LONGEST)
     assert small.post("/v1/completions", {**SHORT, "prompt": "x" * 900_000, "truncate_prompt_tokens": 5}).status == 200

@@ -126,7 +126,7 @@ def test_a_full_queue_answers_429(host: Host, server: Service):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_request_that_takes_too_long_is_ended(host: Host, path):
     hasty = host.serve(request_timeout=0.3)
-    body = {**LONG, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1500, "n": 2, "temperature": 1}
+    body = {**LONG, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1500, "n": 60, "temperature": 1}
     answer = hasty.post(path, body)
     assert (answer.status, answer.error["code"]) == (504, "timeout")
     *events, last = host.post_until_time_is_up(path, body).events

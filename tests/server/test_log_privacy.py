@@ -13,6 +13,7 @@ import pytest
 
 from support.server import eventually
 from support.server_process import Server
+from support.waiting import LONGEST
 
 MARK = "shibboleth"
 TEXT = f"The {MARK} of the old house"
@@ -109,7 +110,7 @@ class Client:
     """Sends requests on one connection."""
 
     def __init__(self, server: Server) -> None:
-        self._connection = http.client.HTTPConnection(*server.host_and_port, timeout=60)
+        self._connection = http.client.HTTPConnection(*server.host_and_port, timeout=LONGEST)
         self.statuses: set[int] = set()
 
     def post(self, path: str, body: bytes | dict[str, Any], **headers: str) -> int:

@@ -10,6 +10,7 @@ import pytest
 
 from support.client_environment import ENVIRONMENTS, client_python, run_client
 from support.server import Host, Service
+from support.waiting import LONGEST
 
 pytestmark = pytest.mark.slow
 
@@ -176,13 +177,13 @@ def test_the_ollama_package_for_javascript_works(server: Service):
     if not (directory / "node_modules" / "ollama").is_dir():
         install = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(directory), "ollama@0.6"]
         try:
-            subprocess.run(install, check=True, capture_output=True, text=True, timeout=300)
+            subprocess.run(install, check=True, capture_output=True, text=True, timeout=LONGEST)
         except subprocess.SubprocessError as error:
             pytest.skip(f"ollama cannot be installed: {(getattr(error, 'stderr', None) or str(error))[-200:]}")
     script = directory / "client.mjs"
     script.write_text(OLLAMA_JS)
     process = subprocess.run(
-        [node, script, server.url, QUESTION], capture_output=True, text=True, timeout=120, check=False
+        [node, script, server.url, QUESTION], capture_output=True, text=True, timeout=LONGEST, check=False
     )
     assert process.returncode == 0, process.stderr
     check_ollama(json.loads(process.stdout), server)

@@ -13,6 +13,7 @@ import pytest
 from quire.engine.async_llm import AsyncLLM
 from quire.messages.sampling_params import SamplingParams
 from support.server import Host, Service, eventually
+from support.waiting import LONGEST
 
 COMBINES = ["pinned prefixes × prefix caching, preemption, data parallelism, replay after a crash, pauses and sleep"]
 
@@ -145,4 +146,4 @@ def test_each_replica_pins_a_prefix_also_one_that_replaces_another():
         assert await cached(llm, 1) == FULL
         await llm.shutdown()
 
-    asyncio.run(asyncio.wait_for(check(), 200))
+    asyncio.run(asyncio.wait_for(check(), LONGEST))

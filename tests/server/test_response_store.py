@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from quire_server.response_store import (
     sqlite,
 )
 from support.postgres import Postgres, running_postgres
+from support.waiting import LONGEST
 
 DAY = 86400.0
 
@@ -145,10 +147,11 @@ def test_only_a_running_response_can_be_replaced(store):
     assert store.get("owner", "a").response["status"] == "cancelled"
 
 
-def test_responses_that_are_too_old_are_not_found_and_are_deleted(open_one):
+def test_responses_that_are_too_old_are_not_found_and_are_deleted(open_one, monkeypatch):
     young = open_one(max_age=0.5)
     young.put("owner", record("a"))
-    time.sleep(0.6)
+    later = time.time() + 0.6
+    monkeypatch.setattr("quire_server.response_store.time", SimpleNamespace(time=lambda: later))
     with pytest.raises(MissingResponseError):
         young.get("owner", "a")
     old = open_one()
@@ -266,7 +269,7 @@ def test_several_processes_write_to_one_store_within_its_bounds(request, tmp_pat
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(120)
+        writer.join(LONGEST)
         assert writer.exitcode == 0
     store = Store(postgres(place) if kind == "postgres" else sqlite(Path(place)), limit, DAY)
     size, rows = store._execute("SELECT SUM(size), COUNT(*) FROM quire_responses").fetchone()
@@ -285,12 +288,11 @@ def _write_until_killed(path: str) -> None:
 
 def test_a_store_whose_server_is_killed_while_it_writes_opens_and_is_whole(tmp_path):
     path = tmp_path / "responses.sqlite3"
-    for seconds in (0.0, 0.02, 0.05):
+    for size in (9_000, 100_000, 500_000):  # bytes, from which on it is killed
         writer = FORK.Process(target=_write_until_killed, args=(str(path),))
         writer.start()
-        while not path.exists() or path.stat().st_size + sum(f.stat().st_size for f in tmp_path.glob("*-wal")) < 9000:
-            time.sleep(0.01)
-        time.sleep(seconds)
+        while not path.exists() or path.stat().st_size + sum(f.stat().st_size for f in tmp_path.glob("*-wal")) < size:
+            time.sleep(0.001)
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
         store = Store(sqlite(path), 200_000, DAY)

@@ -1,7 +1,6 @@
 """The gate at which requests wait for their grammars."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from quire import SamplingParams
 from quire.messages.engine import EngineCoreRequest
 from quire_structured import gate as gate_module
 from quire_structured.gate import GrammarGate
+from support.waiting import LONGEST, eventually
 
 
 class Word:
@@ -47,7 +47,7 @@ class SlowBackend:
 
     def compile(self, params):
         if event := self.may_finish.get(params.regex):
-            event.wait(30)
+            event.wait(LONGEST)
         self.compiled.append(params.regex)
         if params.regex == "wrong":
             raise ValueError("no such word")
@@ -79,7 +79,7 @@ def subject():
 
 def wait(gate: GrammarGate, source: EngineCoreRequest) -> None:
     while not gate.ready(source):
-        assert gate.woken.acquire(timeout=20)
+        assert gate.woken.acquire(timeout=LONGEST)
 
 
 def test_requests_without_grammar_pass_and_load_nothing(subject):
@@ -123,13 +123,11 @@ def test_a_grammar_that_takes_too_long_fails_and_is_not_tried_again(subject, mon
     for word in [*words, words[0]]:
         with pytest.raises(ValueError, match=r"too complex: it was not compiled within 0.05 s"):
             wait(subject, request(word))
-    monkeypatch.setattr(gate_module, "TIME_LIMIT", 20)
+    monkeypatch.setattr(gate_module, "TIME_LIMIT", LONGEST)
     wait(subject, request("quick"))  # though as many threads as usual are still busy
     for word in words:
         subject.backend.may_finish[word].set()
-    deadline = time.monotonic() + 20
-    while subject._num_threads > gate_module.NUM_THREADS and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: subject._num_threads <= gate_module.NUM_THREADS)
     assert subject._num_threads == gate_module.NUM_THREADS
     wait(subject, request("another"))
 
@@ -157,7 +155,7 @@ def test_masks_are_filled_by_the_back_end_or_have_the_forced_token_alone(subject
 
 def test_a_constraint_that_cannot_be_made_has_failed(subject):
     assert not subject.ready(request("fragile"))
-    assert subject.woken.acquire(timeout=30)
+    assert subject.woken.acquire(timeout=LONGEST)
     assert subject.ready(request("fragile"))
     constraint = subject.constraint(request("fragile"))
     assert constraint.error == "the constraint could not be made: BaseException: the library is broken"

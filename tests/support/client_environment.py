@@ -37,7 +37,7 @@ def client_python(*packages: str) -> Path:
     return python
 
 
-def run_client(python: Path, script: str, *arguments: str, timeout: float = 120) -> str:
+def run_client(python: Path, script: str, *arguments: str, timeout: float = 600) -> str:
     """What a script prints. script: its source. Fails with the script's traceback if it raises."""
     process = subprocess.run(
         [python, "-c", script, *arguments], capture_output=True, text=True, timeout=timeout, check=False

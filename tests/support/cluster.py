@@ -13,6 +13,7 @@ from quire.cluster.head import Head
 from quire.cluster.messages import Join
 from quire.cluster.node import Node
 from quire.cluster.secret import ClusterSecret
+from support.waiting import LONGEST
 
 SECRET = ClusterSecret(b"a secret of the tests that is long enough")
 FACTS = {"max_model_len": "512", "Quire's version": "1.0"}
@@ -37,7 +38,7 @@ class Listening:
     def lost(self, members: range, reason: str) -> None:
         self.events.put(("lost", members, reason))
 
-    def next(self, seconds: float = 20) -> tuple[Any, ...]:
+    def next(self, seconds: float = LONGEST) -> tuple[Any, ...]:
         return self.events.get(timeout=seconds)
 
 
@@ -71,18 +72,18 @@ class Joining:
     def end(self) -> None:
         self.events.put(("end",))
 
-    def next(self, seconds: float = 20) -> tuple[Any, ...]:
+    def next(self, seconds: float = LONGEST) -> tuple[Any, ...]:
         return self.events.get(timeout=seconds)
 
     def ended(self) -> Exception | None:
         """The error with which it has ended, or None."""
-        self._thread.join(20)
+        self._thread.join(LONGEST)
         assert not self._thread.is_alive()
         return self.problem
 
     def stop(self) -> None:
         self.node.stop()
-        self._thread.join(20)
+        self._thread.join(LONGEST)
 
 
 @contextmanager

@@ -173,7 +173,7 @@ class DocumentRun:
 
     def _is_ready(self, port: int) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=SECONDS):
                 return True
         except urllib.error.HTTPError as error:
             return error.code == 401
@@ -185,7 +185,7 @@ class DocumentRun:
         if server is not None:
             server.send_signal(signal.SIGTERM)
             try:
-                server.wait(60)
+                server.wait(300)
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()

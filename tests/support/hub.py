@@ -152,7 +152,7 @@ class Machine:
 
     def run(self, line: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "quire", *line.split()], capture_output=True, text=True, timeout=120,
+            [sys.executable, "-m", "quire", *line.split()], capture_output=True, text=True, timeout=600,
             env={**hub_environment(self.hub.address, self.home), **environment}, stdin=subprocess.DEVNULL,
         )  # fmt: skip
 

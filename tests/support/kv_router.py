@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import zmq
 
+from support.waiting import eventually
+
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -56,21 +58,27 @@ class Subscriber:
 
     def __init__(self, endpoint: str, replay_endpoint: str, topic: str = "", forget: frozenset[int] = frozenset()):
         self.view, self.next, self.num_replays, self._forget = RouterView(), 0, 0, forget
+        self.last = -1  # the number of the last message that came, also of one that it lost
         self._context = zmq.Context()
         self._public, self._replay = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
         self._public.connect(endpoint)
         self._public.setsockopt_string(zmq.SUBSCRIBE, topic)
         self._replay.connect(replay_endpoint)
 
-    def read(self, seconds: float = 0.2) -> None:
-        """Read until there is nothing for so long."""
+    def read(self, seconds: float) -> None:
+        """Read what has come, and until there is nothing for so long."""
         while self._public.poll(seconds * 1000):
             _, number, payload = self._public.recv_multipart()
-            if int.from_bytes(number) in self._forget:
+            self.last = int.from_bytes(number)
+            if self.last in self._forget:
                 continue
             if int.from_bytes(number) > self.next:
                 self.replay()
             self._take(number, payload)
+
+    def replay_to(self, end: int) -> None:
+        """Ask for replays until there is everything below number `end`."""
+        eventually(lambda: (self.replay(), self.next == end)[1], lambda: f"{end}; the next one is {self.next}")
 
     def replay(self) -> None:
         self.num_replays += 1

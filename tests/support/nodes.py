@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -20,12 +19,13 @@ import pytest
 
 import quire.demo
 from support.server_process import Server
+from support.waiting import LONGEST, eventually
 
 ADDRESSES = ("10.99.0.1", "10.99.0.2")  # of the two machines on their link; no one else sees these
 
 
 def run(*command: str, check: bool = True) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, check=False)
     assert not check or done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout
 
@@ -84,13 +84,10 @@ class Machine:
         shutil.copytree(path, self.model.with_name(name), dirs_exist_ok=True)
 
     def _first_process(self) -> psutil.Process:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            for process in psutil.Process(self._unshare.pid).children():
-                if process.name() == "sleep":
-                    return process
-            time.sleep(0.01)
-        raise AssertionError("a namespace was not made")
+        def sleeping() -> list[psutil.Process]:
+            return [p for p in psutil.Process(self._unshare.pid).children() if p.name() == "sleep"]
+
+        return eventually(sleeping, "a namespace")[0]
 
     def processes(self, text: str = "") -> list[psutil.Process]:
         """All that run on it, with the text in their command lines."""
@@ -111,11 +108,8 @@ class Machine:
         (found,) = (p for p in self.processes("quire.executor.rank") if p.cmdline()[-1] == str(number))
         return found
 
-    def wait_until_empty(self, seconds: float = 20.0) -> None:
-        deadline = time.monotonic() + seconds
-        while left := self.processes():
-            assert time.monotonic() < deadline, [" ".join(p.cmdline()) for p in left]
-            time.sleep(0.1)
+    def wait_until_empty(self) -> None:
+        eventually(lambda: not self.processes(), lambda: [" ".join(p.cmdline()) for p in self.processes()])
 
     def close(self) -> None:
         self._init.kill()  # and so everything on the machine
@@ -185,14 +179,14 @@ class Machines:
         run("ip", "link", "del", self._outside, check=False)
         assert self._relay.stdin is not None
         self._relay.stdin.close()
-        self._relay.wait(10)
+        self._relay.wait(LONGEST)
 
 
 class OnMachine(Server):
     """`quire serve` on a machine."""
 
     def __init__(
-        self, machine: Machine, *arguments: str, start_timeout: float = 90.0, own_files: bool = True,
+        self, machine: Machine, *arguments: str, start_timeout: float = LONGEST, own_files: bool = True,
         model: str = "demo", **options: str,
     ) -> None:  # fmt: skip
         """own_files: give it the machine's secret, and its model with the given name."""
@@ -213,7 +207,7 @@ class OnMachine(Server):
         self.main.resume()
         self.process.send_signal(signal.SIGCONT)
 
-    def stop(self, seconds: float = 40.0) -> int:
+    def stop(self, seconds: float = LONGEST) -> int:
         self.main.terminate()
         return self.process.wait(seconds)
 
@@ -223,12 +217,12 @@ class OnMachine(Server):
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)  # it stops when the process on the machine is stopped
             try:
-                self.stop(15)
+                self.stop(60)
             except (subprocess.TimeoutExpired, psutil.Error, ValueError):
                 for process in self.machine.processes():
                     process.kill()
-                self.process.wait(10)
-        self._reader.join(5)
+                self.process.wait(LONGEST)
+        self._reader.join(60)
         if error is not None:
             print(f"---- the log of machine {self.machine.number}\n{self.log}", file=sys.stderr)
 

@@ -45,7 +45,7 @@ class Postgres:
 
     def _run(self, program: str, *arguments: str) -> None:
         command = [str(self._programs / program), *arguments]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd="/", timeout=60, **_USER)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd="/", timeout=600, **_USER)
 
     def start(self) -> None:
         options = f"-c listen_addresses=127.0.0.1 -c port={self.port} -c unix_socket_directories= -c fsync=off"

@@ -7,7 +7,6 @@ import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from support.server import Answer, request
 from support.server_process import Server
+from support.waiting import LONGEST, eventually
 
 
 class Proxy(Server):
@@ -40,10 +40,7 @@ class Proxy(Server):
         return sum(float(value) for found, value in lines if all(label in found for label in wanted))
 
     def wait_for_backends(self, count: int) -> None:
-        end = time.monotonic() + 60
-        while self.counted("backend_up") != count:
-            assert time.monotonic() < end, self.log
-            time.sleep(0.02)
+        eventually(lambda: self.counted("backend_up") == count, lambda: self.log)
 
 
 @dataclass
@@ -104,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _any(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.responds.wait(60)
+        self.server.responds.wait(LONGEST)
         if self.path == "/health":
             self.send(b"", self.server.health)
         elif self.path == "/load":

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from types import TracebackType
 from typing import Self
 
 import psutil
+
+from support.waiting import LONGEST, eventually
 
 
 class Server:
@@ -31,7 +32,7 @@ class Server:
     def __init__(
         self,
         *arguments: str,
-        start_timeout: float = 180.0,
+        start_timeout: float = LONGEST,
         files: tuple[int, int] | None = None,
         wrapper: Sequence[str] = (),
         **environment: str,
@@ -83,7 +84,7 @@ class Server:
 
     def get(self, path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(self.url + path, timeout=60) as response:
+            with urllib.request.urlopen(self.url + path, timeout=LONGEST) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -93,15 +94,12 @@ class Server:
         assert found, name
         return float(found[1])
 
-    def wait_until_idle(self, seconds: float = 60.0) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until no sequence runs or waits and no block is held."""
         names = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
-        deadline = time.monotonic() + seconds
-        while any(values := [self.metric(name) for name in names]):
-            assert time.monotonic() < deadline, dict(zip(names, values, strict=True))
-            time.sleep(0.05)
+        eventually(lambda: not any(map(self.metric, names)), lambda: {name: self.metric(name) for name in names})
 
-    def stop(self, seconds: float = 90.0) -> int:
+    def stop(self, seconds: float = LONGEST) -> int:
         """Send SIGTERM and wait. Returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
@@ -116,12 +114,12 @@ class Server:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(10)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        self._reader.join(5)
-        _, alive = psutil.wait_procs(family, timeout=10)
+        self._reader.join(60)
+        _, alive = psutil.wait_procs(family, timeout=60)
         for process in alive:
             process.kill()
         assert not alive, "a process was left behind"

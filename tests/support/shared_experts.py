@@ -18,6 +18,7 @@ from quire.scheduler.scheduler import Scheduler
 from support.engines import MAX_MODEL_LEN, assert_nothing_is_left, collect
 from support.staged_ranks import StagedExecutor
 from support.thread_group import Meeting, ThreadGroup
+from support.waiting import LONGEST
 
 STEPS_TO_AGREE = 4
 
@@ -80,7 +81,7 @@ class SharedExperts:
 
     def run(self, requests: Sequence[Sequence[EngineCoreRequest]]) -> list[dict[str, list[int]]]:
         """Run the requests of each core until all cores pause. Returns the tokens by request id, for each core."""
-        begun = threading.Barrier(len(self.cores), timeout=30)
+        begun = threading.Barrier(len(self.cores), timeout=LONGEST)
 
         def drive(number: int) -> dict[str, list[int]]:
             core, made = self.cores[number], {}

@@ -22,6 +22,7 @@ from quire.parallel.sizes import MeshSizes
 from quire.worker.stage_runner import StageRunner
 from quire.worker.worker import Worker
 from support.thread_group import Meeting, ThreadGroup
+from support.waiting import LONGEST
 
 
 class Sent:
@@ -40,7 +41,7 @@ class ThreadLine(Communicator):
         return Sent()
 
     def receive(self, x: Tensor, source: int) -> None:
-        x.copy_(self.queues[self.rank].get(timeout=30))
+        x.copy_(self.queues[self.rank].get(timeout=LONGEST))
 
     def total(self, value: int) -> int:
         return value

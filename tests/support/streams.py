@@ -10,6 +10,7 @@ import openai
 
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
+from support.waiting import LONGEST
 
 MODEL = "small"
 STREAMS, TOKENS = 32, 100
@@ -38,18 +39,16 @@ async def stream(client: Any, number: int, started: asyncio.Semaphore | None = N
     return text, str(reason)
 
 
-async def all_streams(
-    url: str, fault: Callable[[], object] | None = None, seconds: float = 60, **extra: Any
-) -> list[Any]:
+async def all_streams(url: str, fault: Callable[[], object] | None = None, **extra: Any) -> list[Any]:
     """All at once; the fault happens when every stream has begun. A stream that fails gives its exception."""
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=seconds)
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LONGEST)
     started = asyncio.Semaphore(0)
     tasks = [asyncio.create_task(stream(client, i, started, **(extra if i == 0 else {}))) for i in range(STREAMS)]
     if fault is not None:
         for _ in range(STREAMS):
             await started.acquire()
         await asyncio.to_thread(fault)
-    made = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), seconds)
+    made = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LONGEST)
     await client.close()
     return made
 

@@ -15,6 +15,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
+from support.waiting import LONGEST, eventually
+
 CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 
 
@@ -37,15 +41,15 @@ class Session:
         os.write(self._master, text.encode())
 
     def interrupt(self) -> None:
-        """Press Ctrl-C a moment after the last key, as a person does.
+        """Press Ctrl-C when the process waits for a key, as a person does.
 
         A signal in the microseconds between the echo of a key and the wait for the next key would be noticed by
         Python's readline only at the next key.
         """
-        time.sleep(0.5)
+        eventually(lambda: psutil.Process(self.process.pid).status() == psutil.STATUS_SLEEPING, "the wait for a key")
         self.type(CTRL_C)
 
-    def wait_for(self, text: str, timeout: float = 60) -> str:
+    def wait_for(self, text: str, timeout: float = LONGEST) -> str:
         """Wait for `text`. Returns the output since the last call, up to and including `text`."""
         deadline = time.monotonic() + timeout
         while (found := self.screen.find(text, self._seen)) < 0:
@@ -55,7 +59,7 @@ class Session:
         self._seen = found + len(text)
         return written
 
-    def end(self, timeout: float = 30) -> int:
+    def end(self, timeout: float = LONGEST) -> int:
         """Wait for the process to end. Returns its exit status."""
         deadline = time.monotonic() + timeout
         while self._read():

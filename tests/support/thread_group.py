@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.parallel.mesh import Communicator, Exchange
+from support.waiting import LONGEST
 
 T = TypeVar("T")
 
@@ -22,7 +23,7 @@ class Meeting:
     """The point at which ranks exchange their tensors."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=30)
+        self.barrier = threading.Barrier(size, timeout=LONGEST)
         self.table: list[Any] = [None] * size
         self.sent: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)  # (from, to)
 
@@ -36,7 +37,7 @@ class Arrival:
 
     def wait(self) -> None:
         if self.out.numel():
-            self.out.copy_(self.queue.get(timeout=30))
+            self.out.copy_(self.queue.get(timeout=LONGEST))
 
 
 @dataclass(frozen=True)

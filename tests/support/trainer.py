@@ -37,13 +37,15 @@ def described(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
 class Trainer:
     """world_size: with the engine's ranks. group: the name of the process group."""
 
-    def __init__(self, world_size: int, group: str = "weight_update_group", timeout: float = 60.0) -> None:
+    def __init__(self, world_size: int, group: str = "weight_update_group", timeout: float = 1200.0) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         arguments = [str(self.port), str(world_size), group, str(timeout)]
         self.process = subprocess.Popen(
             [sys.executable, __file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "listening\n"
         self.place = {"master_address": "127.0.0.1", "master_port": self.port, "world_size": world_size}
 
     def send(self, folder: Path, names: Sequence[str] = (), die_after: int | None = None) -> dict[str, Any]:
@@ -80,6 +82,7 @@ def main() -> None:
 
     port, world_size, name, timeout = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
     store = PrefixStore(name, TCPStore("127.0.0.1", port, world_size, True, wait_for_workers=False))
+    print("listening", flush=True)
     group, _ = _new_process_group_helper(
         world_size, 0, [], "gloo", store, group_name=name, timeout=timedelta(seconds=timeout)
     )

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from support.waiting import LONGEST
+
 
 @pytest.mark.parametrize("library", ["torch", "triton"])
 def test_a_process_ends_without_a_word(library: str) -> None:
@@ -15,5 +17,5 @@ def test_a_process_ends_without_a_word(library: str) -> None:
         f"import atexit; import {library}; from quire.system.garbage import skip_last_collection; "
         "atexit.register(skip_last_collection)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LONGEST, check=True)
     assert done.stdout + done.stderr == ""

@@ -24,6 +24,7 @@ from quire_transfer.link import Link, Told
 from quire_transfer.sources import TcpSource
 from support.engines import make_llm
 from support.server import eventually
+from support.waiting import LONGEST
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +93,7 @@ async def both(producer: AsyncLLM, consumer: AsyncLLM, port: int, name: str = "a
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 240))
+    asyncio.run(asyncio.wait_for(coroutine, LONGEST))
 
 
 @cache
@@ -208,7 +209,7 @@ def test_layers_can_be_read_while_the_core_computes_the_next_ones(secret, port):
     def wait_behind_layer() -> None:
         layer_done()
         layers.append(len(layers) + 1)
-        assert goes_on.wait(20)
+        assert goes_on.wait(LONGEST)
 
     forward.layer_done = wait_behind_layer
     link = Link(ClusterSecret.read(secret), None)

@@ -23,6 +23,7 @@ from quire_transfer import exports, imports, link
 from quire_transfer.exchange import Exchange
 from quire_transfer.link import Link
 from support.server import eventually
+from support.waiting import LONGEST
 
 SIZE = 4  # tokens of a block
 FACTS = {"the model": "a"}
@@ -156,15 +157,19 @@ class Engine:
         self.exchange.close()
 
 
-@pytest.fixture(autouse=True)
-def _short_times(monkeypatch):
-    monkeypatch.setattr(exports, "UNKNOWN_SECONDS", 1.0)
-    monkeypatch.setattr(exports, "UNWANTED_SECONDS", 1.0)
-    monkeypatch.setattr(imports, "WAIT_SECONDS", 1.0)
+@pytest.fixture
+def be_impatient(monkeypatch) -> Callable[[], None]:
+    """Engines that are called impatient soon give up what does not come; before, nothing is given up."""
     monkeypatch.setattr(link, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(link, "LOST_SECONDS", 1.0)
-    monkeypatch.setattr(link, "HOLD_SECONDS", 2.0)
     monkeypatch.setattr(link, "_TICK_MILLISECONDS", 20)
+
+    def wait_for(seconds: float) -> None:
+        for module, name in ((exports, "UNKNOWN"), (exports, "UNWANTED"), (imports, "WAIT"), (link, "LOST")):
+            monkeypatch.setattr(module, f"{name}_SECONDS", seconds)
+        monkeypatch.setattr(link, "HOLD_SECONDS", 2 * seconds)
+
+    wait_for(LONGEST)
+    return lambda: wait_for(1.0)
 
 
 class Pair:
@@ -184,11 +189,8 @@ class Pair:
             self.producer.add(name, prompt, TransferParams(do_remote_decode=True, transfer_id=transfer_id))
         self.consumer.add(name, prompt, TransferParams(False, True, transfer_id, "127.0.0.1", self.port), 3)
 
-    def run(self, until: Callable[[], bool], moves: bool = True, seconds: float = 20) -> None:
-        end = time.monotonic() + seconds
-        while not until():
-            assert time.monotonic() < end, "it did not come"
-            self.turn(moves=moves)
+    def run(self, until: Callable[[], bool], moves: bool = True) -> None:
+        eventually(lambda: until() or self.turn(moves=moves))
 
     def turn(self, fails: bool = False, moves: bool = True) -> None:
         self.producer.step()
@@ -208,7 +210,7 @@ class Pair:
 
 
 @pytest.fixture
-def make_pair(free_tcp_port):
+def make_pair(free_tcp_port, be_impatient):
     pairs = []
 
     def make(**options: Any) -> Pair:
@@ -216,6 +218,7 @@ def make_pair(free_tcp_port):
         return pairs[-1]
 
     yield make
+    be_impatient()
     for pair in pairs:
         pair.close()
 
@@ -247,7 +250,7 @@ def test_blocks_are_read_while_the_prompt_is_still_computed(make_pair):
     assert pair.consumer.cached["a"] == 56
 
 
-def test_a_prompt_waits_for_its_reader_for_a_while(make_pair):
+def test_a_prompt_waits_for_its_reader_for_a_while(make_pair, be_impatient):
     pair = make_pair()
     prompt = list(range(10, 50))
     pair.producer.add("a", prompt, TransferParams(do_remote_decode=True, transfer_id="a"))
@@ -258,6 +261,7 @@ def test_a_prompt_waits_for_its_reader_for_a_while(make_pair):
     pair.producer.add("b", prompt, TransferParams(do_remote_decode=True, transfer_id="b"))
     pair.run(lambda: "b" in pair.producer.ended)
     assert pair.producer.leaked
+    be_impatient()
     pair.run(lambda: not pair.producer.leaked)
 
 
@@ -283,8 +287,10 @@ def test_completions_of_a_prompt_read_it_once(make_pair):
 
 
 @pytest.mark.parametrize("case", ["unknown", "other prompt", "aborted", "no producer", "other facts", "other secret"])
-def test_what_does_not_come_is_computed(make_pair, case, caplog):
+def test_what_does_not_come_is_computed(make_pair, be_impatient, case, caplog):
     options: dict[str, Any] = {}
+    if not case.startswith("other "):
+        be_impatient()
     if case == "other facts":
         options["facts"] = {"the model": "b"}
     if case == "other secret":
@@ -318,23 +324,21 @@ def test_a_read_counts_only_if_the_producer_still_holds_the_blocks(make_pair):
     pair.run(lambda: "a" in pair.consumer.ended)
 
 
-def test_a_consumer_that_vanishes_holds_nothing_for_long(make_pair):
+def test_a_consumer_that_vanishes_holds_nothing_for_long(make_pair, be_impatient):
     pair = make_pair()
     pair.ask("a", list(range(10, 50)))
     pair.run(lambda: bool(pair.mover.orders), moves=False)
     pair.consumer.close()
-    end = time.monotonic() + 10
-    while pair.producer.leaked:
-        assert time.monotonic() < end
-        pair.producer.step()
-        time.sleep(0.01)
+    be_impatient()
+    eventually(lambda: (pair.producer.step(), not pair.producer.leaked)[1])
     pair.consumer.scheduler.abort("a")
     pair.consumer.exchange._imports.drop_all()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
-def test_random_prompts_and_faults(make_pair, seed):
+def test_random_prompts_and_faults(make_pair, be_impatient, seed):
+    be_impatient()
     dice = random.Random(seed)
     groups = dice.choice(list(SPECS))
     pair = make_pair(groups=groups, depth=dice.choice([1, 2]), seed=seed, num_blocks=dice.choice([36, 60]))
@@ -358,4 +362,4 @@ def test_random_prompts_and_faults(make_pair, seed):
                 pair.consumer.ended.add(gone)
         if dice.random() < 0.1:
             pair.consumer.scheduler.kv.reset_prefix_cache()
-    pair.run(lambda: set(names) <= pair.consumer.ended, seconds=40)
+    pair.run(lambda: set(names) <= pair.consumer.ended)

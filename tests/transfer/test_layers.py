@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
+from typing import Any
 
 import pytest
 
 from quire.messages.transfers import Transfer
 from quire.worker.step_clock import ALL_LAYERS, NOT_RUN, StepClock
 from quire_transfer import server, store
+from support.clock import Clock
 from support.kv_peers import GQA, LATENTS, WINDOWS, Consumer, CopiedRows, Make, Producer, content, heads
 from support.server import eventually
+from support.waiting import LONGEST
 
 STEP = 5
 TRANSPORTS = [
@@ -41,7 +43,7 @@ class Reading:
         )  # fmt: skip
 
     def result(self) -> list[list[int]]:
-        self._thread.join(20)
+        self._thread.join(LONGEST)
         return self.results[0]
 
 
@@ -105,16 +107,33 @@ def test_a_step_that_was_not_run_is_not_read(make_computing: Make, producing, co
 
 
 def test_a_rank_that_stands_still_is_given_up(make_computing: Make, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr(store, "_STILL_SECONDS", 0.3)
-    monkeypatch.setattr(server, "AWAIT_SECONDS", 0.1)
+    seconds, num_asked = Clock(), 0
+    monkeypatch.setattr(store, "time", seconds)
+    monkeypatch.setattr(server, "AWAIT_SECONDS", 0.01)
     producer, consumer = make_computing()
     (clock,) = producer.clocks
+    wait = clock.wait
+
+    def count(*arguments: Any) -> tuple[int, int]:
+        nonlocal num_asked
+        num_asked += 1
+        return wait(*arguments)
+
+    def pass_time(by: float) -> None:
+        """Let so much time pass when the reader knows how far the step is."""
+        before = num_asked
+        eventually(lambda: num_asked >= before + 2)
+        seconds.now += by
+
+    monkeypatch.setattr(clock, "wait", count)
     reading = Reading(consumer, producer.order())
     for step_id in range(1, STEP):
         clock.begin(step_id)
-        time.sleep(0.15)
+        pass_time(0.9 * store._STILL_SECONDS)
         clock.end(has_run=True)
+    pass_time(0.0)
     assert not reading.results, "it goes on with other steps"
+    pass_time(1.1 * store._STILL_SECONDS)
     assert reading.result() == [list(range(7))]
     assert "has not been run for too long" in caplog.text
 

@@ -10,8 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from quire_transfer import wire
 from quire_transfer.messages import Describe, Hello, Problem, Read
 from quire_transfer.sources import TcpSource, _answers, ask
 from support.kv_peers import GQA, LATENTS, NAME, SECRET, WINDOWS, Consumer, CopiedRows, Make, ModelModel
+from support.waiting import LONGEST, eventually
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
@@ -102,8 +102,8 @@ def test_several_loads_at_once_and_after_a_pause(make: Make) -> None:
         ids, keys = [order.block_ids[0] for order in orders], [order.keys[0] for order in orders]
         consumer.check(Transfer(1, 0, True, ids, keys, [order.slots[0] for order in orders]))
         consumer.blocks[0].zero_()
-        _until(lambda: not consumer.stores[0]._links)  # nobody uses the connections any more
-        _until(lambda: not any(server._links for server in producer.servers))
+        eventually(lambda: not consumer.stores[0]._links)  # nobody uses the connections any more
+        eventually(lambda: not any(server._links for server in producer.servers))
 
 
 # ---- what goes wrong
@@ -113,7 +113,7 @@ def test_the_wrong_secret_is_refused_once(make: Make, caplog: pytest.LogCaptureF
     producer, consumer = make(secret=b"x" * 32)
     for _ in range(3):
         assert consumer.load(producer.order()) == [list(range(7))]
-    _until(lambda: not producer.servers[0]._links)
+    eventually(lambda: not producer.servers[0]._links)
     assert len(caplog.messages) == 2, caplog.messages
     assert any("does not have this cluster's secret" in message for message in caplog.messages)
     assert any("has another cluster_secret_file" in message for message in caplog.messages)
@@ -164,7 +164,7 @@ def test_bytes_outside_of_blocks_are_refused(
     assert isinstance(connection.receive(_answers), Problem)
     assert connection.receive(_answers) is None
     connection.close()
-    _until(lambda: any("has ended" in message for message in caplog.messages))
+    eventually(lambda: any("has ended" in message for message in caplog.messages))
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: quire\r\n\r\n" * 9, b"", b"\0" * 64, b"\xff" * 100_000])
@@ -178,6 +178,7 @@ def test_garbage_disturbs_nobody(make: Make, garbage: bytes) -> None:
                 pass  # the server ends it, even if nothing is sent
         except ConnectionError:
             pass
+    producer.servers[0]._handshake = LONGEST
     assert consumer.load(producer.order()) == [[]]
 
 
@@ -204,41 +205,54 @@ def test_frames_that_are_too_long_or_changed_end_the_connection(make: Make, capl
             while connection.receive(_answers) is not None:
                 pass
         connection.close()
-        _until(lambda message=message: any(message in text for text in caplog.messages))  # type: ignore[misc]
+        eventually(lambda message=message: any(message in text for text in caplog.messages))  # type: ignore[misc]
         caplog.clear()
     with pytest.raises(ValueError, match="too long"):
         connection.send(Problem("x" * 2_000_000))
 
 
 def test_connections_are_bounded(make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire_transfer.store._REST_SECONDS", 0.2)
+    monkeypatch.setattr("quire_transfer.store._REST_SECONDS", LONGEST)
     producer, consumer = make(producer={"most_connections": 2}, streams=1)
     port = producer.peer.ports[0]
     held = [TcpSource("127.0.0.1", port, SECRET) for _ in range(2)]
     with pytest.raises(ConnectionError):
         ask("127.0.0.1", port, SECRET)
-    _until(lambda: any("there are 2 connections already" in text for text in caplog.messages))
+    eventually(lambda: any("there are 2 connections already" in text for text in caplog.messages))
     assert consumer.load(producer.order()) == [list(range(7))]
     for source in held:
         source.close()
-    _until(lambda: not producer.servers[0]._links)
+    eventually(lambda: not producer.servers[0]._links)
     assert consumer.load(producer.order()) == [list(range(7))]  # without a new attempt
-    time.sleep(0.2)
+    for link in consumer.stores[0]._links.values():
+        link.rest_until = 0.0
     assert consumer.load(producer.order()) == [[]]
 
 
 class Stuck(CopiedRows):
-    """Rows of an engine that stops while it sends."""
+    """Rows of an engine that stops while it sends, until it may go on."""
+
+    begun, may_go_on = threading.Event(), threading.Event()
 
     def read(self, block_ids: Sequence[int], targets: Sequence[Tensor], span: slice = WHOLE) -> None:
-        time.sleep(3.0)
+        self.begun.set()
+        self.may_go_on.wait(LONGEST)
 
 
-def test_a_peer_that_stops_answering_is_given_up(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    producer, consumer = make(producer={"rows": Stuck}, timeout=0.3)
-    started = time.monotonic()
+@pytest.fixture
+def stuck(make: Make) -> Iterator[type[Stuck]]:
+    """make: is closed afterwards, when the threads that are stuck go on."""
+    Stuck.begun.clear()
+    Stuck.may_go_on.clear()
+    yield Stuck
+    Stuck.may_go_on.set()
+
+
+def test_a_peer_that_stops_answering_is_given_up(
+    make: Make, stuck: type[Stuck], caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, consumer = make(producer={"rows": stuck}, timeout=0.3)
     assert consumer.load(producer.order()) == [list(range(7))]
-    assert time.monotonic() - started < 2.0
     assert "timed out" in caplog.messages[-1]
 
 
@@ -248,7 +262,7 @@ def test_a_client_that_stops_reading_is_given_up(make: Make, caplog: pytest.LogC
     connection = wire.connect("127.0.0.1", producer.peer.ports[0], SECRET)
     size = producer.layouts[0].block_bytes
     connection.send(Read(list(range(1, 12)), [(0, size)]))
-    _until(lambda: not producer.servers[0]._links)
+    eventually(lambda: not producer.servers[0]._links)
     assert "timed out" in caplog.messages[-1]
     connection.close()
 
@@ -264,12 +278,12 @@ def test_nobody_listens(make: Make, caplog: pytest.LogCaptureFixture) -> None:
 
 
 _OTHER_PROCESS = """
-import sys, time
+import sys
 sys.path[:0] = {path}
 from support.kv_peers import ModelModel, Producer
 producer = Producer(ModelModel(head_dim=512, block_size=64).layouts(2, 1), shared={shared})
 print(*producer.peer.ports, flush=True)
-time.sleep(60)
+sys.stdin.read()
 """
 
 
@@ -279,7 +293,7 @@ def test_a_process_that_is_killed(make: Make, shared: bool) -> None:
     model = ModelModel(head_dim=512, block_size=64)
     path = [str(Path(__file__).parents[1]), *sys.path]
     other = subprocess.Popen(
-        [sys.executable, "-c", _OTHER_PROCESS.format(path=path, shared=shared)], stdout=-1, text=True
+        [sys.executable, "-c", _OTHER_PROCESS.format(path=path, shared=shared)], stdin=-1, stdout=-1, text=True
     )
     consumer = Consumer(model.layouts(1, 1))
     try:
@@ -289,8 +303,12 @@ def test_a_process_that_is_killed(make: Make, shared: bool) -> None:
         order = Transfer(1, 0, True, slots, [(0, b"")] * 11, slots, Peer(NAME, "127.0.0.1", ports))
         assert consumer.load(order) == [[]]
         consumer.check(order)
-        threading.Timer(0.02, other.send_signal, (signal.SIGKILL,)).start()
-        results = [consumer.load(order) for _ in range(100)]
+        killing = threading.Timer(0.02, lambda: (other.send_signal(signal.SIGKILL), other.wait()))
+        killing.start()
+        results = []
+        while killing.is_alive():
+            results.append(consumer.load(order))
+        results.append(consumer.load(order))
         assert all(failed in ([[]], [slots and list(range(11))]) for failed in results)
         assert shared or results[-1] == [list(range(11))]
     finally:
@@ -299,17 +317,14 @@ def test_a_process_that_is_killed(make: Make, shared: bool) -> None:
         consumer.close()
 
 
-def test_closing_ends_what_is_under_way(make: Make) -> None:
-    producer, consumer = make(producer={"rows": Stuck})
+def test_closing_ends_what_is_under_way(make: Make, stuck: type[Stuck]) -> None:
+    producer, consumer = make(producer={"rows": stuck}, timeout=LONGEST)
     results: list[list[list[int]]] = []
     thread = threading.Thread(target=lambda: results.append(consumer.load(producer.order())))
     thread.start()
-    _until(lambda: any(link.sources for link in consumer.stores[0]._links.values()))
-    time.sleep(0.1)
-    started = time.monotonic()
+    assert stuck.begun.wait(LONGEST)
     consumer.close()
     thread.join()
-    assert time.monotonic() - started < 1.5
     assert results == [[list(range(7))]]
 
 
@@ -321,10 +336,3 @@ def test_shared_memory_is_given_back(make: Make) -> None:
     memory.give_back()
     assert not os.fstat(memory.handle).st_blocks
     assert not memory.blocks.any()
-
-
-def _until(holds: Callable[[], object]) -> None:
-    ends = time.monotonic() + 5.0
-    while not holds():
-        assert time.monotonic() < ends
-        time.sleep(0.01)

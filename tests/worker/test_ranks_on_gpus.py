@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("triton")
 from quire.parallel.mesh import open_meeting
 from support.stand_in import run_on_stand_in
+from support.waiting import LONGEST
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,7 @@ def two_ranks(gpus: int, sizes: dict[str, int] | None = None, **options: Any) ->
         )
         for rank in range(2)
     ]  # fmt: skip
-    printed = [rank.communicate(timeout=300)[0] for rank in ranks]
+    printed = [rank.communicate(timeout=LONGEST)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     return [json.loads(text.splitlines()[-1]) for text in printed]
 

