@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import support.triton_kernels  # first: it says how triton is imported
-from support import costs
+from support import costs, skips
 from support.checkpoints import ALL_VARIANTS, Checkpoints
 from support.reference import References
 from support.speculation import CHOICES, Everywhere
@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write", action="store_true", help="write the documents that tests produce, don't compare them")
     parser.addoption("--speculate", choices=CHOICES, help="run the tests marked texts, with drafts of this kind")
     costs.pytest_addoption(parser)
+    skips.pytest_addoption(parser)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -48,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if name := config.getoption("--speculate"):
         config.pluginmanager.register(Everywhere(name))
     costs.pytest_configure(config)
+    skips.pytest_configure(config)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
