@@ -40,9 +40,9 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("options", [pytest.param(RANKS, id="ranks"), pytest.param(REPLICAS, id="replicas")])
 def test_streams_go_on_when_a_node_is_lost(cluster, expected, options):
-    with Server(*SERVED, *options, RAY_ADDRESS=cluster.address) as server:
+    with Server(*SERVED, *options, start_timeout=600, RAY_ADDRESS=cluster.address) as server:
         assert len(cluster.used()) == 2
-        assert asyncio.run(all_streams(server.url, lambda: cluster.kill_node(1), seconds=120)) == expected
+        assert asyncio.run(all_streams(server.url, lambda: cluster.kill_node(1), seconds=600)) == expected
         server.wait_until_idle()
     cluster.add_node()
 
