@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import support.triton_kernels  # first: it says how triton is imported
-from support import costs
+from support import costs, skips
 from support.checkpoints import ALL_VARIANTS, Checkpoints
 from support.reference import References
 from support.speculation import CHOICES, Everywhere
@@ -38,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--speculate", choices=CHOICES, help="run the tests marked texts, with drafts of this kind")
     parser.addoption("--sample-seed", type=int, default=0, metavar="N", help="which cases of large matrices run")
     costs.pytest_addoption(parser)
+    skips.pytest_addoption(parser)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -53,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if name := config.getoption("--speculate"):
         config.pluginmanager.register(Everywhere(name))
     costs.pytest_configure(config)
+    skips.pytest_configure(config)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -39,10 +39,9 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.mark.nightly  # the nodes of a cluster need minutes to start on a busy machine
 @pytest.mark.parametrize("options", [pytest.param(RANKS, id="ranks"), pytest.param(REPLICAS, id="replicas")])
 def test_streams_go_on_when_a_node_is_lost(cluster, expected, options):
-    with Server(*SERVED, *options, RAY_ADDRESS=cluster.address) as server:
+    with Server(*SERVED, *options, start_timeout=600, RAY_ADDRESS=cluster.address) as server:
         assert len(cluster.used()) == 2
         assert asyncio.run(all_streams(server.url, lambda: cluster.kill_node(1))) == expected
         server.wait_until_idle()

@@ -13,12 +13,13 @@ from quire.ops import OPS
 from quire.ops.reference.drafts import ACCEPTANCE, RESAMPLING, draft_seeds
 from quire.ops.reference.sampling import gumbel_noise, uniform_noise
 from quire.ops.registry import Implementation, Target
+from support.implementations import for_cpus
 
 DRAWS, VOCAB = 20_000, 37
 Pair = tuple[Tensor, Tensor]  # the logits of the target and of the drafter: [VOCAB] each
 
 
-@pytest.fixture(params=OPS["accept_or_resample"].implementations, ids=lambda i: i.name)
+@pytest.fixture(params=for_cpus("accept_or_resample"), ids=lambda i: i.name)
 def implementation(request: pytest.FixtureRequest) -> Implementation:
     if not request.param.supports(Target(torch.device("cpu"), torch.float32)):
         pytest.skip("not supported here")

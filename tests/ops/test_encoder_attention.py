@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops import OPS, Target
+from quire.ops import Target
+from support.implementations import for_cpus
 
 CPU = torch.device("cpu")
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda t: str(t)[6:])
-OP = OPS["encoder_attention"]
+IMPLEMENTATIONS = for_cpus("encoder_attention")
 
 
 @pytest.fixture(autouse=True)
@@ -25,12 +26,11 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=[i.name for i in OP.implementations])
+@pytest.fixture(params=IMPLEMENTATIONS, ids=lambda i: i.name)
 def function(request: pytest.FixtureRequest):
-    implementation = next(i for i in OP.implementations if i.name == request.param)
-    if not implementation.supports(Target(CPU, torch.float32)):
+    if not request.param.supports(Target(CPU, torch.float32)):
         pytest.skip("not supported here")
-    return implementation.function
+    return request.param.function
 
 
 def formula(
@@ -100,7 +100,7 @@ def test_padding_behind_the_sequences_is_left_out(function):
 @dtypes
 @pytest.mark.parametrize("reach", [None, 50])
 def test_a_sequence_has_the_same_result_bit_for_bit_beside_any_others(dtype, reach):
-    implementation = OP.implementations[-1]
+    implementation = IMPLEMENTATIONS[-1]
     if implementation.name == "reference" or not implementation.supports(Target(CPU, dtype)):
         pytest.skip("not supported here")
     q, k, v = drawn(dtype, 700, 4, 2, 64)

@@ -14,6 +14,7 @@ from quire.ops import OPS, Kernels, Target
 from quire.ops.reference.drafts import draft_seeds
 from quire.ops.reference.routing import Routing
 from quire.ops.reference.sampling import gumbel_noise, philox
+from support.implementations import for_cpus
 
 Arguments = tuple[Any, ...]
 SIZES = (1, 3, 16, 17, 48, 128, 1030)
@@ -418,7 +419,7 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "apply_token_masks": apply_token_masks_cases,
     "accept_or_resample": accept_or_resample_cases,
 }
-IMPLEMENTATIONS = [(name, i) for name in CASES for i in OPS[name].implementations if i.name != "reference"]
+IMPLEMENTATIONS = [(name, i) for name in CASES for i in for_cpus(name) if i.name != "reference"]
 
 
 @pytest.fixture
@@ -490,7 +491,7 @@ def check_packed_products(product: Any, dtype: torch.dtype = torch.bfloat16) -> 
                 assert torch.equal(product(x.t().contiguous().t(), packed, bias), made)
 
 
-@pytest.mark.parametrize("implementation", [i for i in OPS["linear"].implementations if hasattr(i.function, "pack")])
+@pytest.mark.parametrize("implementation", [i for i in for_cpus("linear") if hasattr(i.function, "pack")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_products_with_packed_weights(implementation, dtype, two_threads):
     if not implementation.supports(Target(torch.device("cpu"), dtype)):
@@ -570,7 +571,7 @@ def test_philox_gives_the_words_that_its_authors_publish():
         assert tuple(int(w) for w in got) == words
 
 
-@pytest.mark.parametrize("implementation", OPS["sample_gumbel"].implementations, ids=lambda i: i.name)
+@pytest.mark.parametrize("implementation", for_cpus("sample_gumbel"), ids=lambda i: i.name)
 class TestSampleGumbel:
     @pytest.fixture(autouse=True)
     def supported(self, implementation):

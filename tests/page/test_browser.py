@@ -18,10 +18,14 @@ from PIL import Image, ImageDraw
 from support.server import Host, Service, eventually
 from support.waiting import LONGEST
 
-sync_api = pytest.importorskip("playwright.sync_api")
+try:
+    from playwright import sync_api
+except ImportError:
+    sync_api = None
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.skipif(sync_api is None, reason="Playwright is not installed"),
     pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here"),
     pytest.mark.xdist_group("browser"),
 ]

@@ -49,6 +49,11 @@ def _seconds_of(pid: int) -> float:
     return sum(map(int, fields[11:15])) / TICKS  # utime, stime, cutime, cstime
 
 
+def _since(before: float) -> float:
+    """Processor seconds since then. What killed processes have left behind without a parent is lost, at most once."""
+    return max(processor_seconds() - before, 0.0)
+
+
 class Meter:
     """In each process that runs tests: attaches costs to the reports, which travel to the process that prints."""
 
@@ -63,7 +68,7 @@ class Meter:
         try:
             return (yield)
         finally:
-            self.cost = processor_seconds() - before
+            self.cost = _since(before)
 
     pytest_runtest_setup = pytest.hookimpl(wrapper=True, tryfirst=True)(_phase)
     pytest_runtest_call = pytest.hookimpl(wrapper=True, tryfirst=True)(_phase)
@@ -76,8 +81,8 @@ class Meter:
         try:
             return (yield)
         finally:
-            total = processor_seconds() - before
-            own = total - self.nested.pop()
+            total = _since(before)
+            own = max(total - self.nested.pop(), 0.0)
             self.nested[-1] += total
             if fixturedef.scope != "function":
                 self.fixtures.append((f"{fixturedef.baseid or 'conftest'}::{fixturedef.argname}", own))
@@ -106,7 +111,7 @@ class Table:
         for fixture, own in costs["fixtures"]:
             self.fixtures[fixture].append(own)
             seconds -= own
-        self.tests[report.nodeid] += seconds
+        self.tests[report.nodeid] += max(seconds, 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for line in self.lines():

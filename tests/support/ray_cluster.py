@@ -18,13 +18,17 @@ class Cluster:
         from ray.cluster_utils import Cluster as RayNodes
 
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would be sent to Ray's makers
         self._cluster = RayNodes(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        self._nodes = {node.node_id: node for node in (self.add_node() for _ in range(nodes))}
+        self._nodes: dict[str, Any] = {}
+        for _ in range(nodes):
+            self.add_node()
         self.address: str = self._cluster.address
         self.ray.init(address=self.address, log_to_driver=False, logging_level="ERROR")
 
-    def add_node(self) -> Any:
-        return self._cluster.add_node(num_cpus=1)
+    def add_node(self) -> None:
+        node = self._cluster.add_node(num_cpus=1)
+        self._nodes[node.node_id] = node
 
     def used(self) -> list[str]:
         """The nodes on which something is placed."""

@@ -64,12 +64,9 @@ class Everywhere:
         return {**config, **{field: options[field] for field in ["quantization"] if options.get(field)}}
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        config.hook.pytest_deselected(items=[item for item in items if not item.get_closest_marker("texts")])
-        items[:] = [item for item in items if item.get_closest_marker("texts")]
-        for item in items:
-            if plain := item.get_closest_marker("plain"):
-                [reason] = plain.args
-                item.add_marker(pytest.mark.skip(reason=f"without drafts only: {reason}"))
+        chosen = [i for i in items if i.get_closest_marker("texts") and not i.get_closest_marker("plain")]
+        config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+        items[:] = chosen
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:

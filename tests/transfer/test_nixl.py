@@ -79,7 +79,7 @@ class StandIn:
 STAND_IN = SimpleNamespace(nixl_agent=StandIn, nixl_agent_config=lambda **_: None)
 
 
-@pytest.fixture(params=["stand-in", "nixl"])
+@pytest.fixture(params=["stand-in", pytest.param("nixl", marks=pytest.mark.slow)])
 def library(request: pytest.FixtureRequest) -> Any:
     if request.param == "stand-in":
         return STAND_IN
