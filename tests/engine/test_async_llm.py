@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from quire.engine.core_client import CoreState
 from quire.engine.llm import LLM
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
-from support.engines import core_processes
+from support.engines import run_and_leave_no_core as run
 from support.faults import FAULTS
-from support.waiting import LONGEST, eventually_async
+from support.waiting import eventually_async
 
 pytestmark = pytest.mark.texts
 
@@ -42,11 +42,6 @@ async def engine(**options: Any) -> AsyncIterator[AsyncLLM]:
         yield llm
     finally:
         await llm.shutdown()
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, LONGEST))
-    assert not core_processes()
 
 
 async def answer(llm: AsyncLLM, name: str, prompt: Any, params: SamplingParams) -> RequestOutput:

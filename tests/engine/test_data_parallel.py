@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,8 +21,7 @@ from quire.executor import threads
 from quire.messages.lora import LoRARequest
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
-from support.engines import core_processes
-from support.waiting import LONGEST
+from support.engines import run_and_leave_no_core as run
 
 pytestmark = [pytest.mark.texts, pytest.mark.slow]
 
@@ -42,11 +41,6 @@ async def engine(**options: Any) -> AsyncIterator[AsyncLLM]:
         yield llm
     finally:
         await llm.shutdown()
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, LONGEST))
-    assert not core_processes()
 
 
 async def answer(llm: AsyncLLM, name: str, prompt: Any, params: SamplingParams) -> RequestOutput:

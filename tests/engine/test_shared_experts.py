@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,7 +19,8 @@ from quire.messages.engine import MeetingPlace
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.parallel.mesh import open_meeting
-from support.engines import core_processes, generate, make_llm, tokens_of
+from support.engines import generate, make_llm, tokens_of
+from support.engines import run_and_leave_no_core as run
 from support.waiting import LONGEST
 
 pytestmark = [pytest.mark.texts, pytest.mark.slow]
@@ -43,11 +44,6 @@ async def engine(path: Any, **options: Any) -> AsyncIterator[AsyncLLM]:
         yield llm
     finally:
         await llm.shutdown()
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, LONGEST))
-    assert not core_processes()
 
 
 async def answer(llm: AsyncLLM, name: str, prompt: list[int], params: SamplingParams) -> RequestOutput:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from quire.parallel.mesh import Mesh
 from quire.worker.model_runner import ModelRunner
 from quire.worker.worker import Worker
 from support.thread_group import on_every_rank
+from support.waiting import LONGEST
 
 MAX_MODEL_LEN = 176  # the longest prompt of the tests, its 64 tokens, and a few
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
@@ -97,6 +99,13 @@ def assert_preempted(llm: LLM) -> None:
     """Assert that requests were preempted. With drafts, fewer requests share a step, and it may not come to that."""
     scheduler = llm.core.scheduler
     assert scheduler.stats.preemptions > 0 or scheduler.speculation is not None
+
+
+def run_and_leave_no_core(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run it to its end. The cores that it starts must have ended by then; those of other tests' fixtures may run."""
+    before = core_processes()
+    asyncio.run(asyncio.wait_for(coroutine, LONGEST))
+    assert core_processes() == before
 
 
 def core_processes() -> list[psutil.Process]:
