@@ -31,6 +31,8 @@ torch.set_num_threads(1)
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 interpreter = support.triton_kernels.interpreter
+TESTS = Path(__file__).parent
+QUICK = frozenset((TESTS / "quick.txt").read_text().split())  # files of many tests that take little time
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,6 +49,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "quick: tests of the files in tests/quick.txt, which take a minute together")
     config.addinivalue_line("markers", "family(name): tests of a family of models")
     config.addinivalue_line("markers", "texts: compares what engines say; runs with drafts, too, by --speculate")
     config.addinivalue_line("markers", "sampled(n): of these cases, one in n runs each time; the others are nightly")
@@ -61,11 +64,15 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"sampled cases: --sample-seed {config.getoption('sample_seed')} (-m nightly runs the others)"
 
 
+def is_quick(file: Path) -> bool:
+    return file.is_relative_to(TESTS) and file.relative_to(TESTS).as_posix() in QUICK
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m quick`, do not import the files that have no such test."""
+    """With `-m quick`, the files that have no such test need not be imported."""
     if config.getoption("markexpr") != "quick" or not collection_path.name.startswith("test_"):
         return None
-    return "mark.quick" not in collection_path.read_text() or None
+    return not is_quick(collection_path) or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -74,6 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Which cases of large matrices are nightly: that follows from their names and the seed, so all processes agree."""
     seed = config.getoption("sample_seed")
     for item in items:
+        if is_quick(item.path) and not {"slow", "nightly"} & {marker.name for marker in item.iter_markers()}:
+            item.add_marker(pytest.mark.quick)
         one_in = [marker.args[0] for marker in item.iter_markers("sampled")]
         if one_in and zlib.crc32(item.nodeid.encode(), seed) % max(one_in):
             item.add_marker(pytest.mark.nightly)
