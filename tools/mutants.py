@@ -6,10 +6,10 @@
     python tools/mutants.py --only-survivors-of mutants.jsonl -m "not nightly" --out survivors.jsonl
 
 cosmic-ray's operators make the mutants. The seed chooses places in the code, and one mutation for each. A mutant is
-killed if a test fails, or if the tests run into a limit of time or memory. --out gets a line of JSON for each mutant as
-soon as its tests have ended, and a second run with the same --out continues the first. The table at the end counts the
-mutants. `--table FILE...` only prints it, for earlier results; a mutant in several files counts as killed if it was
-killed in any of them.
+killed if a test fails, or if its tests hang, or take too much processor time or memory. --out gets a line of JSON for
+each mutant as soon as its tests have ended, and a second run with the same --out continues the first. The table at the
+end counts the mutants. `--table FILE...` only prints it, for earlier results; a mutant in several files counts as
+killed if it was killed in any of them.
 
 Each mutant gets a process of its own, forked from one that has already imported what the tests need from other
 packages. The checkouts are copied to a temporary folder first, so they may change meanwhile.
@@ -88,7 +88,10 @@ OPERATORS = [  # of cosmic-ray; left out are decorators, and replacements that h
     *(f"ReplaceBinaryOperator_{names}" for names in ARITHMETIC.split()),
 ]  # fmt: skip
 
-TIMES_THE_COST, LEAST_LIMIT = 10, 60.0  # a mutant's time limit: seconds, and multiples of the unmutated processor time
+# A mutant's limit of processor time: a multiple of what the tests need without a mutation, and at least some seconds.
+TIMES_THE_COST, LEAST_LIMIT = 5, 30.0
+# It hangs if it uses less processor time than LEAST_PROGRESS within PATIENCE, both in seconds.
+PATIENCE, LEAST_PROGRESS = 60.0, 2.0
 MEMORY_LIMIT = 8 << 30  # bytes, of all processes of a mutant
 EXCERPT = 160  # characters of a changed line
 
@@ -217,8 +220,8 @@ class Runner:
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
     def prepare(self, tests: str) -> float:
-        """Run the tests on the unmutated code, and import what they import from elsewhere. The time limit for each
-        mutant. Raises RuntimeError if a test fails."""
+        """Run the tests on the unmutated code, and import what they import from elsewhere. The limit of processor time
+        for each mutant. Raises RuntimeError if a test fails."""
         result = self._run(tests, 3600.0, mutated=False)
         if result.get("status") != 0:
             raise RuntimeError(f"the tests fail on the unmutated code:\n{self.log.read_text()[-4000:]}")
@@ -263,12 +266,12 @@ class Runner:
                 self._run_pytest(tests, mutated)
             finally:
                 os._exit(1)
-        process, deadline, ended = psutil.Process(pid), time.monotonic() + limit, ""
+        ended, watch = "", Watch(pid, limit)
         while True:
             done, _, usage = os.wait4(pid, os.WNOHANG)
             if done:
                 break
-            if time.monotonic() > deadline or _memory(process) > MEMORY_LIMIT:
+            if watch.is_over():
                 ended = "timeout"
                 os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
@@ -317,13 +320,39 @@ def copy_checkouts(tree: Path, tests: Path, target: Path) -> None:
                 shutil.copy2(path, target / path.name)
 
 
-def _memory(process: psutil.Process) -> int:
-    total = 0
-    with suppress(psutil.NoSuchProcess):
-        for each in [process, *process.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                total += each.memory_info().rss
-    return total
+class Watch:
+    """Decides when the tests of a mutant have taken too much. It looks once a second."""
+
+    def __init__(self, pid: int, limit: float) -> None:
+        self.process = psutil.Process(pid)
+        self.limit = limit  # seconds of processor time
+        self.looks_at = time.monotonic() + 1
+        self.progress_at, self.used_then = time.monotonic(), 0.0
+
+    def is_over(self) -> bool:
+        now = time.monotonic()
+        if now < self.looks_at:
+            return False
+        self.looks_at = now + 1
+        used, memory = self._used()
+        if used > self.limit or memory > MEMORY_LIMIT:
+            return True
+        if now < self.progress_at + PATIENCE:
+            return False
+        hangs = used < self.used_then + LEAST_PROGRESS
+        self.progress_at, self.used_then = now, used
+        return hangs
+
+    def _used(self) -> tuple[float, int]:
+        """Processor seconds and bytes of memory, of the process and its descendants."""
+        seconds, memory = 0.0, 0
+        with suppress(psutil.NoSuchProcess):
+            seconds += sum(self.process.cpu_times()[2:4])  # of descendants that have ended
+            for each in [self.process, *self.process.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    seconds += sum(each.cpu_times()[:2])
+                    memory += each.memory_info().rss
+        return seconds, memory
 
 
 def _is_elsewhere(name: str, module: Any, copy: Path) -> bool:

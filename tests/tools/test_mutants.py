@@ -35,7 +35,7 @@ from mutants import Runner
 
 folder, changes = Path(sys.argv[1]), json.loads(sys.argv[2])
 runner = Runner(folder / "work", folder / "code", folder / "tests", [])
-assert runner.prepare("tests/test_*.py") == 60
+assert runner.prepare("tests/test_*.py") == 30
 path = runner.copy / "quire_toy/search.py"
 source = path.read_text()
 for before, after, outcome, _ in changes:
