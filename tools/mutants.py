@@ -58,7 +58,8 @@ class Package:
 PACKAGES = {
     "scheduler": Package(
         "quire/scheduler/*.py",
-        "tests/scheduler/test_scheduler.py tests/scheduler/test_[!s]*.py tests/scheduler/test_*.py",
+        """tests/scheduler/test_scheduler.py tests/scheduler/test_[!s]*.py tests/scheduler/test_*.py
+        tests/e2e/test_structured_batches.py tests/engine/test_speculation.py tests/engine/test_steps_in_flight.py""",
     ),
     "kvcache": Package(
         "quire/kvcache/*.py",
@@ -267,18 +268,20 @@ class Runner:
             finally:
                 os._exit(1)
         ended, watch = "", Watch(pid, limit)
-        while True:
-            done, _, usage = os.wait4(pid, os.WNOHANG)
-            if done:
-                break
-            if watch.is_over():
-                ended = "timeout"
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
-        for left in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                left.kill()
-                left.wait()
+        try:
+            while True:
+                done, _, usage = os.wait4(pid, os.WNOHANG)
+                if done:
+                    break
+                if watch.is_over():
+                    ended = "timeout"
+                    os.kill(pid, signal.SIGKILL)
+                time.sleep(0.05)
+        finally:
+            for left in psutil.Process().children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    left.kill()
+                    left.wait()
         result = json.loads(self.report.read_text()) if self.report.exists() else {}
         return {**result, "seconds": usage.ru_utime + usage.ru_stime, "ended": ended}
 
