@@ -58,8 +58,7 @@ class Package:
 PACKAGES = {
     "scheduler": Package(
         "quire/scheduler/*.py",
-        """tests/scheduler/test_scheduler.py tests/scheduler/test_[!s]*.py tests/scheduler/test_*.py
-        tests/e2e/test_structured_batches.py tests/engine/test_speculation.py tests/engine/test_steps_in_flight.py""",
+        "tests/scheduler/test_scheduler.py tests/scheduler/test_[!s]*.py tests/scheduler/test_*.py",
     ),
     "kvcache": Package(
         "quire/kvcache/*.py",
