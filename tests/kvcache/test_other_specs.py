@@ -49,6 +49,10 @@ def held(request: Request, group: int) -> list[int]:
     return [index for index, block in enumerate(request.block_tables[group]) if block.block_id]
 
 
+def test_a_step_that_is_shorter_than_a_block_reads_and_stores_states_in_two_blocks_at_most() -> None:
+    assert [STATE.max_blocks(1000, chunk, BLOCK_SIZE) for chunk in (1, 2, 3)] == [2, 2, 2]
+
+
 def test_a_state_takes_the_same_memory_however_long_the_request() -> None:
     kv = make_manager(STATE, num_blocks=5, chunk=8)
     assert [kv.max_blocks(length) for length in (1, 4, 5, 1000)] == [1, 1, 2, 4]

@@ -81,3 +81,14 @@ def test_a_broken_call_does_not_hide_the_next():
 def test_the_model_s_own_ids_of_calls_are_told():
     sample = next(sample for sample in SAMPLES if sample.format == "kimi_k2")
     assert parse(TOOLS["kimi_k2"].make, [sample.text]).ids == ["functions.get_weather:0", "functions.now:1"]
+
+
+def test_an_object_with_something_other_than_keys_is_not_a_call():
+    text = '<tool_call>{1, {"name": "now"}</tool_call>'
+    parsed = parse(TOOLS["hermes"].make, [text])
+    assert parsed.calls == []
+    assert parsed.content == text
+
+
+def test_special_tokens_are_not_left_out_of_an_answer_with_calls():
+    assert [name for name, format in TOOLS.items() if not format.needs_special_tokens] == []

@@ -164,6 +164,18 @@ def test_tokens_have_their_distribution_although_a_grammar_cuts_off_some_drafts(
     assert chi_square(observed, wanted) < chi_square_bound(sum(p > 0 for p in wanted) - 1)
 
 
+def test_drafts_from_the_distribution_itself_are_accepted(sampler):
+    count, vocab = 500, 20
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(5)).expand(count, vocab)
+    batch = batch_of([{**NEUTRAL, "seed": i, "position": 3} for i in range(count)])
+    drafts = OPS["sample_gumbel"].reference(logits, draft_seeds(batch.seeds), batch.output_positions)
+    places = torch.arange(0, count, 2)
+    batch.proposals = Proposals(places, logits[places], drafts[places])
+    tokens = draw_tokens(sampler, logits, batch)
+    assert (tokens == drafts)[places].double().mean() > 0.99  # all but for rounding
+    assert (tokens == drafts)[places + 1].double().mean() < 0.5  # no drafts are given here
+
+
 def test_draws_at_neighbouring_seeds_and_positions_are_independent(sampler):
     """Completion i uses seed + i, and token j position j: equal tokens must not run along either diagonal."""
     size = 150

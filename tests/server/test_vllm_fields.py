@@ -96,3 +96,9 @@ def test_sampling_parameters_of_vllm_are_built_or_refused_by_name():
     for name in NOT_IN_SAMPLING_PARAMS.split():
         with pytest.raises(TypeError, match=f"'{name}'"):
             SamplingParams(**{name: 1})
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_field_that_vllm_does_not_have_is_unknown(path):
+    kind, body = BODIES[path]
+    assert kind.model_validate({**body, **dict.fromkeys(WITHOUT_EFFECT, 1), "surprise": 1}).unknown() == ["surprise"]
