@@ -81,6 +81,7 @@ def test_the_bundled_model_predicts_held_out_text_as_well(cell, text, perplexity
     assert choices.eq(wanted_choices).float().mean() > 0.99
 
 
+@pytest.mark.sampled(2)
 @cells
 @pytest.mark.parametrize("variant", "qwen3-mixed-windows-biases gemma2 gpt_oss deepseek_v2 internlm2-odd-sizes".split())
 def test_every_kind_of_attention_sees_nearly_what_it_would(checkpoints, variant, cell):
