@@ -153,8 +153,8 @@ def test_what_cannot_be_heard_is_refused(folder, prompt, reason):
     ("name", "value"),
     [
         ("enable_lora", True),
+        ("decode_context_parallel_size", 2),
         pytest.param("pipeline_parallel_size", 2, marks=pytest.mark.slow),
-        pytest.param("decode_context_parallel_size", 2, marks=pytest.mark.slow),
     ],
 )
 def test_options_that_do_not_fit_are_refused(folder, name, value):
