@@ -59,6 +59,7 @@ def test_latency_of_a_batch_with_its_percentiles(tmp_path: Path, capsys):
     assert f"Avg latency: {result['avg_latency']:.4f} seconds" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_latency_with_a_profile_records_one_batch(tmp_path: Path, capsys):
     profiler = {"profiler": "torch", "torch_profiler_dir": str(tmp_path), "torch_profiler_with_stack": False}
     flags = ["--batch-size", "2", "--num-iters-warmup", "1", "--profile", "--profiler-config", json.dumps(profiler)]

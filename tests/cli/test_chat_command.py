@@ -86,6 +86,7 @@ def test_commands_and_messages_of_several_lines(tmp_path: Path):
         assert session.end() == 0
 
 
+@pytest.mark.slow
 def test_lines_are_remembered_by_the_next_session_for_this_user_only(tmp_path: Path):
     for typed in ("/system A first line.\n", UP + UP + "\n"):
         with terminal("chat", state=tmp_path) as session:
@@ -100,6 +101,7 @@ def test_lines_are_remembered_by_the_next_session_for_this_user_only(tmp_path: P
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_nothing_is_remembered_with_no_history(tmp_path: Path):
     with terminal("chat", "--no-history", state=tmp_path) as session:
         session.wait_for(PROMPT)
@@ -175,6 +177,7 @@ def test_a_file_that_is_no_conversation_is_an_error_and_is_not_overwritten(
         assert file.read_text() == content
 
 
+@pytest.mark.slow
 def test_where_no_history_can_be_kept_there_is_none_and_ctrl_c_while_loading_ends_the_program(tmp_path: Path):
     file = tmp_path / "a file"
     file.touch()

@@ -316,6 +316,7 @@ def test_omp_num_threads_that_is_set_oddly(monkeypatch, variable, count, allowed
     assert only(threads.check_threads()).level == level
 
 
+@pytest.mark.slow
 def test_an_engine_in_a_process_starts_as_many_threads_as_it_says():
     code = (
         "from quire_cli.checks.engine import num_threads; import torch; print(num_threads(), torch.get_num_threads())"

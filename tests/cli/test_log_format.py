@@ -50,6 +50,7 @@ def test_all_processes_of_a_server_write_objects() -> None:
     assert len({entry["pid"] for entry in found}) >= 5
 
 
+@pytest.mark.slow
 def test_a_server_writes_objects_and_requests_have_fields(tmp_path: Path) -> None:
     config = tmp_path / "quire.yaml"
     config.write_text("log-format: json\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyte
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quire_cli.markdown import MarkdownWriter
@@ -170,7 +170,7 @@ _PARTS = ["a", "bc", " ", "   ", "\n", "\n\n", "- ", "1. ", "# ", "> ", "`", "*"
           "<b>", "\\", "&amp;", "\t", "日", "é", "😀", "[x]:", "http://x.y "]  # fmt: skip
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from(_PARTS), max_size=40), st.integers(2, 30))
 def test_the_end_is_the_same_in_one_piece_and_no_word_is_lost(pieces, rows):
     assume(re.search(r"\|.*\n.*\|-", "".join(pieces)) is None)  # cells beyond the head of a table are left out

@@ -150,6 +150,7 @@ def test_lines_are_answered_once_however_often_the_batch_is_killed(tmp_path: Pat
     assert (again.returncode, answers(target)) == (0, by_id)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_batch_and_says_how_to_go_on(tmp_path: Path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write(source, [completion(str(i), "Once", max_tokens=1000, ignore_eos=True) for i in range(50)])
@@ -230,6 +231,7 @@ def test_files_that_cannot_be_used_are_an_error_before_the_model_is_loaded(tmp_p
     assert other.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_batch_with_an_error(tmp_path: Path):
     source = write(tmp_path / "in.jsonl", [completion(str(i), "Once") for i in range(20)])
     done = run_batch(source, "/dev/full")

@@ -119,7 +119,9 @@ def check(
                 assert_same(got[1], alone[1], f"{count} threads, preempted")
 
 
-@pytest.mark.parametrize("model", ["bfloat16", "int4", "fp8 cache", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model", ["bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4", "fp8 cache", "float16"))]
+)
 def test_an_answer_does_not_depend_on_what_else_runs(model: str, text: list[int]) -> None:
     prompts = [text[700 * i : 700 * i + n] for i, n in enumerate([600, 20, 333, 1, 64, 100, 17, 257])]
     check(bundled_model(), prompts, 40, [1, 3], 8, max_model_len=700, **MODELS[model])
@@ -136,8 +138,11 @@ def test_long_answers_do_not_depend_on_what_else_runs(model: str, text: list[int
 
 
 # Tiny models: experts of all kinds of routers, windows, latent attention, soft caps, sinks, ALiBi, layer norms.
-FEW = ["mistral-window-20", "mixtral", "deepseek_v3"]
-MORE = ["qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "gemma2", "olmo2", "gpt2", "falcon-rw", "cohere", "phi"]
+FEW = ["mistral-window-20", "deepseek_v3"]
+MORE = [
+    "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "gemma2", "olmo2", "gpt2", "falcon-rw", "cohere",
+    "phi",
+]  # fmt: skip
 slow = pytest.mark.slow
 
 

@@ -76,6 +76,7 @@ def test_without_a_compiler_generate_says_the_same_after_one_warning(llm, no_com
     assert "g++" in result.stderr
 
 
+@pytest.mark.slow
 def test_without_a_compiler_a_served_chat_streams_the_same_answer(llm, no_compiler):
     with Server(*FLOAT32, **no_compiler) as server:
         assert streamed(server.url) == answered(llm)

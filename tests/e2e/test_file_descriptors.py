@@ -5,6 +5,8 @@ from __future__ import annotations
 import resource
 import socket
 
+import pytest
+
 from support.server import eventually
 from support.server_process import Server
 from support.waiting import LONGEST
@@ -21,6 +23,7 @@ def connect(server: Server) -> list[socket.socket]:
     return connections
 
 
+@pytest.mark.slow
 def test_the_soft_limit_is_raised_to_the_hard_one():
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Server(files=(64, hard)) as server:
@@ -33,6 +36,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one():
     assert "connections wait" not in log
 
 
+@pytest.mark.slow
 def test_connections_beyond_the_hard_limit_wait_and_are_not_lost():
     with Server(files=(64, 64)) as server:
         assert "The limit of open files is small: 64" in server.log

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from support.server import eventually, request
 from support.server_process import Server
 
 
+@pytest.mark.slow
 def test_requests_are_logged_and_statistics_left_out_as_the_options_say() -> None:
     flags = ["--log-prompts", "--max-log-len", "4", "--disable-log-stats", "--disable-uvicorn-access-log"]
     with Server(*flags) as server:

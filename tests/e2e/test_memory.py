@@ -6,6 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
+import pytest
 
 from support.server import eventually, request
 from support.server_process import Server
@@ -13,6 +14,7 @@ from support.server_process import Server
 LONG = "The quick brown fox jumps over the lazy dog. " * 330_000  # 15 MB
 
 
+@pytest.mark.slow
 def test_the_memory_of_large_requests_is_given_back():
     chat = {"messages": [{"role": "user", "content": "a"}] * 50_000}
     bodies = [{"prompt": LONG}] * 6 + [{"prompt": LONG, "truncate_prompt_tokens": 9, "max_tokens": 1}, chat]

@@ -48,6 +48,7 @@ async def streams(server: Server, lose_the_core: bool) -> list[str]:
     return await asyncio.wait_for(asyncio.gather(*tasks), LONGEST)
 
 
+@pytest.mark.slow
 def test_streams_say_the_same_with_speculation_and_after_a_lost_core():
     params = [SamplingParams(max_tokens=120, ignore_eos=True, **drawing(number)) for number in range(len(PROMPTS))]
     expected = [output.outputs[0].text for output in LLM(dtype="float32").generate(PROMPTS, params, use_tqdm=False)]

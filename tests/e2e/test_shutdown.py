@@ -26,7 +26,7 @@ def wait_for_requests(server: Server, count: int) -> None:
     eventually(lambda: json.loads(server.get("/load")[1])["server_load"] == count)
 
 
-@pytest.mark.parametrize("ended_by", ["drain timeout", "second signal"])
+@pytest.mark.parametrize("ended_by", [pytest.param("drain timeout", marks=pytest.mark.slow), "second signal"])
 def test_requests_that_are_cut_off_end_with_an_error_in_openais_shape(ended_by):
     arguments = ["--drain-timeout", "0.5"] if ended_by == "drain timeout" else []
     with Server(*arguments) as server, ThreadPoolExecutor(3) as pool:
@@ -52,6 +52,7 @@ def test_requests_that_are_cut_off_end_with_an_error_in_openais_shape(ended_by):
     assert "Traceback" not in server.log
 
 
+@pytest.mark.slow
 def test_clients_that_read_or_send_nothing_do_not_keep_the_server():
     with Server("--drain-timeout", "0.2") as server:
         connections = []
@@ -72,6 +73,7 @@ def test_clients_that_read_or_send_nothing_do_not_keep_the_server():
     assert "Traceback" not in server.log
 
 
+@pytest.mark.slow
 def test_an_idle_server_ends_at_once_although_connections_are_open():
     with Server("--drain-timeout", "3600") as server:
         idle = [socket.create_connection(server.host_and_port) for _ in range(2)]

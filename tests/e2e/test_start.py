@@ -86,6 +86,7 @@ def test_a_command_imports_no_other_command():
     assert {"quire_cli.serve", "quire_cli.chat", "quire_cli.bench", "quire_cli.plan", "asyncio"}.isdisjoint(modules)
 
 
+@pytest.mark.slow
 def test_a_core_imports_nothing_of_the_text_side():
     modules = modules_after("import quire.engine.core_process, quire.engine.client")
     assert "torch" in modules
@@ -136,10 +137,10 @@ def folder() -> Iterator[Path]:
     ("arguments", "message"),
     [
         (["--chat-template", "no/such/file"], "--chat-template"),
-        (["--tokenizer", "no/such/tokenizer"], "no/such/tokenizer"),
-        (["--max-model-len", "1M"], "--max-model-len"),
-        (["--middleware", "no.such.middleware"], "middleware"),
-        (["--logits-processors", "no.such:Processor"], "--logits-processors"),
+        pytest.param(["--tokenizer", "no/such/tokenizer"], "no/such/tokenizer", marks=pytest.mark.slow),
+        pytest.param(["--max-model-len", "1M"], "--max-model-len", marks=pytest.mark.slow),
+        pytest.param(["--middleware", "no.such.middleware"], "middleware", marks=pytest.mark.slow),
+        pytest.param(["--logits-processors", "no.such:Processor"], "--logits-processors", marks=pytest.mark.slow),
     ],
 )
 def test_an_error_that_is_found_while_the_core_starts_leaves_no_process_and_no_folder(folder, arguments, message):
@@ -154,7 +155,8 @@ def test_an_error_that_is_found_while_the_core_starts_leaves_no_process_and_no_f
 
 
 @pytest.mark.parametrize(
-    ("arguments", "module"), [([], "uvicorn"), (["--api-server-count", "2"], "quire_server.processes")]
+    ("arguments", "module"),
+    [pytest.param([], "uvicorn", marks=pytest.mark.slow), (["--api-server-count", "2"], "quire_server.processes")],
 )
 def test_a_signal_that_python_drops_while_a_module_is_imported_ends_the_server(
     folder, tmp_path, monkeypatch, arguments, module
@@ -179,7 +181,9 @@ sys.meta_path.insert(0, Finder())
     start.check_that_nothing_is_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [*(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL]
+)
 def test_a_signal_while_the_core_starts_leaves_no_process_and_no_folder(folder, number):
     start = Start(folder)
     start.wait_for_the_core()

@@ -17,6 +17,7 @@ from support.server_process import Server
 from support.waiting import LONGEST
 
 
+@pytest.mark.slow
 def test_an_api_key_comes_from_the_environment_and_the_longest_request_from_memory(monkeypatch):
     monkeypatch.setenv("QUIRE_API_KEY", "secret")
     with Server("--num-gpu-blocks-override", "9", "--max_model_len", "auto", "--load-format", "dummy") as server:

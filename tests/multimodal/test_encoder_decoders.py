@@ -72,13 +72,19 @@ def make(folder) -> Callable[..., LLM]:
     return make
 
 
-@pytest.mark.sampled(5)
+@pytest.fixture(scope="module")
+def bart(folder) -> LLM:
+    return make_llm(written(folder, "bart"), max_model_len=100, max_num_seqs=8)
+
+
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_greedy_tokens_equal_transformers(make, expected, kind, way):
     way(Encoded(partial(make, kind), check, expected(kind), LONGEST, few_blocks=24))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_encoders_results_and_the_log_probabilities_equal_transformers(folder, make, kind):
     llm, token_ids = make(kind), torch.tensor([BOS, *range(20, 90), EOS])
@@ -179,10 +185,9 @@ def test_a_long_text_is_cut_off_at_its_end_on_demand(make):
         ({"encoder_prompt": {"prompt": 3}}, "encoder_prompt: prompt must be a string, got int"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_refused(make, prompt, reason):
-    llm = make("bart")
+def test_what_cannot_be_read_is_refused(bart, prompt, reason):
     with pytest.raises((ValueError, TypeError), match=reason):
-        llm.generate([prompt], PARAMS, use_tqdm=False)
+        bart.generate([prompt], PARAMS, use_tqdm=False)
 
 
 def test_truncation_that_cannot_be_is_refused(make):
@@ -261,7 +266,7 @@ MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("kind", "mutate"), [pytest.param(k, f, id=f"{k}: {what}") for k, what, f in MUTATIONS])
 def test_a_wrong_spec_is_found_out(make, expected, monkeypatch, kind, mutate):
     spec_of = description.spec_of
@@ -288,7 +293,7 @@ LAYER_MUTATIONS: list[tuple[str, str, Callable[[Any], object]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "mutate"), [pytest.param(kind, f, id=f"{kind}: {what}") for kind, what, f in LAYER_MUTATIONS]
 )

@@ -124,7 +124,12 @@ def test_a_published_checkpoint_with_experts_makes_its_own_drafts(folder, tmp_pa
     assert length - 15 < max(seen) < length - 15 + NUM_TOKENS + 3
 
 
-def test_a_published_qwen3_vl_with_experts_says_the_same(folder, tmp_path):
+@pytest.mark.parametrize(
+    "ranks",
+    [{}, pytest.param({"tensor_parallel_size": 2, "enable_expert_parallel": True}, marks=pytest.mark.slow)],
+    ids=["one rank", "experts on two ranks"],
+)
+def test_a_published_qwen3_vl_with_experts_says_the_same(folder, tmp_path, ranks):
     """transformers 5 saves [experts, out, in], and the published files have [experts, in, out]."""
     path, expected = prepared("qwen3_vl_moe", folder)
     shutil.copytree(path, tmp_path, dirs_exist_ok=True)
@@ -133,7 +138,6 @@ def test_a_published_qwen3_vl_with_experts_says_the_same(folder, tmp_path):
     config["text_config"]["rope_scaling"] = config["text_config"].pop("rope_parameters")
     config["text_config"]["rope_theta"] = config["text_config"]["rope_scaling"].pop("rope_theta")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     llm = make_llm(tmp_path, max_num_batched_tokens=24, max_num_seqs=8, **ranks)
     for pictures, text, continuation in expected[:2]:
         [output] = generate(llm, [prompt(text, pictures)], PARAMS)

@@ -52,7 +52,7 @@ def service(host):
     return host.serve()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(service):
     return OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=600)
 

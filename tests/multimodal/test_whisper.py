@@ -149,7 +149,14 @@ def test_what_cannot_be_heard_is_refused(folder, prompt, reason):
         llm.generate([prompt], PARAMS, use_tqdm=False)
 
 
-def test_options_that_do_not_fit_are_refused(folder):
-    for option in ({"pipeline_parallel_size": 2}, {"enable_lora": True}, {"decode_context_parallel_size": 2}):
-        with pytest.raises(ConfigError, match=next(iter(option))):
-            LLM(str(written(folder)), dtype="float32", **option)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable_lora", True),
+        ("decode_context_parallel_size", 2),
+        pytest.param("pipeline_parallel_size", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(folder, name, value):
+    with pytest.raises(ConfigError, match=name):
+        LLM(str(written(folder)), dtype="float32", **{name: value})

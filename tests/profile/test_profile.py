@@ -125,7 +125,7 @@ def test_two_profilers_do_not_record_the_same_process(path, tmp_path):
     assert traces(tmp_path)["rank0"]["step"] == 5
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_folder_that_cannot_be_written_is_an_error_and_nothing_is_recorded(path, tmp_path, ranks):
     (tmp_path / "file").write_text("")
     llm = start_llm(path, tmp_path / "file" / "folder", tensor_parallel_size=ranks)

@@ -359,6 +359,7 @@ def test_a_prefill_that_fails_within_the_answer_changes_nothing(proxy: Proxy, se
     assert len(received(servers)) == 2
 
 
+@pytest.mark.slow
 def test_prefill_servers_that_refuse_connections_leave_and_come_back(servers: list[StandIn]):
     producer = StandIn()
     servers[0].reply = wait_for_plain

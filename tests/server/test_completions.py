@@ -297,3 +297,9 @@ def test_requests_at_once_say_what_they_say_alone(server, host, offline):
         answers = list(pool.map(lambda p: server.complete(p, max_tokens=24, stream=len(p) % 2 == 0), prompts))
     assert [texts_of(answer)[0] for answer in answers] == expected
     assert host.is_idle
+
+
+def test_a_model_that_generates_makes_no_embeddings(server):
+    answer = server.post("/v1/embeddings", {"input": "a"})
+    assert (answer.status, answer.error["param"]) == (400, "model")
+    assert "--runner pooling" in answer.error["message"]

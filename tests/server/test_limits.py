@@ -33,15 +33,12 @@ def guarded(host: Host) -> Service:
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/nowhere"])
-@pytest.mark.parametrize(
-    "given", [None, "Bearer", "Bearer wrong", "Bearer secre", "Bearer secrets", "Basic secret", ""]
-)
-def test_without_a_right_key_nothing_is_served(guarded, path, given):
-    headers = {} if given is None else {"Authorization": given}
-    answer = guarded.post(path, {}, **headers)
-    assert answer.status == 401
-    assert answer.error["code"] == "invalid_api_key"
-    assert answer.headers["www-authenticate"] == "Bearer"
+def test_without_a_right_key_nothing_is_served(guarded, path):
+    for given in (None, "Bearer", "Bearer wrong", "Bearer secre", "Bearer secrets", "Basic secret", ""):
+        headers = {} if given is None else {"Authorization": given}
+        answer = guarded.post(path, {}, **headers)
+        assert (answer.status, answer.error["code"]) == (401, "invalid_api_key"), given
+        assert answer.headers["www-authenticate"] == "Bearer"
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/load", "/docs", "/openapi.json"])
@@ -138,13 +135,13 @@ def test_a_request_that_takes_too_long_is_ended(host: Host, path):
 def test_while_draining_new_requests_are_refused_and_running_ones_go_on(host: Host):
     ending = host.serve()
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(ending.post, "/v1/completions", LONG)
+        running = pool.submit(ending.post, "/v1/completions", {**LONG, "max_tokens": 700})
         eventually(lambda: ending.get("/load").json["server_load"] == 1)
         ending.app.state.draining = True
         answer = ending.post("/v1/completions", SHORT)
         assert (answer.status, answer.error["code"]) == (503, "shutting_down")
         assert answer.headers["retry-after"].isdigit()
-        assert running.result().json["usage"]["completion_tokens"] == LONG["max_tokens"]
+        assert running.result().json["usage"]["completion_tokens"] == 700
 
 
 # ---- ids

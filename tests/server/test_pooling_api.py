@@ -65,10 +65,10 @@ def test_an_answer_has_openais_keys(server):
     assert answer["usage"] == {"prompt_tokens": 6, "total_tokens": 6, "completion_tokens": 0}
 
 
-def test_batches_of_thousands(server):
-    vectors = embed(server, input=[f"text number {i % 50}" for i in range(3000)], dimensions=8)
-    assert vectors.shape == (3000, 8)
-    np.testing.assert_array_equal(vectors[:50], vectors[2950:])
+def test_a_batch_of_a_thousand(server):
+    vectors = embed(server, input=[f"text number {i % 50}" for i in range(1000)], dimensions=8)
+    assert vectors.shape == (1000, 8)
+    np.testing.assert_array_equal(vectors[:50], vectors[950:])
 
 
 def test_long_inputs_are_refused_or_truncated(server):
@@ -143,18 +143,8 @@ def test_wrong_requests_are_errors_that_name_the_field(server, host, path, body,
     assert host.is_idle
 
 
-def test_a_model_that_generates_makes_no_embeddings():
-    host = Host()
-    try:
-        answer = host.serve().post("/v1/embeddings", {"input": "a"})
-        assert (answer.status, answer.error["param"]) == (400, "model")
-        assert "--runner pooling" in answer.error["message"]
-    finally:
-        host.close()
-
-
 def test_a_client_that_goes_away_leaves_nothing(server, host):
-    with server.connection("/v1/embeddings", {"input": ["word " * 200] * 2000}) as raw:
+    with server.connection("/v1/embeddings", {"input": ["word " * 200] * 500}) as raw:
         eventually(lambda: not host.is_idle)
         raw.close()
     eventually(lambda: host.is_idle)
@@ -176,5 +166,6 @@ def test_the_log_has_tokens_of_requests_and_none_of_their_text(server, caplog):
     answer = server.post("/v1/embeddings", {"input": text})
     said = f"request {answer.headers['x-request-id']}: {answer.json['usage']['prompt_tokens']} prompt tokens (0 cached)"
     eventually(lambda: said in caplog.text)
-    assert "generated" not in caplog.text
+    of_requests = [record.getMessage() for record in caplog.records if record.module == "request_log"]
+    assert not [line for line in of_requests if "generated" in line]
     assert "shibboleth" not in caplog.text

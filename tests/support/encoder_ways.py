@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from quire.engine.llm import LLM
 from quire.kvcache.specs import CrossAttentionSpec
 from quire.messages.sampling_params import SamplingParams
@@ -89,5 +91,5 @@ def on_two_ranks(case: Encoded) -> None:
 
 WAYS = [
     alone, in_a_batch, in_chunks, with_a_small_encoder_cache, preempted, two_steps_deep, with_drafts,
-    with_the_reference_kernels, on_two_ranks,
+    with_the_reference_kernels, pytest.param(on_two_ranks, marks=pytest.mark.slow),
 ]  # fmt: skip

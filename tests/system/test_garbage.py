@@ -10,7 +10,7 @@ import pytest
 from support.waiting import LONGEST
 
 
-@pytest.mark.parametrize("library", ["torch", "triton"])
+@pytest.mark.parametrize("library", [pytest.param("torch", marks=pytest.mark.slow), "triton"])
 def test_a_process_ends_without_a_word(library: str) -> None:
     pytest.importorskip(library)
     program = (

@@ -42,6 +42,7 @@ def test_what_was_deferred_is_there_when_it_is_needed(need):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_generators_of_random_numbers_do_not_need_it():
     code = f"{START}first, second = (torch.Generator().manual_seed(5) for _ in range(2))\n"
     code += "assert torch.equal(torch.rand(9, generator=first), torch.rand(9, generator=second))\n"
@@ -49,6 +50,7 @@ def test_generators_of_random_numbers_do_not_need_it():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_nothing_is_deferred_once_torch_is_imported():
     code = "import torch, sys\nbefore = dict(sys.modules)\n"
     code += "from quire.system import lean_torch\nlean_torch.prepare()\n"
