@@ -77,6 +77,7 @@ def test_what_is_stored_is_what_the_definition_says(backend, kept, head_dim):
 
 @backends
 @kinds
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 15, 32])
 def test_numbers_that_are_not_finite_do_not_get_lost(backend, kept, number, place):
@@ -91,6 +92,7 @@ def test_numbers_that_are_not_finite_do_not_get_lost(backend, kept, number, plac
 
 @backends
 @kinds
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 8, 256])
 def test_numbers_that_cells_can_hold_are_seen_exactly(backend, kept, heads):
     """The only key's dot product with a unit vector is one of its elements, and the result is its value."""

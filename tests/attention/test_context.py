@@ -116,6 +116,7 @@ inners = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled(3)
 @inners
 @pytest.mark.parametrize(("cp", "dcp"), SIZES)
 @pytest.mark.parametrize("window", [None, 1, 5, 12, 24])
@@ -123,6 +124,7 @@ def test_stripes_together_see_the_whole_context(inner, cp, dcp, window):
     divided(StripedAttention, cp, dcp, MIXED, inner).check(window)
 
 
+@pytest.mark.sampled(3)
 @inners
 @pytest.mark.parametrize(("cp", "dcp"), SIZES)
 @pytest.mark.parametrize("requests", [[(40, 1)], [(0, 2)], [(5, 1), (17, 1)], [(0, 1), (33, 2)]], ids=str)
@@ -130,6 +132,7 @@ def test_some_ranks_compute_no_token_of_a_small_step(inner, cp, dcp, requests):
     divided(StripedAttention, cp, dcp, requests, inner).check()
 
 
+@pytest.mark.sampled(3)
 @inners
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("new", [1, 2, 3, 5, 9])
@@ -140,6 +143,7 @@ def test_every_request_computes_equally_many_tokens(inner, window, new):
         divided(StripedAttention, cp, dcp, requests, inner).check(window)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_any_chunks_of_any_requests(seed):
     draw = np.random.default_rng(seed)
@@ -155,6 +159,7 @@ def test_any_chunks_of_any_requests(seed):
 kinds = pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, *CELLS], ids=str)
 
 
+@pytest.mark.sampled(3)
 @inners
 @kinds
 @pytest.mark.parametrize(("cp", "dcp"), [(1, 3), (3, 1), (2, 2)])
@@ -165,6 +170,7 @@ def test_stripes_of_latents_with_everything_else(inner, kept, cp, dcp):
     latents.check(17, soft_cap=2.0, sinks=sinks)
 
 
+@pytest.mark.sampled(3)
 @inners
 @kinds
 @pytest.mark.parametrize(("cp", "dcp"), [(1, 3), (3, 1), (2, 2)])
@@ -175,6 +181,7 @@ def test_stripes_of_keys_and_values_with_everything_else(inner, kept, cp, dcp):
     striped.check(10, soft_cap=3.0, sinks=sinks)
 
 
+@pytest.mark.sampled(3)
 @inners
 @kinds
 @pytest.mark.parametrize(("cp", "kv_heads"), [(2, 2), (2, 4), (4, 4)])

@@ -22,10 +22,10 @@ pytestmark = [
 
 LENGTH = 140
 CASES = [
-    Case(dtype=torch.float32, length=260),  # its keys would be divided
-    Case(heads=4, kv_heads=1, dim=80, value_dim=64, dtype=torch.float32, length=LENGTH),
+    Case(dtype=torch.float32, length=260)  # its keys would be divided
 ]
 SLOW = [
+    Case(heads=4, kv_heads=1, dim=80, value_dim=64, dtype=torch.float32, length=LENGTH),
     Case(heads=7, kv_heads=1, dim=80, dtype=torch.float16, length=LENGTH),
     Case(heads=4, kv_heads=4, dim=32, dtype=torch.float32, window=33, sinks=True, length=LENGTH),
     Case(dim=32, dtype=torch.float32, soft_cap=5.0, cell=torch.int8, length=LENGTH),
@@ -38,13 +38,13 @@ def test_a_tokens_result_does_not_depend_on_the_step(case: Case) -> None:
     sequences.backend._card = CARDS["sm_90"]  # type: ignore[attr-defined]  # it would divide the keys
     [(out, lse)] = sequences.attend((0, 0, case.length))
     assert torch.isfinite(out.float()).all()
-    for place in (0, 64, 139):
+    for place in (64, 139):
         wanted = out[place : place + 1], lse[place : place + 1]
         token = (0, place, place + 1)
         assert_same_bits(sequences.attend(token)[0], wanted, ("alone", place))
         assert_same_bits(sequences.attend((1, 0, 1), (2, 69, 70), token)[2], wanted, ("in a decoding batch", place))
         assert_same_bits(sequences.attend((2, 7, 50), token, (1, 0, 1))[1], wanted, ("beside prompts", place))
-    for start, stop in ((0, 50), (30, 34), (64, 140)):
+    for start, stop in ((30, 34), (64, 140)):
         [chunk] = sequences.attend((0, start, stop))
         assert_same_bits(chunk, (out[start:stop], lse[start:stop]), ("a chunk", start, stop))
 

@@ -78,7 +78,8 @@ def test_another_layers_keys_are_not_taken():
     assert backend.calls == 1
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.nightly)])
 def test_an_engine_says_the_same(checkpoints, references, monkeypatch, name):
     monkeypatch.setattr(quire.attention.selection, "BACKENDS", [DenseVarlen])
     monkeypatch.setattr(DenseVarlen, "unsupported", TritonAttention.unsupported)  # in float32

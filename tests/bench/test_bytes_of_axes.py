@@ -32,6 +32,7 @@ def bench() -> Any:
     return module
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("axes", [(2,), (4,), (2, True), (4, True)])
 @pytest.mark.parametrize("model", ["Llama-3.1-8B", "Qwen3-30B-A3B", "Falcon-7B"])
 def test_a_tensor_group_sends_what_the_formula_says(bench, model, axes):
@@ -43,6 +44,7 @@ def test_a_tensor_group_sends_what_the_formula_says(bench, model, axes):
     assert elsewhere == bench.Sent()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axes", [(1, False, 3), (2, False, 3), (4, True, 3)])
 @pytest.mark.parametrize("model", ["Llama-3.1-8B", "Falcon-7B"])
 def test_a_stage_in_the_middle_does_too(bench, model, axes):

@@ -69,6 +69,7 @@ def test_the_whole_suite_runs_on_a_stand_in_for_a_card(tmp_path):
         assert len(results[name]["kernels"]) == 2
 
 
+@pytest.mark.slow
 def test_a_section_that_fails_does_not_stop_the_others_and_is_reported(suite, tmp_path):
     assert suite.last_result('noise\n{"a": 1}\n[2]\n{"b":') == {"a": 1}
     failed = suite.run_process("no such section", 30, ["--out", str(tmp_path)])

@@ -219,6 +219,7 @@ def test_prefix_repetition_sends_each_prefix_equally_often(serve, bench):
     assert len(set(prompts)) == 6
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_plot_and_needs_no_torch(serve, tmp_path):
     plot = tmp_path / "plot.png"
     with serve() as server:

@@ -299,6 +299,7 @@ def test_the_picture_is_drawn_of_whatever_there_is(tmp_path):
 # ---- ceilings
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
 def test_ceilings_are_measured():
     result = ceilings.measure(threads=1, region=1 << 22, regions=2, rounds=10_000)

@@ -1,9 +1,12 @@
 """benchmarks/speculation_beside_vllm.py: Quire's part of it, and its table."""
 
+import pytest
+
 from benchmarks.speculation_beside_vllm import Answers, measure, quire, table
 from quire import LLM
 
 
+@pytest.mark.slow
 def test_engines_answer_the_same_prompts_in_groups():
     llm = LLM(max_model_len=256, max_num_seqs=2)
     prompts = [llm.get_tokenizer().encode(f"Once upon a time, there were {number} birds.") for number in range(6)]

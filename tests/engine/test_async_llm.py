@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,31 @@ async def assert_nothing_is_left(llm: AsyncLLM) -> None:
     assert not llm.metrics._sequences
 
 
+class Shared:
+    """An engine for the tests that leave it as it was, and the event loop that it belongs to."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        self.llm = AsyncLLM(**OPTIONS)
+        self.runner.run(self.llm.start())
+
+    def run(self, check: Callable[[AsyncLLM], Coroutine[Any, Any, None]]) -> None:
+        self.runner.run(asyncio.wait_for(check(self.llm), LONGEST))
+
+    def close(self) -> None:
+        self.runner.run(self.llm.shutdown())
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Shared]:
+    others = core_processes()
+    shared = Shared()
+    yield shared
+    shared.close()
+    assert core_processes() == others
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[Any]:
     """What the engine says in one process."""
@@ -79,74 +104,69 @@ def expected() -> list[Any]:
     return [said(output) for output in outputs]
 
 
-def test_it_says_what_the_engine_in_one_process_says(expected):
-    async def check() -> None:
-        async with engine() as llm:
-            assert await everything(llm) == expected
-            await assert_nothing_is_left(llm)
+def test_it_says_what_the_engine_in_one_process_says(shared, expected):
+    async def check(llm: AsyncLLM) -> None:
+        assert await everything(llm) == expected
+        await assert_nothing_is_left(llm)
 
-    run(check())
+    shared.run(check)
 
 
-def test_a_stream_gets_deltas_and_leaving_it_aborts_the_request():
-    async def check() -> None:
-        async with engine() as llm:
-            params = GREEDY.clone(output_kind=RequestOutputKind.DELTA)
-            text = ""
-            async for output in llm.generate(PROMPTS[0], params, "a"):
-                assert output.request_id == "a"
-                text += "".join(c.text for c in output.outputs)
-            assert text == (await answer(llm, "b", PROMPTS[0], GREEDY)).outputs[0].text
-            stream = llm.generate(PROMPTS[0], params.clone(max_tokens=400), "c")
+def test_a_stream_gets_deltas_and_leaving_it_aborts_the_request(shared):
+    async def check(llm: AsyncLLM) -> None:
+        params = GREEDY.clone(output_kind=RequestOutputKind.DELTA)
+        text = ""
+        async for output in llm.generate(PROMPTS[0], params, "a"):
+            assert output.request_id == "a"
+            text += "".join(c.text for c in output.outputs)
+        assert text == (await answer(llm, "b", PROMPTS[0], GREEDY)).outputs[0].text
+        stream = llm.generate(PROMPTS[0], params.clone(max_tokens=400), "c")
+        await anext(stream)
+        await stream.aclose()
+        await assert_nothing_is_left(llm)
+
+    shared.run(check)
+
+
+def test_an_aborted_request_ends_with_what_there_is_and_its_id_can_be_used_once_only(shared):
+    async def check(llm: AsyncLLM) -> None:
+        stream = llm.generate(PROMPTS[0], GREEDY.clone(max_tokens=400), "a")
+        await anext(stream)
+        with pytest.raises(ValueError, match="'a' is in use"):
+            await anext(llm.generate(PROMPTS[0], GREEDY, "a"))
+        assert llm.abort("a")
+        assert not llm.abort("b")
+        rest = [output async for output in stream]
+        assert rest[-1].outputs[0].finish_reason == "abort"
+        await assert_nothing_is_left(llm)
+
+    shared.run(check)
+
+
+def test_a_stop_string_ends_a_request_in_the_core_too(shared):
+    async def check(llm: AsyncLLM) -> None:
+        text = (await answer(llm, "a", PROMPTS[0], GREEDY)).outputs[0].text
+        stop = text[20:24]
+        output = await answer(llm, "b", PROMPTS[0], GREEDY.clone(stop=stop))
+        assert output.outputs[0].text == text[: text.index(stop)]
+        assert output.outputs[0].stop_reason == stop
+        await assert_nothing_is_left(llm)
+
+    shared.run(check)
+
+
+def test_many_slow_readers_do_not_hold_up_others(shared):
+    async def check(llm: AsyncLLM) -> None:
+        slow = [llm.generate(prompt, GREEDY, f"slow{i}") for i, prompt in enumerate(PROMPTS)]
+        for stream in slow:
             await anext(stream)
-            await stream.aclose()
-            await assert_nothing_is_left(llm)
+        await answer(llm, "fast", PROMPTS[0], GREEDY)  # nobody reads the others
+        for stream in slow:
+            last = [output async for output in stream][-1]
+            assert len(last.outputs[0].token_ids) == GREEDY.max_tokens
+        await assert_nothing_is_left(llm)
 
-    run(check())
-
-
-def test_an_aborted_request_ends_with_what_there_is_and_its_id_can_be_used_once_only():
-    async def check() -> None:
-        async with engine() as llm:
-            stream = llm.generate(PROMPTS[0], GREEDY.clone(max_tokens=400), "a")
-            await anext(stream)
-            with pytest.raises(ValueError, match="'a' is in use"):
-                await anext(llm.generate(PROMPTS[0], GREEDY, "a"))
-            assert llm.abort("a")
-            assert not llm.abort("b")
-            rest = [output async for output in stream]
-            assert rest[-1].outputs[0].finish_reason == "abort"
-            await assert_nothing_is_left(llm)
-
-    run(check())
-
-
-def test_a_stop_string_ends_a_request_in_the_core_too():
-    async def check() -> None:
-        async with engine() as llm:
-            text = (await answer(llm, "a", PROMPTS[0], GREEDY)).outputs[0].text
-            stop = text[20:24]
-            output = await answer(llm, "b", PROMPTS[0], GREEDY.clone(stop=stop))
-            assert output.outputs[0].text == text[: text.index(stop)]
-            assert output.outputs[0].stop_reason == stop
-            await assert_nothing_is_left(llm)
-
-    run(check())
-
-
-def test_many_slow_readers_do_not_hold_up_others():
-    async def check() -> None:
-        async with engine() as llm:
-            slow = [llm.generate(prompt, GREEDY, f"slow{i}") for i, prompt in enumerate(PROMPTS)]
-            for stream in slow:
-                await anext(stream)
-            await answer(llm, "fast", PROMPTS[0], GREEDY)  # nobody reads the others
-            for stream in slow:
-                last = [output async for output in stream][-1]
-                assert len(last.outputs[0].token_ids) == GREEDY.max_tokens
-            await assert_nothing_is_left(llm)
-
-    run(check())
+    shared.run(check)
 
 
 @pytest.mark.slow
@@ -188,7 +208,7 @@ def test_requests_with_grammars_go_on_when_the_core_is_lost():
     run(check())
 
 
-@pytest.mark.parametrize("fault", [pytest.param(f, marks=() if f == "memory" else pytest.mark.slow) for f in FAULTS])
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=pytest.mark.slow) for f in FAULTS])
 def test_requests_go_on_after_a_fault_in_a_step(expected, tmp_path: Path, fault):
     async def check() -> None:
         async with engine(**FAULTY) as llm:
@@ -236,6 +256,7 @@ def test_a_core_that_fails_again_and_again_is_given_up():
     run(check())
 
 
+@pytest.mark.slow
 def test_options_that_the_model_cannot_meet_are_an_error_at_start():
     async def check() -> None:
         with pytest.raises(ConfigError, match="kv_cache_memory_bytes asks for a KV cache"):
@@ -268,23 +289,22 @@ def test_the_metrics_count_what_was_done():
     run(check())
 
 
-def test_an_output_that_cannot_be_processed_ends_its_request_alone(monkeypatch):
-    async def check() -> None:
-        async with engine() as llm:
-            process = llm.output_processor.process
+def test_an_output_that_cannot_be_processed_ends_its_request_alone(shared, monkeypatch):
+    async def check(llm: AsyncLLM) -> None:
+        process = llm.output_processor.process
 
-            def fails_for_one(outputs: Any) -> Any:
-                if outputs[0].request_id == "bad":
-                    raise RuntimeError("a bug")
-                return process(outputs)
+        def fails_for_one(outputs: Any) -> Any:
+            if outputs[0].request_id == "bad":
+                raise RuntimeError("a bug")
+            return process(outputs)
 
-            monkeypatch.setattr(llm.output_processor, "process", fails_for_one)
-            bad, good = await asyncio.gather(*(answer(llm, name, PROMPTS[0], GREEDY) for name in ("bad", "good")))
-            assert bad.outputs[0].finish_reason == "error"
-            assert len(good.outputs[0].token_ids) == GREEDY.max_tokens
-            await assert_nothing_is_left(llm)
+        monkeypatch.setattr(llm.output_processor, "process", fails_for_one)
+        bad, good = await asyncio.gather(*(answer(llm, name, PROMPTS[0], GREEDY) for name in ("bad", "good")))
+        assert bad.outputs[0].finish_reason == "error"
+        assert len(good.outputs[0].token_ids) == GREEDY.max_tokens
+        await assert_nothing_is_left(llm)
 
-    run(check())
+    shared.run(check)
 
 
 def refuse(prefix: str, longest: int | None = None) -> Path:
@@ -302,6 +322,7 @@ def test_a_client_that_finds_no_folder_for_its_sockets_does_not_call_itself_read
     run(check())
 
 
+@pytest.mark.slow
 def test_a_client_that_cannot_replace_a_lost_core_ends_its_requests(monkeypatch):
     async def check() -> None:
         async with engine() as llm:

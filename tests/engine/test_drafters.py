@@ -31,6 +31,7 @@ ALL = [
 ]
 FAST = [("similar", "llama"), ("p-eagle", WINDOWED), ("mtp", "deepseek_v3")]
 
+SAMPLED = pytest.mark.sampled(6)
 OTHERS = ("Adversarial", "Random", "Perfect")
 
 Pair = tuple[str, str]
@@ -93,7 +94,7 @@ def start(drafters: Drafters) -> Start:
 
 
 @each(FAST)
-@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=SAMPLED), TIGHT], ids=["roomy", "tight"])
 def test_requests_of_all_kinds_say_the_same(plain: Plain, start: Start, kind, target, options):
     texts, params, expected = plain.all_kinds(target, 14)
     llm = start(kind, target, **options)
@@ -126,7 +127,9 @@ def test_adaptive_numbers_of_drafts_say_the_same(plain: Plain, start: Start, kin
     assert said(generate(llm, texts, params)) == said(expected)
 
 
-@pytest.mark.parametrize(("kind", "target"), [("eagle3", "llama"), ("similar", "llama"), ("mtp", "mimo")])
+@pytest.mark.parametrize(
+    ("kind", "target"), [("eagle3", "llama"), pytest.param("similar", "llama", marks=SAMPLED), ("mtp", "mimo")]
+)
 def test_the_costs_of_drafts_are_measured_without_compiled_kernels_too(start: Start, kind, target):
     """PyTorch's operations check the shapes of what the dummy steps give them."""
     llm = start(kind, target, {"adaptive": True}, backend="reference")
@@ -149,7 +152,7 @@ def test_stop_strings_within_accepted_drafts_end_the_answer(plain: Plain, start:
         assert output.outputs[0].stop_reason == stop
 
 
-@each(FAST)
+@each(FAST[:1])
 def test_drafts_keep_to_the_grammar(plain: Plain, start: Start, kind, target):
     params = with_grammars(8)
     texts = [[5 + i, 9, 40, 7] for i in range(8)]
@@ -161,8 +164,8 @@ def test_drafts_keep_to_the_grammar(plain: Plain, start: Start, kind, target):
     assert said(generate(llm, texts, params)) == said(expected)
 
 
-@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
-@pytest.mark.parametrize("temperature", [0, 0.9])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=SAMPLED), TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("temperature", [pytest.param(0, marks=SAMPLED), 0.9])
 def test_a_draft_model_that_is_the_model_itself_is_always_right(
     plain: Plain, references: References, start: Start, options: dict[str, Any], temperature: float
 ):
@@ -189,7 +192,7 @@ def test_long_texts_get_no_drafts(plain: Plain, start: Start):
 
 
 @each([("eagle3", "llama"), ("medusa", "llama"), ("mtp", "mimo")])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=SAMPLED), 2])
 def test_a_late_device_says_the_same(plain: Plain, start: Start, kind, target, depth):
     """All kernels are operations of torch, which the device runs late."""
     texts, params = (

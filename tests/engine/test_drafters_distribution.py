@@ -68,14 +68,23 @@ def statistic(said: list[list[int]], expected: dict[tuple[int, ...], float]) -> 
     return chi_square(counts, shares), len(often) - (shares[-1] == 0)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "case", "late"),
     [
-        *((kind, case, 0) for kind in ("similar", "same") for case in CASES),
-        *(pytest.param("similar", "bias-and-penalties", late, marks=pytest.mark.slow) for late in (1, 2)),
+        ("similar", "bias-and-penalties", 0),
+        ("same", "top-p", 0),
+        pytest.param("similar", "grammar", 0, marks=pytest.mark.slow),
+        *(
+            pytest.param(kind, case, 0, marks=pytest.mark.sampled(12))
+            for kind, case in (
+                ("similar", "top-k"), ("similar", "top-p"), ("same", "top-k"), ("same", "bias-and-penalties"),
+            )
+        ),
+        pytest.param("same", "grammar", 0, marks=pytest.mark.nightly),
+        pytest.param("similar", "bias-and-penalties", 1, marks=pytest.mark.nightly),
+        pytest.param("similar", "bias-and-penalties", 2, marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 def test_texts_are_as_likely_as_the_model_makes_them(
     drafters: Drafters, references: References, kind: str, case: str, late: int
 ):

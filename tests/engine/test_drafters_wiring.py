@@ -25,6 +25,7 @@ from support.requests import with_grammars
 TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 24, "max_num_seqs": 12}
 LONGEST = 176 + 8
 WINDOWED = "qwen3-mixed-windows-biases"
+SAMPLED = pytest.mark.sampled(6)
 FEW_VARIANTS = ("deepseek_v3", "glm4_moe", "mimo", "qwen3_next")
 
 
@@ -157,15 +158,19 @@ def run(drafters: Drafters, references: References) -> Run:
     return run
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=SAMPLED), TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize(
     ("kind", "target"),
     [
-        *((kind, "llama") for kind in CHAIN_HEADS),
-        ("eagle3", WINDOWED),
+        *(pytest.param(kind, "llama", marks=SAMPLED) for kind in CHAIN_HEADS),
+        pytest.param("eagle3", WINDOWED, marks=SAMPLED),
         ("p-eagle", WINDOWED),
-        *(pytest.param("mtp", v, marks=[] if v in FEW_VARIANTS else pytest.mark.slow) for v in MTP_VARIANTS),
+        ("mtp", "deepseek_v3"),
+        *(
+            pytest.param("mtp", v, marks=[SAMPLED] if v in FEW_VARIANTS else [SAMPLED, pytest.mark.slow])
+            for v in MTP_VARIANTS
+            if v != "deepseek_v3"
+        ),
     ],
 )
 def test_chains_of_drafts(run: Run, references: References, kind, target, options):
@@ -173,7 +178,13 @@ def test_chains_of_drafts(run: Run, references: References, kind, target, option
     run(kind, target, lambda head: chain(head, States(model)), enable_prefix_caching=False, **options)
 
 
-@pytest.mark.parametrize(("kind", "target"), [("eagle3", "llama"), ("p-eagle", "llama"), ("mtp", "deepseek_v3")])
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        ("eagle3", "llama"),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("p-eagle", "llama"), ("mtp", "deepseek_v3"))),
+    ],
+)
 def test_heads_that_have_missed_tokens_attend_to_those_that_they_have_seen(
     run: Run, references: References, kind, target
 ):
@@ -191,15 +202,22 @@ def test_heads_side_by_side(run: Run, references: References, kind):
     run(kind, WINDOWED, lambda head: side_by_side(head, States(references.model(WINDOWED))), **TIGHT)
 
 
-@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
-@pytest.mark.parametrize("target", ["llama", WINDOWED])
-@pytest.mark.parametrize("kind", ["similar", "pard"])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=SAMPLED), TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        ("similar", "llama"),
+        ("pard", WINDOWED),
+        pytest.param("similar", WINDOWED, marks=SAMPLED),
+        pytest.param("pard", "llama", marks=SAMPLED),
+    ],
+)
 def test_draft_models(run: Run, drafters: Drafters, kind, target, options):
     model = load(drafters.path(kind, target))
     run(kind, target, lambda _: (masked if kind == "pard" else continued)(model), None, **options)
 
 
-@pytest.mark.parametrize("kind", ["same", "pard"])
+@pytest.mark.parametrize("kind", [pytest.param("same", marks=pytest.mark.nightly), "pard"])
 def test_draft_models_behind_tokens_that_a_grammar_forces(drafters: Drafters, kind):
     """Forced tokens differ from those that the draft model has guessed for their places."""
     path = drafters.target("llama")

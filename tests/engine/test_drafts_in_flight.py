@@ -34,8 +34,15 @@ def params(count: int) -> list[SamplingParams]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
-@pytest.mark.parametrize("drafter", ["llama", "olmo2"])
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        pytest.param("llama", TIGHT, id="llama-tight"),
+        pytest.param("olmo2", {}, id="olmo2-roomy", marks=pytest.mark.slow),
+        pytest.param("llama", {}, id="llama-roomy", marks=pytest.mark.sampled(6)),
+        pytest.param("olmo2", TIGHT, id="olmo2-tight", marks=pytest.mark.sampled(6)),
+    ],
+)
 def test_a_late_device_with_two_steps_in_flight_says_the_same(
     checkpoints: Checkpoints, references: References, options: dict[str, Any], drafter: str
 ):

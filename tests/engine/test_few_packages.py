@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 # What quire depends on (see pyproject.toml) for its server and its second process.
 WITHOUT = """
     zmq prometheus_client fastapi fastapi_swagger pydantic pydantic_core uvicorn httptools uvloop yaml starlette
@@ -31,5 +33,6 @@ assert llm.generate("Once", SamplingParams(max_tokens=4), use_tqdm=False)[0].out
 """
 
 
+@pytest.mark.slow
 def test_an_llm_runs_without_what_only_a_server_or_a_cpu_needs():
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)

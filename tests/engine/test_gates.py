@@ -118,6 +118,7 @@ def run_gated_core(address: str, path: Path) -> None:
     _serve(core, inbox, lambda report: None)
 
 
+@pytest.mark.slow
 def test_the_core_process_sleeps_while_all_requests_wait_at_gates(checkpoints, references, tmp_path):
     continuation = references.continuations("llama")[0]
     llm = make_llm(checkpoints.path("llama"))

@@ -78,7 +78,7 @@ def requests_of_every_kind(plain: list[int]) -> list[SamplingParams]:
 
 def batch_of_every_kind(llm: LLM, references: References, variant: str) -> tuple[list[list[int]], list[SamplingParams]]:
     continuations = references.continuations(variant)
-    params = [p for c in continuations[3:5] for p in requests_of_every_kind(c.token_ids)]
+    params = requests_of_every_kind(continuations[3].token_ids)
     texts = [continuations[i % 14].prompt for i in range(len(params))]
     return texts, params
 
@@ -160,7 +160,7 @@ def outcome(output: RequestOutput) -> Any:
     return output.prompt_token_ids, completions, rounded(output.prompt_logprobs)
 
 
-@each_variant
+@pytest.mark.parametrize("variant", [pytest.param(VARIANTS[0], marks=pytest.mark.sampled(6)), VARIANTS[1]])
 def test_they_are_the_same_however_the_requests_are_run(checkpoints, references, variant):
     path = checkpoints.path(variant)
     alone = make_llm(path)
@@ -222,6 +222,7 @@ class OnlyEven(LogitsProcessor):
         logits[torch.from_numpy(at.index)[:, None], torch.arange(1, logits.shape[1], 2)] = -math.inf
 
 
+@pytest.mark.slow
 def test_on_two_ranks_they_are_the_same_and_plugins_are_loaded_there(checkpoints, references):
     path, plugin = checkpoints.path("llama"), {"logits_processors": [f"{__name__}:OnlyEven"]}
     alone, split = make_llm(path, **TIGHT, **plugin), make_llm(path, **TIGHT, **plugin, tensor_parallel_size=2)
@@ -438,6 +439,7 @@ def test_functions_of_a_request_see_its_tokens_whatever_else_runs(checkpoints):
 # ---- logprobs of prompts
 
 
+@pytest.mark.sampled(2)
 @each_variant
 @pytest.mark.parametrize("options", [{}, CHUNKED, TIGHT], ids=["roomy", "chunked", "tight"])
 def test_logprobs_of_prompts_are_those_of_transformers(checkpoints, references, variant, options):

@@ -34,6 +34,7 @@ def plain(request: pytest.FixtureRequest, checkpoints: Checkpoints, references: 
     return request.param, prompts, params, generate(make_llm(checkpoints.path(request.param)), prompts, params)
 
 
+@pytest.mark.sampled(5)
 @each_proposer
 @pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
 def test_requests_of_all_kinds_say_the_same(checkpoints: Checkpoints, plain, proposer, options):
@@ -49,6 +50,7 @@ def test_requests_of_all_kinds_say_the_same(checkpoints: Checkpoints, plain, pro
     assert sum(stats.accepted_at) == stats.accepted_tokens
 
 
+@pytest.mark.sampled(4)
 @each_proposer
 @each_variant
 def test_a_device_that_works_late_says_the_same(checkpoints: Checkpoints, references, variant, proposer):
@@ -61,7 +63,7 @@ def test_a_device_that_works_late_says_the_same(checkpoints: Checkpoints, refere
     assert llm.core.stats.speculation.draft_tokens
 
 
-@each_proposer
+@pytest.mark.parametrize("proposer", ["Perfect", "Mixed"])
 def test_stop_strings_within_accepted_drafts_end_the_answer(checkpoints: Checkpoints, references, proposer):
     prompts = [continuation.prompt for continuation in references.continuations("llama")[:8]]
     expected = generate(make_llm(checkpoints.path("llama")), prompts)

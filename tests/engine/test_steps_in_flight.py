@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,13 @@ TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 24, "max_num_s
 VOCAB = 320
 
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
+each_engine = pytest.mark.parametrize(
+    ("variant", "options"),
+    [
+        pytest.param(variant, options, id=f"{variant}-{name}", marks=[pytest.mark.sampled(11)] * (index in (1, 2)))
+        for index, (variant, (name, options)) in enumerate(product(VARIANTS, [("roomy", {}), ("tight", TIGHT)]))
+    ],
+)
 
 
 def outcomes(outputs: list[RequestOutput]) -> list[tuple[list[int], str, str | None, int | str | None]]:
@@ -81,10 +89,9 @@ def test_the_late_device_finds_out_a_core_that_reads_results_early(checkpoints):
         llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
 
 
-@each_variant
-@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+@each_engine
 def test_stop_tokens_end_the_same(checkpoints: Checkpoints, references: References, variant, options):
-    expected = references.continuations(variant)[:16]
+    expected = references.continuations(variant)[:12]
     stops = [c.token_ids[5 * i % 60] for i, c in enumerate(expected)]
     params = [GREEDY.clone(stop_token_ids=[stop]) for stop in stops]
     made = at_both_depths(checkpoints, variant, [c.prompt for c in expected], params, **options)
@@ -95,11 +102,10 @@ def test_stop_tokens_end_the_same(checkpoints: Checkpoints, references: Referenc
             assert (reason, stop_reason) == ("stop", stop)
 
 
-@each_variant
-@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+@each_engine
 def test_stop_strings_end_the_same(checkpoints: Checkpoints, references: References, variant, options):
     llm = make_llm(checkpoints.path(variant))
-    expected = references.continuations(variant)[:16]
+    expected = references.continuations(variant)[:12]
     prompts = [c.prompt for c in expected]
     texts = [o.outputs[0].text for o in generate(llm, prompts)]
     stops = [text[8 + i : 11 + i] for i, text in enumerate(texts)]
@@ -110,11 +116,10 @@ def test_stop_strings_end_the_same(checkpoints: Checkpoints, references: Referen
         assert (reason, stop_reason) == ("stop", stop)
 
 
-@each_variant
-@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+@each_engine
 def test_seeded_requests_of_all_kinds_say_the_same(checkpoints: Checkpoints, references: References, variant, options):
     draw = random.Random(3)
-    expected = references.continuations(variant)[:24]
+    expected = references.continuations(variant)[:10]
     params = [
         SamplingParams(
             temperature=draw.choice([0, 0.5, 1, 1.5]), top_p=draw.choice([1, 0.9]), top_k=draw.choice([0, 20]),
@@ -127,9 +132,8 @@ def test_seeded_requests_of_all_kinds_say_the_same(checkpoints: Checkpoints, ref
     assert {reason for _, _, reason, _ in made} == {"length", "stop"}
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@each_variant
-@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.sampled(11)), 2])
+@each_engine
 def test_aborts_leave_the_others_as_they_were_and_nothing_behind(
     checkpoints: Checkpoints, references: References, variant, options, depth
 ):
@@ -159,7 +163,9 @@ def test_aborts_leave_the_others_as_they_were_and_nothing_behind(
 # ---- requests that the worker refuses
 
 
-@pytest.fixture(params=[0, 1, 2], ids=["plain", "late, depth 1", "late, depth 2"])
+@pytest.fixture(
+    params=[0, pytest.param(1, marks=pytest.mark.sampled(11)), 2], ids=["plain", "late, depth 1", "late, depth 2"]
+)
 def prepare(request: pytest.FixtureRequest) -> Any:
     """Puts an LLM on the plain executor, or on a late device."""
 
@@ -178,8 +184,7 @@ def bad_request(llm: LLM, request_id: str, prompt: list[int], token: int = 99_99
     return request
 
 
-@each_variant
-@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+@each_engine
 def test_a_request_that_the_worker_refuses_fails_alone(checkpoints, references, prepare, variant, options):
     llm = prepare(make_llm(checkpoints.path(variant), **options))
     expected = references.continuations(variant)[:12]
@@ -302,9 +307,9 @@ class ChainGate(GrammarGate):
             line[token // 32] = 1 << token % 32
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["plain", "late"])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.sampled(11)), True], ids=["plain", "late"])
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.sampled(11)), TIGHT], ids=["roomy", "tight"])
 def test_masks_follow_the_tokens_of_the_step_before(checkpoints, references, late, depth, options):
     llm = make_llm(checkpoints.path("llama"), **options)
     scheduler = watched_scheduler(llm, depth, ChainGate(lambda: (None, [])))

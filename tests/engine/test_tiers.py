@@ -68,7 +68,9 @@ def small(path: Path, **options: Any) -> LLM:
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral-window-20", "gemma3", "deepseek_v3", "mamba2", "bamba"])
-@pytest.mark.parametrize("tiers", ["memory", "disk", "both"])
+@pytest.mark.parametrize(
+    "tiers", [*(pytest.param(t, marks=pytest.mark.sampled(3)) for t in ("memory", "disk")), "both"]
+)
 def test_what_has_left_the_cache_is_loaded_and_says_the_same(checkpoints, tmp_path, variant, tiers):
     path = checkpoints.path(variant)
     blocks = {"num_gpu_blocks_override": 60} if variant in ("gemma3", "bamba") else {}  # with several groups
@@ -88,8 +90,8 @@ def test_what_has_left_the_cache_is_loaded_and_says_the_same(checkpoints, tmp_pa
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"tensor_parallel_size": 2}, id="tp"),
-        pytest.param({"pipeline_parallel_size": 2}, id="pp", marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2}, id="tp", marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2}, id="pp", marks=pytest.mark.nightly),
     ],
 )
 def test_each_rank_keeps_its_part(checkpoints, tmp_path, options):
@@ -102,7 +104,8 @@ def test_each_rank_keeps_its_part(checkpoints, tmp_path, options):
     llm.shutdown()
 
 
-@pytest.mark.parametrize("layers", [[2, 1], [1, 2]], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [[2, 1], pytest.param([1, 2], marks=pytest.mark.nightly)], ids=str)
 def test_ranks_with_unequal_layers_have_equally_many_blocks_in_memory(checkpoints, layers):
     path = checkpoints.path("llama")
     whole = small(path)

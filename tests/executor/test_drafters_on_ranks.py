@@ -28,11 +28,13 @@ def drafters(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory)
         pytest.param(
             "similar", {"draft_tensor_parallel_size": 1}, id="each-rank-has-the-draft-model", marks=pytest.mark.slow
         ),
-        pytest.param("similar", {"draft_tensor_parallel_size": 2}, id="ranks-share-the-draft-model"),
+        pytest.param(
+            "similar", {"draft_tensor_parallel_size": 2}, id="ranks-share-the-draft-model", marks=pytest.mark.slow
+        ),
         pytest.param("eagle3", {}, marks=pytest.mark.slow),
-        pytest.param("p-eagle", {"adaptive": True}, marks=pytest.mark.slow),
+        pytest.param("p-eagle", {"adaptive": True}, marks=pytest.mark.nightly),
         pytest.param("medusa", {}, marks=pytest.mark.slow),
-        pytest.param("mlp_speculator", {}, marks=pytest.mark.slow),
+        pytest.param("mlp_speculator", {}, marks=pytest.mark.nightly),
     ],
 )
 def test_two_ranks_say_the_same(drafters: Drafters, kind: str, options: dict[str, Any]):

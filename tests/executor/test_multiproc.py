@@ -116,6 +116,7 @@ def test_ranks_with_nothing_to_do_stay(llm):
     assert generate(llm, [[5, 6, 7]])
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_an_error_that_names_it(checkpoints):
     before = children()
     llm = split_llm(checkpoints.path("llama"))
@@ -146,6 +147,7 @@ def test_a_rank_that_dies_is_an_error_that_names_it_and_nothing_hangs(checkpoint
     wait_for_no_children_but(before)
 
 
+@pytest.mark.slow
 def test_a_fault_in_a_step_is_the_result_of_that_step(checkpoints):
     """And the ranks end with the executor, when nobody refers to it any more."""
     before = children()
@@ -157,6 +159,7 @@ def test_a_fault_in_a_step_is_the_result_of_that_step(checkpoints):
     wait_for_no_children_but(before)
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_load_the_model_end_with_its_error(tmp_path):
     path = write_checkpoint(tmp_path, "llama", {})
     config = json.loads((path / "config.json").read_text())
@@ -188,7 +191,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("phase", ["loading", "running"])
+@pytest.mark.parametrize("phase", [pytest.param("loading", marks=pytest.mark.slow), "running"])
 def test_ranks_end_when_the_executors_process_is_killed_and_leave_no_files(checkpoints, tmp_path: Path, phase):
     """The program is a script without a guard for __main__, which processes of multiprocessing would need."""
     script = tmp_path / "program.py"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -66,6 +67,11 @@ def verified(implementation: Implementation, p: Tensor, q: Tensor, drafts: Tenso
     return drafts, implementation.function(p.expand(DRAWS, -1), q.expand(DRAWS, -1), drafts, seeds, positions)
 
 
+@cache
+def verified_pair(implementation: Implementation, pair: Callable[[], Pair]) -> Pair:
+    return verified(implementation, *pair())
+
+
 def p_value(counts: Tensor, probabilities: Tensor) -> float:
     """Of Pearson's chi-square test, by Wilson and Hilferty's approximation. Tokens that are expected less than 5 times
     are one class."""
@@ -86,7 +92,7 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
 @pairs
 def test_tokens_have_the_distribution_of_the_target(implementation: Implementation, pair: Callable[[], Pair]):
     p, q = pair()
-    drafts, tokens = verified(implementation, p, q)
+    drafts, tokens = verified_pair(implementation, pair)
     assert p_value(drafts.bincount(minlength=VOCAB), q.softmax(-1)) > 1e-4
     assert p_value(tokens.bincount(minlength=VOCAB), p.softmax(-1)) > 1e-4
 
@@ -96,7 +102,7 @@ def test_as_many_drafts_are_accepted_as_the_distributions_have_in_common(
     implementation: Implementation, pair: Callable[[], Pair]
 ):
     p, q = pair()
-    drafts, tokens = verified(implementation, p, q)
+    drafts, tokens = verified_pair(implementation, pair)
     common = float(torch.minimum(p.softmax(-1), q.softmax(-1)).sum())
     noise = math.sqrt(common * max(1 - common, 0) / DRAWS)
     assert abs(float((drafts == tokens).double().mean()) - common) <= 4 * noise + 1e-6
@@ -105,7 +111,7 @@ def test_as_many_drafts_are_accepted_as_the_distributions_have_in_common(
 @pairs
 def test_rejected_drafts_leave_what_the_target_has_more_of(implementation: Implementation, pair: Callable[[], Pair]):
     p, q = pair()
-    drafts, tokens = verified(implementation, p, q)
+    drafts, tokens = verified_pair(implementation, pair)
     residual = (p.softmax(-1) - q.softmax(-1)).clamp(min=0)
     rejected = tokens[tokens != drafts]
     if len(rejected):

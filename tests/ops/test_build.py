@@ -260,6 +260,7 @@ def test_the_compiler_needs_no_other_folder_than_that_of_the_library(small_sourc
     assert works(build.load(tmp_path))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_kernels_bring_no_openmp_runtime_beside_torchs():
     code = """

@@ -30,6 +30,7 @@ print(CudaUtils().load_binary)
 """
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_machine_without_a_compiler_loads_the_library_that_another_one_compiled(tmp_path: Path):
     """A library of functions that do nothing stands in for the driver, which only a machine with a GPU has."""

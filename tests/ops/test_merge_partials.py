@@ -28,10 +28,11 @@ def merge(request: pytest.FixtureRequest) -> Function:
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
+@pytest.mark.sampled(2)
 @each_dtype
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize(
-    ("parts", "tokens", "heads", "dim"), [(1, 1, 1, 1), (2, 0, 3, 8), (5, 7, 3, 33), (16, 3, 8, 64)]
+    ("parts", "tokens", "heads", "dim"), [(1, 1, 1, 1), (2, 0, 3, 8), (5, 7, 3, 33), (16, 3, 2, 64)]
 )
 def test_the_result_is_that_of_the_formula(merge, dtype, with_sinks, parts, tokens, heads, dim):
     """Some parts of some queries are empty, and one query has none at all. Their results may be anything."""

@@ -19,7 +19,7 @@ ROWS = 200
 Function = Callable[[Tensor], Tensor]  # of [rows, ...] by rows
 
 
-@pytest.fixture(params=["float32", "bfloat16", "float16"])
+@pytest.fixture(params=["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.sampled(5))])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     if build.library() is None:
         pytest.skip("the CPU kernels cannot be compiled here")
@@ -38,7 +38,7 @@ def check(function: Function, x: Tensor, what: str) -> None:
     torch.set_num_threads(1)
     alone = torch.cat([function(x[i : i + 1]) for i in range(len(x))])
     assert torch.isfinite(alone.float()).all()
-    for threads in range(1, 5):
+    for threads in (1, 2, 4):
         torch.set_num_threads(threads)
         for start, stop in ((0, 2), (1, 6), (3, 20), (0, 65), (7, len(x)), (0, len(x))):
             got = function(x[start:stop].clone())
@@ -113,7 +113,7 @@ def test_maps_of_latent_attention(kernels: Kernels) -> None:
 
 def test_activations_and_norms(kernels: Kernels) -> None:
     dtype = kernels.target.dtype
-    for width in (24, 1003, 4096):
+    for width in (24, 1003, 2048):
         x = 3 * torch.randn(ROWS, 2 * width).to(dtype)
         for name in ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu", "relu2"):
             check(activation(kernels, name, gated=True), x, f"{name} gated")

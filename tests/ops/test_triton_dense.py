@@ -16,8 +16,8 @@ from quire_triton.targets import INTERPRETED
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+SAMPLED = [pytest.param(dtype, marks=pytest.mark.sampled(5)) for dtype in (torch.float16, torch.bfloat16)]
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, *SAMPLED], ids=str)
 
 
 def draw(dtype: torch.dtype, *size: int) -> Tensor:
@@ -31,7 +31,7 @@ def close(product: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(product.float(), wanted.float(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(params=[1, 132], ids=["whole", "parts"])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.sampled(3)), 132], ids=["whole", "parts"])
 def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """With one processor, a sum is not divided. With many, it is, and each program computes one part."""
     card = CARDS["sm_90"].__class__(**{**vars(CARDS["sm_90"]), "processors": request.param})

@@ -45,16 +45,16 @@ def check(made: Texts, expected: Texts, dtype: torch.dtype) -> None:
     torch.testing.assert_close(made.pages.behind, expected.pages.behind, **CLOSE[dtype])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("block_size", [48], indirect=True)  # the last chunk of a block is shorter
 @pytest.mark.parametrize("name", SHAPES)
 def test_long_and_short_texts_in_steps_with_rejected_drafts(name, block_size, dtype):
     """A chunk and a token, a step that begins behind uncertain tokens within a chunk, and single tokens beside it."""
-    lengths, drafts = [75, 20], 2
+    lengths, drafts = [52, 20], 2
     expected, made = (Texts(SHAPES[name], lengths, drafts, dtype) for _ in range(2))
     chosen, real = kernels(dtype, reference=True), expected.x[0].clone()
-    for spans, wrong in (([(0, 0, 35), (1, 0, 19)], 1), ([(0, 34, 75), (1, 19, 20)], 0)):
+    for spans, wrong in (([(0, 0, 35), (1, 0, 19)], 1), ([(0, 34, 52), (1, 19, 20)], 0)):
         results = []
         for texts, each in ((expected, chosen), (made, KERNELS)):
             end = spans[0][2]
@@ -82,9 +82,11 @@ class Decaying:
         return x, decay.view(-1, 1).repeat(1, x.shape[1])
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block_size", [64], indirect=True)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "removal", *(pytest.param(name, marks=pytest.mark.sampled(4)) for name in ("delta", "by channel"))],
+)
 def test_decays_of_one_and_zero_and_strong_ones(name, block_size):
     """Decays of 1 with some of 0, of exp(-20) with some near 1, and of 0.9 with some of 0."""
     expected, made = (Texts(SHAPES[name], [40] * 3, 0, torch.float32) for _ in range(2))
@@ -95,7 +97,7 @@ def test_decays_of_one_and_zero_and_strong_ones(name, block_size):
 
 @pytest.mark.parametrize("block_size", [8], indirect=True)
 def test_blocks_that_are_smaller_than_a_chunk(block_size):
-    expected, made = (Texts(SHAPES["delta"], [1, 19, 17, 40], 3, torch.float32) for _ in range(2))
+    expected, made = (Texts(SHAPES["delta"], [1, 19], 3, torch.float32) for _ in range(2))
     theirs = expected.whole(kernels(torch.float32, reference=True))
     torch.testing.assert_close(made.whole(KERNELS), theirs, rtol=1e-4, atol=1e-5)
     check(made, expected, torch.float32)

@@ -7,6 +7,8 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
+
 from quire.parallel.meeting import Meeting
 from support.cluster import SECRET, listening
 from support.waiting import LONGEST
@@ -30,6 +32,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_ranks_meet_at_the_store_of_the_head():
     with listening() as head:
         command = [sys.executable, "-c", PROGRAM]

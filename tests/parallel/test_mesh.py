@@ -175,6 +175,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_three_processes_exchange_rows_and_tensors():
     store = open_meeting("127.0.0.1")
     ranks = [

@@ -61,6 +61,7 @@ def test_a_rank_has_as_many_bytes_as_counted(checkpoints, variant, tp):
     assert weights_in_memory(built(path, tp)) == pytest.approx(expected, rel=0.03)  # small parts are padded
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("variant", ["llama", "gemma3", "llama-gqa2-tied-llama3"])
 def test_a_stage_has_the_layers_and_tables_that_are_counted(checkpoints, variant, stage):
@@ -71,6 +72,7 @@ def test_a_stage_has_the_layers_and_tables_that_are_counted(checkpoints, variant
     assert weights_in_memory(model) == pytest.approx(part.weights(None)[0] + tables(path), rel=0.02)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("variant", ["llama", "gemma3", "deepseek_v3", "qwen3-mixed-windows-biases", "falcon_h1"])
 def test_the_groups_of_the_cache_are_those_of_a_worker(checkpoints, variant, tp):

@@ -115,7 +115,7 @@ def run(scheduler: Scheduler, worker: Worker, dice: random.Random | None = None)
     return finished
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.lists(st.sampled_from([*SIZES, 1, 4]), min_size=1, max_size=4), min_size=1, max_size=8),
     st.integers(8, 20),

@@ -1021,14 +1021,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(  # of the profile: 100 examples, or those of --hypothesis-profile=thorough
-    settings(), max_examples=2 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck)
+TestSchedulerMachine.settings = (
+    settings(  # half of the profile's 100 examples, or of those of --hypothesis-profile=thorough
+        settings(), max_examples=settings().max_examples // 2, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 )
 
 
 # ---- long random walks, for what needs a history
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("groups", list(KV_GROUPS))
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
@@ -1038,7 +1041,7 @@ def test_a_long_random_walk_loses_and_leaks_nothing(groups: str, depth: int, see
 
 @pytest.mark.parametrize("tiers", ["memory", "disk", "both"])
 def test_walks_load_what_has_left_the_pool(tiers: str) -> None:
-    walks = [walk(groups, 2, seed, tiers=tiers) for groups in ("full", "mixed") for seed in (10, 11)]
+    walks = [walk(groups, 2, seed, tiers=tiers) for groups, seed in (("full", 10), ("mixed", 11))]
     assert sum(house.mover.loads for house in walks) > 5
     assert sum(house.mover.failures for house in walks) > 5
 

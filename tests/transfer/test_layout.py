@@ -24,6 +24,7 @@ MODELS = {
 SIZES = list(itertools.product((1, 2, 4), (1, 2)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize(("ours", "theirs"), list(itertools.product(SIZES, SIZES)))
 def test_the_planned_runs_fill_every_head(model: ModelModel, ours: tuple[int, int], theirs: tuple[int, int]) -> None:

@@ -26,6 +26,7 @@ from support.kv_peers import GQA, LATENTS, NAME, SECRET, WINDOWS, Consumer, Copi
 from support.waiting import LONGEST, eventually
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
 @pytest.mark.parametrize("model", [GQA, LATENTS, WINDOWS], ids=["gqa", "latents", "windows"])
 @pytest.mark.parametrize(("theirs", "ours"), [((1, 1), (1, 1)), ((2, 2), (1, 1)), ((1, 1), (4, 1)), ((4, 1), (2, 2))])
@@ -287,7 +288,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed(make: Make, shared: bool) -> None:
     """Blocks come from another process. When it is killed in the middle, they are reported as failed, or were read."""
     model = ModelModel(head_dim=512, block_size=64)

@@ -81,7 +81,7 @@ def test_prompt_logprobs_and_draws_are_the_same(checkpoints, references):
         for i in range(len(prompts))
     ]
     plain = make_llm(checkpoints.path("llama"))
-    late = make_llm(checkpoints.path("llama"))
+    late = make_llm(checkpoints.path("llama"), max_num_seqs=12, max_num_batched_tokens=64)
     run_late(late, captured=True)
     for a, b in zip(generate(plain, prompts, params), generate(late, prompts, params), strict=True):
         assert tokens_of([a]) == tokens_of([b])
@@ -92,7 +92,7 @@ def test_prompt_logprobs_and_draws_are_the_same(checkpoints, references):
 
 
 def test_what_cannot_be_captured_runs_all_the_same(checkpoints, references, monkeypatch, caplog):
-    llm = make_llm(checkpoints.path("llama"))
+    llm = make_llm(checkpoints.path("llama"), max_num_seqs=4, max_num_batched_tokens=64)
 
     def capture(self: Any, run: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nand much more")

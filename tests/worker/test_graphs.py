@@ -46,7 +46,9 @@ def said(llm: LLM) -> list[Any]:
     return [(o.token_ids, [{t: v.logprob for t, v in at.items()} for at in o.logprobs]) for o in outputs]
 
 
-@pytest.mark.parametrize("variant", RECORDED)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=[pytest.mark.sampled(5)] * (name != "gemma3")) for name in RECORDED]
+)
 @pytest.mark.parametrize(
     "options",
     [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"},
@@ -73,7 +75,7 @@ def test_preempted_requests_too():
     assert_preempted(crowded)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("variant", MORE_RECORDED)
 def test_so_do_those_of_other_layers(tmp_path, variant):
     kind, config, writing = ALL_VARIANTS[variant]
@@ -93,7 +95,7 @@ def test_so_do_those_of_quantized_experts_that_fill_panels(tmp_path, quantizatio
 
 
 def test_engines_of_several_threads_record_their_own_kernels():
-    engines = [LLM(bundled_model(), max_model_len=256, max_num_seqs=16, num_gpu_blocks_override=400) for _ in range(3)]
+    engines = [LLM(bundled_model(), max_model_len=256, max_num_seqs=16, num_gpu_blocks_override=400) for _ in range(2)]
     wanted = tokens_of(generate(LLM(bundled_model(), enforce_eager=True, max_model_len=256), PROMPTS, PARAMS))
     with ThreadPoolExecutor(len(engines)) as pool:
         for made in pool.map(lambda llm: tokens_of(generate(llm, PROMPTS, PARAMS)), engines):
@@ -110,6 +112,7 @@ def test_a_model_of_other_operations_runs_as_ever(tmp_path):
     assert torch.is_inference_mode_enabled() is False
 
 
+@pytest.mark.slow
 def test_recording_does_not_import_torchs_compiler():
     """It would take a second of the first answer, and 130 MB."""
     program = """

@@ -42,7 +42,7 @@ KINDS: list[SamplingParams] = [
 BAD_WORDS = [[word, other] for word in WORDS for other in WORDS if (word + other) % 3] + [[9], [5, 6, 7], [8, 5, 10]]
 
 
-@pytest.fixture(scope="module", params=["raw_logprobs", "processed_logprobs"])
+@pytest.fixture(scope="module", params=["raw_logprobs", pytest.param("processed_logprobs", marks=pytest.mark.nightly)])
 def llm(request: pytest.FixtureRequest, checkpoints: Any) -> LLM:
     """Its steps report what was sampled at each place, whatever the draft behind it is."""
     llm = make_llm(checkpoints.path("qwen3-mixed-windows-biases"), logprobs_mode=request.param)

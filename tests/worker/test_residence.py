@@ -65,7 +65,7 @@ def check_update(source: Path, tmp_path: Path, **options: Any) -> None:
     assert said(llm) == before
 
 
-FAST = ["llama", "mixtral", "deepseek_v3"]
+FAST = ["llama", "mixtral"]
 
 
 @pytest.mark.parametrize("family", FAST)
@@ -79,7 +79,14 @@ def test_every_family_takes_new_weights(checkpoints, tmp_path, family):
     check_update(checkpoints.path(FAMILIES[family][0]), tmp_path)
 
 
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4"}, {"enforce_eager": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "int8"},
+        pytest.param({"quantization": "int4"}, marks=pytest.mark.nightly),
+        {"enforce_eager": True},
+    ],
+)
 def test_weights_that_are_quantized_at_load_are_replaced_too(checkpoints, tmp_path, options):
     check_update(checkpoints.path("llama"), tmp_path, **options)
 
@@ -179,7 +186,7 @@ def test_adapters_stay_when_the_weights_are_dropped():
     assert answer() == expected
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=pytest.mark.nightly)])
 def test_a_drafter_stays_when_the_weights_are_dropped(quantization):
     """Small tensors, which are quantized at load, lie side by side in memory that is given back as a whole."""
     options = {"method": "draft_model", "model": str(bundled_model()), "num_speculative_tokens": 2}

@@ -71,6 +71,7 @@ def test_a_count_is_written_for_people(number, text):
     assert _count(int(number)) == text
 
 
+@pytest.mark.slow
 def test_the_log_of_a_start_names_model_size_context_cache_and_url(checkpoints):
     path = str(checkpoints.path("llama"))
     with Server(path, "--max-model-len", "128", "--num-gpu-blocks-override", "81", "--dtype", "float32") as server:

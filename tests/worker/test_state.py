@@ -28,8 +28,15 @@ def assert_same_state(state: DeviceState, batch: InputBatch) -> None:
     assert torch.equal(state.token_ids[known], wanted.token_ids[known])
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize(
+    ("options", "captured"),
+    [
+        pytest.param({}, False, id="roomy"),
+        pytest.param(TIGHT, True, id="tight-captured"),
+        pytest.param({}, True, id="roomy-captured", marks=pytest.mark.nightly),
+        pytest.param(TIGHT, False, id="tight", marks=pytest.mark.nightly),
+    ],
+)
 def test_the_state_follows_requests_that_come_go_and_are_preempted(checkpoints, references, options, captured):
     llm = make_llm(checkpoints.path("qwen3-mixed-windows-biases"), **options)
     device = run_late(llm, captured=captured)

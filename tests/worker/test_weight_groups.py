@@ -47,12 +47,17 @@ def test_every_family_takes_weights_from_a_trainer(checkpoints, tmp_path, family
     check_update(checkpoints.path(FAMILIES[family][0]), tmp_path)
 
 
+@pytest.mark.slow
 def test_weights_that_are_quantized_at_load_come_from_a_trainer_too(checkpoints, tmp_path):
     check_update(checkpoints.path("llama"), tmp_path, quantization="int8")
 
 
 @pytest.mark.parametrize(
-    "axis", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)]
+    "axis",
+    [
+        pytest.param("tensor_parallel_size", marks=pytest.mark.slow),
+        pytest.param("pipeline_parallel_size", marks=pytest.mark.nightly),
+    ],
 )
 def test_all_ranks_take_weights_from_a_trainer(checkpoints, tmp_path, axis):
     check_update(checkpoints.path("llama-gqa2-tied-llama3"), tmp_path, ranks=2, buckets=2, **{axis: 2})
@@ -71,11 +76,14 @@ def wrong(fields: dict[str, Any], **changes: Any) -> dict[str, Any]:
     ("changes", "problem"),
     [
         ({"names": "model.extra.weight"}, "names: the model's checkpoint has no tensor 'model.extra.weight'"),
-        ({"shapes": [1 << 40, 1 << 20]}, rf"shapes: tensor {NORM} has \[64, 96\], got"),
-        ({"shapes": [-1]}, rf"shapes: tensor {NORM} has \[64, 96\], got \[-1\]"),
-        (
+        pytest.param(
+            {"shapes": [1 << 40, 1 << 20]}, rf"shapes: tensor {NORM} has \[64, 96\], got", marks=pytest.mark.slow
+        ),
+        pytest.param({"shapes": [-1]}, rf"shapes: tensor {NORM} has \[64, 96\], got \[-1\]", marks=pytest.mark.nightly),
+        pytest.param(
             {"dtypes": "int8"},
             f"dtypes: tensor {NORM} should have one of float32, float16, bfloat16, float64, got 'int8'",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -96,6 +104,7 @@ def test_tensors_that_do_not_fit_are_refused_and_the_trainer_is_not_left_waiting
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named_and_the_group_stays(checkpoints, tmp_path):
     source = checkpoints.path("llama")
     target = edited(source, tmp_path / "new", shuffled)
@@ -114,7 +123,7 @@ def test_what_is_missing_is_named_and_the_group_stays(checkpoints, tmp_path):
     assert said(llm) == before
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.slow)])
 def test_a_trainer_that_dies_leaves_the_old_weights(checkpoints, tmp_path, size):
     source = checkpoints.path("llama")
     target = edited(source, tmp_path / "new", shuffled)
