@@ -19,9 +19,10 @@ from quire.engine.core_client import CoreState
 from quire.engine.llm import LLM
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from support.engines import core_processes
 from support.engines import run_and_leave_no_core as run
 from support.faults import FAULTS
-from support.waiting import eventually_async
+from support.waiting import LONGEST, eventually_async
 
 pytestmark = pytest.mark.texts
 

@@ -94,6 +94,12 @@ class Meter:
         return report
 
 
+def _without_group(nodeid: str) -> str:
+    """xdist appends the group of a test to its name."""
+    name, _, group = nodeid.rpartition("@")
+    return nodeid if not name or "]" in group else name
+
+
 class Table:
     """In the process that prints: adds up the costs of the reports."""
 
@@ -111,7 +117,7 @@ class Table:
         for fixture, own in costs["fixtures"]:
             self.fixtures[fixture].append(own)
             seconds -= own
-        self.tests[report.nodeid] += max(seconds, 0.0)
+        self.tests[_without_group(report.nodeid)] += max(seconds, 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for line in self.lines():
