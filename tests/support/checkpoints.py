@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,8 @@ def build(kind: str, config: dict[str, Any], seed: int = 0) -> Any:
     config_class, model = model_class(kind)
     known = {*config_class().to_dict(), *config_class.attribute_map}
     base = {name: value for name, value in BASE.items() if name in known}
-    network = model(config_class(**{**base, "pad_token_id": None, **stand_in_config(kind, config)})).float()
+    fields = deepcopy({**base, "pad_token_id": None, **stand_in_config(kind, config)})  # transformers adds to some
+    network = model(config_class(**fields)).float()
     scale_weights(network, seed)
     return network.eval()
 
