@@ -15,10 +15,13 @@ COMBINES = [
     "adapters × chunked prefill, prefix caching, sliding window, experts, latent attention, sinks, soft caps and "
     "ALiBi, recurrent layers"
 ]
-FIRST = [variants[0] for variants in FAMILIES.values()]
+IN_EACH_RUN = ("llama", "deepseek_v3", "falcon_h1")  # also with experts, latent attention, recurrent layers
+FIRST = [
+    pytest.param(variants[0], marks=[] if variants[0] in IN_EACH_RUN else pytest.mark.sampled(12))
+    for variants in FAMILIES.values()
+]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", FIRST)
 def test_adapters_in_one_batch_are_as_if_merged(checkpoints, tmp_path, variant):
     """Two adapters and the base model in one batch: chunked, and then with a warm cache."""

@@ -6,6 +6,7 @@ import json
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.config import ConfigError
 from quire.engine.llm import LLM
+from quire.executor.multiproc import MultiprocExecutor
 from quire.lora import LoRARequest
 from quire.lora.checkpoint import read_adapter
 from quire.messages.sampling_params import SamplingParams
@@ -21,6 +23,7 @@ from support.adapters import OPTIONS, adapted_tokens, certain_tokens, check, mer
 from support.engines import GREEDY, assert_nothing_is_left, assert_preempted, core_request, finish, make_llm, runner_of
 from support.late_device import run_late
 from support.reference import prompts
+from support.staged_ranks import StagedExecutor
 from support.waiting import LONGEST
 
 COMBINES = [
@@ -66,8 +69,18 @@ def test_embedding_and_head(checkpoints, tmp_path, variant):
     check(adapted_tokens(llm, TEXTS, [adapter, None] * 5), [(expected, without)[i % 2][i] for i in range(10)])
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize(("max_loras", "max_cpu_loras"), [(1, 1), (2, 3), (5, 5)])
+@pytest.mark.parametrize(
+    ("max_loras", "max_cpu_loras", "backend"),
+    [
+        (2, 3, "cpu"),
+        *(
+            pytest.param(*sizes, backend, marks=pytest.mark.sampled(5))
+            for sizes in [(1, 1), (2, 3), (5, 5)]
+            for backend in ("cpu", "reference")
+            if (*sizes, backend) != (2, 3, "cpu")
+        ),
+    ],
+)
 def test_more_adapters_than_slots_take_turns(base, adapters, wanted, backend, max_loras, max_cpu_loras):
     options = {"max_loras": max_loras, "max_cpu_loras": max_cpu_loras, "max_lora_rank": 6, "enable_lora": True}
     llm = make_llm(base, backend, **options)
@@ -90,7 +103,7 @@ def test_more_adapters_than_slots_take_turns(base, adapters, wanted, backend, ma
     assert len(runner_of(llm).adapters._loaded) <= max_cpu_loras
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("captured", [pytest.param(False, marks=pytest.mark.sampled(4)), True], ids=["eager", "graphs"])
 def test_two_steps_in_flight(base, adapters, wanted, captured):
     """On a device that works late: an adapter's slot is not overwritten before the steps that use it have run."""
     llm = make_llm(base, max_num_batched_tokens=48, max_num_seqs=8, **{**OPTIONS, "max_loras": 2, "max_cpu_loras": 3})
@@ -289,9 +302,11 @@ def test_with_speculation(base, adapters, wanted):
     assert llm.core.stats.speculation.accepted_tokens > 0
 
 
-def test_on_two_ranks(base, adapters, wanted):
+@pytest.mark.parametrize("executor", [StagedExecutor, pytest.param(MultiprocExecutor, marks=pytest.mark.slow)])
+def test_on_two_ranks(base, adapters, wanted, executor):
     options = {"tensor_parallel_size": 2, **OPTIONS}
-    llm = make_llm(base, **options)
+    with mock.patch("quire.executor.choice.MultiprocExecutor", executor):
+        llm = make_llm(base, **options)
     try:
         made = adapted_tokens(llm, TEXTS, [adapters[i % 4] for i in range(len(TEXTS))])
         check(made, [wanted[i % 4][i] for i in range(len(TEXTS))])

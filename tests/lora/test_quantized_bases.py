@@ -53,7 +53,13 @@ def dequantized(llm: LLM, directory: Path, adapter: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("quantization", "dtype"), [("int8", "float32"), ("int4", "float32"), ("int8", "bfloat16")])
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [
+        ("int4", "float32"),
+        *(pytest.param("int8", dtype, marks=pytest.mark.sampled(4)) for dtype in ("float32", "bfloat16")),
+    ],
+)
 def test_teacher_forced_tokens_are_those_of_the_dequantized_model(tmp_path, quantization, dtype):
     llm = LLM(dtype=dtype, quantization=quantization, enable_lora=True, max_num_seqs=4)
     adapter = write_adapter(tmp_path / "a", modules_of(llm, embedding=False), rank=16)

@@ -100,10 +100,13 @@ class StagedExecutor(Executor):
 
     def load_adapter(self, key: str, path: str) -> Future[None]:
         loaded: Future[None] = Future()
-        for runner in self.runners:
-            assert runner.adapters is not None
-            runner.adapters.load(key, path)
-        loaded.set_result(None)
+        try:
+            for runner in self.runners:
+                assert runner.adapters is not None
+                runner.adapters.load(key, path)
+            loaded.set_result(None)
+        except ValueError as error:
+            loaded.set_exception(error)
         return loaded
 
     def change(self, change: Change) -> None:
