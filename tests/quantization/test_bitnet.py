@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.quantization.ternary import TernaryWeight
-from support.engines import make_llm, runner_of, teacher_forced_logits
+from support.engines import make_llm, runner_of, runners_of_ranks, teacher_forced_logits
 from support.reference import load, logits, prompts
 
 TEXT = prompts(300, 9)[8][:60]
@@ -59,7 +59,7 @@ def written(source: Path, folder: Path, kind: str) -> tuple[Path, Any]:
     return folder, network
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.sampled(3))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ternary_weights_compute_what_those_of_transformers_do(checkpoints, tmp_path, kind, backend):
     source = checkpoints.path("bitnet")
@@ -79,7 +79,7 @@ def test_ternary_weights_compute_what_those_of_transformers_do(checkpoints, tmp_
 def test_ranks_cannot_divide_inputs_that_are_rounded_together(checkpoints, tmp_path):
     folder, _ = written(checkpoints.path("bitnet"), tmp_path, "packed")
     with pytest.raises(ValueError, match="set tensor_parallel_size to 1"):
-        make_llm(folder, tensor_parallel_size=2)
+        runners_of_ranks(folder, 2)
 
 
 @pytest.mark.parametrize(

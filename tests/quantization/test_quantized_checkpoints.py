@@ -43,6 +43,7 @@ def test_so_does_one_in_a_further_format(wide, tmp_path, name):
     assert isinstance(runner_of(llm).model.layers[0].mixer.qkv.weight, QuantizedWeight)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["gptq", "fp8-block", "awq", "int8-channel"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2", "phi3"])
 def test_so_do_those_of_other_families(tmp_path, name, family):

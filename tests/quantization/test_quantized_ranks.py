@@ -50,6 +50,7 @@ def six_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("six_heads"), "llama", sizes)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_ranks_compute_with_exactly_the_weights_that_a_checkpoint_means(six_heads, tmp_path, name):
     """Two ranks have three heads of 16 inputs each: parts of groups of 32."""
@@ -59,6 +60,7 @@ def test_ranks_compute_with_exactly_the_weights_that_a_checkpoint_means(six_head
         check(logits_of_ranks(runners_of_ranks(quantized, ranks), TEXT), wanted)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["gptq", "awq", "packed-4-bits-act-order", "float8-block"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_so_do_ranks_that_share_experts(tmp_path, name, family):
@@ -71,10 +73,16 @@ def test_so_do_ranks_that_share_experts(tmp_path, name, family):
         check(logits_of_ranks(runners_of_ranks(quantized, ranks), TEXT), wanted)
 
 
-FEW = [pytest.param(kind, marks=pytest.mark.sampled(4)) for kind in FURTHER_TYPES]
+IN_EACH_RUN = ("Q4_K", "Q8_0")  # blocks of 256 and of 32
 
 
-@pytest.mark.parametrize("kind", [*TYPES, *TABLE_TYPES, *FEW])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in IN_EACH_RUN else pytest.mark.sampled(8))
+        for kind in [*TYPES, *TABLE_TYPES, *FURTHER_TYPES]
+    ],
+)
 def test_ranks_divide_the_blocks_of_gguf_files(tmp_path, kind):
     """256 inputs of four heads, in blocks of 32 or one of 256; and 512 of the MLP."""
     path = write_gguf(write_checkpoint(tmp_path / "source", "llama", WIDE), tmp_path / "model.gguf", kind)
@@ -122,7 +130,8 @@ def test_ranks_get_whole_groups_of_the_inner_elements_of_an_mlp():
     assert shares(96, 4, GPTQ(4, 32, 1)) == [(24 * i, 24 * i + 24) for i in range(4)]  # fewer groups than ranks
 
 
-@pytest.mark.parametrize("name", ["gguf", pytest.param("gptq-act-order", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gguf", pytest.param("gptq-act-order", marks=pytest.mark.nightly)])
 def test_two_processes(tmp_path: Path, name: str) -> None:
     source = write_checkpoint(tmp_path / "source", "llama", WIDE)
     if name == "gguf":
