@@ -63,7 +63,10 @@ COMBINES = ["GGUF, sliding window"]
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "gguf_greedy.json").read_text("utf-8"))
 TEXT = prompts(300, 9)[8][:60]
-SOME = [pytest.param(kind, marks=pytest.mark.sampled(4)) for kind in FURTHER_TYPES]
+SOME = [
+    *(pytest.param(kind, marks=pytest.mark.sampled(3)) for kind in (*TYPES, *TABLE_TYPES)),
+    *(pytest.param(kind, marks=pytest.mark.sampled(12)) for kind in FURTHER_TYPES),
+]
 
 
 # ---- blocks
@@ -106,7 +109,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("wide"), "llama", {**WIDE, "tie_word_embeddings": True}, seed=3)
 
 
-@pytest.mark.parametrize("kind", [*TYPES, *TABLE_TYPES, *SOME])
+@pytest.mark.parametrize("kind", SOME)
 def test_a_file_says_what_transformers_says_with_the_weights_that_it_means(wide, tmp_path, kind):
     path = write_gguf(wide, tmp_path / "model.gguf", kind)
     model = reference(write_meaning(wide, tmp_path / "meaning", kind))
@@ -142,7 +145,7 @@ def the_recorded_file(path: Path, case: dict[str, Any]) -> bool:
     return hashlib.sha256(path.read_bytes()).hexdigest() == case["sha256"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", [c for c in RECORDED["cases"] if not c["variant"]], ids=lambda case: case["type"])
 def test_the_greedy_tokens_are_those_of_llama_cpp(tmp_path, case):
     path = write_gguf(bundled_model(), tmp_path / "model.gguf", case["type"], "llama-bpe")
@@ -150,6 +153,7 @@ def test_the_greedy_tokens_are_those_of_llama_cpp(tmp_path, case):
     check_against_llama_cpp(make_llm(path), case, RECORDED["texts"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [c for c in RECORDED["cases"] if c["variant"]], ids=lambda case: case["variant"])
 def test_so_are_those_of_each_family_and_its_logits_are_those_of_transformers(tmp_path, case):
     checkpoint = write_family(tmp_path / "checkpoint", case["variant"])
@@ -218,6 +222,7 @@ def test_a_model_in_several_files_is_read_from_the_first(small, tmp_path):
         make_llm(first)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", ["llama-gqa2-tied-llama3", "mixtral", "phi3"])
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16"])
 def test_two_ranks_say_what_one_does(tmp_path, variant, kind):

@@ -18,6 +18,7 @@ from support.engines import GREEDY, generate, make_llm, tokens_of
 from support.hub import COMMIT, Hub, hub_environment
 from support.waiting import LONGEST
 
+WANTED = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 UNWANTED = [
     "README.md",
     "consolidated.safetensors",
@@ -69,6 +70,7 @@ def files(path):
 """
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_fetched_once_and_says_what_its_directory_says(folder, checkpoints, tmp_path):
     run = """
 from quire import LLM, SamplingParams
@@ -80,14 +82,19 @@ answer["tokens"] = llm.generate("Once upon a time", params, use_tqdm=False)[0].o
         answer = in_a_process(run, hub.address, tmp_path / "home")
         local = generate(make_llm(checkpoints.path("llama")), ["Once upon a time"], GREEDY.clone(max_tokens=16))
         assert answer["tokens"] == tokens_of(local)[0]
-        names = {
-            "config.json",
-            "generation_config.json",
-            "model.safetensors",
-            "tokenizer.json",
-            "tokenizer_config.json",
-        }
-        assert hub.fetched() == names  # no Python, no pickle, no second copy of the weights
+        assert hub.fetched() == WANTED
+    # The hub is gone: what was fetched is enough.
+    assert in_a_process(run, hub.address, tmp_path / "home") == answer
+
+
+def test_the_files_of_a_model_are_fetched_once(folder, tmp_path):
+    """No Python, no pickle, no second copy of the weights."""
+    run = ERROR_OF + "answer['path'] = str(resolve('tiny/llama')); answer['files'] = files(answer['path'])"
+    with Hub(folder) as hub:
+        answer = in_a_process(run, hub.address, tmp_path / "home")
+        assert hub.fetched() == {*answer["files"]} == WANTED
+    for name in WANTED:
+        assert (Path(answer["path"]) / name).read_bytes() == (folder / "tiny" / "llama" / name).read_bytes()
     # The hub is gone: what was fetched is enough.
     assert in_a_process(run, hub.address, tmp_path / "home") == answer
 

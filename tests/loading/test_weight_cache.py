@@ -102,14 +102,23 @@ def test_so_it_is_for_every_family(folder, checkpoints, family):
     [{"dtype": "bfloat16"}, {"quantization": "int8", "dtype": "bfloat16"}, {"quantization": "int4"},
      {"quantization": "int4", "dtype": "bfloat16"}, {"dtype": "float16"}],
 )  # fmt: skip
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_weights_may_be_quantized_at_load(folder, checkpoints, family, options):
     check_second_start(checkpoints.path(FAMILIES[family][0]), **options)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*FORMATS, *FURTHER])
+IN_EACH_RUN = [("gptq-act-order", "bfloat16"), ("nf4", "float32")]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=[] if (name, dtype) in IN_EACH_RUN else pytest.mark.sampled(16))
+        for name in [*FORMATS, *FURTHER]
+        for dtype in ("float32", "bfloat16")
+    ],
+)
 def test_checkpoints_may_be_quantized(folder, tmp_path, name, dtype):
     sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_hidden_layers": 2}
     source = write_checkpoint(tmp_path / "source", "llama", sizes)
@@ -253,6 +262,7 @@ def spoil(file: Path, how: str) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["empty", "cut off", "longer", "one bit of a tensor", "one bit of the header", "zeros"])
 def test_a_damaged_file_is_replaced(folder, checkpoints, caplog, how):
     path = checkpoints.path("llama")
@@ -283,6 +293,7 @@ def test_a_folder_that_cannot_be_written_does_no_harm(folder, checkpoints, caplo
     assert generate(llm, TEXTS)
 
 
+@pytest.mark.slow
 def test_a_read_only_folder_is_read(folder, checkpoints):
     path = checkpoints.path("llama")
     start(path)
