@@ -23,7 +23,7 @@ def test_content_and_calls_of_an_answer(sample: Sample):
 @pytest.mark.parametrize("sample", SAMPLES, ids=_NAMES)
 def test_any_split_of_an_answer_or_of_its_beginning_gives_the_same_events(sample: Sample):
     generator = random.Random(7)
-    for length in [len(sample.text), *generator.choices(range(len(sample.text)), k=20)]:
+    for length in [len(sample.text), *generator.choices(range(len(sample.text)), k=10)]:
         text = sample.text[:length]
         whole = parse(lambda: TOOLS[sample.format].make(DEFINITIONS), [text])
         cuts = [range(length), *([generator.randrange(length + 1) for _ in range(3)] for _ in range(10))]

@@ -89,7 +89,7 @@ def both(request, trained, directory_of):
     return Tokenizer.from_directory(path), AutoTokenizer.from_pretrained(path)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=TEXTS, add_special_tokens=st.booleans())
 def test_vocab_and_merges_mean_what_they_mean_to_transformers(both, text, add_special_tokens):
     ours, theirs = both
@@ -156,7 +156,7 @@ def join_what_comes_first(text: str, tokens: list[str]) -> list[str]:
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_merges_from_ranks_join_what_the_ranks_join(data):
     tokens = list("abc")
@@ -173,7 +173,7 @@ def splitter(splits: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated") for split in splits])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=TEXTS)
 def test_texts_are_split_as_transformers_splits_them_for_the_same_name(text):
     known = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS

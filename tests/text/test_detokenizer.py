@@ -26,7 +26,7 @@ GRAPHEMES = [
     ".",
 ]
 TEXTS = st.lists(st.sampled_from(GRAPHEMES) | st.characters(exclude_categories=["Cs"]), max_size=20).map("".join)
-QUICK = settings(max_examples=100, deadline=None)
+QUICK = settings(max_examples=50, deadline=None)
 
 
 def chunks_of(data, ids):
@@ -139,7 +139,7 @@ def reference_stop(tokenizer, prompt, ids, stops, include, min_tokens):
 LETTERS = st.text("abé你👍 ", max_size=30)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     data=st.data(),
     text=LETTERS,

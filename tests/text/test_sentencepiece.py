@@ -67,7 +67,7 @@ def llama(trained, directory_of):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=TEXTS)
 def test_ids_and_texts_are_those_of_sentencepiece(both, text):
     ours, theirs = both
@@ -80,7 +80,7 @@ def test_ids_and_texts_are_those_of_sentencepiece(both, text):
         assert ours.decode(expected, skip_special_tokens=False) == decoded
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(text=TEXTS)
 def test_a_stream_of_tokens_gives_the_text(both, text):
     ours, theirs = both
@@ -122,7 +122,7 @@ def outside_of_legacy_mode(request, trained, directory_of):
     return ours, theirs
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=TEXTS | st.sampled_from(["<s>the cat</s> a</s>b", " <s>", "a <s> <s>b", "<s>  a", "  a", "▁▁a"]))
 def test_outside_of_legacy_mode_only_the_beginning_gets_a_space_as_in_transformers(outside_of_legacy_mode, text):
     ours, theirs = outside_of_legacy_mode
