@@ -29,6 +29,7 @@ def layer_of(group: ThreadGroup, spec: MoESpec, kernels: str, replicated: bool, 
     return build_layer(lambda builder: MoE(builder, spec, HIDDEN, NAMES), kernels, tensor_group, ranks)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_with_the_same_tokens_add_up_what_their_experts_compute(name, size):
@@ -41,6 +42,7 @@ def test_ranks_with_the_same_tokens_add_up_what_their_experts_compute(name, size
     torch.testing.assert_close(sum(summands), whole(X), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("name", CASES)
@@ -94,6 +96,7 @@ class DeepEPBuffer:
         return total, None, Event()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_that_exchange_tokens_with_deep_ep_get_what_one_rank_gets(name, kernels):

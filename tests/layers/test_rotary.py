@@ -165,6 +165,7 @@ def tables(
     return cos[0, :, of_pairs], sin[0, :, of_pairs]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["old", "new"])
 @pytest.mark.parametrize("name", MODELS)
 def test_cosines_and_sines_are_bit_for_bit_those_of_transformers(name, form):
@@ -213,6 +214,7 @@ PARAMETERS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("theta", [10_000, 500_000.0, 8e6])
 @pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
 def test_frequencies_and_attention_factors_are_bit_for_bit_those_of_transformers(parameters, theta):
