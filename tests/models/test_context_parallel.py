@@ -52,7 +52,7 @@ def says(llm: LLM, expected: list[Continuation]) -> None:
         continuation.check(token_ids)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("variant", "division"),
     [
@@ -99,13 +99,13 @@ def test_every_variant_does_so_in_every_division(checkpoints, references, varian
 
 
 WINDOWS = [("mistral-window-20", 12), ("qwen3-mixed-windows-biases", 24)]
-WITH_ALL = {("mistral-window-20", "pcp-2-over-stripes"), ("qwen3-mixed-windows-biases", "pcp-2-by-heads")}
+IN_EACH_RUN = ("mistral-window-20", "pcp-2-over-stripes")
 
 
 @pytest.mark.parametrize(
     ("variant", "blocks", "division"),
     [
-        pytest.param(variant, blocks, division, marks=[] if (variant, division) in WITH_ALL else pytest.mark.slow)
+        pytest.param(variant, blocks, division, marks=[] if (variant, division) == IN_EACH_RUN else pytest.mark.slow)
         for variant, blocks in WINDOWS
         for division in ("pcp-2-by-heads", "pcp-2-over-stripes", "pcp-2-and-pp-2", "dcp-2-of-tp-4")
     ],
@@ -147,14 +147,14 @@ def logprobs_of(output: RequestOutput) -> list[float]:
     ("variant", "division"),
     [
         ("llama", "pcp-2-by-heads"),
-        ("llama", "pcp-3"),
-        ("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2"),
-        ("llama-gqa4-llama3-old", "dcp-2-of-tp-4"),
+        pytest.param("llama", "pcp-3", marks=pytest.mark.sampled(3)),
+        pytest.param("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2", marks=pytest.mark.sampled(3)),
+        pytest.param("llama-gqa4-llama3-old", "dcp-2-of-tp-4", marks=pytest.mark.sampled(3)),
     ],
 )
 def test_log_probabilities_are_those_of_one_rank(checkpoints, variant, division):
-    path, texts = checkpoints.path(variant), prompts(320, 14)
-    params = GREEDY.clone(logprobs=0, prompt_logprobs=0, max_tokens=32)
+    path, texts = checkpoints.path(variant), prompts(320, 9)
+    params = GREEDY.clone(logprobs=0, prompt_logprobs=0, max_tokens=20)
     expected = generate(make_llm(path), texts, params)
     llm = divided(path, division, max_num_batched_tokens=64)
     for _ in range(2):  # the second time, parts of the prompts are cached
@@ -164,6 +164,7 @@ def test_log_probabilities_are_those_of_one_rank(checkpoints, variant, division)
             assert logprobs_of(output) == pytest.approx(logprobs_of(wanted), abs=1e-4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("division", ["pcp-3", "pcp-2-by-heads", "dcp-2-of-tp-4"])
 @pytest.mark.parametrize(
     ("proposer", "options"), [("ngram", {}), ("Perfect", {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 40})]
@@ -197,7 +198,7 @@ def test_drafters_keep_their_own_entries_in_stripes(checkpoints, tmp_path_factor
     assert kind != "similar" or stats.accepted_tokens > 0.2 * stats.draft_tokens
 
 
-@pytest.mark.parametrize("division", ["pcp-3", "dcp-2-of-tp-4"])
+@pytest.mark.parametrize("division", ["pcp-3", pytest.param("dcp-2-of-tp-4", marks=pytest.mark.sampled(4))])
 def test_grammars(checkpoints, division):
     path, texts = checkpoints.path("llama-gqa4-llama3-old"), prompts(320, 9)
     params = [
@@ -218,7 +219,11 @@ def test_grammars(checkpoints, division):
 
 @pytest.mark.parametrize(
     ("variant", "division"),
-    [("mixtral", "pcp-2"), ("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2"), ("deepseek_v3", "dcp-2-of-tp-2")],
+    [
+        ("mixtral", "pcp-2"),
+        pytest.param("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2", marks=pytest.mark.sampled(4)),
+        pytest.param("deepseek_v3", "dcp-2-of-tp-2", marks=pytest.mark.sampled(4)),
+    ],
 )
 def test_experts_are_dealt_to_the_ranks(checkpoints, references, variant, division):
     """With -pcp, ranks with different tokens exchange them."""
@@ -237,8 +242,8 @@ def test_experts_move_between_ranks_that_divide_contexts(checkpoints, references
     ("variant", "division"),
     [
         ("llama", "pcp-2-and-tp-2"),
-        ("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2"),
-        ("llama-gqa4-llama3-old", "dcp-2-of-tp-4"),
+        pytest.param("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2", marks=pytest.mark.sampled(4)),
+        pytest.param("llama-gqa4-llama3-old", "dcp-2-of-tp-4", marks=pytest.mark.sampled(4)),
     ],
 )
 def test_ranks_divide_tokens_of_norms_and_contexts(checkpoints, references, variant, division):
@@ -246,7 +251,7 @@ def test_ranks_divide_tokens_of_norms_and_contexts(checkpoints, references, vari
     says(llm, references.continuations(variant)[: len(LENGTHS)])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.sampled(4))])
 def test_replicas_share_experts_and_each_divides_its_steps(checkpoints, references, ranks):
     """A replica without work computes one token in each step, on one of its ranks."""
     path, expected = checkpoints.path("mixtral"), references.continuations("mixtral")[: len(LENGTHS)]
@@ -263,7 +268,7 @@ def test_replicas_share_experts_and_each_divides_its_steps(checkpoints, referenc
     ("division", "limits"),
     [
         ("pcp-3", {}),
-        ("pcp-2-and-tp-2", {}),
+        pytest.param("pcp-2-and-tp-2", {}, marks=pytest.mark.sampled(4)),
         # In some steps, a rank has as many tokens as there are wanted ones, but not the same.
         ("pcp-2-over-stripes", {"max_num_batched_tokens": 6, "max_num_seqs": 4}),
     ],
@@ -373,8 +378,8 @@ def test_encoders_have_no_contexts_to_divide(tmp_path):
 @pytest.mark.parametrize(
     ("variant", "division", "depth"),
     [
-        ("llama", "pcp-2", 2),
-        ("llama-mqa-linear", "dcp-2-of-tp-2", 1),
+        pytest.param("llama", "pcp-2", 2, marks=pytest.mark.slow),
+        pytest.param("llama-mqa-linear", "dcp-2-of-tp-2", 1, marks=pytest.mark.nightly),
         pytest.param("llama-gqa4-llama3-old", "dcp-2-of-tp-4", 2, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2", 2, marks=pytest.mark.slow),
         pytest.param("gpt_oss", "pcp-3", 2, marks=pytest.mark.nightly),

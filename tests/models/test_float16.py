@@ -21,6 +21,7 @@ VARIANTS = ["llama", "qwen3_moe", "deepseek_v3", "falcon-rw", "gpt2", "falcon_h1
 PROMPTS = ["Once upon a time", "The little dog", "One day, Lily and her mom", "Tom was sad because"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_float16_is_as_near_to_float32_as_transformers_is(checkpoints, references, variant):
     check_that_errors_are_as_small_as_those_of_transformers(checkpoints, references, variant, torch.float16)

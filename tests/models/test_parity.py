@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from support.checkpoints import ALL_VARIANTS
 from support.engines import MAX_MODEL_LEN, assert_preempted, make_llm, teacher_forced_logits
 from support.reference import LENGTHS, NUM_TOKENS, greedy, logits
-from support.ways import check
+from support.ways import FIRST, check
 
 pytestmark = pytest.mark.texts
 
@@ -56,8 +58,17 @@ def test_greedy_tokens_equal_transformers_without_prefix_caching(checkpoints, re
     assert llm.core.scheduler.stats.prefix_hits == 0
 
 
-@each_variant
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def variants_and_kernels() -> list[Any]:
+    """In each run, the first variant of each family and one in four of the others; the reference kernels are slower."""
+    some = {"cpu": pytest.mark.sampled(4), "reference": pytest.mark.sampled(10)}
+    return [
+        pytest.param(variant, kernels, marks=[] if variant in FIRST and kernels == "cpu" else some[kernels])
+        for kernels in some
+        for variant in ALL_VARIANTS
+    ]
+
+
+@pytest.mark.parametrize(("variant", "backend"), variants_and_kernels())
 def test_logits_equal_transformers(checkpoints, references, variant, backend):
     continuation = references.continuations(variant)[len(LENGTHS) - 1]
     text = continuation.prompt + continuation.token_ids
@@ -68,6 +79,7 @@ def test_logits_equal_transformers(checkpoints, references, variant, backend):
         assert difference < bound(variant)
 
 
+@pytest.mark.sampled(20)
 @each_variant
 def test_the_checkpoints_can_tell_right_from_wrong(references, variant):
     """Sharp enough logits, output that is seldom a loop, hardly a tie: else the comparisons above say little."""

@@ -41,23 +41,31 @@ def staged(path: Any, stages: int, ranks: int = 1, **options: Any) -> LLM:
         return make_llm(path, pipeline_parallel_size=stages, tensor_parallel_size=ranks, **options)
 
 
+def processes(path: Any, stages: int, **options: Any) -> LLM:
+    return make_llm(path, pipeline_parallel_size=stages, **options)
+
+
 def test_stages_are_refused_if_all_layers_read_the_values_of_the_first(checkpoints):
     with pytest.raises(ValueError, match="pipeline_parallel_size must be 1"):
         staged(checkpoints.path("rwkv7"), 2)
 
 
-@pytest.mark.sampled(2)
+SEVERAL = [
+    ("llama-gqa2-tied-llama3", 3, 1),  # the last stage has the table, too
+    ("llama", 3, 2),
+    ("opt-post-norm-projections", 2, 2),
+    ("qwen3-mixed-windows-biases", 4, 1),  # a stage for each layer
+    ("deepseek_v3", 3, 1),
+    ("gpt_oss", 2, 3),
+    ("glm_moe_dsa-shared-selections", 2, 1),  # pairs of layers that attend to the same tokens
+]
+
+
 @pytest.mark.parametrize(
     ("variant", "stages", "ranks"),
     [
-        ("llama-gqa2-tied-llama3", 3, 1),  # the last stage has the table, too
-        ("llama", 3, 2),
         ("gemma3", 2, 2),  # groups with entries of all stages
-        ("opt-post-norm-projections", 2, 2),
-        ("qwen3-mixed-windows-biases", 4, 1),  # a stage for each layer
-        ("deepseek_v3", 3, 1),
-        ("gpt_oss", 2, 3),
-        ("glm_moe_dsa-shared-selections", 2, 1),  # pairs of layers that attend to the same tokens
+        *(pytest.param(*case, marks=pytest.mark.sampled(6)) for case in SEVERAL),
     ],
 )
 def test_stages_of_several_ranks_give_the_tokens_of_transformers(checkpoints, references, variant, stages, ranks):
@@ -122,7 +130,11 @@ def test_layers_that_share_a_selection_are_in_one_stage(checkpoints):
         staged(path, 2, pipeline_layers=[1, 3])
 
 
-CHECKED = [("ngram", {}), ("Mixed", {}), ("Perfect", {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 40})]
+CHECKED = [
+    pytest.param("ngram", {}, marks=pytest.mark.sampled(4)),
+    pytest.param("Mixed", {}, marks=pytest.mark.sampled(4)),
+    ("Perfect", {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 40}),
+]
 
 
 @pytest.mark.plain("it has drafts of its own")
@@ -151,14 +163,15 @@ def test_drafters_run_behind_the_last_stage(checkpoints, tmp_path_factory, kind)
     assert llm.core.stats.speculation.draft_tokens > 100
 
 
+@pytest.mark.slow  # in processes: one stage refuses it, and the others would wait for its thread
 def test_a_drafter_that_reads_earlier_layers_is_refused(checkpoints, tmp_path_factory):
     drafters = Drafters(checkpoints, tmp_path_factory)
     config = drafters.config("eagle3", "llama")
     with pytest.raises(ValueError, match="eagle3 reads layers that are in other stages"):
-        make_llm(drafters.target("llama"), pipeline_parallel_size=3, speculative_config=config)
+        processes(drafters.target("llama"), 3, speculative_config=config)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [3, pytest.param(2, marks=pytest.mark.sampled(4))])
 def test_grammars(checkpoints, stages):
     """Several steps with constrained requests are in flight."""
     path, texts = checkpoints.path("llama"), prompts(320, 9)
@@ -178,13 +191,14 @@ def test_grammars(checkpoints, stages):
     assert said[0] == said[1]
 
 
-def test_adapters_are_divided_like_the_layers(checkpoints, tmp_path):
+@pytest.mark.parametrize("make", [staged, pytest.param(processes, marks=pytest.mark.slow)])
+def test_adapters_are_divided_like_the_layers(checkpoints, tmp_path, make):
     base, texts = checkpoints.path("llama"), prompts(300, 10)
     llm = make_llm(base, **OPTIONS)
     adapters = [write_adapter(tmp_path / f"a{i}", modules_of(llm), rank=4, seed=i) for i in range(3)]
     chosen = [adapters[i % 3] if i % 4 else None for i in range(10)]
     expected = adapted_tokens(llm, texts, chosen)
-    on_stages = make_llm(base, pipeline_parallel_size=2, **OPTIONS)
+    on_stages = make(base, 2, **OPTIONS)
     try:
         check(adapted_tokens(on_stages, texts, chosen), expected)
         for name, size in (("model.layers.0.mlp.up_proj", (64, 64)), ("model.layers.9.mlp.up_proj", (64, 160))):

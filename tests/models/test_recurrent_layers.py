@@ -51,6 +51,7 @@ def test_blocks_are_chosen_so_that_states_and_attention_take_the_same_memory(che
         continuation.check(generate(llm, [continuation.prompt])[0].outputs[0].token_ids)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", STATES)
 def test_logits_are_the_same_bits_in_any_chunks(checkpoints, variant):
     text = [(i * 37 + 11) % 300 + 4 for i in range(70)]

@@ -44,7 +44,7 @@ def logits_and_calls(path: Any, ranks: int, **options: Any) -> tuple[torch.Tenso
     return logits_of_ranks(runners, TEXT, CHUNKS), dict(calls)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("number", "variant"), list(enumerate([*FIRST, "opt-post-norm-projections", "gpt_oss"])))
 def test_divided_tokens_give_the_same_logits(checkpoints, number, variant):
     ranks = 2 + number % 2
@@ -65,7 +65,7 @@ def divided(path: Any, ranks: int, stages: int = 1, **options: Any) -> LLM:
         return make_llm(path, **options)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("variant", "ranks", "stages"),
     [
@@ -111,7 +111,9 @@ def test_all_features_at_once_change_nothing(checkpoints, variant, blocks, ranks
 
 
 @pytest.mark.plain("it has drafts of its own")
-@pytest.mark.parametrize("kind", ["similar", "medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize(
+    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.sampled(4)) for kind in ("similar", "medusa", "eagle"))]
+)
 def test_drafters_read_the_hidden_states_of_all_tokens(checkpoints, tmp_path_factory, kind):
     drafters, texts = Drafters(checkpoints, tmp_path_factory), prompts(320, 9)
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(9)]

@@ -154,7 +154,7 @@ def test_which_heads_a_rank_has(heads, kv_heads, size, shares):
     assert counted == [dict.fromkeys(range(heads), 1), dict.fromkeys(range(kv_heads), 1.0)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("variant", "size"), SPLITS)
 def test_ranks_together_say_what_transformers_says(checkpoints, references, variant, size):
     executor = RankedExecutor(checkpoints.path(variant), size)
@@ -208,6 +208,7 @@ def sums_of_a_layer(spec: DecoderSpec, layer: int) -> int:
     return branches + 2 * normed + sub_normed + selective
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("variant", FIRST)
 def test_ranks_add_up_twice_a_layer_or_once_if_attention_and_mlp_share_a_residual(checkpoints, variant):
     """And once for the embedding. The logits are gathered once."""

@@ -70,6 +70,7 @@ PUBLISHED = ("{i}.{j}.linear", "{i}.{n}")
 VLLM = ("blocks.{i}.layers.{j}", "lm_heads.{i}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("file", ["medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors"])
