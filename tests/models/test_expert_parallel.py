@@ -74,7 +74,7 @@ def test_replicas_that_share_experts(checkpoints, references, variant):
     shared(checkpoints, references, variant)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("variant", "more"),
     [

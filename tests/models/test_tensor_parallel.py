@@ -154,7 +154,7 @@ def test_which_heads_a_rank_has(heads, kv_heads, size, shares):
     assert counted == [dict.fromkeys(range(heads), 1), dict.fromkeys(range(kv_heads), 1.0)]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("variant", "size"), SPLITS)
 def test_ranks_together_say_what_transformers_says(checkpoints, references, variant, size):
     executor = RankedExecutor(checkpoints.path(variant), size)

@@ -7,6 +7,7 @@ charged to the test during which it computes it, its start to the fixture that s
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -21,37 +22,54 @@ TICKS = os.sysconf("SC_CLK_TCK")
 MOST_EXPENSIVE = 50
 
 
-def processor_seconds() -> float:
-    """Of this process, its threads, the descendants that it has waited for, and those that run."""
-    return sum(os.times()[:4]) + sum(map(_seconds_of, _descendants("self")))
+class Processes:
+    """This process and those below it. Linux lists children quickly but sometimes leaves one out, so each descendant is
+    remembered until it is reaped. Then its time is in that of its parent."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+
+    def seconds(self) -> float:
+        """Of this process and its threads, the descendants that it has waited for, and those that run."""
+        for pid in ["self", *self._known]:
+            self._known.update(_descendants(pid))
+        total = 0.0
+        family = {os.getpid(), *self._known}
+        for pid in list(self._known):
+            parent, seconds = _stat(pid)
+            if parent in family:
+                total += seconds
+            else:  # it has been reaped, or has lost its parent
+                self._known.discard(pid)
+        return total + sum(os.times()[:4])
+
+
+PROCESSES = Processes()
 
 
 def _descendants(pid: int | str) -> Iterable[int]:
     try:
         threads = os.listdir(f"/proc/{pid}/task")
-        children = [
-            int(child)
-            for thread in threads
-            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
-        ]
+        found = [Path(f"/proc/{pid}/task/{thread}/children").read_text().split() for thread in threads]
     except OSError:  # it has just ended
         return
-    for child in children:
+    for child in map(int, itertools.chain(*found)):
         yield child
         yield from _descendants(child)
 
 
-def _seconds_of(pid: int) -> float:
+def _stat(pid: int) -> tuple[int, float]:
+    """(parent, seconds) of a process; the parent is 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
-        return 0.0
-    return sum(map(int, fields[11:15])) / TICKS  # utime, stime, cutime, cstime
+        return 0, 0.0
+    return int(fields[1]), sum(map(int, fields[11:15])) / TICKS  # utime, stime, cutime, cstime
 
 
 def _since(before: float) -> float:
     """Processor seconds since then. What killed processes have left behind without a parent is lost, at most once."""
-    return max(processor_seconds() - before, 0.0)
+    return max(PROCESSES.seconds() - before, 0.0)
 
 
 class Meter:
@@ -63,7 +81,7 @@ class Meter:
         self.cost = 0.0
 
     def _phase(self) -> Generator[None, Any, Any]:
-        before = processor_seconds()
+        before = PROCESSES.seconds()
         self.nested, self.fixtures = [0.0], []
         try:
             return (yield)
@@ -76,7 +94,7 @@ class Meter:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
-        before = processor_seconds()
+        before = PROCESSES.seconds()
         self.nested.append(0.0)
         try:
             return (yield)
