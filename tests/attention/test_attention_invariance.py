@@ -204,6 +204,7 @@ def test_a_tokens_result_does_not_depend_on_the_step_or_the_threads(case: Case) 
     check(case)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow  # the kernels are compiled once more
 @pytest.mark.parametrize(
     "case",

@@ -28,6 +28,7 @@ def test_every_size_of_heads_has_tiles_on_every_card(card, dtype, cell):
             assert min(tile.rows, tile.keys) >= 16, "tensor cores multiply no fewer"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("card", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_latent_caches_and_large_heads_with_soft_caps_break_no_rule(card):

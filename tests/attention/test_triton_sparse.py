@@ -33,6 +33,7 @@ def test_of_equal_scores_the_first_win(monkeypatch):
     SparseWorld(TritonAttention, FLOAT32, REQUESTS, same_keys=True).check(1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("invariant", [False, True])
 def test_long_texts_have_several_programs(monkeypatch, invariant):

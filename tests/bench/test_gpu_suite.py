@@ -31,6 +31,7 @@ def run(folder: Path, *options: str) -> tuple[dict[str, dict], str]:
     return json.loads((folder / "gpu-suite.json").read_text()), done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_suite_runs_in_small_and_saves_its_results(tmp_path):
     results, printed = run(tmp_path, "--small", "--only", "kernels", "attention", "0.6B", "sums of ranks")
@@ -44,6 +45,7 @@ def test_the_suite_runs_in_small_and_saves_its_results(tmp_path):
     assert (tmp_path / "gpu-suite.png").stat().st_size > 10_000
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_sections_run_on_a_stand_in_for_a_card_and_the_tiles_start_from_the_results_of_an_earlier_run(tmp_path):
     pytest.importorskip("triton")

@@ -123,6 +123,7 @@ def test_where_pytorch_cannot_be_loaded_that_is_the_problem_and_the_other_checks
     assert found["port"][0]["level"] in ("ok", "note")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.skipif(not can_unshare(), reason="making a read-only root needs root, unshare and setpriv")
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -154,6 +155,7 @@ def test_kernels_that_an_image_brings_need_no_compiler_and_no_writable_folder():
     assert found["Quire's cache"][0]["level"] == "note"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [100, 44])
 def test_on_a_terminal_lines_fit_and_levels_are_coloured(tmp_path, columns):
@@ -178,6 +180,7 @@ def test_a_compiler_that_fails_is_told_with_its_first_error(tmp_path):
     assert "cannot compile the CPU kernels: probe.cpp:7:7: error: no shuffle here" in finding["found"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("card", ["sm_90", "gfx942"])
 def test_gpus_are_listed_with_what_they_have_free(card):

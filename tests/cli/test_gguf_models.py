@@ -48,6 +48,7 @@ def machine(repositories, tmp_path: Path) -> Iterator[Machine]:
         yield Machine(hub, tmp_path / "home")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_kind_is_described_before_it_is_downloaded_and_then_pulled_shown_listed_run_and_deleted(machine):
     name = "some/model-GGUF:q8_0"

@@ -41,6 +41,7 @@ def run(script: str) -> list[dict[str, Any]]:
 SMALL = ("--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", "64M")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_all_processes_of_a_server_write_objects() -> None:
     with Server(*JSON, "--api-server-count", "2", "--tensor-parallel-size", "2", *SMALL) as server:

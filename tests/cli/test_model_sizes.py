@@ -40,7 +40,7 @@ def built(path: Path, **options: str) -> Decoder:
 
 
 @pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.slow]) for name in ALL_VARIANTS]
+    "variant", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.nightly]) for name in ALL_VARIANTS]
 )
 def test_parameters_are_counted_as_a_model_counts_them(checkpoints, variant):
     path = checkpoints.path(variant)

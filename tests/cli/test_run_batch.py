@@ -116,6 +116,7 @@ def test_each_request_gets_its_answer_and_each_wrong_line_an_error(tmp_path: Pat
     assert errors["batch_req_11"]["error"]["message"] == "the line has more than 4000 bytes"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_lines_are_answered_once_however_often_the_batch_is_killed(tmp_path: Path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -241,6 +242,7 @@ def test_a_full_disk_ends_the_batch_with_an_error(tmp_path: Path):
     assert "0 requests are answered, 0 with an error; the same command goes on with the other 20" in done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_lines(tmp_path: Path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

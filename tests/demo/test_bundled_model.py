@@ -74,6 +74,7 @@ def test_its_stories_keep_their_character_and_repeat_no_sentence(llm, one_in):
     assert good >= 45 / 50 * len(stories), good
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_late_positions_are_predicted_as_well_as_early_ones(llm):
     """The same tokens are looked at in both places: the last 200 of a row of 2,000 end the row of 400 beside it."""

@@ -85,6 +85,7 @@ DOCUMENTS = [
 PYTHON = [block for block in chain.from_iterable(map(blocks, GUIDES)) if block.language == "python"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", DOCUMENTS)
 def test_a_document_can_be_followed(path: Path, tmp_path: Path):
     if shutil.which("curl") is None and any(command.text.startswith("curl") for command in commands(path)):

@@ -48,6 +48,7 @@ def test_nothing_is_left_over():
     assert {path.stem for path in DATA.iterdir()} == {path.stem for path in PICTURES.iterdir()} == names
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["continuous-batching", "chunked-prefill", "scheduling-order", "preemption"])
 def test_counts_are_the_same_on_every_machine(name: str):

@@ -120,7 +120,7 @@ def check(
 
 
 @pytest.mark.parametrize(
-    "model", ["bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4", "fp8 cache", "float16"))]
+    "model", ["bfloat16", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("int4", "fp8 cache", "float16"))]
 )
 def test_an_answer_does_not_depend_on_what_else_runs(model: str, text: list[int]) -> None:
     prompts = [text[700 * i : 700 * i + n] for i, n in enumerate([600, 20, 333, 1, 64, 100, 17, 257])]
@@ -143,7 +143,7 @@ MORE = [
     "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "gemma2", "olmo2", "gpt2", "falcon-rw", "cohere",
     "phi",
 ]  # fmt: skip
-slow = pytest.mark.slow
+slow = [pytest.mark.slow, pytest.mark.sampled(9)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *(pytest.param(name, marks=slow) for name in ("float32", "float16"))])

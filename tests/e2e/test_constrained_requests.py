@@ -126,6 +126,7 @@ CORES = {
 }
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(
     ("core", "options"),
     [
@@ -187,6 +188,7 @@ def test_forced_tokens_are_computed_in_fewer_steps(checkpoints):
     assert steps[0] < steps[1] / 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("first_seed", "reason"),
     [
@@ -273,6 +275,7 @@ def test_a_stop_token_within_a_forced_stretch_ends_the_request(checkpoints):
         assert made == {"a": (stretch[: stretch.index(stretch[5]) + 1], "stop", stretch[5])}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 def test_two_processes_say_what_one_does(checkpoints, alone, depth):

@@ -125,6 +125,7 @@ def test_in_a_container_a_served_chat_streams_the_same_answer(llm):
         assert server.stop() == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_in_a_container_two_ranks_find_each_other(llm):
     with Server(*FLOAT32, "--tensor-parallel-size", "2", wrapper=container()) as server:

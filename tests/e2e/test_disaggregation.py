@@ -142,6 +142,7 @@ FAULTS: dict[str, Callable[[Machines, OnMachine, OnMachine], object]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", [name if name in ("producer killed", "link cut")
                                    else pytest.param(name, marks=pytest.mark.nightly) for name in FAULTS])  # fmt: skip
 def test_nothing_is_lost(machines, expected, fault):

@@ -37,6 +37,7 @@ def expected(server: Server) -> list[tuple[str, str]]:
     return made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_streams_go_on_when_the_core_is_killed_or_stopped(server, expected, number):
     assert asyncio.run(all_streams(server.url, lambda: server.core.send_signal(number))) == expected
@@ -44,6 +45,7 @@ def test_streams_go_on_when_the_core_is_killed_or_stopped(server, expected, numb
     assert server.get("/health")[0] == 200
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "number"),
@@ -65,6 +67,7 @@ def test_streams_go_on_when_a_stage_of_a_pipeline_is_killed_or_stopped(expected,
 
 
 # tests/engine/test_async_llm.py tries all of them without a server.
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "fault", ["exception", *(pytest.param(f, marks=pytest.mark.slow) for f in ("stop", "memory", "kill"))]
 )
@@ -110,6 +113,7 @@ def test_a_killed_server_leaves_no_core_behind():
         assert not core.is_running()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

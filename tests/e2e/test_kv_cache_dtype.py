@@ -71,6 +71,7 @@ def measured(cell: str, text: list[int]) -> tuple[float, torch.Tensor]:
     return math.exp(loss), logits.argmax(-1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @cells
 def test_the_bundled_model_predicts_held_out_text_as_well(cell, text, perplexity_and_choices):

@@ -192,6 +192,7 @@ def test_the_other_machine_takes_over_when_one_with_a_replica_is_lost_for_good(m
         assert "runs again" not in server.log
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["dp", pytest.param("tp", marks=pytest.mark.nightly)])
 def test_when_the_parent_of_api_processes_is_killed_clients_see_an_error_and_no_process_is_left(
     machines, expected, layout

@@ -26,6 +26,7 @@ def generate(wrapper: list[str], **environment: str) -> Any:
     return result
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernels", ["compiled", "reference"])
 def test_the_bundled_model_generates_within_512_mb(tmp_path, kernels):
     environment = {} if kernels == "compiled" else {"CXX": "missing-compiler", "XDG_CACHE_HOME": str(tmp_path)}

@@ -150,6 +150,7 @@ def large_llm() -> LLM:
     return LLM(smollm2(), max_model_len=1024, max_num_seqs=64)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])
 def test_each_kind_holds_with_smollm2(large_llm, temperature):
@@ -170,6 +171,7 @@ def is_valid(schema: dict | bool, text: str) -> bool:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_documents_of_the_official_suite_that_end_are_valid(large_llm, tmp_path):
     """At least 90 % of the documents end within 256 tokens, for every fourth schema.

@@ -62,6 +62,7 @@ def test_several_api_processes_send_their_spans():
         assert len(named) == 16
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 def test_without_a_collector_requests_are_answered_and_the_end_is_not_held_up(protocol):
     # The exporter would go on to try for an hour.

@@ -170,6 +170,7 @@ def test_many_slow_readers_do_not_hold_up_others(shared):
     shared.run(check)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 def test_requests_go_on_when_the_core_is_lost(expected, signal_number):
@@ -209,7 +210,9 @@ def test_requests_with_grammars_go_on_when_the_core_is_lost():
     run(check())
 
 
-@pytest.mark.parametrize("fault", [pytest.param(f, marks=pytest.mark.slow) for f in FAULTS])
+@pytest.mark.slow
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_requests_go_on_after_a_fault_in_a_step(expected, tmp_path: Path, fault):
     async def check() -> None:
         async with engine(**FAULTY) as llm:

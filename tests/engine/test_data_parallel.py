@@ -96,6 +96,7 @@ def test_two_cores_share_the_requests_and_say_what_one_says(expected):
     run(check())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("signal_number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_streams_go_on_at_another_core_when_theirs_is_lost(expected, monkeypatch, signal_number):
     close = cores._Process.close
@@ -190,6 +191,7 @@ def test_an_adapter_is_loaded_into_all_cores():
     run(check())
 
 
+@pytest.mark.nightly
 def test_an_engine_whose_cores_are_given_up_one_after_the_other_ends_with_the_last():
     async def check() -> None:
         async with engine(logits_processors=["support.faults:Faults"]) as llm:

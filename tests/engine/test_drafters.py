@@ -42,7 +42,11 @@ def each(fast: list[Pair]) -> pytest.MarkDecorator:
     night."""
 
     def marks(pair: Pair) -> list[pytest.MarkDecorator]:
-        return [] if pair in fast else [pytest.mark.nightly if pair[1] == WINDOWED else pytest.mark.slow]
+        return (
+            []
+            if pair in fast
+            else [pytest.mark.nightly if pair[1] == WINDOWED else pytest.mark.slow, pytest.mark.sampled(8)]
+        )
 
     pairs = [pytest.param(*pair, id="-".join(pair), marks=marks(pair)) for pair in ALL]
     return pytest.mark.parametrize(("kind", "target"), pairs)
@@ -107,6 +111,7 @@ def test_requests_of_all_kinds_say_the_same(plain: Plain, start: Start, kind, ta
         assert stats.accepted_tokens / stats.draft_tokens > 0.2
 
 
+@pytest.mark.sampled(4)
 @each([])
 @pytest.mark.parametrize("guesser", ["Mixed", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_any_drafts_say_the_same(plain: Plain, start: Start, kind, target, guesser):
@@ -120,6 +125,7 @@ def test_any_drafts_say_the_same(plain: Plain, start: Start, kind, target, guess
         assert stats.accepted_tokens > 0.8 * stats.draft_tokens
 
 
+@pytest.mark.sampled(4)
 @each([])
 def test_adaptive_numbers_of_drafts_say_the_same(plain: Plain, start: Start, kind, target):
     texts, params, expected = plain.all_kinds(target, 20)

@@ -205,6 +205,7 @@ def test_each_replica_publishes_at_an_address_of_its_own(tmp_path):
     asyncio.run(asyncio.wait_for(check(), LONGEST))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_indexer_of_dynamo_knows_how_much_of_a_prompt_is_cached():
     """NVIDIA's router library, which reads vLLM's events: it is told of prompts, evictions and a reset, and misses the

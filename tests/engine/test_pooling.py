@@ -61,6 +61,7 @@ def test_a_real_model_gives_the_vectors_of_sentence_transformers(model):
     assert (1 - (short * reference(long, 20)).sum(1)).max() < 1e-5
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_search_of_the_projects_own_pages_ranks_as_the_reference(model):
     corpus = sentences()

@@ -81,6 +81,7 @@ def cpu_seconds(llm: AsyncLLM, seconds: float) -> float:
     return total() - before
 
 
+@pytest.mark.nightly
 def test_one_request_wakes_all_cores_and_when_it_ends_they_pause(path, expected):
     async def check() -> None:
         async with engine(path) as llm:
@@ -93,6 +94,7 @@ def test_one_request_wakes_all_cores_and_when_it_ends_they_pause(path, expected)
     run(check())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "lost", "number"),
     [

@@ -281,6 +281,7 @@ def test_options_that_cannot_work_are_refused(checkpoints, options, message):
         small(checkpoints.path("llama"), **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "ranks"),

@@ -9,6 +9,7 @@ from quire.engine.llm import LLM
 from support.engines import GREEDY, generate, make_llm
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [

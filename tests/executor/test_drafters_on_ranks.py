@@ -26,14 +26,14 @@ def drafters(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory)
     ("kind", "options"),
     [
         pytest.param(
-            "similar", {"draft_tensor_parallel_size": 1}, id="each-rank-has-the-draft-model", marks=pytest.mark.slow
+            "similar", {"draft_tensor_parallel_size": 1}, id="each-rank-has-the-draft-model", marks=pytest.mark.nightly
         ),
         pytest.param(
             "similar", {"draft_tensor_parallel_size": 2}, id="ranks-share-the-draft-model", marks=pytest.mark.slow
         ),
-        pytest.param("eagle3", {}, marks=pytest.mark.slow),
+        pytest.param("eagle3", {}, marks=pytest.mark.nightly),
         pytest.param("p-eagle", {"adaptive": True}, marks=pytest.mark.nightly),
-        pytest.param("medusa", {}, marks=pytest.mark.slow),
+        pytest.param("medusa", {}, marks=pytest.mark.nightly),
         pytest.param("mlp_speculator", {}, marks=pytest.mark.nightly),
     ],
 )

@@ -37,6 +37,7 @@ def launched(path: Path | None, card: str = "sm_90", **options: object) -> set[s
             for name in json.loads(run_on_stand_in(code, card).splitlines()[-1])}  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, *(pytest.param(n, marks=pytest.mark.slow) for n in ("int8", "int4"))])
 def test_an_engine_multiplies_no_matrices_by_cublas(quantization: str | None) -> None:
@@ -45,6 +46,7 @@ def test_an_engine_multiplies_no_matrices_by_cublas(quantization: str | None) ->
     assert names.intersection(DEPENDENT) == set()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("variant", ["deepseek_v3", "gpt_oss", "qwen3_moe", "olmo2", "gpt2", "cohere", "mixtral"])

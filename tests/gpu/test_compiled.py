@@ -129,6 +129,7 @@ def test_a_case_is_found_again_by_its_name():
         assert Case.parse(case.name) == case
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("card", ["sm_80", "sm_90"])
 def test_the_kernels_of_a_small_model_pass(card):
@@ -211,6 +212,7 @@ MUTATIONS = """
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("card", ["sm_90", "sm_120"])
 def test_changes_for_the_worse_fail_the_check(card):

@@ -53,6 +53,7 @@ CODE = """
 SPILLING = {("RWKV-7", "_prepare"), ("Kimi Linear", "_prepare"), ("Kimi Linear", "_scan_chunks")}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("card", ["sm_80", "sm_90", "sm_120"])
 def test_the_chunks_use_tensor_cores_and_spill_no_more_than_is_known(card):

@@ -91,6 +91,7 @@ def test_the_second_start_has_the_weights_of_the_first(folder, checkpoints, fami
     check_second_start(checkpoints.path(FAMILIES[family][0]))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in FAST])
 def test_so_it_is_for_every_family(folder, checkpoints, family):

@@ -77,6 +77,7 @@ def error(ours: Tensor, right: Tensor) -> float:
     return float((ours - right).std() / right.std())
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.slow
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("variant", FIRST)

@@ -105,7 +105,7 @@ IN_EACH_RUN = ("mistral-window-20", "pcp-2-over-stripes")
 @pytest.mark.parametrize(
     ("variant", "blocks", "division"),
     [
-        pytest.param(variant, blocks, division, marks=[] if (variant, division) == IN_EACH_RUN else pytest.mark.slow)
+        pytest.param(variant, blocks, division, marks=[] if (variant, division) == IN_EACH_RUN else pytest.mark.nightly)
         for variant, blocks in WINDOWS
         for division in ("pcp-2-by-heads", "pcp-2-over-stripes", "pcp-2-and-pp-2", "dcp-2-of-tp-4")
     ],
@@ -180,7 +180,7 @@ def test_drafts_are_verified_by_all_ranks(checkpoints, proposer, options, divisi
 
 
 @pytest.mark.parametrize(
-    "kind", ["similar", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "p-eagle", "medusa"))]
+    "kind", ["similar", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("eagle3", "p-eagle", "medusa"))]
 )
 def test_drafters_keep_their_own_entries_in_stripes(checkpoints, tmp_path_factory, kind):
     """The draft model, or the head, is divided like the model."""
@@ -380,8 +380,8 @@ def test_encoders_have_no_contexts_to_divide(tmp_path):
     [
         pytest.param("llama", "pcp-2", 2, marks=pytest.mark.slow),
         pytest.param("llama-mqa-linear", "dcp-2-of-tp-2", 1, marks=pytest.mark.nightly),
-        pytest.param("llama-gqa4-llama3-old", "dcp-2-of-tp-4", 2, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2", 2, marks=pytest.mark.slow),
+        pytest.param("llama-gqa4-llama3-old", "dcp-2-of-tp-4", 2, marks=pytest.mark.nightly),
+        pytest.param("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2", 2, marks=pytest.mark.nightly),
         pytest.param("gpt_oss", "pcp-3", 2, marks=pytest.mark.nightly),
         pytest.param("deepseek_v2", "pcp-2-and-pp-2", 1, marks=pytest.mark.nightly),
     ],

@@ -108,6 +108,7 @@ def test_all_meshes(checkpoints, references, variant, replicas, ranks, stages):
     shared(checkpoints, references, variant, **sizes)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("kernels", [{}, dict.fromkeys(OPS, "reference")])

@@ -118,11 +118,11 @@ def test_a_ratio_of_1_says_what_an_engine_without_compression_says(
         ("kv_compress", 4, "cpu"),
         ("pyramidkv", 1.3, "cpu"),  # the first layer wants more blocks than it has
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.sampled(4)])
             for case in product(METHODS, (2, 4), ["cpu"])
             if case != ("kv_compress", 4, "cpu")
         ),
-        pytest.param("kv_compress", 1.3, "cpu", marks=pytest.mark.slow),
+        pytest.param("kv_compress", 1.3, "cpu", marks=pytest.mark.nightly),
         pytest.param("kv_compress", 2, "reference", marks=pytest.mark.slow),
     ],
 )

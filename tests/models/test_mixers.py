@@ -54,6 +54,7 @@ def mixed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     return network, write_checkpoint(tmp_path, "llama", network=network, adds=adds)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_model_of_three_kinds_of_attention_layers_equals_transformers(tmp_path, monkeypatch, backend):

@@ -317,6 +317,7 @@ def mutated(checkpoints, monkeypatch):
     return make
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @each(SPEC_MUTATIONS)
@@ -332,6 +333,7 @@ def test_a_wrong_spec_that_changes_hardly_a_token_is_found_out(mutated, referenc
     assert wrongness(references, variant, mutated(variant, mutate)) > 20
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @each(MODEL_MUTATIONS)

@@ -75,6 +75,7 @@ def test_stages_of_several_ranks_give_the_tokens_of_transformers(checkpoints, re
         continuation.check(token_ids)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (3, 1), (2, 2)])
@@ -212,6 +213,7 @@ def test_adapters_are_divided_like_the_layers(checkpoints, tmp_path, make):
 # ---- processes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (2, 2)])
 def test_processes_say_what_one_does(checkpoints, references, stages, ranks):

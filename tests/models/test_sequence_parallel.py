@@ -171,6 +171,7 @@ os._exit(0)  # Gloo may abort a process that ends right after a collective
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["llama", "rwkv7"])
 def test_processes_compute_the_same_bits_in_recorded_steps(checkpoints, variant):

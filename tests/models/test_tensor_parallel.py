@@ -168,6 +168,7 @@ def test_ranks_together_say_what_transformers_says(checkpoints, references, vari
         continuation.check(token_ids)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("variant", "blocks"), [("mistral-window-20", 10), ("qwen3-mixed-windows-biases", 20)])
@@ -271,6 +272,7 @@ def check_two_processes(checkpoints: Checkpoints, references: References, varian
 
 
 # KV heads shared out, one step at a time; and one KV head on both, two steps in flight.
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "depth"), [("llama-gqa2-tied-llama3", 1), ("qwen2", 2)])
 def test_two_processes_say_what_one_does(checkpoints, references, variant, depth):

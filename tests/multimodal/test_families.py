@@ -105,6 +105,7 @@ def test_the_reference_kernels_say_the_same(folder, name):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
@@ -113,6 +114,7 @@ def test_two_ranks_say_the_same(folder, name):
     check(make_llm(path, "cpu", tensor_parallel_size=2, max_num_batched_tokens=64, max_num_seqs=8), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llava", "qwen3_5"])
 def test_two_stages_say_the_same(folder, name):
@@ -120,6 +122,7 @@ def test_two_stages_say_the_same(folder, name):
     check(make_llm(path, "cpu", pipeline_parallel_size=2, max_num_batched_tokens=64, max_num_seqs=8), expected)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_largest_pictures_are_encoded_to_measure_memory(folder, name):

@@ -229,6 +229,7 @@ _COMPILE_FEW = """
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("card", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_products_of_few_rows_keep_the_rules_of_machine_code(card):
     printed = run_on_stand_in(_COMPILE_FEW, card)
@@ -243,6 +244,7 @@ def test_products_use_the_tensor_cores_of_the_card():
     assert json.loads(printed.splitlines()[-1]) == [[["mma.sync"], 0, True, True]] * 2 + [[["wgmma"], 0, True, True]]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("card", "few", "many"),

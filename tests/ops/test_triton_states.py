@@ -23,6 +23,7 @@ KERNELS = SimpleNamespace(
 )  # fmt: skip
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES)

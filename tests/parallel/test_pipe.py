@@ -44,6 +44,7 @@ os._exit(0)
 TOKENS = [1 + step % 5 * 40_000 for step in range(20)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 2), (3, 1)])
 def test_each_link_carries_every_value_once(stages: int, ranks: int) -> None:

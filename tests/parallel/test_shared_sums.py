@@ -49,6 +49,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.skipif(library() is None, reason="these sums are C++, and there is no compiler")
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -96,6 +97,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["none is given", "one rank cannot open it", "one rank has no kernels"])
 def test_without_such_memory_ranks_add_up_as_before(where: str) -> None:

@@ -49,6 +49,7 @@ def footprint_of(path: Path) -> Footprint:
     return Footprint(spec, parameters_of(spec), FULL, FULL, FULL, element_bytes=FULL)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(

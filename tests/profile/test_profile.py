@@ -70,6 +70,7 @@ def test_a_trace_shows_the_stations_of_each_step_and_the_same_answer(path, tmp_p
     assert run(llm) == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_ranks_record_the_steps_that_the_plan_names(path, tmp_path, sizes):

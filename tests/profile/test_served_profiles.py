@@ -109,6 +109,7 @@ def test_processes_that_are_silent_while_they_write_are_not_taken_for_dead(tmp_p
         host.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_any_process_of_the_api_stops_what_another_has_started(tmp_path):
     config = json.dumps({"profiler": "torch", "torch_profiler_dir": str(tmp_path)})

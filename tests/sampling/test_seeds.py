@@ -27,6 +27,7 @@ def seeded(count: int) -> list[SamplingParams]:
     return [PARAMS.clone(seed=1000 * i, **changes[i % len(changes)]) for i in range(count)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

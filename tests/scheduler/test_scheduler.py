@@ -579,6 +579,7 @@ def test_a_request_with_prompt_logprobs_reads_the_cache_only_after_its_first_out
 # ---- traffic
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_hour_of_traffic_is_simulated_in_seconds_and_nothing_is_lost(depth: int) -> None:

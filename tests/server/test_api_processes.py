@@ -84,6 +84,7 @@ def test_all_processes_answer_and_their_metrics_are_added_up(server: Server, exp
     assert "Traceback" not in server.log
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_streams_of_all_processes_go_on_when_a_core_is_lost(server: Server, expected, number):
     _, cores = processes(server)
@@ -96,6 +97,7 @@ def test_streams_of_all_processes_go_on_when_a_core_is_lost(server: Server, expe
     assert server.log.count("Engine core 0 was lost") + server.log.count("Engine core 1 was lost") == 1
 
 
+@pytest.mark.nightly
 def test_a_lost_api_process_is_replaced_and_its_requests_end_in_the_cores(server: Server):
     def try_to_read() -> bool:
         try:

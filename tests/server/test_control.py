@@ -185,6 +185,7 @@ def test_an_engine_sleeps_and_wakes_up(host, service, expected):
         says_the_beginning(waiting.end(), expected["old"])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_new_weights_are_taken_while_a_request_runs_and_the_cache_is_forgotten(host, service, expected, folder):
     other = {**LONG, "prompt": f"{TEXT} and {TEXT}", "max_tokens": 1}
@@ -372,6 +373,7 @@ def test_all_replicas_take_weights_from_a_trainer_and_one_that_cannot_have_them_
     asyncio.run(asyncio.wait_for(check(), LONGEST))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_core_that_replaces_a_lost_one_pauses_and_has_the_new_weights_as_the_others(expected, folder):
     async def lose_a_core(llm: AsyncLLM) -> None:

@@ -70,6 +70,7 @@ def test_the_schema_has_every_endpoint(operations):
     assert operations.keys() == set(OPERATIONS)
 
 
+@pytest.mark.sampled(37)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("label", "mode"), CASES, ids=[f"{mode.value}-{label}" for label, mode in CASES])
 def test_requests_made_from_the_schema_are_answered_as_declared(operations, host: Host, label, mode):

@@ -97,6 +97,7 @@ def random_schema(chance: random.Random, depth: int = 0) -> dict | bool:
     return {keyword: keywords[keyword]() for keyword in chance.sample(list(keywords), chance.randint(1, 4))}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("rewrite", [rewritten, lambda schema: narrowed(rewritten(schema))])
 def test_random_schemas_never_allow_more_than_before(rewrite):

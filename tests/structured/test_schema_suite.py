@@ -65,6 +65,7 @@ def random_text(grammar, tokenizer, start: str, chance: random.Random) -> str | 
     return None
 
 
+@pytest.mark.nightly
 def test_every_text_that_ends_is_valid(accepted):
     tokenizer, chance, ended = load_tokenizer(bundled_model()), random.Random(3), 0
     for case, grammar in accepted:

@@ -34,6 +34,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("need", NEEDS)

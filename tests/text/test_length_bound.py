@@ -153,6 +153,7 @@ def longest_equivalents(form: str, decomposed: str) -> Iterator[tuple[str, int]]
             yield character, best[-1]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "decomposed"), [("NFC", "NFD"), ("NFKC", "NFKD"), ("NFD", "NFD"), ("NFKD", "NFKD")])
 def test_no_normal_form_shortens_text_more_than_fourfold(form, decomposed):

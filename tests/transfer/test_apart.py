@@ -106,6 +106,7 @@ def tokens(output: RequestOutput) -> list[list[int]]:
     return [list(completion.token_ids) for completion in output.outputs]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("connector", ["SharedMemoryConnector", "TcpConnector", "NixlConnector"])
 def test_a_prompt_is_computed_by_one_engine_and_answered_by_another(secret, port, connector):
     if connector == "NixlConnector":
@@ -159,17 +160,20 @@ async def compare(path: Path, secret: str, port: int, there: dict[str, Any], her
             assert output.num_cached_tokens == (len(row) - 1) // 16 * 16
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("variant", [pytest.param(VARIANTS[0], marks=pytest.mark.slow), *VARIANTS[2:],
                                      pytest.param(VARIANTS[1], marks=pytest.mark.slow)])  # fmt: skip
 def test_windows_latents_and_several_groups(checkpoints, secret, port, variant):
     run(compare(checkpoints.path(variant), secret, port, {}, {}))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("there", "here"), OTHERS)
 def test_the_ends_may_have_different_numbers_of_ranks(checkpoints, secret, port, there, here):
     run(compare(checkpoints.path("llama"), secret, port, there, here))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS[1:])
 def test_other_models_with_different_numbers_of_ranks(checkpoints, secret, port, variant):

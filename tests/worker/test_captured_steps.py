@@ -36,6 +36,7 @@ def counted(counter: Counter[str], call: Callable[[], None]) -> None:
     call()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
@@ -58,6 +59,7 @@ def test_padded_steps_say_what_other_steps_say(checkpoints: Checkpoints, referen
         assert not device.runner.device.waits
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
 def test_padded_steps_of_the_attention_for_gpus(checkpoints, references, monkeypatch, interpreter):

@@ -85,6 +85,7 @@ def test_so_do_those_of_other_layers(tmp_path, variant):
     assert llm.core.executor.runner.forward.usable
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_so_do_those_of_quantized_experts_that_fill_panels(tmp_path, quantization):

@@ -94,6 +94,7 @@ def flat(tables: Tables) -> list[int]:
     return [block_id for table in tables for block_id in table]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("backend", "variant", "options"), CASES, ids=str)

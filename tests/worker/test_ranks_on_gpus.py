@@ -81,6 +81,7 @@ def test_ranks_with_a_gpu_each_capture_their_all_reduces():
     assert first[3] == second[3] == 40 * 2**30  # half of a card
 
 
+@pytest.mark.nightly
 def test_ranks_that_share_a_gpu_run_eagerly_and_share_its_memory():
     first, second = two_ranks(gpus=1)
     assert (first[0], second[0]) == ("cuda:0", "cuda:0")
@@ -88,6 +89,7 @@ def test_ranks_that_share_a_gpu_run_eagerly_and_share_its_memory():
     assert first[3] == second[3] == 20 * 2**30  # half of half of the card
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_graphs_hold_the_exchanges_of_ranks_that_divide_tokens():
     first, second = two_ranks(2, tensor_parallel_size=2, enable_sequence_parallel=True)
@@ -102,6 +104,7 @@ def test_graphs_hold_the_exchanges_of_ranks_that_divide_tokens():
 ONE_KV_HEAD = {"load_format": "dummy", "hf_overrides": {"num_key_value_heads": 1}}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_decode_context_parallelism_is_captured_with_what_the_ranks_exchange():
     """A plan does not ask what is on the device."""
@@ -116,6 +119,7 @@ def test_decode_context_parallelism_is_captured_with_what_the_ranks_exchange():
     assert first[4] == second[4] == ["triton over stripes"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "how"), [pytest.param({}, "by heads", marks=pytest.mark.nightly), (ONE_KV_HEAD, "over stripes")]

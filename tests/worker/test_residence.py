@@ -73,6 +73,7 @@ def test_new_weights_are_used_at_once_and_nothing_old_is_found(checkpoints, tmp_
     check_update(checkpoints.path(FAMILIES[family][0]), tmp_path)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in FAST])
 def test_every_family_takes_new_weights(checkpoints, tmp_path, family):
@@ -91,6 +92,7 @@ def test_weights_that_are_quantized_at_load_are_replaced_too(checkpoints, tmp_pa
     check_update(checkpoints.path("llama"), tmp_path, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_all_ranks_take_new_weights(checkpoints, tmp_path, axis):

@@ -52,6 +52,7 @@ def test_an_engine_that_serves_compiles_nothing():
         assert sum(kernel.startswith(name) for kernel in at_start) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(

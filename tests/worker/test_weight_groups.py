@@ -87,7 +87,7 @@ def wrong(fields: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ),
     ],
 )
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_tensors_that_do_not_fit_are_refused_and_the_trainer_is_not_left_waiting(checkpoints, changes, problem, size):
     source = checkpoints.path("llama")
     llm = make_llm(source, tensor_parallel_size=size)
@@ -123,7 +123,8 @@ def test_what_is_missing_is_named_and_the_group_stays(checkpoints, tmp_path):
     assert said(llm) == before
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_trainer_that_dies_leaves_the_old_weights(checkpoints, tmp_path, size):
     source = checkpoints.path("llama")
     target = edited(source, tmp_path / "new", shuffled)
