@@ -42,11 +42,9 @@ def each(fast: list[Pair]) -> pytest.MarkDecorator:
     night."""
 
     def marks(pair: Pair) -> list[pytest.MarkDecorator]:
-        return (
-            []
-            if pair in fast
-            else [pytest.mark.nightly if pair[1] == WINDOWED else pytest.mark.slow, pytest.mark.sampled(8)]
-        )
+        if pair in fast:
+            return []
+        return [pytest.mark.nightly] if pair[1] == WINDOWED else [pytest.mark.slow, pytest.mark.sampled(8)]
 
     pairs = [pytest.param(*pair, id="-".join(pair), marks=marks(pair)) for pair in ALL]
     return pytest.mark.parametrize(("kind", "target"), pairs)
