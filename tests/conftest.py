@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -52,7 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "quick: tests of the files in tests/quick.txt, which take a minute together")
     config.addinivalue_line("markers", "family(name): tests of a family of models")
     config.addinivalue_line("markers", "texts: compares what engines say; runs with drafts, too, by --speculate")
-    config.addinivalue_line("markers", "sampled(n): of these cases, one in n runs each time; the others are nightly")
+    config.addinivalue_line(
+        "markers", "sampled(n): of these cases, one in n runs each time, and at least one; the others are nightly"
+    )
     config.addinivalue_line("markers", "plain(reason): though marked texts, it cannot run with drafts")
     if name := config.getoption("--speculate"):
         config.pluginmanager.register(Everywhere(name))
@@ -79,19 +82,32 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Which tests stay together in one process: those of a file, but those of a family of models wherever they are.
     Which cases of large matrices are nightly: that follows from their names and the seed, so all processes agree."""
-    seed = config.getoption("sample_seed")
+    matrices: dict[tuple[str, int, bool], list[pytest.Item]] = {}
     for item in items:
-        if is_quick(item.path) and not {"slow", "nightly"} & {marker.name for marker in item.iter_markers()}:
+        marks = {marker.name for marker in item.iter_markers()}
+        if is_quick(item.path) and not {"slow", "nightly"} & marks:
             item.add_marker(pytest.mark.quick)
-        one_in = [marker.args[0] for marker in item.iter_markers("sampled")]
-        if one_in and zlib.crc32(item.nodeid.encode(), seed) % max(one_in):
-            item.add_marker(pytest.mark.nightly)
+        if "sampled" in marks and "nightly" not in marks:
+            one_in = max(marker.args[0] for marker in item.iter_markers("sampled"))
+            matrices.setdefault((item.nodeid.partition("[")[0], one_in, "slow" in marks), []).append(item)
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         variant = parameters.get("variant")
         family = ALL_VARIANTS[variant][0] if variant in ALL_VARIANTS else None
         if family:
             item.add_marker(pytest.mark.family(name=family))
         item.add_marker(pytest.mark.xdist_group(family or item.nodeid.partition("::")[0]))
+    seed = config.getoption("sample_seed")
+    for (_, one_in, _), cases in matrices.items():
+        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode(), seed))
+        for item in cases[max(1, round(len(cases) / one_in)) :]:
+            item.add_marker(pytest.mark.nightly)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Python's collector need not look through millions of objects of imported modules during each test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -165,7 +165,7 @@ pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 kinds = pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, CELLS[1], CELLS[2], *OF_FLOAT16], ids=str)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, *CELLS, *OF_FLOAT16], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (8, 2), (14, 2), (8, 1), (71, 1)])
 @pytest.mark.parametrize("window", [None, 16])
@@ -245,7 +245,7 @@ def test_many_heads_share_a_latent(backend, kept, heads, block):
     World(build(backend, heads, 1, 40, block, kept, 32), MIXED).check()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @kinds
 @pytest.mark.parametrize("window", [None, 5, 64])
 def test_latents_with_everything_else(backend, kept, window):

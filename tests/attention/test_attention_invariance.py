@@ -197,6 +197,7 @@ CASES = [
 OFTEN = [case for case in CASES if case.cell and (case.window or case.value_dim)][::2]
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=str(case), marks=[pytest.mark.sampled(5)] * (case not in OFTEN)) for case in CASES]
 )

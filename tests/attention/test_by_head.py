@@ -59,6 +59,7 @@ def test_reading_blocks_is_the_inverse_of_storing(backend: AttentionBackend):
             assert torch.equal(read, stored[layer][:, slots].transpose(0, 1))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("counts", [(1, 1, 1), (3, 1, 2)], ids=["decoding", "mixed"])
 def test_each_head_sees_the_keys_of_its_own_slices(backend: AttentionBackend, counts: tuple[int, ...]):
     draw = random.Random(4)

@@ -116,7 +116,7 @@ inners = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @inners
 @pytest.mark.parametrize(("cp", "dcp"), SIZES)
 @pytest.mark.parametrize("window", [None, 1, 5, 12, 24])

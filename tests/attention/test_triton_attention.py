@@ -33,6 +33,7 @@ def sampled(*values: object, **options: str) -> object:
     return pytest.param(*values, marks=pytest.mark.sampled(8), **options)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("requests", [MIXED, DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block"),
@@ -42,7 +43,7 @@ def test_shapes(heads, kv_heads, dim, block, requests):
     World(build(TritonAttention, heads, kv_heads, dim, block, FLOAT32), requests).check()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("window", "soft_cap", "far"), [(None, None, 1), (16, None, 40), (None, 3.0, 128)])
 @pytest.mark.parametrize("requests", [SHORT_MIXED, SHORT_DECODE], ids=["mixed", "decode"])
 def test_biases_by_distance(requests, window, soft_cap, far):
@@ -53,7 +54,7 @@ def test_biases_by_distance(requests, window, soft_cap, far):
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("requests", [SHORT_MIXED, SHORT_DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize("kept", KINDS, ids=str)
 def test_types(kept, requests):
@@ -61,6 +62,7 @@ def test_types(kept, requests):
     world.check(tolerance=ROUNDING if kept.dtype is torch.bfloat16 else None)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("requests", [MIXED, sampled(DECODE)], ids=["mixed", "decode"])
 @pytest.mark.parametrize(
     "how", [{"window": 9}, {"soft_cap": 3.0}, {"sinks": True}, {"window": 20, "sinks": True}], ids=str
@@ -70,6 +72,7 @@ def test_windows_soft_caps_and_sinks(how, requests):
     World(build(TritonAttention, 4, 2, 32, 16, FLOAT32), requests).check(**{**how, "sinks": sinks})
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("requests", [MIXED, sampled(DECODE)], ids=["mixed", "decode"])
 @pytest.mark.parametrize(("dim", "value_dim"), [(48, 32), (576, 512), (24, 24), (33, 17)])
 def test_latent_caches(dim, value_dim, requests):
@@ -145,7 +148,7 @@ NORMS = ["model's type", "float32", None]
 ROTARIES = ["halves", "pairs", "part", None]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize(
     ("kept", "rotary", "norm"),
     # Every pair of two of the three.

@@ -32,6 +32,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.nightly) for case in SLOW)], ids=str)
 def test_a_tokens_result_does_not_depend_on_the_step(case: Case) -> None:
     sequences = Sequences(case, [case.length, 1, 70], TritonAttention)

@@ -50,6 +50,7 @@ class PromptWorld(World):
         return replace(super().layout(requests), longest_prompt=max(n for _, n in requests) if fresh else 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", [{}, {"window": 9}], ids=str)
 def test_prompts_go_to_the_library(how):
     world = PromptWorld(build(DenseVarlen, 4, 2, 32, 16, FLOAT16), PROMPTS)
@@ -57,6 +58,7 @@ def test_prompts_go_to_the_library(how):
     assert world.backend.calls == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("requests", "how"),
     [([(0, 40), (16, 3)], {}), (PROMPTS, {"soft_cap": 3.0}), (PROMPTS, {"sinks": torch.linspace(-2, 3, 4)})],

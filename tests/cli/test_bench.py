@@ -70,6 +70,7 @@ def test_latency_with_a_profile_records_one_batch(tmp_path: Path, capsys):
     assert sum(name.startswith("step ") and "2 requests" in name for name in names) >= 4  # one for each output token
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -110,6 +110,7 @@ def test_nothing_is_remembered_with_no_history(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_conversation_is_saved_and_goes_on_in_another_session(tmp_path: Path):
     file = tmp_path / "a conversation.json"
     with terminal("chat", "--temperature", "0", "--max-tokens", "7", state=tmp_path) as session:

@@ -103,6 +103,7 @@ def draw(pieces: list[str], rows: int = 50) -> str:
     return screen.text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [1, 2, 7, 10_000])
 def test_pieces_of_any_length_make_the_same_screen(length):
     pieces = [DOCUMENT[start : start + length] for start in range(0, len(DOCUMENT), length)]

@@ -39,6 +39,7 @@ def built(path: Path, **options: str) -> Decoder:
     return load_model(path, config, 128, torch.device("cpu"), Mesh(), show_progress=False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "variant", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.nightly]) for name in ALL_VARIANTS]
 )
@@ -69,14 +70,14 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("wide") / "llama", "llama", WIDE, dtype="bfloat16")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("kind", ["BF16", *sorted(formats._GGUF_TYPES.keys() - {"Q2_0"})])
 def test_the_memory_of_a_gguf_file_is_known(wide, tmp_path: Path, kind):
     file = write_gguf(wide, tmp_path / "model.gguf", kind)
     assert footprint_of(file).weights(None)[0] == pytest.approx(memory.weights_in_memory(built(file)), rel=0.02)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("form", [None, "gptq", "awq", "packed-4-bits", "int8-channel", "fp8", "nf4", "nvfp4", "hqq"])
 def test_the_memory_of_a_checkpoint_is_known(wide, tmp_path: Path, form):
     path = wide if form is None else write_quantized(wide, tmp_path, {**FORMATS, **FURTHER}[form])[0]

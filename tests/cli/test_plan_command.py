@@ -23,6 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_plan_needs_only_the_config(model, capsys):
     flags = ["--layout", "tp=2", "--layout", "dp=2", "--slo", "ttft=1s,itl=50ms", "--price", "2.5"]
     assert main(["plan", "--model", model, "--gpus", "H100x2", "--traffic", TRAFFIC, *flags]) == 0

@@ -119,6 +119,7 @@ def check(
                 assert_same(got[1], alone[1], f"{count} threads, preempted")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", ["bfloat16", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("int4", "fp8 cache", "float16"))]
 )
@@ -146,6 +147,7 @@ MORE = [
 slow = [pytest.mark.slow, pytest.mark.sampled(9)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", *(pytest.param(name, marks=slow) for name in ("float32", "float16"))])
 @pytest.mark.parametrize("variant", [*FEW, *(pytest.param(name, marks=slow) for name in MORE)])
 def test_that_holds_for_every_kind_of_layer(variant: str, dtype: str, checkpoints: Checkpoints) -> None:

@@ -40,6 +40,7 @@ def prompts(text: list[int]) -> list[list[int]]:
     return [text[1000 * i : 1000 * i + length] for i, length in enumerate([5, 16, 31, 48, 64, 65, 90, 117, 150, 190])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [pytest.param("int8", marks=pytest.mark.slow), "fp8"])
 def test_greedy_tokens_are_the_same_however_the_work_is_cut_up(cell, prompts):
     llm = bundled(cell, enable_prefix_caching=False)
@@ -82,7 +83,7 @@ def test_the_bundled_model_predicts_held_out_text_as_well(cell, text, perplexity
     assert choices.eq(wanted_choices).float().mean() > 0.99
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @cells
 @pytest.mark.parametrize("variant", "qwen3-mixed-windows-biases gemma2 gpt_oss deepseek_v2 internlm2-odd-sizes".split())
 def test_every_kind_of_attention_sees_nearly_what_it_would(checkpoints, variant, cell):

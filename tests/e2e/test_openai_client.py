@@ -118,6 +118,7 @@ def test_errors_have_the_clients_types(client, model, url):
         stranger.models.list()
 
 
+@pytest.mark.slow
 def test_96_requests_at_once_say_what_they_say_alone(url, model, offline):
     prompts = [
         f"{TEXT} there was a {what} who had {n} friends" for n in range(24) for what in ("dog", "cat", "boy", "hen")

@@ -79,6 +79,7 @@ def check_all_kinds(llm: LLM, temperature: float) -> None:
     assert ended >= sum(p.n for p in params) - 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])
 def test_each_kind_holds_at_any_temperature(llm, temperature):
     check_all_kinds(llm, temperature)

@@ -272,6 +272,7 @@ def test_options_that_the_model_cannot_meet_are_an_error_at_start():
     run(check())
 
 
+@pytest.mark.slow
 @pytest.mark.plain("counts the outputs of a stream")
 def test_the_metrics_count_what_was_done():
     async def check() -> None:

@@ -42,6 +42,7 @@ def plain_beam_search(
     return sorted(completed + beams, key=score, reverse=True)[:width]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 3}], ids=["roomy", "tight"])
 def test_without_an_end_it_is_transformers_beam_search(checkpoints: Checkpoints, references, width, options):

@@ -95,6 +95,7 @@ def start(drafters: Drafters) -> Start:
     return start
 
 
+@pytest.mark.sampled(15)
 @each(FAST)
 @pytest.mark.parametrize("options", [pytest.param({}, marks=SAMPLED), TIGHT], ids=["roomy", "tight"])
 def test_requests_of_all_kinds_say_the_same(plain: Plain, start: Start, kind, target, options):
@@ -131,6 +132,7 @@ def test_adaptive_numbers_of_drafts_say_the_same(plain: Plain, start: Start, kin
     assert said(generate(llm, texts, params)) == said(expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "target"), [("eagle3", "llama"), pytest.param("similar", "llama", marks=SAMPLED), ("mtp", "mimo")]
 )
@@ -195,6 +197,7 @@ def test_long_texts_get_no_drafts(plain: Plain, start: Start):
     assert min(lengths) < max(lengths) == 50 < max(map(len, texts))
 
 
+@pytest.mark.sampled(16)
 @each([("eagle3", "llama"), ("medusa", "llama"), ("mtp", "mimo")])
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=SAMPLED), 2])
 def test_a_late_device_says_the_same(plain: Plain, start: Start, kind, target, depth):

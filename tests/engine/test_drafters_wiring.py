@@ -158,6 +158,7 @@ def run(drafters: Drafters, references: References) -> Run:
     return run
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("options", [pytest.param({}, marks=SAMPLED), TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize(
     ("kind", "target"),
@@ -197,11 +198,13 @@ def test_heads_that_have_missed_tokens_attend_to_those_that_they_have_seen(
     assert max(len(drafted.missed) for drafted in made) > 16, "more than a block"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", STATE_HEADS)
 def test_heads_side_by_side(run: Run, references: References, kind):
     run(kind, WINDOWED, lambda head: side_by_side(head, States(references.model(WINDOWED))), **TIGHT)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("options", [pytest.param({}, marks=SAMPLED), TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize(
     ("kind", "target"),

@@ -34,7 +34,7 @@ def plain(request: pytest.FixtureRequest, checkpoints: Checkpoints, references: 
     return request.param, prompts, params, generate(make_llm(checkpoints.path(request.param)), prompts, params)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @each_proposer
 @pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
 def test_requests_of_all_kinds_say_the_same(checkpoints: Checkpoints, plain, proposer, options):
@@ -96,6 +96,7 @@ def test_logits_processors_see_texts_with_drafts_that_are_rejected(checkpoints: 
     assert said[0] == said[1]
 
 
+@pytest.mark.sampled(3)
 @each_proposer
 def test_drafts_keep_to_the_grammar(checkpoints: Checkpoints, proposer):
     params = with_grammars(8)

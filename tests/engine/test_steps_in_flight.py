@@ -89,6 +89,7 @@ def test_the_late_device_finds_out_a_core_that_reads_results_early(checkpoints):
         llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
 
 
+@pytest.mark.sampled(4)
 @each_engine
 def test_stop_tokens_end_the_same(checkpoints: Checkpoints, references: References, variant, options):
     expected = references.continuations(variant)[:12]
@@ -102,6 +103,7 @@ def test_stop_tokens_end_the_same(checkpoints: Checkpoints, references: Referenc
             assert (reason, stop_reason) == ("stop", stop)
 
 
+@pytest.mark.sampled(4)
 @each_engine
 def test_stop_strings_end_the_same(checkpoints: Checkpoints, references: References, variant, options):
     llm = make_llm(checkpoints.path(variant))
@@ -116,6 +118,7 @@ def test_stop_strings_end_the_same(checkpoints: Checkpoints, references: Referen
         assert (reason, stop_reason) == ("stop", stop)
 
 
+@pytest.mark.sampled(4)
 @each_engine
 def test_seeded_requests_of_all_kinds_say_the_same(checkpoints: Checkpoints, references: References, variant, options):
     draw = random.Random(3)
@@ -132,6 +135,7 @@ def test_seeded_requests_of_all_kinds_say_the_same(checkpoints: Checkpoints, ref
     assert {reason for _, _, reason, _ in made} == {"length", "stop"}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.sampled(11)), 2])
 @each_engine
 def test_aborts_leave_the_others_as_they_were_and_nothing_behind(
@@ -184,6 +188,7 @@ def bad_request(llm: LLM, request_id: str, prompt: list[int], token: int = 99_99
     return request
 
 
+@pytest.mark.sampled(6)
 @each_engine
 def test_a_request_that_the_worker_refuses_fails_alone(checkpoints, references, prepare, variant, options):
     llm = prepare(make_llm(checkpoints.path(variant), **options))
@@ -227,6 +232,7 @@ def test_what_a_refused_request_would_have_computed_is_not_in_the_prefix_cache(
     assert_nothing_is_left(llm.core)
 
 
+@pytest.mark.sampled(3)
 def test_refusals_among_shared_prefixes_aborts_and_preemptions_leave_the_others_as_they_were(
     checkpoints, references, prepare
 ):
@@ -307,6 +313,7 @@ class ChainGate(GrammarGate):
             line[token // 32] = 1 << token % 32
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.sampled(11)), True], ids=["plain", "late"])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.sampled(11)), TIGHT], ids=["roomy", "tight"])

@@ -67,6 +67,7 @@ def small(path: Path, **options: Any) -> LLM:
     return make_llm(path, **{"num_gpu_blocks_override": 24, "max_num_seqs": 2, **options})
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("variant", ["llama", "mistral-window-20", "gemma3", "deepseek_v3", "mamba2", "bamba"])
 @pytest.mark.parametrize(
     "tiers", [*(pytest.param(t, marks=pytest.mark.sampled(3)) for t in ("memory", "disk")), "both"]

@@ -130,6 +130,7 @@ def test_a_stopped_rank_is_an_error_that_names_it(checkpoints):
     wait_for_no_children_but(before)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_an_error_that_names_it_and_nothing_hangs(checkpoints):
     before = children()
     llm = split_llm(checkpoints.path("llama"))
@@ -191,6 +192,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", [pytest.param("loading", marks=pytest.mark.slow), "running"])
 def test_ranks_end_when_the_executors_process_is_killed_and_leave_no_files(checkpoints, tmp_path: Path, phase):
     """The program is a script without a guard for __main__, which processes of multiprocessing would need."""

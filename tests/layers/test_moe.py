@@ -91,6 +91,7 @@ def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts(name, kernels):
     torch.testing.assert_close(layer(X[:1]), wanted[:1], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_compute_summands_of_what_one_does(name):
     spec = MoESpec(EXPERTS, TOP_K, SIZE, **CASES[name])

@@ -109,6 +109,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("wide"), "llama", {**WIDE, "tie_word_embeddings": True}, seed=3)
 
 
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("kind", SOME)
 def test_a_file_says_what_transformers_says_with_the_weights_that_it_means(wide, tmp_path, kind):
     path = write_gguf(wide, tmp_path / "model.gguf", kind)
@@ -145,7 +146,7 @@ def the_recorded_file(path: Path, case: dict[str, Any]) -> bool:
     return hashlib.sha256(path.read_bytes()).hexdigest() == case["sha256"]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("case", [c for c in RECORDED["cases"] if not c["variant"]], ids=lambda case: case["type"])
 def test_the_greedy_tokens_are_those_of_llama_cpp(tmp_path, case):
     path = write_gguf(bundled_model(), tmp_path / "model.gguf", case["type"], "llama-bpe")
@@ -153,7 +154,7 @@ def test_the_greedy_tokens_are_those_of_llama_cpp(tmp_path, case):
     check_against_llama_cpp(make_llm(path), case, RECORDED["texts"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", [c for c in RECORDED["cases"] if c["variant"]], ids=lambda case: case["variant"])
 def test_so_are_those_of_each_family_and_its_logits_are_those_of_transformers(tmp_path, case):
     checkpoint = write_family(tmp_path / "checkpoint", case["variant"])

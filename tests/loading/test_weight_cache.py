@@ -85,6 +85,7 @@ def check_second_start(path: Path, **options: Any) -> None:
 FAST = ["llama", "gpt2", "gemma2", "mixtral", "deepseek_v3", "qwen3_next"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAST)
 def test_the_second_start_has_the_weights_of_the_first(folder, checkpoints, family):
     """Dense, transposed, tied, with experts, absorbed, with states."""
@@ -112,6 +113,7 @@ def test_weights_may_be_quantized_at_load(folder, checkpoints, family, options):
 IN_EACH_RUN = [("gptq-act-order", "bfloat16"), ("nf4", "float32")]
 
 
+@pytest.mark.sampled(84)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

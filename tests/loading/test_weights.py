@@ -176,6 +176,7 @@ def test_the_type_that_is_computed_in(tmp_path, stored, option, computed):
     assert len(generate(llm, ["a"], GREEDY.clone(max_tokens=4))[0].outputs[0].token_ids) == 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", ["llama", "qwen3-mixed-windows-biases"])
 def test_dummy_weights_need_no_weight_file(checkpoints, tmp_path, variant):
     path = Path(shutil.copytree(checkpoints.path(variant), tmp_path / "copy"))

@@ -22,6 +22,7 @@ FIRST = [
 ]
 
 
+@pytest.mark.sampled(66)
 @pytest.mark.parametrize("variant", FIRST)
 def test_adapters_in_one_batch_are_as_if_merged(checkpoints, tmp_path, variant):
     """Two adapters and the base model in one batch: chunked, and then with a warm cache."""

@@ -69,6 +69,7 @@ def test_embedding_and_head(checkpoints, tmp_path, variant):
     check(adapted_tokens(llm, TEXTS, [adapter, None] * 5), [(expected, without)[i % 2][i] for i in range(10)])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("max_loras", "max_cpu_loras", "backend"),
     [

@@ -102,6 +102,7 @@ WINDOWS = [("mistral-window-20", 12), ("qwen3-mixed-windows-biases", 24)]
 IN_EACH_RUN = ("mistral-window-20", "pcp-2-over-stripes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "blocks", "division"),
     [
@@ -143,6 +144,7 @@ def logprobs_of(output: RequestOutput) -> list[float]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("variant", "division"),
     [
@@ -164,7 +166,7 @@ def test_log_probabilities_are_those_of_one_rank(checkpoints, variant, division)
             assert logprobs_of(output) == pytest.approx(logprobs_of(wanted), abs=1e-4)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("division", ["pcp-3", "pcp-2-by-heads", "dcp-2-of-tp-4"])
 @pytest.mark.parametrize(
     ("proposer", "options"), [("ngram", {}), ("Perfect", {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 40})]
@@ -179,6 +181,7 @@ def test_drafts_are_verified_by_all_ranks(checkpoints, proposer, options, divisi
     assert llm.core.stats.speculation.accepted_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["similar", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("eagle3", "p-eagle", "medusa"))]
 )
@@ -238,6 +241,7 @@ def test_experts_move_between_ranks_that_divide_contexts(checkpoints, references
     says(llm, references.continuations("qwen3_moe"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("variant", "division"),
     [
@@ -264,6 +268,7 @@ def test_replicas_share_experts_and_each_divides_its_steps(checkpoints, referenc
             expected[int(name)].check(token_ids)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("division", "limits"),
     [

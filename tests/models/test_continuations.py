@@ -10,7 +10,7 @@ from support.checkpoints import ALL_VARIANTS
 from support.continuations import recorded, recorded_with
 
 
-@pytest.mark.sampled(50)
+@pytest.mark.sampled(126)
 @pytest.mark.parametrize("variant", list(ALL_VARIANTS))
 def test_recorded_continuations_equal_those_that_transformers_computes(references, variant):
     if recorded_with(variant) != version("transformers"):

@@ -87,7 +87,7 @@ def hidden_states(model: Any, texts: list[list[int]]) -> list[Tensor]:
     return [model(torch.tensor([text])).last_hidden_state[0] for text in texts]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_hidden_states_are_those_of_transformers(tmp_path, variant):
     model, texts = saved(tmp_path, *VARIANTS[variant]), prompts()

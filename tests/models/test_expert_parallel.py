@@ -151,6 +151,7 @@ def test_experts_move_between_the_ranks_of_a_tensor_group(checkpoints):
     assert first.slots.experts != [*range(8), 0, 1]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("quantization", "more"),
     [

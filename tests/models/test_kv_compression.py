@@ -112,6 +112,7 @@ def test_a_ratio_of_1_says_what_an_engine_without_compression_says(
     assert tokens_of(generate(llm, case.texts, case.params.clone(kv_compression={"ratio": 1}))) == whole
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "ratio", "backend"),
     [
@@ -151,7 +152,7 @@ def test_requests_with_and_without_compression_share_steps(
     assert (expected[-1] == whole[-1]) == (case is ONCE), "the short prompt is compressed when it has grown"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("way", ["chunked", "preempted", "two steps in flight", "preempted in flight", "reference"])
 def test_tokens_do_not_depend_on_how_the_work_is_cut_up(
     checkpoints: Checkpoints, case: Case, expected: list[list[int]], way: str

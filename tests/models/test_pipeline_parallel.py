@@ -152,6 +152,7 @@ def test_drafts_are_verified_on_the_last_stage(checkpoints, proposer, options):
     assert stats.accepted_tokens > 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.plain("it has drafts of its own")
 @pytest.mark.parametrize("kind", ["similar", "medusa", "eagle"])
 def test_drafters_run_behind_the_last_stage(checkpoints, tmp_path_factory, kind):

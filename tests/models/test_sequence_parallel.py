@@ -44,7 +44,7 @@ def logits_and_calls(path: Any, ranks: int, **options: Any) -> tuple[torch.Tenso
     return logits_of_ranks(runners, TEXT, CHUNKS), dict(calls)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize(("number", "variant"), list(enumerate([*FIRST, "opt-post-norm-projections", "gpt_oss"])))
 def test_divided_tokens_give_the_same_logits(checkpoints, number, variant):
     ranks = 2 + number % 2
@@ -85,6 +85,7 @@ def test_ranks_together_say_what_transformers_says(checkpoints, references, vari
         continuation.check(token_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "blocks", "ranks", "stages"),
     [("mistral-window-20", 12, 3, 1), pytest.param("qwen3-mixed-windows-biases", 24, 2, 2, marks=pytest.mark.slow)],

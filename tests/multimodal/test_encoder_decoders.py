@@ -77,7 +77,7 @@ def bart(folder) -> LLM:
     return make_llm(written(folder, "bart"), max_model_len=100, max_num_seqs=8)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_greedy_tokens_equal_transformers(make, expected, kind, way):
@@ -266,7 +266,7 @@ MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("kind", "mutate"), [pytest.param(k, f, id=f"{k}: {what}") for k, what, f in MUTATIONS])
 def test_a_wrong_spec_is_found_out(make, expected, monkeypatch, kind, mutate):
     spec_of = description.spec_of

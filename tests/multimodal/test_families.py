@@ -84,7 +84,7 @@ def two_steps_deep(make: MakeLLM, expected: list[Any], chunk: int) -> None:
 WAYS = [alone, in_a_batch, in_chunks, with_a_small_encoder_budget, with_a_warm_cache, preempted, two_steps_deep]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(98)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_equal_transformers(folder, name, way):

@@ -101,6 +101,7 @@ def with_predict_layer(tensors: dict[str, Tensor], is_stacked: bool) -> dict[str
     return stacked(tensors, False) | (stacked(more, False) if is_stacked else more)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["qwen3.5", "qwen3.6"])
 def test_a_published_checkpoint_with_experts_makes_its_own_drafts(folder, tmp_path, layout):
     path, expected = prepared("qwen3_5_moe", folder)

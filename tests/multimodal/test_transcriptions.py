@@ -193,6 +193,7 @@ def test_streams_have_openais_events_and_vllms_chunks(client, service):
     assert "".join(event["choices"][0]["delta"]["content"] for event in events).strip() == events[-1]["text"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("format", "rate"), [("FLAC", 16_000), ("OGG", 16_000), ("MP3", 24_000), ("WAV", 44_100)])
 def test_files_of_many_formats_are_heard(client, format, rate):
     two = np.stack([sound(1, rate=rate)] * 2, 1)

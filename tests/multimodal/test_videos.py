@@ -19,6 +19,7 @@ from support.seeing import FIRST, MODELS, picture, prepared
 MARK = "<|vision_start|><|video_pad|><|vision_end|>"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_a_videos_embeddings_and_positions_equal_transformers(folder, name):
     path, _ = prepared(name, folder)

@@ -66,6 +66,7 @@ def check(llm: LLM, expected: list[Any]) -> None:
         wanted.check(output.outputs[0].token_ids)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_greedy_tokens_equal_transformers(folder, expected, way):
     def make(backend: str = "cpu", **options: Any) -> LLM:

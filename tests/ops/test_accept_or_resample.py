@@ -89,6 +89,7 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
     return math.erfc(((chi_square / freedom) ** (1 / 3) - 1 + spread) / math.sqrt(2 * spread)) / 2
 
 
+@pytest.mark.sampled(4)
 @pairs
 def test_tokens_have_the_distribution_of_the_target(implementation: Implementation, pair: Callable[[], Pair]):
     p, q = pair()

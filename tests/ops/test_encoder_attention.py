@@ -56,7 +56,7 @@ def drawn(dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, dim: int) 
     return fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @dtypes
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 3, 32), (4, 2, 64), (2, 1, 24), (1, 1, 5), (2, 2, 128)])
 @pytest.mark.parametrize("lengths", [(1,), (3, 1, 17), (0, 130, 0, 64, 5), (300, 257)], ids=str)

@@ -58,6 +58,7 @@ def quantized_matrices() -> Iterator[QuantizedMatrix]:
         yield QuantizedMatrix((torch.randn(out, width) * 2).to(torch.float8_e4m3fn), scales, group, width)
 
 
+@pytest.mark.slow
 def test_a_quantized_matrix_means_what_its_description_says():
     for matrix in quantized_matrices():
         centre = 0 if matrix.offsets is not None or matrix.codes.is_floating_point() else 2 ** (matrix.bits - 1)

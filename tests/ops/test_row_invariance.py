@@ -54,6 +54,7 @@ def test_linear_layers(kernels: Kernels) -> None:
         check(lambda x, w=packed, b=bias: kernels.linear(x, w, b), torch.randn(ROWS, inner).to(dtype), f"{inner}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", ["int8", "int4", "fp8", "fp8 by row", "table"])
 def test_quantized_layers(kernels: Kernels, form: str) -> None:
     dtype = kernels.target.dtype
@@ -111,6 +112,7 @@ def test_maps_of_latent_attention(kernels: Kernels) -> None:
     check(lambda x: kernels.linear_by_head(x, weight), torch.randn(ROWS, 3, 64).to(dtype), "linear_by_head")
 
 
+@pytest.mark.sampled(3)
 def test_activations_and_norms(kernels: Kernels) -> None:
     dtype = kernels.target.dtype
     for width in (24, 1003, 2048):

@@ -81,6 +81,7 @@ def test_rotary_embedding(dtype, interleaved, head_dim, rotary_dim):
         close(a, b)
 
 
+@pytest.mark.sampled(4)
 @each_dtype
 @pytest.mark.parametrize("counts", [(1, 0, 2), (0, 0), (0, 5, 0), (13, 1, 20)], ids=str)
 def test_products_of_experts(dtype, counts):
@@ -190,12 +191,14 @@ def kept_cases() -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
     yield draw(torch.float32, 300, 2).t(), torch.full((2,), 7, device=DEVICE), None
 
 
+@pytest.mark.slow
 def test_top_k_and_top_p_keep_what_the_reference_keeps():
     for logits, k, p in kept_cases():
         wanted = sampling.keep_top_k_top_p.reference(logits.clone(), k, p)
         assert torch.equal(keep_top_k_top_p(logits.clone(), k, p), wanted)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("vocab", "spread", "used", "dtype"),
     [

@@ -39,6 +39,7 @@ def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return int(request.param)
 
 
+@pytest.mark.sampled(9)
 @each_dtype
 @pytest.mark.parametrize(("ins", "outs"), [(64, 130), (33, 7), (1100, 20)])
 def test_linear(dtype, ins, outs, processors):

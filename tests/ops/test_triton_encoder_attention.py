@@ -30,7 +30,7 @@ def starts_of(*lengths: int) -> Tensor:
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "lengths"),
@@ -67,6 +67,7 @@ def test_no_tokens():
     assert encoder_attention_triton(q, k, v, starts_of(0), 1.0, None).shape == (0, 2, 32)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reach", [pytest.param(None, marks=pytest.mark.sampled(4)), 50])
 def test_a_sequence_has_the_same_result_bit_for_bit_beside_any_others(reach):
     q, k, v = drawn(torch.float16, 150, 2, 1, 32)

@@ -50,6 +50,7 @@ def forms(bits: int) -> Iterator[QuantizedMatrix]:
             yield replace(matrix, order=torch.randperm(ins), factors=torch.rand(outs, 1, 1).half())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("interpreter", "tiles")
 @pytest.mark.parametrize(("bits", "rows"), [(8, 1), (4, 19)])
 def test_products_with_all_groups_of_scales(bits, rows):
@@ -76,6 +77,7 @@ def test_products_with_float8_round_the_inputs_to_float8():
         torch.testing.assert_close(computed, quantized_linear.reference(rounded, matrix, None), rtol=2e-3, atol=2e-2)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("interpreter", "tiles")
 @pytest.mark.parametrize("counts", [(0, 3, 0, 1), (70, 0, 17, 1, 9), (0, 0, 0)], ids=str)
 def test_products_of_packed_experts(counts):

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, *(pytest.param(dtype, marks=pytest.mark.sampled(5)) for dtype in (torch.float16, torch.bfloat16))],

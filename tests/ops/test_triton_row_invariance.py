@@ -71,6 +71,7 @@ def test_adapters(dtype):
     check(product, torch.randn(FEW_ROWS, 300, device=DEVICE).to(dtype), alone=(5,))
 
 
+@pytest.mark.sampled(4)
 @each_dtype
 @pytest.mark.parametrize(("ins", "outs"), [(1100, 40), (33, 150)])
 def test_linear(dtype, ins, outs):
@@ -102,6 +103,7 @@ def test_linear_by_head(dtype):
     check(lambda x: by_head(x, weight), torch.randn(ROWS, 3, 64, device=DEVICE).to(dtype), alone=(0, 129))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("form", "dtype"),
     [
@@ -132,6 +134,7 @@ def test_quantized_linear(dtype, form):
     check(lambda x: linear(x, packed, None), torch.randn(ROWS, 128, device=DEVICE).to(dtype), alone=(0, 129))
 
 
+@pytest.mark.sampled(3)
 @each_dtype
 @pytest.mark.parametrize("form", [None, "int8", "int4"])
 def test_experts(dtype, form):
@@ -178,6 +181,7 @@ def test_sums_of_rows(dtype):
         check(chosen(name, dtype), x, alone=(0, 66))
 
 
+@pytest.mark.slow
 def test_samples():
     rows, vocab = 7, 100
     logits, positions = torch.randn(rows, vocab, device=DEVICE), torch.arange(rows, device=DEVICE)

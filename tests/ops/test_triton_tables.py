@@ -75,6 +75,7 @@ def test_products_with_all_groups_and_scales(table):
             assert (computed.float() - wanted).norm() < tolerance * wanted.norm(), (dtype, matrix.group)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("interpreter", "tiles")
 @pytest.mark.parametrize("counts", [(0, 3, 0, 1), (70, 0, 17), (0, 0, 0)], ids=str)
 def test_experts_with_tables(counts):

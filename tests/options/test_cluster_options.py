@@ -54,6 +54,7 @@ def test_the_replicas_elsewhere_are_those_that_a_server_has_and_its_machine_has_
         assert not layout(line).elsewhere
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("line", "message"),
     [

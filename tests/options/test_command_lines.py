@@ -82,6 +82,7 @@ def configs(line: str) -> tuple[EngineConfig, ServerConfig]:
     return EngineConfig.create(**engine_options(given)), ServerConfig.create(**server_options(given))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("line", [*STARTS, *FOR_OTHER_MODELS])
 def test_a_command_line_of_vllms_is_accepted(line):
     configs(line)

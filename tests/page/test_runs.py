@@ -15,6 +15,7 @@ import record_runs
 RUNS = {run["name"]: run for run in json.loads(record_runs.TARGET.read_text(encoding="utf-8"))}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("run", record_runs.RUNS, ids=lambda run: run.name)
 def test_a_run_is_as_it_was_recorded(run: record_runs.Run):
     assert record_runs.Recorder(run).record() == RUNS[run.name]

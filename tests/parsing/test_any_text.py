@@ -29,6 +29,7 @@ def _broken(generator: random.Random, name: str) -> str:
     return "".join(characters)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sorted({sample.format for sample in SAMPLES}))
 def test_any_split_of_a_broken_answer_gives_the_same_events(name: str):
     generator = random.Random(name)
@@ -57,6 +58,7 @@ def test_text_without_a_call_is_content_as_it_is(name: str):
             assert parsed.content == text
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "beginning", "repeated"),
     [

@@ -50,7 +50,7 @@ def six_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("six_heads"), "llama", sizes)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("name", FORMATS)
 def test_ranks_compute_with_exactly_the_weights_that_a_checkpoint_means(six_heads, tmp_path, name):
     """Two ranks have three heads of 16 inputs each: parts of groups of 32."""

@@ -140,6 +140,7 @@ def test_bfloat16_logits_are_processed_in_float32():
     assert batch.apply(logits, [0])[0, 5].item() == pytest.approx(99.92)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "bad_words"),
     [

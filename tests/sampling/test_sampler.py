@@ -127,7 +127,7 @@ def test_equal_logits_leave_exactly_k_tokens_and_the_first_of_them(sampler):
     ],
     ids=str,
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what_varies", ["seed", "position"])
 def test_draws_have_the_distribution_that_was_asked_for(sampler, options, what_varies):
     """Pearson's chi-square, with many seeds at one position and with one seed at many positions."""
@@ -142,7 +142,7 @@ def test_draws_have_the_distribution_that_was_asked_for(sampler, options, what_v
     assert chi_square(observed, wanted) < chi_square_bound(freedom)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [{}, {"top_k": 8}, {"top_p": 0.8, "temperature": 1.3}, {"min_p": 0.05}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_tokens_have_their_distribution_although_a_grammar_cuts_off_some_drafts(sampler, options, dtype):

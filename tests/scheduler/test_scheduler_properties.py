@@ -1031,7 +1031,7 @@ TestSchedulerMachine.settings = (
 # ---- long random walks, for what needs a history
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(31)
 @pytest.mark.parametrize("groups", list(KV_GROUPS))
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
@@ -1039,6 +1039,7 @@ def test_a_long_random_walk_loses_and_leaks_nothing(groups: str, depth: int, see
     walk(groups, depth, seed)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tiers", ["memory", "disk", "both"])
 def test_walks_load_what_has_left_the_pool(tiers: str) -> None:
     walks = [walk(groups, 2, seed, tiers=tiers) for groups, seed in (("full", 10), ("mixed", 11))]

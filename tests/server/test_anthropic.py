@@ -286,6 +286,7 @@ def test_the_input_of_a_call_that_was_cut_off_is_what_came_of_it(server):
     assert block["input"].keys() <= {"city", "days"}
 
 
+@pytest.mark.sampled(2)
 @STREAMS
 def test_thinking_ends_when_its_budget_is_used_up(parrot, stream):
     text = f"<think>{'hm ' * 100}</think>Yes."

@@ -69,6 +69,7 @@ def test_a_stream_has_one_choice_an_event_and_one_id(server):
     assert all("usage" not in event for event in events)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stream", [False, True])
 def test_all_sampling_parameters_mean_what_they_mean_offline(server, offline, stream):
     tokenizer = offline.get_tokenizer()

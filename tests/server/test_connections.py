@@ -61,6 +61,7 @@ def test_a_client_that_resets_the_connection_leaves_nothing(server: Service, hos
     eventually(lambda: host.is_idle)
 
 
+@pytest.mark.slow
 def test_others_are_served_while_large_requests_are_worked_on(server: Service):
     messages = [{"role": "user", "content": "a"}] * 50_000
     for path, body in (("/v1/chat/completions", {"messages": messages}), ("/detokenize", {"tokens": [5] * 2_500_000})):

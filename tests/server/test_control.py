@@ -119,6 +119,7 @@ def order(service: Service, path: str) -> Any:
     return answer.json if answer.body else None
 
 
+@pytest.mark.slow
 def test_a_request_that_is_kept_goes_on_behind_the_pause_and_says_the_same(host, service, expected):
     request = Running(service)
     runs(host)
@@ -136,6 +137,7 @@ def test_a_request_that_is_kept_goes_on_behind_the_pause_and_says_the_same(host,
     assert service.get("/is_paused").json == {"is_paused": False}
 
 
+@pytest.mark.slow
 def test_a_request_that_is_aborted_by_a_pause_ends_with_what_it_has(host, service, expected):
     request = Running(service)
     runs(host)
@@ -148,6 +150,7 @@ def test_a_request_that_is_aborted_by_a_pause_ends_with_what_it_has(host, servic
     assert service.complete(**LONG)["choices"][0]["text"] == expected["old"]
 
 
+@pytest.mark.slow
 def test_a_pause_may_wait_for_the_requests_that_run(host, service, expected):
     request = Running(service)
     runs(host)

@@ -121,6 +121,7 @@ def test_a_body_of_unknown_length_counts_as_it_comes(small):
     eventually(lambda: small.post("/v1/completions", {"prompt": "x" * 900_000}).status == 400)
 
 
+@pytest.mark.slow
 def test_a_body_is_not_in_hand_while_it_is_answered(small, host: Host):
     body = {**SHORT, "prompt": "x " * 450_000, "truncate_prompt_tokens": 5}
     with small.connection("/v1/completions", {**body, "max_tokens": 2040, "ignore_eos": True, "stream": True}) as raw:

@@ -120,6 +120,7 @@ def test_a_full_queue_answers_429(host: Host, server: Service):
     assert host.is_idle
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_request_that_takes_too_long_is_ended(host: Host, path):
     hasty = host.serve(request_timeout=0.3)

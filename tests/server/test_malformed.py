@@ -373,6 +373,7 @@ def test_json_may_be_declared_in_other_words(server, kind):
     assert server.request("POST", "/v1/completions", json.dumps(COMPLETION).encode(), Content_Type=kind).status == 200
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", [*PATHS, "/reset_prefix_cache"])
 def test_another_method_is_refused(server, path):
     for method in ("GET", "PUT", "DELETE", "PATCH"):

@@ -101,6 +101,7 @@ def test_options_have_their_effect(server):
     assert text(repeat_penalty=1.8, presence_penalty=0.5, frequency_penalty=1) == expected != whole
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("limit", [-1, -2, 0, None])
 def test_without_a_limit_the_answer_is_as_long_as_the_model_recommends(server, limit):
     messages = [USER, {"role": "assistant", "content": ENDLESS}, {"role": "user", "content": ENDLESS}]

@@ -91,6 +91,7 @@ CHATS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", CHATS)
 def test_every_api_that_generates_leaves_such_a_line(host: Host, caplog, name, stream):
@@ -108,6 +109,7 @@ def test_another_model_than_the_first_is_named_and_an_id_that_clients_see(host: 
     assert about(caplog, answer).startswith(f"{answer.json['id']}; model old-name; ")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_in_the_background_leaves_its_line_when_it_has_ended(host: Host, caplog, stream):
     service = host.serve(response_store="memory")

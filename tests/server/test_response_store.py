@@ -255,6 +255,7 @@ def _write_many(database: tuple[str, str], name: str, count: int, max_bytes: int
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", pytest.param("postgres", marks=pytest.mark.slow)])
 def test_several_processes_write_to_one_store_within_its_bounds(request, tmp_path, kind):
     """All of them create it, too."""

@@ -238,6 +238,7 @@ def test_a_background_response_that_is_deleted_ends(service, client, host):
         client.responses.retrieve(running.id)
 
 
+@pytest.mark.slow
 def test_another_server_with_the_same_store_cancels_a_background_response(host, tmp_path):
     path = str(tmp_path / "responses.sqlite3")
     here, there = host.serve(response_store=path), host.serve(response_store=path)
@@ -299,6 +300,7 @@ def test_a_long_input_is_truncated_if_it_may_be(service, client):
     assert client.responses.create(input=long, truncation="auto", **GREEDY).output_text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -503,6 +505,7 @@ class Person(BaseModel):
     age: int = Field(ge=0, le=150)
 
 
+@pytest.mark.sampled(2)
 @STREAMS
 def test_an_answer_is_parsed_into_the_clients_model(client, stream):
     asked = {"input": "Who are you?", "model": "demo", "temperature": 0, "max_output_tokens": 300}

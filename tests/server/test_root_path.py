@@ -46,6 +46,7 @@ def test_the_same_paths_need_no_key(guarded, prefix):
     assert guarded.get(f"{prefix}/v1/models", Authorization="Bearer secret").status == 200
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_the_description_names_the_path_at_the_proxy(nested, prefix):
     assert nested.get(f"{prefix}/openapi.json").json["servers"] == [{"url": "/llm"}]

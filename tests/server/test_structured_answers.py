@@ -67,6 +67,7 @@ def chat(server: Service, **fields: Any) -> Any:
     return answer.events if fields.get("stream") else answer.json
 
 
+@pytest.mark.sampled(2)
 @STREAMS
 @PATHS
 @pytest.mark.parametrize("strict", [None, False, True])
@@ -93,6 +94,7 @@ def test_a_json_object_is_one(server, path):
         assert isinstance(json.loads(text), dict)
 
 
+@pytest.mark.sampled(2)
 @STREAMS
 @PATHS
 @pytest.mark.parametrize(

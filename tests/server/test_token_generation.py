@@ -109,6 +109,7 @@ def test_stop_strings_end_the_output_though_no_text_is_returned(server: Service,
     assert len(choice["token_ids"]) < 12
 
 
+@pytest.mark.slow
 def test_max_tokens_is_that_of_chats_unless_it_is_given(server: Service, prompt: list[int]):
     answer = generate(server, prompt, sampling={"temperature": 0, "ignore_eos": True}).json
     chat = server.chat("Hi", ignore_eos=True)

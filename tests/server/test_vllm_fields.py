@@ -62,6 +62,7 @@ SAMPLING_PARAMS = """n presence_penalty frequency_penalty repetition_penalty tem
     repetition_detection"""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("path", "name"), CASES, ids=[f"{path}-{name}" for path, name in CASES])
 def test_a_field_of_vllm_is_built_or_refused_or_has_no_effect(server, path, name):
     model, body = BODIES[path]

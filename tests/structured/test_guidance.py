@@ -201,6 +201,7 @@ def gate(backend):
     return GrammarGate(lambda: (backend, [EOS]))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_constraints_are_refused_with_the_reason(gate, monkeypatch, name):
     """Those without a message may be refused because they take too long."""

@@ -12,7 +12,7 @@ from support import skips
 pytest_plugins = ["pytester"]
 
 FILES = {
-    "test_cards": """
+    "test_of_skipping": """
         import pytest
 
         @pytest.mark.parametrize("number", range(4))
@@ -33,8 +33,8 @@ FILES = {
         pytest.skip("no browser", allow_module_level=True)
     """,
 }
-CARDS = '{tests = "test_cards.py::test_numbers", reason = "no machine with * cards", most = 2}'
-COMPILER = '{tests = "test_cards.py", reason = "no compiler", most = 1}'
+CARDS = '{tests = "test_of_skipping.py::test_numbers", reason = "no machine with * cards", most = 2}'
+COMPILER = '{tests = "test_of_skipping.py", reason = "no compiler", most = 1}'
 BROWSER = '{tests = "test_", reason = "no browser", most = 1}'
 Run = Callable[..., pytest.RunResult]
 
@@ -64,8 +64,8 @@ def test_the_run_ends_with_a_list_and_passes_if_no_file_says_what_may_be_skipped
     result.stdout.fnmatch_lines([
         "Skipped: 4",
         "     1  no browser  (test_module.py)",
-        "     1  no compiler  (test_cards.py)",
-        "     1  no machine with 2 cards  (test_cards.py)",
+        "     1  no compiler  (test_of_skipping.py)",
+        "     1  no machine with 2 cards  (test_of_skipping.py)",
     ])  # fmt: skip
     result.stdout.no_fnmatch_line("*known bug*")
 
@@ -80,12 +80,12 @@ def test_a_run_passes_if_all_of_its_skips_are_expected(run: Run):
     ("entries", "names"),
     [
         ([CARDS, COMPILER], ["test_module.py: no browser"]),
-        ([CARDS, BROWSER], ["test_cards.py::test_compiler: no compiler"]),
+        ([CARDS, BROWSER], ["test_of_skipping.py::test_compiler: no compiler"]),
         ([CARDS.replace("most = 2", "most = 1"), COMPILER, BROWSER],
-         ["test_cards.py::test_numbers[[]3]: no machine with 3 cards"]),
+         ["test_of_skipping.py::test_numbers[[]3]: no machine with 3 cards"]),
         ([CARDS.replace("cards", "processors"), COMPILER, BROWSER],
-         ["test_cards.py::test_numbers[[]2]: *", "test_cards.py::test_numbers[[]3]: *"]),
-        ([CARDS, COMPILER, BROWSER.replace("test_", "test_cards")], ["test_module.py: no browser"]),
+         ["test_of_skipping.py::test_numbers[[]2]: *", "test_of_skipping.py::test_numbers[[]3]: *"]),
+        ([CARDS, COMPILER, BROWSER.replace("test_", "test_of_skipping")], ["test_module.py: no browser"]),
     ],
 )  # fmt: skip
 def test_a_run_fails_with_the_names_of_further_skips(run: Run, entries: list[str], names: list[str]):

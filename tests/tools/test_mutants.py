@@ -55,6 +55,7 @@ def tool() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_a_mutant_is_killed_by_a_test_or_a_limit(tmp_path):
     files = {
         "code/quire_toy/search.py": SOURCE,

@@ -288,6 +288,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed(make: Make, shared: bool) -> None:
     """Blocks come from another process. When it is killed in the middle, they are reported as failed, or were read."""

@@ -26,6 +26,7 @@ def text_of(vocab_size: int, length: int = 170) -> list[int]:
     return torch.randint(4, vocab_size, (length,), generator=draw).tolist()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("method", METHODS)
 def test_logits_behind_a_compressed_prompt_are_those_with_a_mask_for_each_head(

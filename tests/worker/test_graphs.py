@@ -46,6 +46,7 @@ def said(llm: LLM) -> list[Any]:
     return [(o.token_ids, [{t: v.logprob for t, v in at.items()} for at in o.logprobs]) for o in outputs]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "variant", [pytest.param(name, marks=[pytest.mark.sampled(5)] * (name != "gemma3")) for name in RECORDED]
 )

@@ -28,6 +28,7 @@ def assert_same_state(state: DeviceState, batch: InputBatch) -> None:
     assert torch.equal(state.token_ids[known], wanted.token_ids[known])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "captured"),
     [

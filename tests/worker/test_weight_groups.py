@@ -123,8 +123,8 @@ def test_what_is_missing_is_named_and_the_group_stays(checkpoints, tmp_path):
     assert said(llm) == before
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_trainer_that_dies_leaves_the_old_weights(checkpoints, tmp_path, size):
     source = checkpoints.path("llama")
     target = edited(source, tmp_path / "new", shuffled)

@@ -392,6 +392,7 @@ def test_layers_that_do_not_exist_are_refused(num_layers, ids):
         tapped_layers({"eagle_aux_hidden_state_layer_ids": ids}, num_layers)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["eagle-llama3", "eagle3", "eagle3-wider-than-target", "eagle3-of-speculators"])
 def test_dummy_weights_need_no_checkpoint(name):
     head = make_head(eagle if CASES[name].version < 3 else eagle3, CASES[name].json(), None, TARGET_MODEL)
