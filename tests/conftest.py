@@ -110,6 +110,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _log_unconfigured() -> Iterator[None]:
     """A command that a test or a fixture runs configures the log for its process. Every test starts and ends without.
