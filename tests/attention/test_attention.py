@@ -165,7 +165,7 @@ pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 kinds = pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, CELLS[1], CELLS[2], *OF_FLOAT16], ids=str)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, *CELLS, *OF_FLOAT16], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (8, 2), (14, 2), (8, 1), (71, 1)])
 @pytest.mark.parametrize("window", [None, 16])
@@ -188,7 +188,7 @@ def test_windows_and_block_sizes(backend, kept, window, block):
     World(build(backend, 4, 2, 32, block, kept), MIXED).check(window)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @kinds
 @pytest.mark.parametrize("window", [None, 5, 64])
 def test_lengths_around_the_borders_of_blocks_and_tiles(backend, kept, window):
@@ -198,7 +198,7 @@ def test_lengths_around_the_borders_of_blocks_and_tiles(backend, kept, window):
     World(attention, [(n, 19) for n in BORDERS]).check(window)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @kinds
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("soft_cap", [0.5, 50.0])
@@ -208,7 +208,7 @@ def test_scores_are_capped(backend, kept, window, soft_cap):
     World(build(backend, 8, 2, 64, 32, kept), MIXED).check(window, soft_cap=soft_cap, scale=20.0, tolerance=2e-2)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @kinds
 @pytest.mark.parametrize("window", [None, 1, 16])
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
@@ -229,7 +229,7 @@ def test_scores_get_the_bias_of_their_distance(backend, kept, dim, window, soft_
         world.check(window, soft_cap=soft_cap, sinks=sinks if far == 40 else None, bias=bias)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(28)
 @kinds
 @pytest.mark.parametrize(("dim", "value_dim"), [(40, 32), (576, 512), (24, 24), (33, 17), (80, 1), (192, 128)])
 @pytest.mark.parametrize("heads", [1, 5, 16])
@@ -237,7 +237,7 @@ def test_every_size_of_latents(backend, kept, heads, dim, value_dim):
     World(build(backend, heads, 1, dim, 16, kept, value_dim), MIXED).check()
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(42)
 @kinds
 @pytest.mark.parametrize("heads", [16, 64, 65, 128])
 @pytest.mark.parametrize("block", [16, 32, 48])
@@ -245,7 +245,7 @@ def test_many_heads_share_a_latent(backend, kept, heads, block):
     World(build(backend, heads, 1, 40, block, kept, 32), MIXED).check()
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @kinds
 @pytest.mark.parametrize("window", [None, 5, 64])
 def test_latents_with_everything_else(backend, kept, window):
@@ -298,7 +298,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(28)
 @kinds
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("threads", [1, 3], indirect=True)  # several threads split the keys

@@ -49,6 +49,7 @@ def filled(backend: AttentionBackend) -> tuple[Tensor, Tensor, Tensor]:
     return memory, k, v
 
 
+@pytest.mark.sampled(2)
 def test_reading_blocks_is_the_inverse_of_storing(backend: AttentionBackend):
     memory, k, v = filled(backend)
     blocks = torch.tensor([2, 0, 3])

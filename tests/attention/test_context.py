@@ -124,7 +124,7 @@ def test_stripes_together_see_the_whole_context(inner, cp, dcp, window):
     divided(StripedAttention, cp, dcp, MIXED, inner).check(window)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @inners
 @pytest.mark.parametrize(("cp", "dcp"), SIZES)
 @pytest.mark.parametrize("requests", [[(40, 1)], [(0, 2)], [(5, 1), (17, 1)], [(0, 1), (33, 2)]], ids=str)
@@ -159,7 +159,7 @@ def test_any_chunks_of_any_requests(seed):
 kinds = pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, *CELLS], ids=str)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @inners
 @kinds
 @pytest.mark.parametrize(("cp", "dcp"), [(1, 3), (3, 1), (2, 2)])
@@ -170,7 +170,7 @@ def test_stripes_of_latents_with_everything_else(inner, kept, cp, dcp):
     latents.check(17, soft_cap=2.0, sinks=sinks)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @inners
 @kinds
 @pytest.mark.parametrize(("cp", "dcp"), [(1, 3), (3, 1), (2, 2)])
@@ -181,7 +181,7 @@ def test_stripes_of_keys_and_values_with_everything_else(inner, kept, cp, dcp):
     striped.check(10, soft_cap=3.0, sinks=sinks)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @inners
 @kinds
 @pytest.mark.parametrize(("cp", "kv_heads"), [(2, 2), (2, 4), (4, 4)])

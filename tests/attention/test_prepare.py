@@ -44,7 +44,7 @@ def both_ways(world: World, kernels: Kernels, norm: str | None, rotary: str | No
     yield from ((made_q, q), (made_k, k), (made_cache, wanted_cache))
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, *CELLS, *OF_FLOAT16], ids=str)
 @pytest.mark.parametrize("requests", [[(0, 1)], [(3, 70), (0, 16), (40, 1)], [(9, 1)] * 20], ids=str)
 @pytest.mark.parametrize("rotary", ["halves", "pairs", "part", None])

@@ -113,7 +113,7 @@ def backend(request: pytest.FixtureRequest) -> type[AttentionBackend]:
     return request.param
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, *CELLS, *OF_FLOAT16], ids=str)
 def test_a_token_attends_to_the_tokens_with_the_highest_scores(backend, kept):
     SparseWorld(backend, kept, MIXED).check(1e-5 if kept.dtype is torch.float32 else 2e-2)
@@ -133,7 +133,7 @@ def test_short_texts_are_read_whole(backend):
     SparseWorld(backend, FLOAT32, [(0, 5), (9, 3)], top_k=64).check(1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kept", [BFLOAT16, CELLS[0], CELLS[-1], *OF_FLOAT16], ids=str)
 def test_on_the_cpu_a_token_has_the_same_bits_in_any_step(kept):
     """Alone, in any chunk, with any number of threads; selections of several splits (see attention.h)."""

@@ -18,7 +18,7 @@ from support.stand_in import run_on_stand_in
 SHAPE = AttentionShape(16, 1, 128, 16, torch.bfloat16, torch.device("cuda", 0))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("card", CARDS.values(), ids=lambda card: card.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("cell", [None, torch.int8, torch.float8_e4m3fn], ids=str)

@@ -72,36 +72,41 @@ def test_windows_soft_caps_and_sinks(how, requests):
     World(build(TritonAttention, 4, 2, 32, 16, FLOAT32), requests).check(**{**how, "sinks": sinks})
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("requests", [MIXED, sampled(DECODE)], ids=["mixed", "decode"])
 @pytest.mark.parametrize(("dim", "value_dim"), [(48, 32), (576, 512), (24, 24), (33, 17)])
 def test_latent_caches(dim, value_dim, requests):
     World(build(TritonAttention, 4, 1, dim, 16, FLOAT32, value_dim), requests).check()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("requests", [SHORT_MIXED, SHORT_DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize("kept", [CELLS[0], sampled(CELLS[1])], ids=str)
 def test_latent_caches_of_cells(kept, requests):
     World(build(TritonAttention, 4, 1, 48, 16, kept, 32), requests).check()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("requests", [sampled(MIXED), DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize("heads", [71])
 def test_the_heads_of_a_group_are_spread_over_tiles(heads, requests):
     World(build(TritonAttention, heads, 1, 24, 16, FLOAT32), requests).check(window=30)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("window", [sampled(None), 40])
 def test_block_sizes_that_tiles_do_not_fit(window):
     World(build(TritonAttention, 4, 2, 24, 48, FLOAT32), [(100, 1), (0, 50), (40, 33)]).check(window)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("window", [sampled(5), 100])
 def test_windows_of_long_prompts(window):
     """Tiles of keys that only some rows see are on both ends of tiles that all rows see."""
     World(build(TritonAttention, 2, 1, 16, 16, FLOAT32), [(150, 70), (0, 200)]).check(window)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("new", [sampled(1), 3])
 def test_parts_of_the_keys_are_merged(new):
     """Decoding steps, with drafts and without, on a chip with many processors."""
@@ -113,6 +118,7 @@ def test_parts_of_the_keys_are_merged(new):
     world.check(window=40, sinks=torch.linspace(-1, 1, 4))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kept", "options"), [sampled(FLOAT32, {}), (BFLOAT16, {"window": 40}), sampled(CELLS[1], {})], ids=str
 )

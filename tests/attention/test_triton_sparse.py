@@ -19,6 +19,7 @@ ROUNDING = 2**-4 if INTERPRETED else 2**-6
 REQUESTS = [(0, 1), (20, 1), (24, 3)]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "kept",
     [*(pytest.param(kept, marks=pytest.mark.sampled(6)) for kept in (FLOAT32, BFLOAT16, *CELLS)), Kept(torch.float16)],

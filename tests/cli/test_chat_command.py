@@ -147,6 +147,7 @@ def test_a_conversation_is_saved_and_goes_on_in_another_session(tmp_path: Path):
         assert session.end() == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

@@ -10,6 +10,7 @@ from quire.config import ConfigError, EngineConfig
 from quire_cli.main import main
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -103,7 +103,7 @@ def draw(pieces: list[str], rows: int = 50) -> str:
     return screen.text
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("length", [1, 2, 7, 10_000])
 def test_pieces_of_any_length_make_the_same_screen(length):
     pieces = [DOCUMENT[start : start + length] for start in range(0, len(DOCUMENT), length)]
@@ -195,6 +195,7 @@ print("over")
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("variables", "drawn"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)], ids=str
 )

@@ -14,7 +14,7 @@ COMMANDS = ["serve", "chat", "bench throughput", "bench latency", "bench serve",
 BUNDLED = str(Path(quire.__file__).parent / "demo" / "model")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_model_is_the_first_argument_or_a_flag(command):
     words = command.split()

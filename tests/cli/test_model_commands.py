@@ -112,7 +112,7 @@ def test_a_second_pull_says_that_the_model_is_there_even_without_the_hub(machine
     assert "1 of 5 files" in machine.says(f"pull {OTHER} --revision v2 --dry-run")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -60,6 +60,7 @@ def test_known_devices_are_listed(capsys):
     assert "NVIDIA H100 SXM 80 GB" in capsys.readouterr().out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -64,6 +64,7 @@ def test_an_unknown_name_is_an_error_that_suggests_near_ones(name, suggestion, c
     assert suggestion in printed.err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "line",
     ["serve NAME", "chat NAME", "generate hi --model NAME", "run-batch -i a -o b --model NAME", "compile NAME",

@@ -58,6 +58,7 @@ def rows() -> Tensor:
     return torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "draft"])
 def test_a_few_steps_lower_the_loss(tool, target, kind):
     trainer = tool.Trainer(speculator(tool, target, kind), tool.Recipe(muon_rate=0.01))

@@ -13,7 +13,7 @@ PAGES = Path(__file__).parents[2] / "docs" / "mechanisms"
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_a_plot_is_drawn_from_its_data(name: str):
     """Another release of matplotlib may round differently, and gives its version in comments."""

@@ -17,7 +17,7 @@ PROMPTS = [
 COMBINES = ["drafters on the device × seeded sampling"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "share"), [("eagle3", 0.85), ("medusa", 0.55), ("draft", 0.65)])
 def test_first_drafts_are_mostly_right_and_answers_are_the_same(name: str, share: float):
     chats: list[Any] = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]

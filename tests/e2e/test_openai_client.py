@@ -55,6 +55,7 @@ def offline_texts(offline: LLM, prompts: list[str], **sampling) -> list[str]:
     return [completion.text for output in outputs for completion in output.outputs]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_completions_say_what_the_offline_engine_says(client, model, offline, sampling):
     expected = offline_texts(offline, [TEXT, "The king"], **sampling)
@@ -69,6 +70,7 @@ def test_completions_say_what_the_offline_engine_says(client, model, offline, sa
     assert texts == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sampling", [GREEDY, {**SEEDED, "n": 3}], ids=["greedy", "seeded"])
 def test_chats_say_what_the_offline_engine_says(client, model, offline, sampling):
     [output] = offline.chat(MESSAGES, SamplingParams(max_tokens=32, **sampling), use_tqdm=False)

@@ -42,7 +42,7 @@ def plain_beam_search(
     return sorted(completed + beams, key=score, reverse=True)[:width]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 3}], ids=["roomy", "tight"])
 def test_without_an_end_it_is_transformers_beam_search(checkpoints: Checkpoints, references, width, options):
@@ -65,6 +65,7 @@ def test_without_an_end_it_is_transformers_beam_search(checkpoints: Checkpoints,
             assert sequence.finish_reason == "length"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.5])
 def test_beams_that_end_are_set_aside_and_compared_by_length(checkpoints, references, tmp_path, penalty):
     ends = {EOS, *range(30, 320, 20)}

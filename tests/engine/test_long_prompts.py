@@ -21,6 +21,7 @@ def processor() -> Processor:
     return Frontend(EngineConfig.create(), bundled_model(), in_process=False).processor
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("prompt", ["x" * 10_000_000, "中" * 10_000_000, {"prompt": " " * 10_000_000}])
 def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(processor, monkeypatch, prompt):
     monkeypatch.delattr(type(processor.tokenizer), "encode")

@@ -126,7 +126,7 @@ def test_arguments_of_vllm_are_taken_at_their_neutral_values(llm: LLM):
     assert llm.reset_prefix_cache() is True
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**400])
 @pytest.mark.parametrize(
     "field",

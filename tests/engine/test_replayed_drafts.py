@@ -18,6 +18,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 REPLAY = {"method": "replay", "num_speculative_tokens": 4, "adaptive": False}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("rates", "accepted_at"), [([1.0], [1, 1, 1, 1]), ([1.0, 1.0, 0.0], [1, 1, 0, 0]), ([0], [0])])
 @pytest.mark.parametrize("drafts", [{}, {"draft_method": "draft_model"}], ids=["newest_token", "draft_model"])
 def test_drafts_are_accepted_as_the_rates_say(

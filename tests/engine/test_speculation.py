@@ -34,7 +34,7 @@ def plain(request: pytest.FixtureRequest, checkpoints: Checkpoints, references: 
     return request.param, prompts, params, generate(make_llm(checkpoints.path(request.param)), prompts, params)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @each_proposer
 @pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
 def test_requests_of_all_kinds_say_the_same(checkpoints: Checkpoints, plain, proposer, options):
@@ -50,7 +50,7 @@ def test_requests_of_all_kinds_say_the_same(checkpoints: Checkpoints, plain, pro
     assert sum(stats.accepted_at) == stats.accepted_tokens
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @each_proposer
 @each_variant
 def test_a_device_that_works_late_says_the_same(checkpoints: Checkpoints, references, variant, proposer):
@@ -63,6 +63,7 @@ def test_a_device_that_works_late_says_the_same(checkpoints: Checkpoints, refere
     assert llm.core.stats.speculation.draft_tokens
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("proposer", ["Perfect", "Mixed"])
 def test_stop_strings_within_accepted_drafts_end_the_answer(checkpoints: Checkpoints, references, proposer):
     prompts = [continuation.prompt for continuation in references.continuations("llama")[:8]]
@@ -96,7 +97,7 @@ def test_logits_processors_see_texts_with_drafts_that_are_rejected(checkpoints: 
     assert said[0] == said[1]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @each_proposer
 def test_drafts_keep_to_the_grammar(checkpoints: Checkpoints, proposer):
     params = with_grammars(8)

@@ -32,6 +32,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [None, HEADS])
 def test_heads_draft_as_many_tokens_as_the_user_or_their_config_says(heads: Path, number: int | None):
     config = {"model": str(heads), "adaptive": False, "num_speculative_tokens": number}

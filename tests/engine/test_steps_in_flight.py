@@ -188,7 +188,7 @@ def bad_request(llm: LLM, request_id: str, prompt: list[int], token: int = 99_99
     return request
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @each_engine
 def test_a_request_that_the_worker_refuses_fails_alone(checkpoints, references, prepare, variant, options):
     llm = prepare(make_llm(checkpoints.path(variant), **options))
@@ -214,6 +214,7 @@ def test_a_request_that_the_worker_refuses_fails_alone(checkpoints, references, 
     assert_nothing_is_left(llm.core)
 
 
+@pytest.mark.sampled(3)
 @each_variant
 def test_what_a_refused_request_would_have_computed_is_not_in_the_prefix_cache(
     checkpoints, references, prepare, variant

@@ -67,7 +67,7 @@ def small(path: Path, **options: Any) -> LLM:
     return make_llm(path, **{"num_gpu_blocks_override": 24, "max_num_seqs": 2, **options})
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("variant", ["llama", "mistral-window-20", "gemma3", "deepseek_v3", "mamba2", "bamba"])
 @pytest.mark.parametrize(
     "tiers", [*(pytest.param(t, marks=pytest.mark.sampled(3)) for t in ("memory", "disk")), "both"]
@@ -171,6 +171,7 @@ def damaged(data: bytearray) -> bytearray:
     return data
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", [damaged, lambda data: data[:6000], lambda data: b""])
 def test_damaged_files_are_noticed_and_computed(checkpoints, tmp_path, damage, caplog):
     path = checkpoints.path("llama")

@@ -34,6 +34,7 @@ def test_a_published_kernel_of_each_family_is_predicted_within_15_percent(name: 
     assert abs(sum(errors) / len(errors)) <= 0.15
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("card", list(RATES))
 @pytest.mark.parametrize("field", ["moved", "cached", "products", "instructions", "shared", "programs"])
 def test_more_work_never_takes_less_time(card: str, field: str) -> None:

@@ -42,7 +42,7 @@ def test_ranks_with_the_same_tokens_add_up_what_their_experts_compute(name, size
     torch.testing.assert_close(sum(summands), whole(X), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("name", CASES)

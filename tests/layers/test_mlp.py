@@ -37,6 +37,7 @@ def formula(x: Tensor, spec: MLPSpec, tensors: dict[str, Tensor]) -> Tensor:
     return project("down_proj", activation(project("gate_proj", x)) * up if spec.gated else activation(up))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -81,6 +81,7 @@ def formula(x: Tensor, spec: MoESpec, tensors: dict[str, Tensor]) -> Tensor:
     return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts(name, kernels):

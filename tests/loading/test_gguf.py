@@ -82,6 +82,7 @@ def test_the_types_are_those_of_the_gguf_package():
     assert others == {"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"}, "these are no weights"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(7, 3), (1, 1), (300, 5)], ids=str)
 @pytest.mark.parametrize("name", [kind.name for kind in READERS.values()])
 def test_any_bytes_mean_what_the_gguf_package_says_bit_for_bit(name, shape):
@@ -154,7 +155,7 @@ def test_the_greedy_tokens_are_those_of_llama_cpp(tmp_path, case):
     check_against_llama_cpp(make_llm(path), case, RECORDED["texts"])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("case", [c for c in RECORDED["cases"] if c["variant"]], ids=lambda case: case["variant"])
 def test_so_are_those_of_each_family_and_its_logits_are_those_of_transformers(tmp_path, case):
     checkpoint = write_family(tmp_path / "checkpoint", case["variant"])

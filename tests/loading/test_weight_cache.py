@@ -85,7 +85,7 @@ def check_second_start(path: Path, **options: Any) -> None:
 FAST = ["llama", "gpt2", "gemma2", "mixtral", "deepseek_v3", "qwen3_next"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("family", FAST)
 def test_the_second_start_has_the_weights_of_the_first(folder, checkpoints, family):
     """Dense, transposed, tied, with experts, absorbed, with states."""
@@ -104,7 +104,7 @@ def test_so_it_is_for_every_family(folder, checkpoints, family):
     [{"dtype": "bfloat16"}, {"quantization": "int8", "dtype": "bfloat16"}, {"quantization": "int4"},
      {"quantization": "int4", "dtype": "bfloat16"}, {"dtype": "float16"}],
 )  # fmt: skip
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_weights_may_be_quantized_at_load(folder, checkpoints, family, options):
     check_second_start(checkpoints.path(FAMILIES[family][0]), **options)
@@ -135,6 +135,7 @@ def test_checkpoints_may_be_gguf_files(folder, checkpoints, tmp_path, kind):
     check_second_start(path, dtype="bfloat16")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"quantization": "int4"}, {"enable_expert_parallel": True}])
 def test_each_rank_has_weights_of_its_own(folder, checkpoints, options):
     path = checkpoints.path(FAMILIES["mixtral"][0])
@@ -265,7 +266,7 @@ def spoil(file: Path, how: str) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["empty", "cut off", "longer", "one bit of a tensor", "one bit of the header", "zeros"])
 def test_a_damaged_file_is_replaced(folder, checkpoints, caplog, how):
     path = checkpoints.path("llama")

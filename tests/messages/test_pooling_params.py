@@ -68,6 +68,7 @@ def test_a_request_has_exactly_one_kind_of_parameters(params):
     assert_nothing_is_left(core)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_model_that_does_not_pool_refuses_the_request_and_goes_on_with_others(depth):
     """With a prompt that takes several steps, too."""

@@ -6,6 +6,7 @@ import pytest
 from quire import SamplingParams, StructuredOutputsParams
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -201,6 +201,7 @@ def test_drafters_keep_their_own_entries_in_stripes(checkpoints, tmp_path_factor
     assert kind != "similar" or stats.accepted_tokens > 0.2 * stats.draft_tokens
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("division", ["pcp-3", pytest.param("dcp-2-of-tp-4", marks=pytest.mark.sampled(4))])
 def test_grammars(checkpoints, division):
     path, texts = checkpoints.path("llama-gqa4-llama3-old"), prompts(320, 9)
@@ -220,6 +221,7 @@ def test_grammars(checkpoints, division):
     assert said[0] == said[1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("variant", "division"),
     [
@@ -255,6 +257,7 @@ def test_ranks_divide_tokens_of_norms_and_contexts(checkpoints, references, vari
     says(llm, references.continuations(variant)[: len(LENGTHS)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.sampled(4))])
 def test_replicas_share_experts_and_each_divides_its_steps(checkpoints, references, ranks):
     """A replica without work computes one token in each step, on one of its ranks."""
@@ -303,6 +306,7 @@ def test_decoders_embed_texts_that_ranks_divide():
 # ---- what is chosen, and what is refused
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("variant", "options", "kind"),
     [

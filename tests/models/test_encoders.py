@@ -87,7 +87,7 @@ def hidden_states(model: Any, texts: list[list[int]]) -> list[Tensor]:
     return [model(torch.tensor([text])).last_hidden_state[0] for text in texts]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_hidden_states_are_those_of_transformers(tmp_path, variant):
     model, texts = saved(tmp_path, *VARIANTS[variant]), prompts()
@@ -97,6 +97,7 @@ def test_hidden_states_are_those_of_transformers(tmp_path, variant):
     check(pooled(tmp_path, texts, pooler_config={"pooling_type": "MEAN"}), [states.mean(0) for states in wanted])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", list(EMBEDDERS))
 def test_decoders_without_a_head_embed_with_their_last_token(tmp_path, variant):
     model, texts = saved(tmp_path, *EMBEDDERS[variant]), prompts()
@@ -129,7 +130,7 @@ HEADS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("variant", "head", "settings"), HEADS, ids=lambda value: value if isinstance(value, str) else ""
 )

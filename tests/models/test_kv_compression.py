@@ -178,6 +178,7 @@ def test_tokens_do_not_depend_on_how_the_work_is_cut_up(
         assert device.waits == 0, "nothing waits for the device while a step is launched"
 
 
+@pytest.mark.sampled(2)
 def test_compressed_texts_neither_read_nor_fill_the_prefix_cache(
     checkpoints: Checkpoints, case: Case, whole: list[list[int]]
 ):
@@ -247,6 +248,7 @@ def test_aborted_requests_leave_nothing_behind(
         assert made[ids[0]][0] == expected[0]
 
 
+@pytest.mark.sampled(2)
 def test_a_request_that_lost_its_core_goes_on_with_the_same_tokens(
     checkpoints: Checkpoints, case: Case, expected: list[list[int]]
 ):
@@ -259,6 +261,7 @@ def test_a_request_that_lost_its_core_goes_on_with_the_same_tokens(
         assert finish(llm.core)["r"][0] == tokens[count:]
 
 
+@pytest.mark.sampled(2)
 def test_completions_of_one_prompt_differ_by_their_seeds_alone(checkpoints: Checkpoints, case: Case):
     llm, text = case.make(checkpoints), case.texts[0]
     drawn = case.params.clone(temperature=1, seed=5)
@@ -287,7 +290,7 @@ def test_tokens_that_a_grammar_forces_pass_over_points(checkpoints: Checkpoints)
     assert [output.outputs[0].text for output in generate(llm, AGAIN.texts, params)] == [choice] * len(AGAIN.texts)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", ["snapkv", "streaming_llm"])
 def test_ranks_say_what_one_rank_says(checkpoints: Checkpoints, case: Case, method: str):
     """With the other methods, heads of different ranks do not share a budget, and may keep other keys."""

@@ -63,7 +63,7 @@ def backend_of(c: Any) -> CacheBackend:
     return NoAttention(AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, 16, torch.bfloat16, META, c.value_dim))
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("variant", ALL_VARIANTS)
 @torch.inference_mode()
 def test_a_forward_needs_nothing_of_the_device(checkpoints, variant):

@@ -61,6 +61,7 @@ SEVERAL = [
 ]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("variant", "stages", "ranks"),
     [
@@ -138,6 +139,7 @@ CHECKED = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.plain("it has drafts of its own")
 @pytest.mark.parametrize(("proposer", "options"), CHECKED)
 def test_drafts_are_verified_on_the_last_stage(checkpoints, proposer, options):
@@ -173,6 +175,7 @@ def test_a_drafter_that_reads_earlier_layers_is_refused(checkpoints, tmp_path_fa
         processes(drafters.target("llama"), 3, speculative_config=config)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stages", [3, pytest.param(2, marks=pytest.mark.sampled(4))])
 def test_grammars(checkpoints, stages):
     """Several steps with constrained requests are in flight."""

@@ -39,6 +39,7 @@ def test_decoding_takes_the_same_memory_however_long_the_text(checkpoints, varia
     assert most <= {1, 2}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("variant", ["bamba", "qwen3_next", "kimi_linear", "falcon_h1"])
 def test_blocks_are_chosen_so_that_states_and_attention_take_the_same_memory(checkpoints, references, variant):
     llm = make_llm(checkpoints.path(variant), mamba_block_size=None)
@@ -51,7 +52,7 @@ def test_blocks_are_chosen_so_that_states_and_attention_take_the_same_memory(che
         continuation.check(generate(llm, [continuation.prompt])[0].outputs[0].token_ids)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("variant", STATES)
 def test_logits_are_the_same_bits_in_any_chunks(checkpoints, variant):
     text = [(i * 37 + 11) % 300 + 4 for i in range(70)]
@@ -69,6 +70,7 @@ def test_decoding_steps_are_recorded(checkpoints):
     assert forward._recorded
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", ["mamba2", "qwen3_next"])
 def test_samples_of_one_prompt_go_on_from_its_state(checkpoints, variant):
     prompt, params = list(range(4, 44)), SamplingParams(temperature=1.0, seed=3, max_tokens=20, n=3, ignore_eos=True)

@@ -27,6 +27,7 @@ def test_the_first_format_packs_the_mixes_of_a_layer(checkpoints, tmp_path):
     assert torch.equal(made, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_recorded_steps_say_what_others_do(checkpoints, dtype):
     path, prompts = checkpoints.path("rwkv7"), [TEXT[: 1 + 9 * i] for i in range(5)]

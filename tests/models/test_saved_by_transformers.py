@@ -35,7 +35,7 @@ RECORDED = [(version, variant) for version, record in RECORDS.items() for varian
 each_recorded_checkpoint = pytest.mark.parametrize(("version", "variant"), RECORDED)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(26)
 @pytest.mark.parametrize("variant", CHANGED)
 def test_a_sharded_checkpoint_of_the_installed_transformers_says_what_transformers_says(tmp_path, references, variant):
     kind, config, writing = ALL_VARIANTS[variant]
@@ -47,7 +47,7 @@ def test_a_sharded_checkpoint_of_the_installed_transformers_says_what_transforme
         continuation.check(token_ids)
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(37)
 @each_recorded_checkpoint
 def test_the_config_of_an_older_version_describes_the_same_model(checkpoints, version, variant):
     older = RECORDS[version]["variants"][variant]["config"]
@@ -58,7 +58,7 @@ def test_the_config_of_an_older_version_describes_the_same_model(checkpoints, ve
     assert spec_of(older) == spec_of(newest)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(59)
 @each_recorded_checkpoint
 def test_the_tensors_of_an_older_version_are_those_of_the_model(tmp_path, version, variant):
     record = RECORDS[version]["variants"][variant]

@@ -44,7 +44,7 @@ def logits_and_calls(path: Any, ranks: int, **options: Any) -> tuple[torch.Tenso
     return logits_of_ranks(runners, TEXT, CHUNKS), dict(calls)
 
 
-@pytest.mark.sampled(23)
+@pytest.mark.sampled(68)
 @pytest.mark.parametrize(("number", "variant"), list(enumerate([*FIRST, "opt-post-norm-projections", "gpt_oss"])))
 def test_divided_tokens_give_the_same_logits(checkpoints, number, variant):
     ranks = 2 + number % 2
@@ -111,6 +111,7 @@ def test_all_features_at_once_change_nothing(checkpoints, variant, blocks, ranks
     ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.plain("it has drafts of its own")
 @pytest.mark.parametrize(
     "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.sampled(4)) for kind in ("similar", "medusa", "eagle"))]

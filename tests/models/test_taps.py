@@ -42,6 +42,7 @@ def tap(runner: Any, layers: list[int]) -> dict[int, list[Tensor]]:
     return runner.forward.written
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_taps_are_the_hidden_states_of_transformers(checkpoints, references, variant):
     llm = make_llm(checkpoints.path(variant))
@@ -61,7 +62,7 @@ def test_taps_are_the_hidden_states_of_transformers(checkpoints, references, var
         assert list(forward._recorded) == [StepSize(1, 1, 1)], "the steps of one token were recorded"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_tapped_last_layer_computes_all_tokens_and_hands_on_the_wanted_ones(checkpoints, variant):
     """A sampling engine asks the last layer for the last token of a prompt alone."""

@@ -209,7 +209,7 @@ def sums_of_a_layer(spec: DecoderSpec, layer: int) -> int:
     return branches + 2 * normed + sub_normed + selective
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize("variant", FIRST)
 def test_ranks_add_up_twice_a_layer_or_once_if_attention_and_mlp_share_a_residual(checkpoints, variant):
     """And once for the embedding. The logits are gathered once."""

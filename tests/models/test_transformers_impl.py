@@ -105,7 +105,7 @@ def test_greedy_tokens_equal_transformers(cases, name, way):
     way(lambda **options: make_llm(cases.path(name), model_impl="transformers", **options), cases.continuations(name))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers(cases, name):
     continuation = cases.continuations(name)[len(LENGTHS) - 1]

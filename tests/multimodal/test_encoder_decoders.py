@@ -293,7 +293,7 @@ LAYER_MUTATIONS: list[tuple[str, str, Callable[[Any], object]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("kind", "mutate"), [pytest.param(kind, f, id=f"{kind}: {what}") for kind, what, f in LAYER_MUTATIONS]
 )

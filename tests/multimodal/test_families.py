@@ -96,7 +96,7 @@ def test_greedy_tokens_equal_transformers(folder, name, way):
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_reference_kernels_say_the_same(folder, name):
     path, expected = prepared(name, folder)

@@ -42,6 +42,7 @@ def test_clips_pictures_have_transformers_values(tmp_path, size, side):
     assert np.array_equal(pictures.image(drawn(1, *size)).tensors["pixel_values"], expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("patch", "most"), [(14, 28 * 28 * 30), (14, 28 * 28 * 1280), (16, 100_000)])
 def test_qwens_pictures_have_transformers_values(tmp_path, size, patch, most):

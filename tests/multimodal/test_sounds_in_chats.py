@@ -62,7 +62,7 @@ def two_steps_deep(make: MakeLLM, expected: list[Any]) -> None:
     check(llm, expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", [in_a_batch, in_chunks, preempted, two_steps_deep], ids=lambda way: way.__name__)
 def test_greedy_tokens_equal_transformers(folder, way):
     path, expected = chat_written(folder)

@@ -116,6 +116,7 @@ def test_a_prompt_comes_before_the_transcript(client, llm):
     assert ask(client, language="en", prompt="Names: Quire.").text == spoken(output.text)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_language_and_chance_of_no_speech_are_those_of_transformers(client, folder, number):
     features = extractor()(sound(number), sampling_rate=RATE, return_tensors="pt").input_features

@@ -120,6 +120,7 @@ def test_the_frames_of_internvl_are_tiles_between_pictures(folder):
         assert (ours - theirs.flatten(0, 1)).abs().max() < 1e-4 * theirs.abs().max()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_video_is_answered_and_shares_its_embeddings(folder, name):
     path, _ = prepared(name, folder)

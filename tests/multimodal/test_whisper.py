@@ -84,6 +84,7 @@ def test_the_encoders_embeddings_equal_transformers(folder):
     torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("bins", "seconds"), [(20, SECONDS), (80, 30), (128, 30)])
 def test_spectra_have_the_values_of_transformers(tmp_path, bins, seconds):
     from transformers import WhisperFeatureExtractor
@@ -128,6 +129,7 @@ def test_a_text_of_special_tokens_and_a_sound_at_another_rate_can_be_given(folde
         assert len(output.outputs[0].token_ids) == NUM_TOKENS
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [

@@ -89,7 +89,7 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
     return math.erfc(((chi_square / freedom) ** (1 / 3) - 1 + spread) / math.sqrt(2 * spread)) / 2
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pairs
 def test_tokens_have_the_distribution_of_the_target(implementation: Implementation, pair: Callable[[], Pair]):
     p, q = pair()
@@ -98,6 +98,7 @@ def test_tokens_have_the_distribution_of_the_target(implementation: Implementati
     assert p_value(tokens.bincount(minlength=VOCAB), p.softmax(-1)) > 1e-4
 
 
+@pytest.mark.sampled(6)
 @pairs
 def test_as_many_drafts_are_accepted_as_the_distributions_have_in_common(
     implementation: Implementation, pair: Callable[[], Pair]
@@ -119,6 +120,7 @@ def test_rejected_drafts_leave_what_the_target_has_more_of(implementation: Imple
         assert p_value(rejected.bincount(minlength=VOCAB), residual / residual.sum()) > 1e-4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["no draft", "NaN", "infinity", "nothing allowed", "excluded draft"])
 def test_without_a_usable_draft_the_token_is_drawn_from_the_target(implementation: Implementation, case: str):
     p, q = logits(0), logits(1)

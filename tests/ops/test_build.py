@@ -71,6 +71,7 @@ def test_a_changed_source_or_flag_is_another_library(small_sources, tmp_path):
     assert len({first.path, other_flags.path, build.load(tmp_path).path}) == 3
 
 
+@pytest.mark.sampled(4)
 @needs_compiler
 @pytest.mark.parametrize("damage", ["half", "empty", "garbage", "sound garbage"])
 def test_a_damaged_library_is_rebuilt(small_sources, tmp_path, damage, capsys):
@@ -123,6 +124,7 @@ def test_a_failing_compiler_is_quoted(small_sources, monkeypatch, tmp_path, capl
     assert re.search(r"two\.cpp:1.* error", caplog.text)
 
 
+@pytest.mark.sampled(2)
 @needs_compiler
 @pytest.mark.parametrize(
     "cache", ["is a file", "of a user without a home", "of others", "is executed nowhere", "is full"]

@@ -27,6 +27,7 @@ def expected(token_ids: torch.Tensor, rows: list[int], positions: list[int], sam
     return kept
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=[i.name for i in IMPLEMENTATIONS])
 @pytest.mark.parametrize("seed", range(20))
 def test_drafts_are_kept_up_to_the_first_that_differs(implementation: Implementation, seed: int):

@@ -56,7 +56,7 @@ def drawn(dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, dim: int) 
     return fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :]
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(24)
 @dtypes
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 3, 32), (4, 2, 64), (2, 1, 24), (1, 1, 5), (2, 2, 128)])
 @pytest.mark.parametrize("lengths", [(1,), (3, 1, 17), (0, 130, 0, 64, 5), (300, 257)], ids=str)
@@ -71,7 +71,7 @@ def test_it_is_the_formula(function, dtype, heads, kv_heads, dim, lengths):
         torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @dtypes
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "far"), [(3, 3, 33, 1), (4, 2, 64, 20), (2, 2, 24, 128)])
 def test_scores_get_the_bias_of_their_distance(function, dtype, heads, kv_heads, dim, far):

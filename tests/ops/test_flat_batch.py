@@ -40,7 +40,7 @@ def random_batch(draw: np.random.Generator, num_rows: int, groups: int) -> tuple
     return batch, step
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=[i.name for i in IMPLEMENTATIONS])
 @pytest.mark.parametrize("seed", range(20))
 def test_all_make_the_same_flat_batch(implementation: Implementation, seed: int, interpreter):

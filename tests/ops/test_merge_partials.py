@@ -28,7 +28,7 @@ def merge(request: pytest.FixtureRequest) -> Function:
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(12)
 @each_dtype
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize(

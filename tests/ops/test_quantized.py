@@ -253,6 +253,7 @@ def test_products_of_experts_are_those_of_each_experts_own_weight():
         torch.testing.assert_close(product(x, matrix, bias, offsets), torch.cat(wanted), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.sampled(2)
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("counts", [(1, 0, 2), (0, 0, 0), (150, 1, 90)])

@@ -54,7 +54,7 @@ def test_linear_layers(kernels: Kernels) -> None:
         check(lambda x, w=packed, b=bias: kernels.linear(x, w, b), torch.randn(ROWS, inner).to(dtype), f"{inner}")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("form", ["int8", "int4", "fp8", "fp8 by row", "table"])
 def test_quantized_layers(kernels: Kernels, form: str) -> None:
     dtype = kernels.target.dtype

@@ -113,7 +113,7 @@ def test_convolutions_over_more_tokens_than_registers_have_room_for():
     torch.testing.assert_close(made, expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize("drafts", [0, 1, 3, 11])
 @pytest.mark.parametrize("name", SHAPES)

@@ -40,6 +40,7 @@ def close(made: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(made, wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sampled(4)
 @each_dtype
 @pytest.mark.parametrize("dim", [1, 17, 48, 130])
 def test_norms(dtype, dim):
@@ -69,6 +70,7 @@ def test_gated_activations(dtype, half):
             close(ours.gelu_and_mul(x, approximate), elementwise.gelu_and_mul.reference(x, approximate))
 
 
+@pytest.mark.sampled(3)
 @each_dtype
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (6, 6)])
@@ -134,6 +136,7 @@ def test_products_of_eight_bits_are_those_of_rounded_inputs():
             assert (made.float() - plain).norm() / plain.norm() < 0.01
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("counts", [(1, 0, 20), (0, 0), (3, 17)], ids=str)
 def test_products_of_experts_with_quantized_weights(counts):
     torch.manual_seed(0)
@@ -246,6 +249,7 @@ def test_draws_are_those_of_the_reference():
             )
 
 
+@pytest.mark.sampled(2)
 @each_dtype
 def test_drafts_are_accepted_or_resampled_as_by_the_reference(dtype):
     """In one part and in two; with excluded tokens, equal distributions, NaN, no draft, and no allowed token."""

@@ -39,7 +39,7 @@ def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return int(request.param)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @each_dtype
 @pytest.mark.parametrize(("ins", "outs"), [(64, 130), (33, 7), (1100, 20)])
 def test_linear(dtype, ins, outs, processors):
@@ -51,6 +51,7 @@ def test_linear(dtype, ins, outs, processors):
             close(dense.linear_triton(x, weight, added), wanted.to(dtype))
 
 
+@pytest.mark.sampled(3)
 @each_dtype
 def test_linear_with_any_strides(dtype):
     x, weight = draw(dtype, 20, 3 * 40), draw(dtype, 90, 2 * 40) / 8
@@ -60,6 +61,7 @@ def test_linear_with_any_strides(dtype):
             close(dense.linear_triton(view, matrix, None), wanted.to(dtype))
 
 
+@pytest.mark.sampled(6)
 @each_dtype
 def test_linear_by_head(dtype, processors):
     for tokens, heads, ins, outs in ((0, 2, 16, 16), (1, 3, 32, 48), (7, 2, 33, 5), (40, 4, 128, 64)):
@@ -70,6 +72,7 @@ def test_linear_by_head(dtype, processors):
             close(dense.linear_by_head_triton(view, weight), wanted.to(dtype))
 
 
+@pytest.mark.sampled(3)
 @each_dtype
 def test_combining_experts(dtype):
     for tokens, top_k, dim in ((0, 2, 16), (1, 1, 5), (3, 8, 33), (20, 4, 1100)):

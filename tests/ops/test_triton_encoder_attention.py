@@ -30,7 +30,7 @@ def starts_of(*lengths: int) -> Tensor:
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "lengths"),
@@ -53,6 +53,7 @@ def test_scores_may_be_large():
     torch.testing.assert_close(got, encoder_attention.reference(q * 100, k * 10, v, starts_of(50), 1.0, None))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reach", [None, 7])
 def test_biases_by_distance(reach):
     q, k, v = drawn(torch.float16, 150, 2, 2, 32)

@@ -95,6 +95,7 @@ def test_products_of_packed_experts(counts):
             torch.testing.assert_close(computed, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.sampled(4))], ids=str)
 def test_dense_products_of_few_rows(dtype, monkeypatch):
@@ -148,6 +149,7 @@ def test_only_products_in_16_bits_that_may_depend_on_the_batch_have_a_kernel_for
         assert Kernels(Target(gpu, dtype, batch_invariant)).chosen["linear"] == wanted
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("interpreter", "tiles")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_with_fixed_tiles_a_row_has_the_same_bits_in_any_batch(bits, monkeypatch):

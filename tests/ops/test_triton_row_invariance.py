@@ -57,6 +57,7 @@ def check(function: Function, x: Tensor, *, alone: tuple[int, ...] = (5, 129)) -
         assert different == 0, f"{different} of the rows {start} to {stop - 1} differ"
 
 
+@pytest.mark.sampled(2)
 @each_dtype
 def test_adapters(dtype):
     """A token's adapter is given by its first input, so that it moves with its row."""
@@ -96,6 +97,7 @@ def test_a_sum_is_divided_for_few_rows_and_has_the_same_bits(monkeypatch):
     assert [grid[2] for grid in launches] == [1, 2]
 
 
+@pytest.mark.sampled(2)
 @each_dtype
 def test_linear_by_head(dtype):
     weight = (torch.randn(3, 20, 64, device=DEVICE) / 8).to(dtype)
@@ -134,7 +136,7 @@ def test_quantized_linear(dtype, form):
     check(lambda x: linear(x, packed, None), torch.randn(ROWS, 128, device=DEVICE).to(dtype), alone=(0, 129))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @each_dtype
 @pytest.mark.parametrize("form", [None, "int8", "int4"])
 def test_experts(dtype, form):
@@ -153,6 +155,7 @@ def test_experts(dtype, form):
     check(product, torch.randn(ROWS, 64, device=DEVICE).to(dtype), alone=(0, 129))
 
 
+@pytest.mark.sampled(2)
 @each_dtype
 def test_combining_experts(dtype):
     combine, top_k, dim = chosen("combine_experts", dtype), 6, 90
@@ -165,6 +168,7 @@ def test_combining_experts(dtype):
     check(function, torch.randn(FEW_ROWS, top_k * (dim + 1), device=DEVICE).to(dtype), alone=(0, 66))
 
 
+@pytest.mark.sampled(2)
 @each_dtype
 def test_norms(dtype):
     weight = torch.randn(100, device=DEVICE).to(dtype)
@@ -174,6 +178,7 @@ def test_norms(dtype):
     check(lambda x: add_norm(x, x.clone(), weight, 1e-6)[0], x, alone=(0, 66))
 
 
+@pytest.mark.sampled(2)
 @each_dtype
 def test_sums_of_rows(dtype):
     x = torch.randn(FEW_ROWS, 77, device=DEVICE).to(dtype)

@@ -48,7 +48,7 @@ def test_texts_in_steps_with_rejected_drafts(name, dtype):
             torch.testing.assert_close(out[: right - start], expected[text][start:right], **close)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [(True, "silu"), (False, "silu"), (False, "sigmoid")])
 @pytest.mark.parametrize("size", [24, 12, None])

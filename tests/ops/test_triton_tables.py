@@ -55,6 +55,7 @@ def matrices(table: tuple[float, ...]) -> Iterator[QuantizedMatrix]:
         yield matrix_of(table, outs, ins, group, scales)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("interpreter", "tiles")
 @pytest.mark.parametrize(
     "table", [pytest.param(TABLES[name], marks=[pytest.mark.sampled(4)] * (name != "e2m1"), id=name) for name in TABLES]
@@ -75,7 +76,7 @@ def test_products_with_all_groups_and_scales(table):
             assert (computed.float() - wanted).norm() < tolerance * wanted.norm(), (dtype, matrix.group)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("interpreter", "tiles")
 @pytest.mark.parametrize("counts", [(0, 3, 0, 1), (70, 0, 17), (0, 0, 0)], ids=str)
 def test_experts_with_tables(counts):

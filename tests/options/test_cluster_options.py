@@ -18,6 +18,7 @@ def layout(line: str) -> Layout:
     return EngineConfig.create(**engine_options(build_parser().parse_args(["serve", *shlex.split(line)]))).layout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -54,7 +55,7 @@ def test_the_replicas_elsewhere_are_those_that_a_server_has_and_its_machine_has_
         assert not layout(line).elsewhere
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("line", "message"),
     [

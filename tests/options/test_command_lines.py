@@ -82,7 +82,7 @@ def configs(line: str) -> tuple[EngineConfig, ServerConfig]:
     return EngineConfig.create(**engine_options(given)), ServerConfig.create(**server_options(given))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("line", [*STARTS, *FOR_OTHER_MODELS])
 def test_a_command_line_of_vllms_is_accepted(line):
     configs(line)
@@ -143,6 +143,7 @@ def test_the_file_of_options_for_production_is_read(tmp_path: Path, caplog):
         configs(f"--config {file}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("module", ["quire.entrypoints.api_server", "quire.entrypoints.openai.api_server"])
 def test_the_server_has_its_older_names(module):
     command = [sys.executable, "-m", module, "--tensor-parallel-size", "4", "--cpu-offload-gb", "8"]

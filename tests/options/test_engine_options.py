@@ -108,6 +108,7 @@ def test_the_type_of_the_cache_may_be_named_as_vllm_does(path):
         EngineConfig.create(kv_cache_dtype="float16")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "taken"), [("FLASH_ATTN", "cpu"), ("TRITON_ATTN", "cpu"), ("flashinfer", "cpu"), ("CPU_ATTN", None)]
 )

@@ -73,7 +73,7 @@ def test_a_stage_has_the_layers_and_tables_that_are_counted(checkpoints, variant
     assert weights_in_memory(model) == pytest.approx(part.weights(None)[0] + tables(path), rel=0.02)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("variant", ["llama", "gemma3", "deepseek_v3", "qwen3-mixed-windows-biases", "falcon_h1"])
 def test_the_groups_of_the_cache_are_those_of_a_worker(checkpoints, variant, tp):

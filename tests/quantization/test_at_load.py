@@ -51,6 +51,7 @@ def weights_of(path: Path, **options):
     return runner_of(make_llm(path, **options)).model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", ["llama", "llama-gqa2-tied-llama3", "gpt2", "phi3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_any_dense_checkpoint_can_be_quantized(checkpoints, variant, dtype):
@@ -69,6 +70,7 @@ def test_any_dense_checkpoint_can_be_quantized(checkpoints, variant, dtype):
         assert int4.embedding.table is head
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_experts_are_quantized_and_routers_are_not(checkpoints, variant):
     path = checkpoints.path(variant)

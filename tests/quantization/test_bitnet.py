@@ -59,7 +59,7 @@ def written(source: Path, folder: Path, kind: str) -> tuple[Path, Any]:
     return folder, network
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.sampled(3))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ternary_weights_compute_what_those_of_transformers_do(checkpoints, tmp_path, kind, backend):

@@ -205,7 +205,7 @@ def test_what_is_not_supported_is_an_error_that_names_the_field(settings, messag
         scheme(settings)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["gptq", "awq", "packed-4-bits-act-order", "fp8-block", "int8-asymmetric", "hqq"])
 def test_dummy_weights_are_of_the_same_form(checkpoints, tmp_path, name):
     quantized, _ = write_quantized(checkpoints.path("qwen2"), tmp_path, {**FORMATS, **FURTHER}[name])

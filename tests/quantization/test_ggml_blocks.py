@@ -113,7 +113,7 @@ def with_scales(source: Path, folder: Path, kind: str) -> tuple[Path, Path]:
     return with_tensors(path, folder / "scaled.gguf", scales), dense
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [("llama", "NVFP4"), ("mixtral", "NVFP4"), ("llama", "Q4_K"), ("llama", "Q8_0"), ("llama", "F16")],

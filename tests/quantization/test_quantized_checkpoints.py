@@ -17,7 +17,7 @@ pytestmark = pytest.mark.texts
 TEXT = prompts(300, 9)[8][:60]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_quantized_checkpoint_computes_with_exactly_the_weights_it_means(checkpoints, tmp_path, name):
     quantized, dense = write_quantized(checkpoints.path("llama-gqa4-llama3-old"), tmp_path, FORMATS[name])
@@ -44,7 +44,7 @@ def test_so_does_one_in_a_further_format(wide, tmp_path, name):
     assert isinstance(runner_of(llm).model.layers[0].mixer.qkv.weight, QuantizedWeight)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", ["gptq", "fp8-block", "awq", "int8-channel"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2", "phi3"])
 def test_so_do_those_of_other_families(tmp_path, name, family):
@@ -61,6 +61,7 @@ def test_so_do_those_of_other_families(tmp_path, name, family):
         assert isinstance(layer.mlp.router.weight, DenseWeight)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["gptq", "packed-8-bits-a-channel", "float8-block", "int8-asymmetric", "nvfp4", "nf4"])
 def test_in_bfloat16_the_logits_are_near(checkpoints, tmp_path, name):
     quantized, dense = write_quantized(checkpoints.path("llama-gqa4-llama3-old"), tmp_path, FORMATS[name])

@@ -60,7 +60,7 @@ def test_ranks_compute_with_exactly_the_weights_that_a_checkpoint_means(six_head
         check(logits_of_ranks(runners_of_ranks(quantized, ranks), TEXT), wanted)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", ["gptq", "awq", "packed-4-bits-act-order", "float8-block"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_so_do_ranks_that_share_experts(tmp_path, name, family):
@@ -76,6 +76,7 @@ def test_so_do_ranks_that_share_experts(tmp_path, name, family):
 IN_EACH_RUN = ("Q4_K", "Q8_0")  # blocks of 256 and of 32
 
 
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -98,6 +99,7 @@ def test_experts_in_mxfp4(tmp_path):
         check(logits_of_ranks(runners_of_ranks(path, ranks), TEXT), wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("option", "ranks"), [("int8", 2), ("int8", 3), ("int4", 2), ("int4", 3)])
 def test_weights_that_are_quantized_at_load_stay_near(tmp_path, option, ranks):
     """With two ranks, int4 has the same groups of 128 inputs as with one. A row of int8 has a scale on each rank."""

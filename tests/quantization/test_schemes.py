@@ -66,7 +66,7 @@ def a_range_of_inputs(draw: random.Random, group: int) -> tuple[int, int]:
     return start * step, stop * step
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", ALL)
 def test_any_outputs_of_fused_parts_and_any_range_of_inputs(tmp_path, name):
     form, draw = ALL[name], random.Random(name)

@@ -172,6 +172,7 @@ def test_each_request_has_an_id_of_its_own_and_servers_take_turns(proxy: Proxy, 
     assert {len(request.headers["x-request-id"]) for request in received(servers)} == {128}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -451,6 +451,7 @@ def test_full_servers(servers: list[StandIn]):
 # ---- the end
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_time", [True, False])
 def test_running_requests_may_finish_after_sigterm(servers: list[StandIn], in_time):
     go_on, begun = threading.Event(), threading.Semaphore(0)

@@ -95,7 +95,7 @@ def test_each_back_end_writes_texts_that_match(backend, tokenizer, fields, holds
     assert all(map(holds, ended))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("schema", IGNORED, ids=str)
 def test_what_a_back_end_would_ignore_is_refused(backend, tokenizer, schema):
     params = StructuredOutputsParams(json=schema)

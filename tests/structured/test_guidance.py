@@ -77,6 +77,7 @@ def is_person(text: str) -> bool:
     return len(person["name"]) <= 8 and 0 <= person["age"] <= 99 and len(person) == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("params", "holds"),
     [

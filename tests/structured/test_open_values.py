@@ -31,6 +31,7 @@ def is_allowed():
     return answer
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("schema", "allowed", "refused"),
     [

@@ -62,6 +62,7 @@ SCHEMAS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_rewritten_schema_allows_only_valid_documents_and_some(name):
     schema = SCHEMAS[name]

@@ -86,6 +86,7 @@ def test_processes_that_a_stage_has_left_are_killed(table: Path, tmp_path: Path)
     check_killed(output)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_stage_ends_its_command(table: Path, tmp_path: Path, number: signal.Signals):
     stage = start(table, 1000, *script(tmp_path, LEAVE), WAITS="yes")

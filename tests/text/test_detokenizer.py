@@ -54,6 +54,7 @@ def text_after(tokenizer, prompt, ids, skip_special_tokens=True):
     return whole[len(os.path.commonprefix([before, whole])) :]  # noqa: RUF071  (characters are what is meant)
 
 
+@pytest.mark.sampled(2)
 @QUICK
 @given(data=st.data(), prompt=TEXTS, text=TEXTS)
 def test_deltas_join_to_the_text_that_follows_the_prompt(tokenizer, data, prompt, text):
@@ -65,6 +66,7 @@ def test_deltas_join_to_the_text_that_follows_the_prompt(tokenizer, data, prompt
     assert "".join(deltas) == text_after(tokenizer, prompt_ids, ids)
 
 
+@pytest.mark.sampled(2)
 @QUICK
 @given(data=st.data(), text=TEXTS)
 def test_no_delta_ends_within_a_character(tokenizer, data, text):
@@ -139,6 +141,7 @@ def reference_stop(tokenizer, prompt, ids, stops, include, min_tokens):
 LETTERS = st.text("abé你👍 ", max_size=30)
 
 
+@pytest.mark.sampled(4)
 @settings(max_examples=100, deadline=None)
 @given(
     data=st.data(),

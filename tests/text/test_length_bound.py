@@ -114,7 +114,7 @@ def bounded(request, copy) -> tuple[Backend, LengthBound]:
     return backend, bound
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @settings(max_examples=25, deadline=None)
 @given(text=TEXTS)
 def test_no_text_becomes_fewer_tokens_than_the_bound_says(bounded, text):

@@ -67,6 +67,7 @@ def llama(trained, directory_of):
     )
 
 
+@pytest.mark.sampled(2)
 @settings(max_examples=100, deadline=None)
 @given(text=TEXTS)
 def test_ids_and_texts_are_those_of_sentencepiece(both, text):

@@ -62,6 +62,7 @@ def both(request, ranks, directory_of):
     return Tokenizer.from_directory(path), reference, composed
 
 
+@pytest.mark.sampled(3)
 @settings(max_examples=200, deadline=None)
 @given(text=TEXTS)
 def test_ids_are_those_of_tiktoken(both, text):

@@ -286,6 +286,7 @@ def test_completions_of_a_prompt_read_it_once(make_pair):
     assert pair.consumer.exchange.num_hits == 36
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["unknown", "other prompt", "aborted", "no producer", "other facts", "other secret"])
 def test_what_does_not_come_is_computed(make_pair, be_impatient, case, caplog):
     options: dict[str, Any] = {}

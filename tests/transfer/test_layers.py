@@ -59,7 +59,7 @@ def make_computing(make: Make) -> Make:
     return both
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("producing", "consuming"), TRANSPORTS)
 @pytest.mark.parametrize("model", [GQA, LATENTS, WINDOWS], ids=["gqa", "latents", "windows"])
 @pytest.mark.parametrize(("theirs", "ours"), [((1, 1), (1, 1)), ((2, 2), (1, 1)), ((1, 1), (2, 1)), ((1, 2), (1, 2))])

@@ -54,6 +54,7 @@ def _worker(path: Path, secret_file: str, transfer: dict[str, Any], **options: A
     return Worker(config, path, 96, Mesh())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("transport", ["QuireConnector", "TcpConnector"])
 @pytest.mark.parametrize(
     ("variant", "options"),

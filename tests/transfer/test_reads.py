@@ -26,7 +26,7 @@ from support.kv_peers import GQA, LATENTS, NAME, SECRET, WINDOWS, Consumer, Copi
 from support.waiting import LONGEST, eventually
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
 @pytest.mark.parametrize("model", [GQA, LATENTS, WINDOWS], ids=["gqa", "latents", "windows"])
 @pytest.mark.parametrize(("theirs", "ours"), [((1, 1), (1, 1)), ((2, 2), (1, 1)), ((1, 1), (4, 1)), ((4, 1), (2, 2))])

@@ -26,7 +26,7 @@ def text_of(vocab_size: int, length: int = 170) -> list[int]:
     return torch.randint(4, vocab_size, (length,), generator=draw).tolist()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("method", METHODS)
 def test_logits_behind_a_compressed_prompt_are_those_with_a_mask_for_each_head(
@@ -48,6 +48,7 @@ def test_logits_behind_a_compressed_prompt_are_those_with_a_mask_for_each_head(
         assert (found - expected).abs().max() < 2e-4 * expected.std()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pooling", ["avg", "max"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_kept_tokens_are_those_of_a_choice_in_plain_loops(method: str, pooling: str):

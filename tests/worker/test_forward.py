@@ -19,6 +19,7 @@ from support.engines import make_llm, runner_of
 VARIANTS = ["llama", "gemma2", "minicpm", "mixtral", "falcon", "falcon-40b", "opt-post-norm-projections", "deepseek_v3"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
 def test_rows_alone_are_as_among_all(checkpoints, variant):

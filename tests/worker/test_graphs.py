@@ -46,7 +46,7 @@ def said(llm: LLM) -> list[Any]:
     return [(o.token_ids, [{t: v.logprob for t, v in at.items()} for at in o.logprobs]) for o in outputs]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(
     "variant", [pytest.param(name, marks=[pytest.mark.sampled(5)] * (name != "gemma3")) for name in RECORDED]
 )
@@ -76,7 +76,7 @@ def test_preempted_requests_too():
     assert_preempted(crowded)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("variant", MORE_RECORDED)
 def test_so_do_those_of_other_layers(tmp_path, variant):
     kind, config, writing = ALL_VARIANTS[variant]

@@ -12,7 +12,7 @@ from support.engines import assert_nothing_is_left, collect, core_request, make_
 from support.late_device import run_late
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.sampled(6)), 2])
 @pytest.mark.parametrize("where", ["forward", "sampler"])
 def test_the_newest_requests_fail_and_the_others_go_on(checkpoints, references, monkeypatch, depth, where):
@@ -49,6 +49,7 @@ def test_the_newest_requests_fail_and_the_others_go_on(checkpoints, references, 
     assert_nothing_is_left(llm.core)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.sampled(6)), 2])
 def test_what_a_step_without_memory_would_have_computed_is_not_in_the_prefix_cache(
     checkpoints, references, monkeypatch, depth

@@ -68,6 +68,7 @@ def check_update(source: Path, tmp_path: Path, **options: Any) -> None:
 FAST = ["llama", "mixtral"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAST)
 def test_new_weights_are_used_at_once_and_nothing_old_is_found(checkpoints, tmp_path, family):
     check_update(checkpoints.path(FAMILIES[family][0]), tmp_path)
@@ -80,6 +81,7 @@ def test_every_family_takes_new_weights(checkpoints, tmp_path, family):
     check_update(checkpoints.path(FAMILIES[family][0]), tmp_path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -130,6 +132,7 @@ def test_weights_that_do_not_fit_change_nothing_and_the_error_names_the_tensor(c
     llm.shutdown()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", [True, False])
 def test_weights_that_are_quantized_in_another_way_change_nothing(checkpoints, tmp_path, first):
     """Symmetric codes need no offsets."""

@@ -100,6 +100,7 @@ def test_it_arrives_in_captured_and_padded_steps(checkpoints):
     assert {len(values) for values, _ in seen} <= {size.tokens for size in device.runner.forward._graphs}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("size", [StepSize(4, 4, 1), StepSize(12, 4, 3), StepSize(100, 4), StepSize(3, 7)])
 def test_dummy_steps_have_it_too(checkpoints, is_late, size):

@@ -29,6 +29,7 @@ def decoder(path: Path, **options: str) -> Decoder:
     return load_model(path, config, 128, torch.device("cpu"), Mesh(), show_progress=False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", [family for family in SOME if family in FAMILIES])
 def test_parameters_are_counted_as_transformers_counts_them(checkpoints, family):
     path = checkpoints.path(FAMILIES[family][0])

@@ -313,7 +313,7 @@ def assert_near(made: Tensor, wanted: Tensor) -> None:
     assert (made - wanted).abs().max() / wanted.std() < 1e-5
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_prompt_in_two_chunks_and_a_chain_of_drafts_follow_the_formulas(tmp_path, name, kernels):

@@ -32,6 +32,7 @@ GREEDY = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_token
 SAMPLE = {"proposal_type": "sample", "speculative_tokens": 5}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("config", "name", "method", "number"),
     [

@@ -78,6 +78,7 @@ def check(head: Any, wanted: tuple[list[Tensor], Tensor], count: int) -> None:
     assert drafts.tolist() == wanted[1].tolist()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("tied", [False, True])

@@ -149,6 +149,7 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return Published(tmp_path_factory.mktemp(request.param), request.param)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 def test_a_chain_of_drafts_is_that_of_the_formulas(published, kernels):
     head = published.load(kernels)
@@ -176,6 +177,7 @@ def test_only_the_wanted_states_are_computed(published):
         assert difference(HeadText(head).run(head.embed(text, states), wanted), every[wanted]) < 1e-5
 
 
+@pytest.mark.sampled(2)
 def test_two_ranks_together_compute_what_one_does(published):
     text, states = torch.arange(10, 27), draw("split", 17, HIDDEN)
 
