@@ -56,6 +56,7 @@ class NixlMemory:
     def close(self) -> None:
         with self.lock:
             self.agent.deregister_memory(self._region)
+            del self.agent  # the agent has a thread that polls until it is deleted
 
 
 class NixlSource:
