@@ -48,7 +48,6 @@ def test_an_engine_multiplies_no_matrices_by_cublas(quantization: str | None) ->
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("variant", ["deepseek_v3", "gpt_oss", "qwen3_moe", "olmo2", "gpt2", "cohere", "mixtral"])
 def test_that_holds_for_every_kind_of_layer(variant: str, checkpoints: Checkpoints) -> None:
     names = launched(checkpoints.path(variant))

@@ -79,7 +79,6 @@ def error(ours: Tensor, right: Tensor) -> float:
 
 @pytest.mark.sampled(10)
 @pytest.mark.slow
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("variant", FIRST)
 def test_bfloat16_chooses_the_tokens_that_float32_does(tmp_path, variant):
     model = trained(variant)

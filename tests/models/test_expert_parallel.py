@@ -108,9 +108,8 @@ def test_all_meshes(checkpoints, references, variant, replicas, ranks, stages):
     shared(checkpoints, references, variant, **sizes)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(20)
 @pytest.mark.slow
-@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kernels", [{}, dict.fromkeys(OPS, "reference")])
 @pytest.mark.parametrize("variant", FIRST_WITH_EXPERTS)
 def test_halves_of_a_step_that_take_turns_change_nothing(checkpoints, references, variant, kernels, monkeypatch):

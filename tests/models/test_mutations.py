@@ -319,7 +319,6 @@ def mutated(checkpoints, monkeypatch):
 
 @pytest.mark.sampled(4)
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 @each(SPEC_MUTATIONS)
 def test_a_wrong_spec_is_found_out(mutated, references, variant, mutate):
     llm = mutated(variant, mutate)
@@ -335,7 +334,6 @@ def test_a_wrong_spec_that_changes_hardly_a_token_is_found_out(mutated, referenc
 
 @pytest.mark.sampled(3)
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 @each(MODEL_MUTATIONS)
 def test_a_wrong_layer_is_found_out(checkpoints, references, variant, mutate):
     llm = make_llm(checkpoints.path(variant), "reference")  # whose weights are plain matrices

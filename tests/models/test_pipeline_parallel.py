@@ -76,9 +76,8 @@ def test_stages_of_several_ranks_give_the_tokens_of_transformers(checkpoints, re
         continuation.check(token_ids)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.slow
 @pytest.mark.sampled(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize(("variant", "blocks"), [("mistral-window-20", 12), ("qwen3-mixed-windows-biases", 24)])
 def test_all_features_at_once_change_nothing(checkpoints, variant, blocks, stages, ranks):

@@ -105,9 +105,8 @@ def test_the_reference_kernels_say_the_same(folder, name):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(16)
 @pytest.mark.slow
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_say_the_same(folder, name):
     path, expected = prepared(name, folder)

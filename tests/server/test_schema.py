@@ -71,7 +71,6 @@ def test_the_schema_has_every_endpoint(operations):
 
 
 @pytest.mark.sampled(37)
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("label", "mode"), CASES, ids=[f"{mode.value}-{label}" for label, mode in CASES])
 def test_requests_made_from_the_schema_are_answered_as_declared(operations, host: Host, label, mode):
     operation = operations[label]

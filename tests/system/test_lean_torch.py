@@ -36,7 +36,6 @@ NEEDS = {
 
 @pytest.mark.sampled(6)
 @pytest.mark.slow
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("need", NEEDS)
 def test_what_was_deferred_is_there_when_it_is_needed(need):
     code = f"{START}{NEEDS[need]}\nassert hasattr(sys.modules['torch._meta_registrations'], '__file__')"

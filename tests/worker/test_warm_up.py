@@ -54,7 +54,6 @@ def test_an_engine_that_serves_compiles_nothing():
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -82,7 +81,7 @@ def test_an_engine_with_these_options_that_serves_compiles_nothing(options: dict
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "card",
     [pytest.param("sm_80", marks=pytest.mark.nightly), "sm_100", pytest.param("sm_120", marks=pytest.mark.nightly)],

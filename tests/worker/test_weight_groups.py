@@ -40,7 +40,7 @@ def test_weights_come_from_a_trainer(checkpoints, tmp_path, variant):
     check_update(checkpoints.path(variant), tmp_path, buckets=3)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(22)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
 def test_every_family_takes_weights_from_a_trainer(checkpoints, tmp_path, family):
