@@ -137,7 +137,6 @@ def check_named_logprobs(made: list[dict[int, Logprob]], rows: Tensor, token_ids
             assert logprob.logprob == pytest.approx(row[t].item(), abs=NEAR)
 
 
-@pytest.mark.sampled(2)
 @each_variant
 def test_tokens_and_logprobs_are_those_of_transformers_and_the_plain_reference(checkpoints, references, variant):
     llm = make_llm(checkpoints.path(variant))
