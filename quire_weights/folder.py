@@ -50,10 +50,10 @@ class WeightFolder:
         if another process is writing it. Raises OSError and what `write` raises, and then leaves nothing behind."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         whole, unfinished = self.path / (name + SUFFIX), self.path / (name + _UNFINISHED)
-        handle = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        handle = _open_locked(unfinished)
+        if handle is None:
+            return False
         try:
-            if not _locks(handle, unfinished):
-                return False
             try:
                 if whole.exists():
                     return False
@@ -90,23 +90,42 @@ class WeightFolder:
             raise NoRoomError(f"the disk of {self.path} has no room for {size} bytes")
 
 
-def _locks(handle: int, path: Path) -> bool:
-    """Lock an open file. Returns False if another process has it locked, or has renamed or deleted it meanwhile."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    try:
-        return os.path.samestat(os.fstat(handle), os.stat(path))
-    except FileNotFoundError:
-        return False
+def _open_locked(path: Path) -> int | None:
+    """A handle of a file that no other process may write meanwhile. Returns None if another process writes it."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        while not _locks(handle, fcntl.LOCK_EX):
+            if not _locks(handle, fcntl.LOCK_SH):
+                os.close(handle)
+                return None
+            # Nobody writes it: another process is about to delete it, as one may that has not been locked yet.
+        if _is_named(handle, path):
+            return handle
+        os.close(handle)
 
 
 def _delete_if_abandoned(path: Path) -> None:
     """Delete a file whose writer has ended."""
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        if _locks(handle, path):
+        if _locks(handle, fcntl.LOCK_SH) and _is_named(handle, path):
             path.unlink(missing_ok=True)
     finally:
         os.close(handle)
+
+
+def _locks(handle: int, kind: int) -> bool:
+    """Lock an open file if that is possible at once. Who writes it has LOCK_EX, who deletes it LOCK_SH."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_named(handle: int, path: Path) -> bool:
+    """Whether an open file still has this path: another process may have renamed or deleted it."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False

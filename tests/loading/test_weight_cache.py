@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +383,29 @@ def test_what_a_killed_process_left_is_deleted(tmp_path):
         assert not fill(weights, "c", 10)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.weights", "c.part"]
     assert (tmp_path / "a.weights").read_bytes() == bytes(10)
+
+
+def test_a_file_may_be_taken_for_abandoned_before_it_is_locked(tmp_path):
+    """Another process that makes room deletes it, and it is written nevertheless."""
+    weights, unfinished = WeightFolder(tmp_path, 1000), tmp_path / "a.part"
+    with unfinished.open("w") as deleted:
+        fcntl.flock(deleted, fcntl.LOCK_SH)
+        writer = threading.Thread(target=fill, args=(weights, "a", 10))
+        writer.start()
+        unfinished.unlink()
+    writer.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.weights"]
+
+
+def test_all_files_of_processes_that_start_at_once_are_written(tmp_path):
+    """As those of ranks, which differ."""
+
+    def work(name: str) -> None:
+        for index in range(200):
+            assert fill(WeightFolder(tmp_path, 1 << 30), f"{name}{index}", 10)
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(work, "abcd"))
 
 
 def test_processes_that_start_at_once_write_one_file(tmp_path):
