@@ -67,26 +67,24 @@ def _stat(pid: int) -> tuple[int, float]:
     return int(fields[1]), sum(map(int, fields[11:15])) / TICKS  # utime, stime, cutime, cstime
 
 
-def _since(before: float) -> float:
-    """Processor seconds since then. What killed processes have left behind without a parent is lost, at most once."""
-    return max(PROCESSES.seconds() - before, 0.0)
-
-
 class Meter:
     """In each process that runs tests: attaches costs to the reports, which travel to the process that prints."""
 
     def __init__(self) -> None:
         self.nested = [0.0]  # of the fixtures set up so far within the phase, or within each fixture being set up
         self.fixtures: list[tuple[str, float]] = []
+        self.last: float | None = None  # seconds at the end of the phase before
         self.cost = 0.0
 
     def _phase(self) -> Generator[None, Any, Any]:
-        before = PROCESSES.seconds()
+        """From the end of the phase before, so that what pytest does between them counts, too."""
+        before = PROCESSES.seconds() if self.last is None else self.last
         self.nested, self.fixtures = [0.0], []
         try:
             return (yield)
         finally:
-            self.cost = _since(before)
+            self.last = PROCESSES.seconds()
+            self.cost = max(self.last - before, 0.0)
 
     pytest_runtest_setup = pytest.hookimpl(wrapper=True, tryfirst=True)(_phase)
     pytest_runtest_call = pytest.hookimpl(wrapper=True, tryfirst=True)(_phase)
@@ -94,16 +92,17 @@ class Meter:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+        if fixturedef.scope == "function":
+            return (yield)
         before = PROCESSES.seconds()
         self.nested.append(0.0)
         try:
             return (yield)
         finally:
-            total = _since(before)
+            total = max(PROCESSES.seconds() - before, 0.0)  # less: a killed process left nothing to its parent
             own = max(total - self.nested.pop(), 0.0)
             self.nested[-1] += total
-            if fixturedef.scope != "function":
-                self.fixtures.append((f"{fixturedef.baseid or 'conftest'}::{fixturedef.argname}", own))
+            self.fixtures.append((f"{fixturedef.baseid or 'conftest'}::{fixturedef.argname}", own))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, Any, Any]:
