@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 interpreter = support.triton_kernels.interpreter
 TESTS = Path(__file__).parent
+SHARED = {TESTS / "server"}  # folders whose files share engines
 QUICK = frozenset((TESTS / "quick.txt").read_text().split())  # files of many tests that take little time
 
 
@@ -80,26 +82,30 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Which tests stay together in one process: those of a file, but those of a family of models wherever they are.
-    Which cases of large matrices are nightly: that follows from their names and the seed, so all processes agree."""
-    matrices: dict[tuple[str, int, bool], list[pytest.Item]] = {}
+    """Which tests stay together in one process: those of a file or a folder, but those of a family of models wherever
+    they are. Which cases of large matrices are nightly: their names and the seed decide, so all processes agree."""
+    seed = config.getoption("sample_seed")
+    matrices: dict[tuple[str, bool], list[tuple[float, float, pytest.Item]]] = {}
     for item in items:
         marks = {marker.name for marker in item.iter_markers()}
         if is_quick(item.path) and not {"slow", "nightly"} & marks:
             item.add_marker(pytest.mark.quick)
         if "sampled" in marks and "nightly" not in marks:
             one_in = max(marker.args[0] for marker in item.iter_markers("sampled"))
-            matrices.setdefault((item.nodeid.partition("[")[0], one_in, "slow" in marks), []).append(item)
+            drawn = -math.log1p(-zlib.crc32(item.nodeid.encode(), seed) / (1 << 32))  # exponentially distributed
+            cases = matrices.setdefault((item.nodeid.partition("[")[0], "slow" in marks), [])
+            cases.append((drawn * one_in, 1 / one_in, item))
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         variant = parameters.get("variant")
         family = ALL_VARIANTS[variant][0] if variant in ALL_VARIANTS else None
         if family:
             item.add_marker(pytest.mark.family(name=family))
-        item.add_marker(pytest.mark.xdist_group(family or item.nodeid.partition("::")[0]))
-    seed = config.getoption("sample_seed")
-    for (_, one_in, _), cases in matrices.items():
-        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode(), seed))
-        for item in cases[max(1, round(len(cases) / one_in)) :]:
+        file = item.nodeid.partition("::")[0]
+        shared = item.path.parent in SHARED and "slow" not in marks
+        item.add_marker(pytest.mark.xdist_group(family or (file.rpartition("/")[0] if shared else file)))
+    for cases in matrices.values():
+        cases.sort(key=lambda case: case[0])
+        for _, _, item in cases[max(1, round(sum(share for _, share, _ in cases))) :]:
             item.add_marker(pytest.mark.nightly)
 
 

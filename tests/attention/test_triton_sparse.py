@@ -29,6 +29,7 @@ def test_a_token_attends_to_the_tokens_with_the_highest_scores(kept):
     SparseWorld(TritonAttention, kept, REQUESTS).check(1e-5 if kept.dtype is torch.float32 else ROUNDING)
 
 
+@pytest.mark.slow
 def test_of_equal_scores_the_first_win(monkeypatch):
     monkeypatch.setattr(quire_triton.select, "_MOST_SCORES", 64)  # a token at a time
     SparseWorld(TritonAttention, FLOAT32, REQUESTS, same_keys=True).check(1e-5)

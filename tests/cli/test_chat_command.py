@@ -44,6 +44,7 @@ def test_ctrl_c_stops_an_answer_or_drops_a_line_and_never_ends_the_program(tmp_p
         assert session.end() == 0
 
 
+@pytest.mark.slow
 def test_commands_and_messages_of_several_lines(tmp_path: Path):
     with terminal(
         "chat", "--system", "Be brief.", "--max-tokens", "4", "--temperature", "0", state=tmp_path

@@ -41,6 +41,7 @@ def test_options_of_serve_are_accepted_and_checked():
     assert "nothing to compile" in _quire("compile", "--port", "80", "--api-key", "x", "--max-num-seqs", "2").stderr
 
 
+@pytest.mark.slow
 def test_an_unknown_processor_is_refused_with_a_list_of_the_known_ones():
     done = _quire("compile", "--cpu", "i486")
     assert done.returncode == 2

@@ -89,6 +89,7 @@ def test_what_it_finds_is_what_quire_uses(report):
         assert found["CPU kernels"].endswith(str(library().path)) or "compiles them" in found["CPU kernels"]
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_one_line_for_each_text_and_no_colours():
     done = doctor(limit=limit(resource.RLIMIT_NOFILE, 64), CXX="missing-compiler", XDG_CACHE_HOME="/proc/nowhere")
     assert done.returncode == 1

@@ -171,6 +171,7 @@ _PARTS = ["a", "bc", " ", "   ", "\n", "\n\n", "- ", "1. ", "# ", "> ", "`", "*"
           "<b>", "\\", "&amp;", "\t", "日", "é", "😀", "[x]:", "http://x.y "]  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(st.sampled_from(_PARTS), max_size=40), st.integers(2, 30))
 def test_the_end_is_the_same_in_one_piece_and_no_word_is_lost(pieces, rows):

@@ -139,6 +139,7 @@ def test_no_network_is_one_clear_line(machine):
     assert "HF_HUB_OFFLINE forbids to ask the hub" in machine.fails(f"show {OTHER}", HF_HUB_OFFLINE="1")
 
 
+@pytest.mark.slow
 def test_a_token_gives_access_to_a_gated_model(machine):
     assert "tiny" not in machine.says("pull gated/demo --dry-run --hf-token sesame")
     assert "gated/demo" in machine.says("show gated/demo", HF_TOKEN="sesame")
@@ -161,6 +162,7 @@ def test_there_may_be_nothing_to_pull(tmp_path: Path, monkeypatch, capsys):
     assert "qwen3 is a local file or folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_adapter_can_be_pulled(machine):
     said = machine.says("pull tiny/rhyme")
     assert "an adapter (LoRA) for " in said
@@ -249,6 +251,7 @@ def test_a_cache_that_is_not_there_is_empty(tmp_path: Path, capsys):
     assert "is no folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_narrow_terminal_gets_two_lines_for_each_model(cache, tmp_path: Path):
     for columns, lines in ((100, 4), (50, 6)):
         with terminal("list", "--download-dir", str(cache), state=tmp_path, columns=columns) as session:
@@ -307,6 +310,7 @@ def test_show_reads_folders_and_gguf_files(tmp_path: Path, capsys):
     assert shown(tmp_path / "alone", capsys)["format"] == "GGUF Q8_0"
 
 
+@pytest.mark.slow
 def test_show_says_why_a_model_cannot_run(tmp_path: Path, capsys):
     folder = tmp_path / "model"
     shutil.copytree(bundled_model(), folder)

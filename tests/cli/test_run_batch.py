@@ -57,6 +57,7 @@ def answers(path: Path) -> dict[str | None, Any]:
     return by_id
 
 
+@pytest.mark.slow
 def test_each_request_gets_its_answer_and_each_wrong_line_an_error(tmp_path: Path):
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
     response = {"input": "Hi", "max_output_tokens": 4, "temperature": 0}

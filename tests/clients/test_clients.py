@@ -1,15 +1,8 @@
-"""Clients that people use, each asking a real server from an environment of its own.
-
-    python -m venv .ci/clients-venv && .ci/clients-venv/bin/pip install -r tests/clients/requirements.txt
-    pytest -m slow tests/clients
-
-Another interpreter than .ci/clients-venv's is taken from the variable QUIRE_TEST_CLIENTS_PYTHON.
-"""
+"""Clients that people use ask a real server from an environment of their own."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -18,12 +11,11 @@ from typing import Any
 
 import pytest
 
+from support.client_environment import clients_python
 from support.server_process import Server
 from support.waiting import LONGEST
 
 HERE = Path(__file__).parent
-VARIABLE = "QUIRE_TEST_CLIENTS_PYTHON"
-PYTHON = Path(os.environ.get(VARIABLE, HERE.parents[1] / ".ci" / "clients-venv" / "bin" / "python"))
 CLIENTS = ["openai", "langchain", "litellm", "llama_index", "llm"]
 KEY, PROMPT, TOKENS = "sk-test", "Tell me a story about a brave little boat.", 24
 COMMON = {
@@ -31,12 +23,7 @@ COMMON = {
     "unknown model", "long prompt",
 }  # fmt: skip
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not PYTHON.is_file(), reason=f"no clients at {PYTHON}; test_clients.py says how to install them"
-    ),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +63,9 @@ def test_a_client_reads_every_answer_and_error(server, expected, client):
         "long_prompt": "word " * 4000, "tokens": TOKENS,
     }  # fmt: skip
     process = subprocess.run(
-        [PYTHON, HERE / f"ask_{client}.py"], input=json.dumps(question), capture_output=True, text=True, timeout=LONGEST
-    )
+        [clients_python(), HERE / f"ask_{client}.py"], input=json.dumps(question), capture_output=True, text=True,
+        timeout=LONGEST,
+    )  # fmt: skip
     assert process.returncode == 0, process.stderr
     answers = json.loads(process.stdout.splitlines()[-1])
     assert answers.keys() >= COMMON

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from clients.test_clients import HERE, KEY, PYTHON, pytestmark
+from clients.test_clients import HERE, KEY
 
 from quire import LLM
+from support.client_environment import clients_python
 from support.minilm import minilm
 from support.server_process import Server
 from support.waiting import LONGEST
 
-pytestmark = [*pytestmark]
+pytestmark = pytest.mark.slow
 TEXTS = ["How do trees grow?", "Trees grow by cell division.", "The tax law of 1986.", "A forest has many trees."]
 
 
@@ -27,7 +28,7 @@ def test_every_client_gets_the_same_vectors():
     with Server("--model", model, "--served-model-name", "minilm", "--api-key", KEY) as server:
         question = json.dumps([server.url, KEY, "minilm", TEXTS])
         process = subprocess.run(
-            [PYTHON, Path(HERE) / "ask_for_embeddings.py"],
+            [clients_python(), Path(HERE) / "ask_for_embeddings.py"],
             input=question,
             capture_output=True,
             text=True,

@@ -94,6 +94,7 @@ def test_a_picture_is_drawn_to_try_it(pictures: Any, tmp_path: Path, monkeypatch
         assert image.size == (192, 192)
 
 
+@pytest.mark.slow
 def test_it_is_served(pictures: Any):
     """Several turns about one picture, which is sent as a data: URL."""
     host = Host(model=NAME, max_num_seqs=4, num_gpu_blocks_override=200)

@@ -69,6 +69,7 @@ def streamed(url: str) -> str:
     return "".join(e["choices"][0]["delta"].get("content") or "" for e in events(url) if e["choices"])
 
 
+@pytest.mark.slow
 def test_without_a_compiler_generate_says_the_same_after_one_warning(llm, no_compiler):
     result = quire("generate", "--temperature", "0", "--max-tokens", "30", *FLOAT32, PROMPT, **no_compiler)
     assert (result.returncode, result.stdout.rstrip("\n")) == (0, generated(llm))

@@ -95,7 +95,7 @@ def start(drafters: Drafters) -> Start:
     return start
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(56)
 @each(FAST)
 @pytest.mark.parametrize("options", [pytest.param({}, marks=SAMPLED), TIGHT], ids=["roomy", "tight"])
 def test_requests_of_all_kinds_say_the_same(plain: Plain, start: Start, kind, target, options):

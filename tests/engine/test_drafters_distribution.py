@@ -68,7 +68,7 @@ def statistic(said: list[list[int]], expected: dict[tuple[int, ...], float]) -> 
     return chi_square(counts, shares), len(often) - (shares[-1] == 0)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("kind", "case", "late"),
     [

@@ -34,7 +34,7 @@ def params(count: int) -> list[SamplingParams]:
     ]  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("drafter", "options"),
     [

@@ -99,6 +99,7 @@ def test_a_rank_takes_orders_ahead_of_its_results_and_ends_with_its_executor(che
         assert process.wait(LONGEST) == 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_others_ends_when_its_executor_does(checkpoints):
     """It listens to nobody meanwhile, and notices when it sends a heartbeat."""
     meeting = open_meeting("127.0.0.1")

@@ -99,6 +99,7 @@ def test_the_files_of_a_model_are_fetched_once(folder, tmp_path):
     assert in_a_process(run, hub.address, tmp_path / "home") == answer
 
 
+@pytest.mark.slow
 def test_of_an_older_repository_come_the_pickled_weights_and_whatever_tokenizer_it_has(tmp_path):
     wanted = ["config.json", "merges.txt", "pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"]
     wanted += ["qwen.tiktoken", "tekken.json", "tiktoken.model", "tokenizer.model", "vocab.json"]

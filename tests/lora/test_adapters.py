@@ -104,6 +104,7 @@ def test_more_adapters_than_slots_take_turns(base, adapters, wanted, backend, ma
     assert len(runner_of(llm).adapters._loaded) <= max_cpu_loras
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("captured", [pytest.param(False, marks=pytest.mark.sampled(4)), True], ids=["eager", "graphs"])
 def test_two_steps_in_flight(base, adapters, wanted, captured):
     """On a device that works late: an adapter's slot is not overwritten before the steps that use it have run."""

@@ -53,6 +53,7 @@ def dequantized(llm: LLM, directory: Path, adapter: Path) -> Path:
     return directory
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("quantization", "dtype"),
     [

@@ -74,6 +74,7 @@ def test_replicas_that_share_experts(checkpoints, references, variant):
     shared(checkpoints, references, variant)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("variant", "more"),
@@ -137,6 +138,7 @@ def test_experts_move_between_replicas_while_texts_are_made(checkpoints, referen
     assert any(slots[:count] != list(range(count)) for slots in found[0])
 
 
+@pytest.mark.slow
 def test_experts_move_between_the_ranks_of_a_tensor_group(checkpoints):
     path, prompts = checkpoints.path("qwen3_moe"), [[5, 7, 9], [11, 3], [8] * 40]
     llm = make_llm(path)

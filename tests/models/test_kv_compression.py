@@ -152,6 +152,7 @@ def test_requests_with_and_without_compression_share_steps(
     assert (expected[-1] == whole[-1]) == (case is ONCE), "the short prompt is compressed when it has grown"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("way", ["chunked", "preempted", "two steps in flight", "preempted in flight", "reference"])
 def test_tokens_do_not_depend_on_how_the_work_is_cut_up(

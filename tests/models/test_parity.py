@@ -42,6 +42,7 @@ def bound(variant: str) -> float:
 each_variant = pytest.mark.parametrize("variant", list(ALL_VARIANTS))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("backend", "block_size"), [("reference", 1), ("reference", 5), ("cpu", 32), ("cpu", 48)])
 def test_greedy_tokens_equal_transformers_with_other_block_sizes(checkpoints, references, backend, block_size):
     variant = "qwen3-mixed-windows-biases"

@@ -65,7 +65,7 @@ def divided(path: Any, ranks: int, stages: int = 1, **options: Any) -> LLM:
         return make_llm(path, **options)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("variant", "ranks", "stages"),
     [

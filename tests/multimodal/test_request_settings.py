@@ -112,6 +112,7 @@ def test_a_picture_that_the_model_cannot_see_is_named(service):
     assert "longer edge" in answer.error["message"]
 
 
+@pytest.mark.slow
 def test_pictures_beyond_the_context_are_not_decoded(service):
     """A picture of 2.5 KB takes 192 MB when it is decoded. So many of them must not be decoded at once, or in vain."""
     large, small = part(Image.new("RGB", (8000, 7999)), "WEBP", lossless=True), part(Image.new("RGB", (256, 256)))

@@ -205,6 +205,7 @@ def test_the_reference_quantizes_with_small_errors():
     assert (matrix.dequantize() - weight).square().sum() < 0.8 * (plain.flatten(1) - weight).square().sum()
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_products_in_panels_are_what_they_are_defined_to_be():
     torch.manual_seed(0)

@@ -45,6 +45,7 @@ def check(made: Texts, expected: Texts, dtype: torch.dtype) -> None:
     torch.testing.assert_close(made.pages.behind, expected.pages.behind, **CLOSE[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("block_size", [48], indirect=True)  # the last chunk of a block is shorter

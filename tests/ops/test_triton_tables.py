@@ -55,6 +55,7 @@ def matrices(table: tuple[float, ...]) -> Iterator[QuantizedMatrix]:
         yield matrix_of(table, outs, ins, group, scales)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.usefixtures("interpreter", "tiles")
 @pytest.mark.parametrize(

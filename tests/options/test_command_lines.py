@@ -94,6 +94,7 @@ def test_a_command_line_that_asks_for_more_says_what_is_not_supported_yet(line):
         configs(line)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "line",

@@ -381,6 +381,7 @@ def test_prefill_servers_that_refuse_connections_leave_and_come_back(servers: li
         again.stop()
 
 
+@pytest.mark.slow
 def test_prefill_servers_that_are_not_healthy_or_full_are_not_asked(servers: list[StandIn]):
     servers[0].reply = wait_for_plain
     options = ("--prefill", servers[2].url, "--max-connections", "1")

@@ -89,6 +89,7 @@ def test_requests_of_one_connection_come_one_after_another(server: Service):
         assert b"HTTP/1.1 200" in read_until(raw, b"\r\n\r\n")
 
 
+@pytest.mark.slow
 def test_slow_readers_get_everything_and_slow_nobody(host: Host):
     """Six clients read nothing at all until the others are done: what is held for them is bounded."""
     server = host.serve(send_buffer=4096)

@@ -147,6 +147,7 @@ def whole_log(server: Server, client: Client) -> str:
     return server.log
 
 
+@pytest.mark.slow
 def test_no_text_of_a_prompt_or_an_answer_is_logged(server: Server):
     client = Client(server)
     for path, body in BODIES.items():

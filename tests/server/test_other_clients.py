@@ -1,4 +1,4 @@
-"""The clients of other APIs, each in an environment of its own, against a live server."""
+"""The clients of other APIs, in an environment of their own, against a live server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from support.client_environment import ENVIRONMENTS, client_python, run_client
+from support.client_environment import ENVIRONMENTS, clients_python, run_client
 from support.server import Host, Service
 from support.waiting import LONGEST
 
@@ -140,7 +140,7 @@ def expected(server: Service, system: str | None = None) -> str:
 
 def test_the_anthropic_package_works(host: Host, server: Service):
     guarded = host.serve(api_key=[KEY])
-    python = client_python("anthropic>=0.60")
+    python = clients_python()
     result = json.loads(run_client(python, ANTHROPIC, guarded.url, QUESTION, WEATHER, KEY))
     assert result["texts"] == [expected(server, "Be brief.")] * 4
     assert result["reasons"] == ["max_tokens"] * 2
@@ -160,7 +160,7 @@ def check_ollama(result, server: Service) -> None:
 
 
 def test_the_ollama_package_for_python_works(server: Service):
-    result = json.loads(run_client(client_python("ollama>=0.5"), OLLAMA, server.url, QUESTION, WEATHER))
+    result = json.loads(run_client(clients_python(), OLLAMA, server.url, QUESTION, WEATHER))
     assert result["formatted"] in ([["city", "Paris"]], [["city", "Rome"]])
     assert result["end"] == [True, "length", 24]
     assert result["called"] == [["get_weather", {"city": "Paris"}]] * 2

@@ -105,6 +105,7 @@ def test_prefixes_that_cannot_be_pinned_are_refused(service, host):
     assert closed.request("DELETE", "/v1/prefixes/x").status == 403
 
 
+@pytest.mark.slow
 def test_a_prefix_is_computed_again_behind_a_pause(service):
     service.post("/v1/prefixes", {"prompt": TEXT})
     assert service.request("POST", "/sleep?level=1").status == 200

@@ -15,7 +15,7 @@ from quire_parsing.events import Content, Reasoning, ToolArguments, ToolCall
 from quire_server.answering import Answer, FunctionCall
 from quire_server.response_items import Events, Output, ResponsesRequest
 from quire_server.response_store import ResponseStore
-from support.client_environment import client_python, run_client
+from support.client_environment import clients_python, run_client
 from support.postgres import running_postgres
 from support.server import Host, Service, eventually
 from support.server_process import Server
@@ -483,7 +483,7 @@ print(json.dumps({"texts": asyncio.run(main()), "cities": cities}))
 
 @pytest.mark.slow
 def test_the_package_openai_agents_works(service):
-    result = json.loads(run_client(client_python("openai-agents>=0.3"), AGENTS, service.url, QUESTION))
+    result = json.loads(run_client(clients_python(), AGENTS, service.url, QUESTION))
     assert result["cities"][:2] == ["Paris", "Paris"]
     assert result["texts"][0] == result["texts"][1]
     assert all(result["texts"])

@@ -7,12 +7,11 @@ import json
 import pytest
 
 from support.chats import WEATHER
-from support.client_environment import client_python, run_client
+from support.client_environment import clients_python, run_client
 from support.server import Service
 
 pytestmark = pytest.mark.slow
 
-PACKAGES = ("openai>=2,<4", "instructor>=1.10,<2", "langchain-openai>=1,<2")
 QUESTION = "What is the weather in Paris?"
 PERSON = """
 from typing import Literal
@@ -118,7 +117,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def python():
-    return client_python(*PACKAGES)
+    return clients_python()
 
 
 def test_openai_calls_tools_and_parses_json(server: Service, python):

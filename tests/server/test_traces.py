@@ -281,6 +281,7 @@ def test_fastapi_makes_no_spans_of_its_own(host, receiver, monkeypatch, is_trace
         spans_of(receiver, answer, 4)
 
 
+@pytest.mark.slow
 def test_the_libraries_are_imported_only_when_they_are_needed():
     code = """
 import sys

@@ -4,36 +4,55 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ENVIRONMENTS = Path(__file__).parents[2] / ".ci" / "environments"
+CI = Path(__file__).parents[2] / ".ci"
+ENVIRONMENTS = CI / "environments"
+REQUIREMENTS = Path(__file__).parents[1] / "clients" / "requirements.txt"
+VARIABLE = "QUIRE_TEST_CLIENTS_PYTHON"
+
+
+def clients_python() -> Path:
+    """The Python of the environment that has all packages of clients: the one that VARIABLE names, or that of .ci/run.
+
+    Skips the test if they cannot be installed.
+    """
+    if given := os.environ.get(VARIABLE):
+        return Path(given)
+    return _installed(CI / "clients-venv", "--requirement", str(REQUIREMENTS))
 
 
 def client_python(*packages: str) -> Path:
-    """The Python of an environment with these packages, such as "openai>=2,<4". It is installed once, and then kept.
+    """The Python of an environment with these packages, such as "mkdocs>=1,<2". It is installed once, and then kept.
 
     Skips the test if the packages cannot be installed.
     """
     name = hashlib.sha256(" ".join([sys.version, *sorted(packages)]).encode()).hexdigest()[:16]
-    directory = ENVIRONMENTS / name
+    return _installed(ENVIRONMENTS / name, *packages)
+
+
+def _installed(directory: Path, *arguments: str) -> Path:
     python, complete = directory / "bin" / "python", directory / "complete"
     if complete.is_file():
         return python
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     try:
-        ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
-        with (ENVIRONMENTS / f"{name}.lock").open("w") as lock:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with directory.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be installing the same
             if not complete.is_file():
                 _run(sys.executable, "-m", "venv", "--clear", directory)
-                _run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages)
+                _run(*pip, "--upgrade", "pip")  # an older one needs minutes to choose the versions
+                _run(*pip, *arguments)
                 complete.touch()
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
-        pytest.skip(f"{', '.join(packages)} cannot be installed: {' '.join(reason)}")
+        pytest.skip(f"{', '.join(arguments)} cannot be installed: {' '.join(reason)}")
     return python
 
 

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from quire.loading.hub import bundled_model, resolve
-from support.client_environment import client_python
+from support.client_environment import clients_python
 from support.documents import ROOT, Block, Command, blocks, commands, name_of, write_files
 from support.gguf_files import write_gguf
 from support.hub import Hub, hub_environment
@@ -29,7 +29,7 @@ from support.hub import Hub, hub_environment
 # On the stand-in of the hub, all are the bundled model.
 HUGGING_FACE_IDS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct")
 GGUF_IDS = ("unsloth/Qwen3-0.6B-GGUF:Q4_K_M",)
-CLIENTS = {"anthropic": "anthropic>=0.60", "ollama": "ollama>=0.5"}  # packages that get an environment of their own
+CLIENTS = ("anthropic", "ollama")  # packages that have an environment of their own
 SECONDS = 1800  # for a command, or the start of a server, beside other work
 NAMES = """\
 from quire import LLM, AsyncLLM, SamplingParams
@@ -105,8 +105,8 @@ class DocumentRun:
             return
         text = self._translate(block.text)
         self._start_what_is_asked(text)
-        package = next((CLIENTS[name] for name in CLIENTS if f"from {name} import" in text), None)
-        python = sys.executable if package is None else str(client_python(package))
+        foreign = any(f"from {name} import" in text for name in CLIENTS)
+        python = str(clients_python()) if foreign else sys.executable
         names = "" if "import" in text else NAMES
         self._check(str(block), [python, "-c", names + text], b"")
 

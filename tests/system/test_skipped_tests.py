@@ -94,6 +94,7 @@ def test_a_run_fails_with_the_names_of_further_skips(run: Run, entries: list[str
     result.stdout.fnmatch_lines([f"{len(names)} more than --expected-skips allows:", *(f"  {name}" for name in names)])
 
 
+@pytest.mark.slow
 def test_skips_of_all_workers_are_counted(run: Run):
     assert run(CARDS, COMPILER, BROWSER, workers=2).ret == 0
     result = run(CARDS.replace("most = 2", "most = 1"), COMPILER, workers=2)

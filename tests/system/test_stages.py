@@ -50,6 +50,7 @@ def script(folder: Path, text: str) -> list[str]:
     return [sys.executable, str(folder / "script.py")]
 
 
+@pytest.mark.slow
 def test_a_table_has_the_processor_time_of_all_processes(table: Path, tmp_path: Path):
     assert start(table, 1000, *script(tmp_path, COMPUTE)).wait() == 0
     assert start(table, 1000, sys.executable, "-c", "raise SystemExit(3)").wait() == 3

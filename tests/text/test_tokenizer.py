@@ -13,6 +13,7 @@ TEXTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @settings(max_examples=60, deadline=None)
 @given(text=TEXTS, add_special_tokens=st.booleans())

@@ -151,6 +151,7 @@ def test_adapters_and_new_weights_exclude_each_other(checkpoints):
         llm.update_weights(str(checkpoints.path("llama")))
 
 
+@pytest.mark.slow
 def test_an_engine_that_sleeps_gives_its_memory_back():
     llm = LLM(dtype="float32", max_num_seqs=4, kv_cache_memory_bytes=256 << 20, kv_cache_pretouch=True)
     expected = said(llm)

@@ -72,6 +72,7 @@ def wrong(fields: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
