@@ -30,7 +30,7 @@ def test_every_size_of_heads_has_tiles_on_every_card(card, dtype, cell):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("card", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_latent_caches_and_large_heads_with_soft_caps_break_no_rule(card):
     printed = run_on_stand_in(

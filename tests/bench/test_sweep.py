@@ -177,7 +177,7 @@ def test_servers_are_measured_and_one_that_cannot_start_is_a_failed_row(tmp_path
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_sweep_keeps_what_it_has_and_goes_on(tmp_path):
     flags = ["--vary", "max_num_seqs=2,4", *SMALL, "--num-runs", "2", "-o", str(tmp_path)]
     line, results = [sys.executable, "-m", "quire", "bench", "sweep", *flags], tmp_path / "results.jsonl"

@@ -48,7 +48,7 @@ def test_an_unknown_processor_is_refused_with_a_list_of_the_known_ones():
     assert "unknown processor 'i486'; known are: native, amx, avx512-bf16" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_machine_without_a_compiler_and_a_model_that_does_not_exist_are_one_line_each(tmp_path: Path):
     pytest.importorskip("triton")
     done = _quire("compile", "--target", "sm_90", PATH="/nowhere", CC="", XDG_CACHE_HOME=str(tmp_path))

@@ -171,7 +171,7 @@ def test_on_a_terminal_lines_fit_and_levels_are_coloured(tmp_path, columns):
     assert status == (not lines[-1].startswith("no problems"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_compiler_that_fails_is_told_with_its_first_error(tmp_path):
     compiler = tmp_path / "old-compiler"
     compiler.write_text("#!/bin/sh\necho 'probe.cpp:7:7: error: no shuffle here' >&2\nexit 1\n")
@@ -182,7 +182,7 @@ def test_a_compiler_that_fails_is_told_with_its_first_error(tmp_path):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("card", ["sm_90", "gfx942"])
 def test_gpus_are_listed_with_what_they_have_free(card):
     pytest.importorskip("triton")

@@ -95,6 +95,7 @@ def test_all_parts_of_a_split_file_are_pulled(machine):
     assert "1 of 3 files" in machine.says("pull some/model-GGUF:F16")
 
 
+@pytest.mark.nightly
 def test_a_single_kind_need_not_be_named(machine):
     assert "GGUF Q8_0" in machine.says("show one/kind")
     assert "kinds" not in machine.says("pull one/kind")

@@ -95,7 +95,7 @@ def test_pull_says_what_a_model_is_and_downloads_what_an_engine_loads(machine):
     assert f"It is in {folder}\n" in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_pull_says_that_the_model_is_there_even_without_the_hub(machine):
     machine.says(f"pull {OTHER} --revision v2")
     machine.hub.requests.clear()

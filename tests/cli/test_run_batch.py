@@ -193,7 +193,7 @@ def web_server(folder: Path) -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_input_and_output_may_be_urls(tmp_path: Path):
     web, state = tmp_path / "web", tmp_path / "state"
     web.mkdir()

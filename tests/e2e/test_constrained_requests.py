@@ -276,7 +276,7 @@ def test_a_stop_token_within_a_forced_stretch_ends_the_request(checkpoints):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("depth", [1, 2])
 def test_two_processes_say_what_one_does(checkpoints, alone, depth):
     variant, asked, said = alone

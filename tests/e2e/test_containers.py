@@ -104,7 +104,7 @@ def test_in_a_container_the_kernels_that_its_image_brings_are_used(llm):
     assert "WARNING" not in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_a_container_quire_chat_answers_what_comes_from_a_pipe(llm):
     text = MESSAGES[0]["content"] + "\n"
     result = quire("chat", "--temperature", "0", "--max-tokens", "30", *FLOAT32, wrapper=container(), text=text)
@@ -112,14 +112,14 @@ def test_in_a_container_quire_chat_answers_what_comes_from_a_pipe(llm):
     assert answered(llm) in result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_a_container_a_model_of_the_hub_is_an_error_that_names_it():
     result = quire("generate", "--model", "owner/name", PROMPT, wrapper=container())
     assert result.returncode == 1
     assert "'owner/name' is no directory here and could not be fetched" in result.stderr.splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_a_container_a_served_chat_streams_the_same_answer(llm):
     with Server(*FLOAT32, wrapper=container()) as server:
         assert streamed(server.url) == answered(llm)
@@ -164,7 +164,7 @@ def test_where_no_folder_can_be_written_generate_works_and_serve_says_what_it_ne
     assert "set TMPDIR" in result.stderr.splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_a_compiler_part_of_the_parity_matrix_holds(no_compiler):
     """Other tests pin the reference kernels where the compiled ones exist, which is not the same."""
     choice = "reference and (llama or qwen3_moe or deepseek_v3) and (transformers and not block_sizes)"

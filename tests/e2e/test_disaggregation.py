@@ -116,6 +116,7 @@ def cut(machines: Machines) -> None:
     machines.lose_packets(0)
 
 
+@pytest.mark.nightly
 def test_prompts_come_from_the_other_machine(machines, expected):
     with apart(machines) as (_, consumer, route):
         check(route, expected)

@@ -46,7 +46,7 @@ def test_streams_go_on_when_the_core_is_killed_or_stopped(server, expected, numb
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("lost", "number"),
     [

@@ -40,6 +40,7 @@ def prompts(text: list[int]) -> list[list[int]]:
     return [text[1000 * i : 1000 * i + length] for i, length in enumerate([5, 16, 31, 48, 64, 65, 90, 117, 150, 190])]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", [pytest.param("int8", marks=pytest.mark.slow), "fp8"])
 def test_greedy_tokens_are_the_same_however_the_work_is_cut_up(cell, prompts):

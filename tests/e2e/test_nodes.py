@@ -113,6 +113,7 @@ def runs_again(server: OnMachine, layout: str) -> None:
     eventually(lambda: f"Engine core {core} runs again" in server.log)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "layout", ["experts", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("tp", "pp", "dp"))]
 )

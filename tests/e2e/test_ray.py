@@ -39,6 +39,7 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [pytest.param(RANKS, id="ranks"), pytest.param(REPLICAS, id="replicas")])
 def test_streams_go_on_when_a_node_is_lost(cluster, expected, options):
     with Server(*SERVED, *options, start_timeout=600, RAY_ADDRESS=cluster.address) as server:

@@ -61,6 +61,7 @@ def test_streams_say_the_same_with_speculation_and_after_a_lost_core():
         server.wait_until_idle()
 
 
+@pytest.mark.nightly
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "model",

@@ -26,6 +26,7 @@ def wait_for_requests(server: Server, count: int) -> None:
     eventually(lambda: json.loads(server.get("/load")[1])["server_load"] == count)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("ended_by", [pytest.param("drain timeout", marks=pytest.mark.slow), "second signal"])
 def test_requests_that_are_cut_off_end_with_an_error_in_openais_shape(ended_by):

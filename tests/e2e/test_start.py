@@ -133,6 +133,7 @@ def folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),

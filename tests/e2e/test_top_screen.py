@@ -53,6 +53,7 @@ def test_it_shows_requests_survives_the_server_and_leaves_at_q(tmp_path: Path):
     assert "Traceback" not in session.screen
 
 
+@pytest.mark.nightly
 def test_a_key_is_needed_where_the_server_has_one(tmp_path: Path):
     with Server(*OPTIONS, "--api-key", "right", start_timeout=WAIT) as server:
         with terminal("top", server.url, state=tmp_path, **SIZE) as session:
@@ -64,6 +65,7 @@ def test_a_key_is_needed_where_the_server_has_one(tmp_path: Path):
             assert session.end() == 0
 
 
+@pytest.mark.nightly
 def test_where_the_page_is_off_metrics_are_shown(tmp_path: Path):
     with (
         Server(*OPTIONS, "--disable-ui", start_timeout=WAIT) as server,

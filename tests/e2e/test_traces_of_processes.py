@@ -27,6 +27,7 @@ def complete(url: str, body: object = BODY, **headers: str):
     )
 
 
+@pytest.mark.nightly
 def test_the_end_of_a_server_sends_what_is_left():
     with grpc_receiver() as receiver:
         with Server(*OPTIONS, "--otlp-traces-endpoint", receiver.endpoint, **LATE) as server:
@@ -37,6 +38,7 @@ def test_the_end_of_a_server_sends_what_is_left():
         assert len(receiver.spans) == 12
 
 
+@pytest.mark.nightly
 def test_requests_that_the_end_interrupts_have_their_spans():
     with grpc_receiver() as receiver, ThreadPoolExecutor(1) as pool:
         options = ("--otlp-traces-endpoint", receiver.endpoint, "--drain-timeout", "0")
@@ -62,6 +64,7 @@ def test_several_api_processes_send_their_spans():
         assert len(named) == 16
 
 
+@pytest.mark.nightly
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 def test_without_a_collector_requests_are_answered_and_the_end_is_not_held_up(protocol):
@@ -75,6 +78,7 @@ def test_without_a_collector_requests_are_answered_and_the_end_is_not_held_up(pr
         assert server.log.count("Traces: ") <= 4
 
 
+@pytest.mark.nightly
 def test_without_the_option_nothing_is_sent_whatever_the_environment_says():
     with http_receiver() as receiver:
         environment = {
@@ -116,6 +120,7 @@ def test_a_proxy_adds_its_spans_and_passes_the_trace_on():
         assert [span.status for span in refused] == ["UNSET", "ERROR", "UNSET"]
 
 
+@pytest.mark.nightly
 def test_a_proxy_without_servers_says_so_in_its_span():
     with grpc_receiver() as receiver, Server(*OPTIONS) as server:
         option = ("--otlp-traces-endpoint", receiver.endpoint)

@@ -23,7 +23,7 @@ def post(server: Server, path: str, body: dict[str, Any]) -> Any:
         return json.load(answer)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_answer_as_they_do_alone():
     dice = random.Random(0)
     words = "a search for the moon and the stars of a small town by the sea in winter".split()

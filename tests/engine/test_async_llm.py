@@ -188,7 +188,7 @@ def test_requests_go_on_when_the_core_is_lost(expected, signal_number):
     run(check())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_requests_with_grammars_go_on_when_the_core_is_lost():
     """The new core follows the tokens that were generated before, within forced stretches and between them."""
     strings = {"type": "array", "items": {"enum": ["hippopotamus", "rhinoceros", "crocodile"]}, "minItems": 9}
@@ -210,7 +210,7 @@ def test_requests_with_grammars_go_on_when_the_core_is_lost():
     run(check())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_requests_go_on_after_a_fault_in_a_step(expected, tmp_path: Path, fault):

@@ -127,6 +127,7 @@ def test_streams_go_on_at_another_core_when_theirs_is_lost(expected, monkeypatch
     run(check())
 
 
+@pytest.mark.nightly
 def test_requests_wait_while_no_core_is_ready(expected):
     async def check() -> None:
         async with engine() as llm:
@@ -158,6 +159,7 @@ def test_a_request_is_aborted_in_the_core_that_runs_it():
     run(check())
 
 
+@pytest.mark.nightly
 def test_a_conversation_goes_on_where_its_prefix_is_cached():
     async def check() -> None:
         async with engine(data_parallel_routing="prefix") as llm:
@@ -170,6 +172,7 @@ def test_a_conversation_goes_on_where_its_prefix_is_cached():
     run(check())
 
 
+@pytest.mark.nightly
 def test_an_adapter_is_loaded_into_all_cores():
     adapter = LoRARequest("rhyme", 1, "quire-demo/rhyme")
     messages = [{"role": "user", "content": "What is the capital of France?"}]
@@ -206,6 +209,7 @@ def test_an_engine_whose_cores_are_given_up_one_after_the_other_ends_with_the_la
     run(check())
 
 
+@pytest.mark.nightly
 def test_options_that_one_core_cannot_meet_are_an_error_at_start():
     async def check() -> None:
         with pytest.raises(ConfigError, match="kv_cache_memory_bytes asks for a KV cache"):

@@ -322,7 +322,7 @@ def test_a_decoder_that_pools_its_first_token_reads_no_cached_prefix():
     assert once.outputs.embedding == again.outputs.embedding
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_encoder_is_split_over_two_processes(model):
     texts = ["a", "Hello, world!", "word " * 100]
     split = LLM(str(minilm()), tensor_parallel_size=2)

@@ -180,7 +180,7 @@ def test_waves_of_two_cores(monkeypatch):
         w.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_replicas_that_share_experts_pause_together_take_weights_and_do_not_sleep(path, expected):
     async def check() -> None:
         async with engine(path) as llm:

@@ -88,6 +88,7 @@ def test_what_has_left_the_cache_is_loaded_and_says_the_same(checkpoints, tmp_pa
     settle(llm)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [
@@ -105,7 +106,7 @@ def test_each_rank_keeps_its_part(checkpoints, tmp_path, options):
     llm.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("layers", [[2, 1], pytest.param([1, 2], marks=pytest.mark.nightly)], ids=str)
 def test_ranks_with_unequal_layers_have_equally_many_blocks_in_memory(checkpoints, layers):
     path = checkpoints.path("llama")

@@ -160,7 +160,7 @@ def test_a_fault_in_a_step_is_the_result_of_that_step(checkpoints):
     wait_for_no_children_but(before)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_cannot_load_the_model_end_with_its_error(tmp_path):
     path = write_checkpoint(tmp_path, "llama", {})
     config = json.loads((path / "config.json").read_text())
@@ -192,6 +192,7 @@ while True:
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", [pytest.param("loading", marks=pytest.mark.slow), "running"])
 def test_ranks_end_when_the_executors_process_is_killed_and_leave_no_files(checkpoints, tmp_path: Path, phase):

@@ -55,7 +55,7 @@ def test_that_holds_for_every_kind_of_layer(variant: str, checkpoints: Checkpoin
     assert names.intersection(DEPENDENT) == set()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_row_and_many_are_computed_by_the_same_machine_code() -> None:
     """Only the dense product has a second form, for few rows, with the same tile."""
     printed = run_on_stand_in("""

@@ -54,7 +54,7 @@ SPILLING = {("RWKV-7", "_prepare"), ("Kimi Linear", "_prepare"), ("Kimi Linear",
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("card", ["sm_80", "sm_90", "sm_120"])
 def test_the_chunks_use_tensor_cores_and_spill_no_more_than_is_known(card):
     made, decoding = json.loads(run_on_stand_in(CODE, card).splitlines()[-1])

@@ -107,7 +107,7 @@ def test_a_model_is_its_first_layer_and_the_difference_for_each_further_one() ->
     assert expect.outside(found, "qwen3-0.6b", "one stream") == 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_attention_that_was_compiled_gets_a_time_and_a_bound() -> None:
     printed = run_on_stand_in("""
         import torch
@@ -129,7 +129,7 @@ def test_attention_that_was_compiled_gets_a_time_and_a_bound() -> None:
         assert 1 < float(over_roofline) < 1.3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_product_of_few_rows_takes_little_more_time_than_its_weights() -> None:
     printed = run_on_stand_in("""
         import torch

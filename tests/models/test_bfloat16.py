@@ -77,7 +77,7 @@ def error(ours: Tensor, right: Tensor) -> float:
     return float((ours - right).std() / right.std())
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(32)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", FIRST)
 def test_bfloat16_chooses_the_tokens_that_float32_does(tmp_path, variant):

@@ -109,7 +109,7 @@ def test_all_meshes(checkpoints, references, variant, replicas, ranks, stages):
     shared(checkpoints, references, variant, **sizes)
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(44)
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", [{}, dict.fromkeys(OPS, "reference")])
 @pytest.mark.parametrize("variant", FIRST_WITH_EXPERTS)

@@ -55,7 +55,7 @@ def mixed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_model_of_three_kinds_of_attention_layers_equals_transformers(tmp_path, monkeypatch, backend):
     network, path = mixed(tmp_path, monkeypatch)

@@ -77,7 +77,7 @@ def test_stages_of_several_ranks_give_the_tokens_of_transformers(checkpoints, re
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize(("variant", "blocks"), [("mistral-window-20", 12), ("qwen3-mixed-windows-biases", 24)])
 def test_all_features_at_once_change_nothing(checkpoints, variant, blocks, stages, ranks):
@@ -166,7 +166,7 @@ def test_drafters_run_behind_the_last_stage(checkpoints, tmp_path_factory, kind)
     assert llm.core.stats.speculation.draft_tokens > 100
 
 
-@pytest.mark.slow  # in processes: one stage refuses it, and the others would wait for its thread
+@pytest.mark.nightly
 def test_a_drafter_that_reads_earlier_layers_is_refused(checkpoints, tmp_path_factory):
     drafters = Drafters(checkpoints, tmp_path_factory)
     config = drafters.config("eagle3", "llama")
@@ -195,6 +195,7 @@ def test_grammars(checkpoints, stages):
     assert said[0] == said[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", [staged, pytest.param(processes, marks=pytest.mark.slow)])
 def test_adapters_are_divided_like_the_layers(checkpoints, tmp_path, make):
     base, texts = checkpoints.path("llama"), prompts(300, 10)

@@ -85,7 +85,7 @@ def test_ranks_together_say_what_transformers_says(checkpoints, references, vari
         continuation.check(token_ids)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("variant", "blocks", "ranks", "stages"),
     [("mistral-window-20", 12, 3, 1), pytest.param("qwen3-mixed-windows-biases", 24, 2, 2, marks=pytest.mark.slow)],

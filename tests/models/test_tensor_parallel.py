@@ -280,7 +280,7 @@ def test_two_processes_say_what_one_does(checkpoints, references, variant, depth
 
 
 @pytest.mark.sampled(66)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("variant", FIRST)
 def test_two_steps_in_flight_on_two_processes_say_what_transformers_says(checkpoints, references, variant):
     check_two_processes(checkpoints, references, variant, depth=2)

@@ -97,7 +97,7 @@ PLAN = [
 ]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(200)
 @pytest.mark.slow
 @pytest.mark.texts
 @pytest.mark.parametrize(("name", "way"), PLAN, ids=name_of)

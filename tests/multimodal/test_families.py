@@ -114,7 +114,7 @@ def test_two_ranks_say_the_same(folder, name):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["llava", "qwen3_5"])
 def test_two_stages_say_the_same(folder, name):
     path, expected = prepared(name, folder)

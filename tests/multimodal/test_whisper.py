@@ -152,6 +152,7 @@ def test_what_cannot_be_heard_is_refused(folder, prompt, reason):
         llm.generate([prompt], PARAMS, use_tqdm=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -56,6 +56,7 @@ def test_emulated_kernels_compute_what_the_references_do(library, monkeypatch):
     check_against_references(library, monkeypatch)
 
 
+@pytest.mark.nightly
 def test_emulated_products_of_a_row_do_not_depend_on_the_other_rows(library, monkeypatch):
     monkeypatch.setattr(build, "_kernel", library.function)
     torch.manual_seed(0)

@@ -232,7 +232,7 @@ _COMPILE_FEW = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("card", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_products_of_few_rows_keep_the_rules_of_machine_code(card):
@@ -249,7 +249,7 @@ def test_products_use_the_tensor_cores_of_the_card():
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("card", "few", "many"),
     [("sm_80", "mma.sync", "mma.sync"), ("sm_100", "mma.sync", "tcgen05"), ("sm_120", "mma.sync", "mma.sync")],

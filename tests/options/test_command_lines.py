@@ -95,7 +95,7 @@ def test_a_command_line_that_asks_for_more_says_what_is_not_supported_yet(line):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(38)
 @pytest.mark.parametrize(
     "line",
     [pytest.param(line, marks=[] if i in STARTED_ALWAYS else [pytest.mark.slow]) for i, line in enumerate(STARTS)],

@@ -251,6 +251,7 @@ def test_the_map_changes_under_load(page: Any, server: Service):
     assert "What this replica does now" in page.locator("#tip").text_content()
 
 
+@pytest.mark.nightly
 def test_tiers_and_ranks_are_drawn(browser: Any, tmp_path: Path):
     host = Host(
         dtype="float32", max_num_seqs=4, num_gpu_blocks_override=130, pipeline_parallel_size=2,
@@ -291,6 +292,7 @@ def test_tiers_and_ranks_are_drawn(browser: Any, tmp_path: Path):
         host.close()
 
 
+@pytest.mark.nightly
 def test_replicas_are_beside_each_other(browser: Any):
     host = Host(dtype="float32", max_num_seqs=4, num_gpu_blocks_override=130, data_parallel_size=2)
     page = browser.new_page()
@@ -331,6 +333,7 @@ def test_a_narrow_window_and_the_dark(page: Any, server: Service):
     assert page.evaluate("document.documentElement.classList.contains('dark')"), "the choice is kept"
 
 
+@pytest.mark.nightly
 def test_recorded_runs_are_played(page: Any):
     page.click("#tab-learn")
     page.locator("#blocks li").first.wait_for()

@@ -195,7 +195,7 @@ def test_blocks_that_are_on_their_way_are_seen(checkpoints):
     assert "1" not in tier["cells"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_have_their_parts_of_blocks_and_use_processors(checkpoints):
     llm = make_llm(checkpoints.path(LLAMA), pipeline_parallel_size=2, pipeline_layers=[2, 1])
     first = look(llm.core)["ranks"]

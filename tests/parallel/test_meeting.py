@@ -32,7 +32,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_meet_at_the_store_of_the_head():
     with listening() as head:
         command = [sys.executable, "-c", PROGRAM]

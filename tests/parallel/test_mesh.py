@@ -121,7 +121,7 @@ os._exit(0)  # Gloo may abort a process that ends right after a collective
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_four_processes_reduce_and_gather_along_each_axis():
     store = open_meeting("127.0.0.1")
     command = [sys.executable, "-c", PROGRAM]

@@ -45,7 +45,7 @@ TOKENS = [1 + step % 5 * 40_000 for step in range(20)]
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 2), (3, 1)])
 def test_each_link_carries_every_value_once(stages: int, ranks: int) -> None:
     store = open_meeting("127.0.0.1")

@@ -126,6 +126,7 @@ def test_two_profilers_do_not_record_the_same_process(path, tmp_path):
     assert traces(tmp_path)["rank0"]["step"] == 5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_folder_that_cannot_be_written_is_an_error_and_nothing_is_recorded(path, tmp_path, ranks):
     (tmp_path / "file").write_text("")
@@ -190,7 +191,7 @@ def test_the_plan_of_a_profile(fields, plan):
     assert Options.read({"profiler": "cuda", **fields}).plan == plan
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_is_lost_takes_the_profile_with_it(path, tmp_path):
     llm = start_llm(path, tmp_path, tensor_parallel_size=2)
     try:

@@ -60,7 +60,7 @@ def test_stations_and_layers_are_ranges_within_each_other(tmp_path):
     assert {("schedule",), ("step", "prepare"), ("step", "forward", "layer 0"), ("sample",), ("output",)} <= seen
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_recorded_steps_have_stations_without_layers(tmp_path):
     _, lines = run(tmp_path, on=True, eager=False)

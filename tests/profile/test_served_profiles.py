@@ -77,6 +77,7 @@ def test_only_operators_profile(host):
         assert host.serve().request("POST", path).status == 403
 
 
+@pytest.mark.nightly
 def test_a_lost_replica_loses_its_part_of_the_profile(host, folder, caplog):
     service, client = host.serve(enable_admin_api=True), host.llm.client
     assert service.request("POST", "/start_profile").status == 200

@@ -33,6 +33,7 @@ def perplexity(llm: LLM, ids: list[int], length: int = 512) -> float:
     return math.exp(sum(losses) / len(losses))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [4096, pytest.param(16384, marks=pytest.mark.slow)])
 def test_perplexity_on_held_out_text_stays_what_it_was(length):

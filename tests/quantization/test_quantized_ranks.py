@@ -132,7 +132,7 @@ def test_ranks_get_whole_groups_of_the_inner_elements_of_an_mlp():
     assert shares(96, 4, GPTQ(4, 32, 1)) == [(24 * i, 24 * i + 24) for i in range(4)]  # fewer groups than ranks
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["gguf", pytest.param("gptq-act-order", marks=pytest.mark.nightly)])
 def test_two_processes(tmp_path: Path, name: str) -> None:
     source = write_checkpoint(tmp_path / "source", "llama", WIDE)

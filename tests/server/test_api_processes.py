@@ -125,6 +125,7 @@ def test_a_lost_api_process_is_replaced_and_its_requests_end_in_the_cores(server
     assert metric(server, "quire:prefix_cache_queries_total") < 2 * counted
 
 
+@pytest.mark.nightly
 def test_a_server_whose_processes_cannot_start_ends_with_the_reason():
     with pytest.raises(AssertionError, match=r"--chat-template .missing\.jinja. is neither"):
         Server("--api-server-count", "2", "--chat-template", "missing.jinja", *OPTIONS)

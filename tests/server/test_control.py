@@ -137,7 +137,7 @@ def test_a_request_that_is_kept_goes_on_behind_the_pause_and_says_the_same(host,
     assert service.get("/is_paused").json == {"is_paused": False}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_request_that_is_aborted_by_a_pause_ends_with_what_it_has(host, service, expected):
     request = Running(service)
     runs(host)
@@ -162,7 +162,7 @@ def test_a_pause_may_wait_for_the_requests_that_run(host, service, expected):
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pause_that_waits_is_answered_when_another_client_resumes(host, service):
     request = Running(service, max_tokens=900)
     runs(host)
@@ -189,7 +189,6 @@ def test_an_engine_sleeps_and_wakes_up(host, service, expected):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_new_weights_are_taken_while_a_request_runs_and_the_cache_is_forgotten(host, service, expected, folder):
     other = {**LONG, "prompt": f"{TEXT} and {TEXT}", "max_tokens": 1}
     service.complete(**other)
@@ -257,7 +256,7 @@ def test_orders_that_have_no_meaning_are_refused(service, path):
     assert service.get("/is_paused").json == {"is_paused": False}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_trainer_sends_weights_while_a_request_runs(host, service, expected, folder):
     old = bundled_model()
     half = len(described(old)["names"]) // 2
@@ -377,7 +376,6 @@ def test_all_replicas_take_weights_from_a_trainer_and_one_that_cannot_have_them_
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_a_core_that_replaces_a_lost_one_pauses_and_has_the_new_weights_as_the_others(expected, folder):
     async def lose_a_core(llm: AsyncLLM) -> None:
         os.kill(llm.client.process_ids[0], signal.SIGKILL)

@@ -260,7 +260,6 @@ def test_a_fault_of_the_server_is_answered_in_the_same_shape_and_can_be_traced(h
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_a_failed_engine_is_told_from_a_failed_request():
     host = Host(dtype="float32", kv_cache_memory_bytes=64 << 20)
     try:

@@ -116,7 +116,7 @@ def test_a_prefix_is_computed_again_behind_a_pause(service):
     assert found(service) == FULL
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_replica_pins_a_prefix_also_one_that_replaces_another():
     params = SamplingParams(temperature=0, max_tokens=1)
 

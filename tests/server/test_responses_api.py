@@ -238,7 +238,7 @@ def test_a_background_response_that_is_deleted_ends(service, client, host):
         client.responses.retrieve(running.id)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_server_with_the_same_store_cancels_a_background_response(host, tmp_path):
     path = str(tmp_path / "responses.sqlite3")
     here, there = host.serve(response_store=path), host.serve(response_store=path)

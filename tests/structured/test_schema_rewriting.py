@@ -99,7 +99,7 @@ def random_schema(chance: random.Random, depth: int = 0) -> dict | bool:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("rewrite", [rewritten, lambda schema: narrowed(rewritten(schema))])
 def test_random_schemas_never_allow_more_than_before(rewrite):
     chance, checked = random.Random(5), 0

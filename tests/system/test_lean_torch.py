@@ -34,7 +34,7 @@ NEEDS = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.slow
 @pytest.mark.parametrize("need", NEEDS)
 def test_what_was_deferred_is_there_when_it_is_needed(need):
@@ -42,7 +42,7 @@ def test_what_was_deferred_is_there_when_it_is_needed(need):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_generators_of_random_numbers_do_not_need_it():
     code = f"{START}first, second = (torch.Generator().manual_seed(5) for _ in range(2))\n"
     code += "assert torch.equal(torch.rand(9, generator=first), torch.rand(9, generator=second))\n"

@@ -155,7 +155,7 @@ def longest_equivalents(form: str, decomposed: str) -> Iterator[tuple[str, int]]
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("form", "decomposed"), [("NFC", "NFD"), ("NFKC", "NFKD"), ("NFD", "NFD"), ("NFKD", "NFKD")])
 def test_no_normal_form_shortens_text_more_than_fourfold(form, decomposed):
     assert max(size / len(character.encode()) for character, size in longest_equivalents(form, decomposed)) <= 4

@@ -160,6 +160,7 @@ async def compare(path: Path, secret: str, port: int, there: dict[str, Any], her
             assert output.num_cached_tokens == (len(row) - 1) // 16 * 16
 
 
+@pytest.mark.nightly
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("variant", [pytest.param(VARIANTS[0], marks=pytest.mark.slow), *VARIANTS[2:],
                                      pytest.param(VARIANTS[1], marks=pytest.mark.slow)])  # fmt: skip
@@ -167,6 +168,7 @@ def test_windows_latents_and_several_groups(checkpoints, secret, port, variant):
     run(compare(checkpoints.path(variant), secret, port, {}, {}))
 
 
+@pytest.mark.nightly
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("there", "here"), OTHERS)
 def test_the_ends_may_have_different_numbers_of_ranks(checkpoints, secret, port, there, here):
@@ -174,12 +176,13 @@ def test_the_ends_may_have_different_numbers_of_ranks(checkpoints, secret, port,
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("variant", VARIANTS[1:])
 def test_other_models_with_different_numbers_of_ranks(checkpoints, secret, port, variant):
     run(compare(checkpoints.path(variant), secret, port, {"tensor_parallel_size": 2}, {}))
 
 
+@pytest.mark.nightly
 def test_engines_that_do_not_fit_say_so_and_answer(secret, port):
     async def main() -> None:
         async with (

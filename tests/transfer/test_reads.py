@@ -288,6 +288,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed(make: Make, shared: bool) -> None:

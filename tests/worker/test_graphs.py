@@ -87,7 +87,7 @@ def test_so_do_those_of_other_layers(tmp_path, variant):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_so_do_those_of_quantized_experts_that_fill_panels(tmp_path, quantization):
     path = write_checkpoint(tmp_path, "qwen3_moe", {"hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 32})

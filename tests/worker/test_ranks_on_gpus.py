@@ -70,6 +70,7 @@ def two_ranks(gpus: int, sizes: dict[str, int] | None = None, **options: Any) ->
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
 
+@pytest.mark.nightly
 def test_ranks_with_a_gpu_each_capture_their_all_reduces():
     first, second = two_ranks(gpus=2)
     assert (first[0], second[0]) == ("cuda:0", "cuda:1")

@@ -95,7 +95,7 @@ def test_weights_that_are_quantized_at_load_are_replaced_too(checkpoints, tmp_pa
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_all_ranks_take_new_weights(checkpoints, tmp_path, axis):
     check_update(checkpoints.path("llama"), tmp_path, **{axis: 2})

@@ -43,7 +43,7 @@ def _compiled(card: str = "sm_90", thorough: bool = True, **options: Any) -> tup
     return at_start, later
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_engine_that_serves_compiles_nothing():
     at_start, later = _compiled(thorough=False)
     assert not later

@@ -40,7 +40,7 @@ def test_weights_come_from_a_trainer(checkpoints, tmp_path, variant):
     check_update(checkpoints.path(variant), tmp_path, buckets=3)
 
 
-@pytest.mark.sampled(22)
+@pytest.mark.sampled(65)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
 def test_every_family_takes_weights_from_a_trainer(checkpoints, tmp_path, family):
@@ -124,7 +124,7 @@ def test_what_is_missing_is_named_and_the_group_stays(checkpoints, tmp_path):
     assert said(llm) == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_trainer_that_dies_leaves_the_old_weights(checkpoints, tmp_path, size):
     source = checkpoints.path("llama")
@@ -144,7 +144,7 @@ def test_a_trainer_that_dies_leaves_the_old_weights(checkpoints, tmp_path, size)
     llm.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_trainer_that_is_silent_or_away_does_not_hold_the_engine_for_ever(checkpoints):
     source = checkpoints.path("llama")
     llm = make_llm(source)
