@@ -160,7 +160,6 @@ def outcome(output: RequestOutput) -> Any:
     return output.prompt_token_ids, completions, rounded(output.prompt_logprobs)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", [pytest.param(VARIANTS[0], marks=pytest.mark.sampled(6)), VARIANTS[1]])
 def test_they_are_the_same_however_the_requests_are_run(checkpoints, references, variant):
     path = checkpoints.path(variant)
