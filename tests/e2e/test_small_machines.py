@@ -40,7 +40,7 @@ def test_the_bundled_model_generates_within_512_mb(tmp_path, kernels):
 
 def test_a_quota_of_one_processor_means_one_thread():
     if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("there is one processor only")
+        pytest.skip("there is only one processor")
     with cgroup("cpu", QUOTA, 100_000) as group:
         assert "Threads: 1 instead of " in generate(group.wrapper).stderr
     assert "instead of" not in generate([]).stderr
