@@ -28,6 +28,7 @@ from quire.messages.errors import error_text
 from quire.messages.transfers import Transfer
 from quire.metrics.logging import configure_logging
 from quire.system.garbage import skip_last_collection
+from quire.system.stacks import FOLDER_VARIABLE, offer_stacks
 
 if TYPE_CHECKING:
     from quire.worker.worker import Worker
@@ -46,6 +47,8 @@ def main() -> None:
     assert isinstance(start, messages.Start)
     link.expect_within(SILENCE_SECONDS)
     configure_logging(*start.log)
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        offer_stacks(Path(folder), f"rank {rank}")
     current_process().name = f"rank {rank}"  # in the log
     threading.Thread(target=_beat, args=(link,), name="heartbeat", daemon=True).start()
     try:
