@@ -27,6 +27,7 @@ from quire.messages.changes import PROFILE_SECONDS, Change, Profile, TrainerOrde
 from quire.messages.errors import error_text
 from quire.messages.transfers import Transfer
 from quire.metrics.logging import configure_logging
+from quire.system import lean_torch
 from quire.system.garbage import skip_last_collection
 from quire.system.stacks import FOLDER_VARIABLE, offer_stacks
 
@@ -67,6 +68,7 @@ def main() -> None:
 
 def _work(link: Link, start: messages.Start, rank: int, secret: bytes) -> None:
     """Load the model and execute steps until the executor has gone."""
+    lean_torch.prepare()
     import torch  # imported late: it takes seconds, during which heartbeats are sent already
 
     from quire.models.load import resolve_dtype
