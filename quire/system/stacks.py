@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 FOLDER_VARIABLE = "QUIRE_STACKS_FOLDER"  # where the ranks of a core have their files
-_SIGNAL = signal.SIGUSR2
+_SIGNAL = signal.SIGUSR1  # torch's profiler may take SIGUSR2
 _PREFIX = "stacks-"
 _WAIT_SECONDS = 1.0  # a process that cannot run for so long shows nothing
 _SETTLED_SECONDS = 0.05  # a file that has not grown for so long is complete
