@@ -159,11 +159,14 @@ class SchedulerConfig:
     speculative_config: dict[str, Any] = option({}, json=True, flags=("-sc",))
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
     stream_interval: int = 1
+    watchdog_timeout: float | None = None
 
     def __post_init__(self) -> None:
         at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_itl", "stream_interval")
         at_least(self, 0, "long_prefill_token_threshold")
         _ = self.speculation  # raises ConfigError
+        if self.watchdog_timeout is not None and not self.watchdog_timeout >= 0:
+            raise ConfigError(f"watchdog_timeout must be a number of seconds, got {self.watchdog_timeout!r}")
         if self.max_num_seqs is None:
             max_num_seqs = min(_MAX_NUM_SEQS, self.max_num_batched_tokens or _MAX_NUM_SEQS)
             object.__setattr__(self, "max_num_seqs", max_num_seqs)

@@ -100,7 +100,7 @@ class AsyncLLM:
         self.prefixes: dict[str, PinPrefix] = {}  # the pinned ones by id
         self._weights_lock = asyncio.Lock()
         self._pinning: set[asyncio.Task[None]] = set()
-        core.on_replaced = self._pin_again
+        core.on_replaced += [self._pin_again, self.metrics.count_restart]
         self._running: dict[str, _Running] = {}  # by request id
         self._inbox: deque[tuple[int, list[EngineCoreOutput], CoreStats]] = deque()
         self._arrived = asyncio.Event()

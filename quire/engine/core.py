@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.engine.pause import PauseGate
+from quire.engine.progress import Progress
+from quire.engine.trials import TrialGate
 from quire.engine.wake_up import WakeUp as WakeUpFlag
 from quire.executor.base import Executor
 from quire.kvcache.hashing import hash_root
@@ -93,7 +95,10 @@ class EngineCore:
         self._pause, self._clears_cache, self._is_draining = PauseGate(), False, False
         self._asleep: set[str] = set()  # what sleeps: weights, kv_cache
         self._new_weights, self._fingerprint = Path(), fingerprint
-        scheduler.gates.insert(0, self._pause)  # what is ready during a pause must not begin to load blocks
+        self.progress = Progress()
+        self.trials = TrialGate(scheduler.requests, self._wake)
+        # What is ready during a pause or a trial must not begin to load blocks or to compile a grammar.
+        scheduler.gates[:0] = [self._pause, self.trials]
         kv, longest = scheduler.kv, scheduler.kv.max_blocks(scheduler.limits.max_model_len)
         most = min(int(pinned_share * kv.pool.num_usable), kv.pool.num_usable - longest)  # the longest request must fit
         self._pins = PinnedPrefixes(kv, most)
@@ -111,13 +116,18 @@ class EngineCore:
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. Raises ValueError if it can never run."""
+        self.trials.arrive(request)
         self.scheduler.add(request)
+        if self.trials.is_active:
+            self.trials.proceed()
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests. Ids of unknown and finished requests are ignored."""
         for request_id in request_ids:
             self.scheduler.abort(request_id)
             self._scheduled_at.pop(request_id, None)
+        if self.trials.is_active:
+            self.trials.proceed()
 
     @property
     def has_unfinished(self) -> bool:
@@ -155,6 +165,7 @@ class EngineCore:
         if self._cause_of_death is not None:
             raise EngineDeadError(f"the engine failed: {error_text(self._cause_of_death)}") from self._cause_of_death
         try:
+            self.progress.begin()
             failed = self._open_gates()
             if self._lockstep is not None and self.scheduler.has_work:
                 self._lockstep.begin()
@@ -168,6 +179,10 @@ class EngineCore:
         except Exception as error:
             self._cause_of_death = error
             raise EngineDeadError(f"the engine failed: {error_text(error)}") from error
+        if self.trials.is_active:
+            self.trials.proceed()
+        if not self.has_work:
+            self.progress.stop()
         if self._scheduled_at:
             for output in outputs:
                 output.scheduled_at = self._scheduled_at.pop(output.request_id, 0.0)
@@ -204,6 +219,7 @@ class EngineCore:
             scheduled = self.scheduler.requests[request.request_id]
             if not scheduled.num_preemptions and not scheduled.source.output_token_ids:
                 self._scheduled_at.setdefault(request.request_id, now)
+        self.progress.submit(step)
         try:
             needs_masks, is_pipelined = self.scheduler.needs_masks(), self.scheduler.limits.stages > 1
             if needs_masks and (is_pipelined or not self._flights):
@@ -248,6 +264,7 @@ class EngineCore:
         assert flight.result is not None
         result = flight.result.result()
         self._flights.popleft()
+        self.progress.complete(flight.step, (later.step for later in self._flights))
         if (pace := self.scheduler.limits.pace) is not None:
             ended = time.monotonic()
             pace.observe(
@@ -275,6 +292,16 @@ class EngineCore:
     def carry_out(self, command: Command) -> list[EngineCoreOutput]:
         """Carry out a command. Returns outputs of requests that ran before. Raises ValueError or OSError, without any
         change, if it cannot be."""
+        began = time.monotonic()
+        self.progress.stop()
+        try:
+            return self._carry_out(command)
+        finally:
+            self.progress.stop()  # steps that a pause has drained may have begun anew
+            if self._lockstep is not None:
+                self.progress.allow(time.monotonic() - began)
+
+    def _carry_out(self, command: Command) -> list[EngineCoreOutput]:
         if isinstance(command, Pause):
             return self._begin_pause(command)
         if isinstance(command, TakeWeights):
@@ -355,6 +382,7 @@ class EngineCore:
         outputs, ran = [], not self._pause.is_closed
         if command.use and not self.has_paused:
             outputs = self._begin_pause(Pause("keep"))
+        self.progress.stop()
         self.executor.change(command)
         if command.use:
             self.reset_prefix_cache()

@@ -38,6 +38,8 @@ from quire.metrics.logging import logger
 _DRAIN_MILLISECONDS = 50  # within which the last outputs of a lost core arrive
 _MOST_DRAIN_SECONDS = 1.0
 _ANSWER_SECONDS = 10  # after which a warning says that a core on another machine does not answer
+MAX_LOSSES = 5  # for which a request is charged, after which it ends
+LONG_RUN = 100  # tokens in one core, by which a request has shown that it can run
 _MOST_REQUESTS = 32  # of a message, which must not become too long for a connection between machines
 _outputs = msgspec.msgpack.Decoder(messages.StepOutputs)
 
@@ -65,14 +67,21 @@ class Processes(Protocol):
 @dataclass(eq=False)
 class _Unfinished:
     """An unfinished request. token_ids: its output so far. core: the number of the core that runs it, None if it waits
-    for a core. losses: how many cores were lost while they ran it. is_draining: the last outputs of the lost core may
-    still arrive."""
+    for a core. num_sent: the length of the output when it was sent to its last core. losses: how many losses of cores
+    it is charged for. trial: see EngineCoreRequest. is_draining: the last outputs of the lost core may still arrive."""
 
     request: EngineCoreRequest
     token_ids: list[int] = field(default_factory=list)
     core: int | None = None
+    num_sent: int = 0
     losses: int = 0
+    trial: int = 0
     is_draining: bool = False
+
+    @property
+    def progress(self) -> int:
+        """How many tokens its last core has output."""
+        return len(self.token_ids) - self.num_sent
 
 
 @dataclass
@@ -110,8 +119,9 @@ class CoreClient:
     The constructor starts the cores' processes, so that they load the model while the caller builds the rest; `start`
     waits for them. End it with `shutdown` or `kill`. Raises ConfigError if no process can be started.
 
-    If a core is lost (killed, stopped, an error in a step), another one gets its unfinished requests together with
-    their output tokens so far. A request that is lost a second time ends with an error. Use from one event loop.
+    If a core is lost (killed, stopped, an error in a step, a step that hangs), another one gets its unfinished requests
+    together with their output tokens so far. Those that may be the reason for the loss are run one after another there;
+    see `_charge`. Use from one event loop.
     """
 
     def __init__(
@@ -141,7 +151,7 @@ class CoreClient:
         self._num_asked = 0
         # Commands: the core, and its answer.
         self._asked: dict[int, tuple[int, asyncio.Future[messages.CarriedOut]]] = {}
-        self.on_replaced: Callable[[int], None] = lambda core: None  # is told when a core replaces a lost one
+        self.on_replaced: list[Callable[[int], None]] = []  # called with a core's number when it replaces a lost one
         self.ready: list[int] = []  # the numbers of the cores that take orders
         self.restarts = 0
         self.cause_of_death = ""
@@ -293,7 +303,8 @@ class CoreClient:
         self._list_ready()
         if was_lost:
             logger.warning("Engine core %d runs again", self.first + number)
-            self.on_replaced(number)
+            for call in self.on_replaced:
+                call(number)
         waiting = [u for u in self._unfinished.values() if u.core is None and not u.is_draining]
         self._send(waiting)
         if self._started is not None and not self._started.done() and len(self.ready) == len(self._cores):
@@ -322,7 +333,6 @@ class CoreClient:
         lost = [unfinished for unfinished in self._unfinished.values() if unfinished.core == number]
         for unfinished in lost:
             unfinished.core, unfinished.is_draining = None, True
-            unfinished.losses += 1
         for asked, (core_of, answer) in list(self._asked.items()):
             if core_of == number:  # the core that replaces it is told what stands
                 del self._asked[asked]
@@ -350,8 +360,9 @@ class CoreClient:
             self._sink(number, [], core.stats)
         for unfinished in lost:
             unfinished.is_draining = False
-        repeated = [unfinished for unfinished in lost if unfinished.losses > 1]
-        self._end(repeated, "the engine failed twice while it ran this request; it is not tried again")
+        lost = [unfinished for unfinished in lost if unfinished.request.request_id in self._unfinished]
+        culprits = self._charge(lost, event.died)
+        self._end(culprits, "the engine failed twice while it ran this request; it is not tried again")
         if self.state is CoreState.DEAD:
             self._end(list(self._unfinished.values()), f"the engine failed: {event.died.reason}")
         again = [unfinished for unfinished in lost if unfinished.request.request_id in self._unfinished]
@@ -361,6 +372,35 @@ class CoreClient:
         if event.given_up and self._started is not None and not self._started.done():
             kind = ConfigError if event.died.by_user else EngineDeadError
             self._started.set_exception(kind(event.died.reason))
+
+    def _charge(self, lost: list[_Unfinished], died: CoreDied) -> list[_Unfinished]:
+        """Find out which requests of a lost core may be the reason. Returns those that are not tried again.
+
+        A request is charged if the core had not output a token of it. If the core had output tokens of all, all are
+        charged. Charged requests are on trial in the next core, see TrialGate: those without output at once, and others
+        if they are charged again, if they were alone, or if the core hung, since another hang costs more than trials.
+        If that core is lost, too, the request on trial is the culprit: it ends, and no other is charged.
+        """
+        suspects = [unfinished for unfinished in lost if not unfinished.progress]
+        if died.culprit is not None:
+            for unfinished in lost:
+                unfinished.trial = 0 if unfinished.progress else unfinished.trial
+            return [unfinished for unfinished in lost if unfinished.request.request_id == died.culprit]
+        for unfinished in lost:
+            unfinished.trial = 0
+            if unfinished.progress >= LONG_RUN:
+                unfinished.losses = 0
+        charged = suspects or lost
+        for unfinished in charged:
+            unfinished.losses += 1
+            if suspects or died.silent or len(lost) == 1 or unfinished.losses > 1:
+                unfinished.trial = min(unfinished.progress, LONG_RUN) + 1
+        most = MAX_LOSSES
+        if self.config.parallel.shares_experts:  # a lost core takes others along, so nobody knows whose trial failed
+            most = 1
+            for unfinished in charged:
+                unfinished.trial = 0
+        return [unfinished for unfinished in charged if unfinished.losses > most]
 
     # ---- messages
 
@@ -376,10 +416,13 @@ class CoreClient:
         if len(self.ready) < least:
             return  # `_is_ready` sends them
         batches: defaultdict[int, list[EngineCoreRequest]] = defaultdict(list)
-        for unfinished in requests:
-            request, output = unfinished.request, unfinished.token_ids
+        for unfinished in sorted(requests, key=lambda unfinished: unfinished.trial > 0):
+            request, output, trial = unfinished.request, unfinished.token_ids, unfinished.trial
+            unfinished.num_sent = len(output)
             rank = unfinished.core = self._router.route(request, self.ready, core if core in self.ready else None)
-            batches[rank].append(msgspec.structs.replace(request, output_token_ids=output) if output else request)
+            if output or trial:
+                request = msgspec.structs.replace(request, output_token_ids=output, trial=trial)
+            batches[rank].append(request)
         for rank, batch in batches.items():
             for start in range(0, len(batch), _MOST_REQUESTS):
                 self._order(rank, messages.AddRequests(batch[start : start + _MOST_REQUESTS]))

@@ -20,6 +20,7 @@ import zmq
 from quire.cluster.addresses import interface_variables
 from quire.cluster.secret import MOST_MESSAGE_BYTES, Admission, ClusterSecret
 from quire.config import EngineConfig
+from quire.engine.progress import Beats, Progress
 from quire.kvcache.tiers import MEMORY_VARIABLE
 from quire.messages import engine as messages
 from quire.messages.changes import Look, Pause, TrainerOrder
@@ -28,11 +29,13 @@ from quire.messages.errors import EngineDeadError, error_text
 from quire.metrics.logging import LogOptions, configure_logging, logger
 from quire.system import lean_torch
 from quire.system.garbage import skip_last_collection
+from quire.system.stacks import FOLDER_VARIABLE, offer_stacks
 
 if TYPE_CHECKING:  # the parent of the process imports this file, too
     from quire.engine.core import EngineCore
 
 HEARTBEAT_SECONDS = 1.0
+JOURNAL = "on-trial"  # a file in the core's folder with the id of the request that is on trial, see TrialGate
 PATIENCE_SECONDS = 2.0  # how long a core that has to end may take, before it is killed
 _LOAD_SECONDS = 0.1  # how often clients without outputs learn the core's load
 _IDLE_MILLISECONDS = 1000  # how often an idle core asks whether its executor is well
@@ -63,6 +66,8 @@ def run_core(
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to the whole group of processes; the parent decides
         signal.signal(number, signal.SIG_IGN)
     configure_logging(*log)
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    offer_stacks(folder, f"core {rank}")
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())  # tqdm's own lock is shared between processes; a killed process would leak it
@@ -83,7 +88,8 @@ def run_core(
     def report(message: CoreReport) -> None:
         outbox.send(msgspec.msgpack.encode(message))
 
-    threading.Thread(target=_beat, args=(context, folder), name="heartbeat", daemon=True).start()
+    watched: list[Progress] = []  # the core's, when it takes orders
+    threading.Thread(target=_beat, args=(context, folder, watched), name="heartbeat", daemon=True).start()
     core = None
     try:
         lean_torch.prepare()
@@ -98,10 +104,17 @@ def run_core(
         if place is not None:
             os.environ.update(interface_variables(place.host))
         core = make_core(config, directory, describe(directory, config.model).max_model_len, place, rank)
-        core.busy = lambda seconds: report(messages.Busy(seconds))
+        core.trials.journal = folder / JOURNAL
+
+        def be_busy(seconds: float, progress: Progress = core.progress) -> None:
+            progress.stop()
+            report(messages.Busy(seconds))
+
+        core.busy = be_busy
         kv, limits = core.scheduler.kv, core.scheduler.limits
         tokens = int(kv.room(limits.max_model_len) * limits.max_model_len)
         report(messages.CoreReady(kv.pool.num_usable, tokens, limits.max_model_len, address))
+        watched.append(core.progress)
         _serve(core, inbox, report)
     except EngineDeadError as error:
         logger.exception("The engine core failed")
@@ -120,16 +133,16 @@ def run_core(
         skip_last_collection()
 
 
-def _beat(context: "zmq.Context[zmq.Socket[bytes]]", folder: Path) -> None:
+def _beat(context: "zmq.Context[zmq.Socket[bytes]]", folder: Path, watched: list[Progress]) -> None:
     """Send the parent a heartbeat every second, and end this process when the parent has ended."""
+    beats = Beats()
     parent = parent_process()
     assert parent is not None
     socket = context.socket(zmq.PUSH)
     socket.connect(f"ipc://{folder}/reports")
-    message = msgspec.msgpack.encode(messages.Heartbeat())
     try:
         while not wait([parent.sentinel], HEARTBEAT_SECONDS):
-            socket.send(message)
+            socket.send(msgspec.msgpack.encode(beats.next(watched[0] if watched else None)))
     except zmq.ZMQError:
         return  # the context was destroyed
     shutil.rmtree(folder, ignore_errors=True)  # the parent cannot remove it any more

@@ -15,14 +15,16 @@ import zmq
 import zmq.asyncio
 
 from quire.config import ConfigError, EngineConfig
-from quire.engine.core_process import PATIENCE_SECONDS, core_address, run_core
+from quire.engine.core_process import JOURNAL, PATIENCE_SECONDS, core_address, run_core
 from quire.engine.fellows import Fellows, LocalMeetings, Meetings
+from quire.engine.progress import Watchdog
 from quire.kvcache.kept_memory import KeptMemory
 from quire.messages import engine as messages
 from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreReady, CoreUp
 from quire.messages.errors import error_text
 from quire.metrics.logging import log_options, logger
 from quire.system.folders import private_folder
+from quire.system.stacks import collect_stacks
 
 if TYPE_CHECKING:
     from quire.engine.remote_cores import RemoteCores
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 SILENCE_SECONDS = 5.0  # a core that sends no heartbeat for this long is considered lost
 SILENT_START_SECONDS = 60.0  # the same while the core starts: imports can block its heartbeat thread for long
 MAX_FAILED_STARTS = 3  # failed starts in a row, after which a core is given up
+_LONGEST_POLL_SECONDS = 1.0  # when a poll took longer, this process was stopped, so that says nothing of the core
 _SOCKET_PATH = 107  # characters that the path of a socket may have
 _reports = msgspec.msgpack.Decoder(messages.CoreReport)
 
@@ -53,7 +56,7 @@ class _Process:
         processes: list[BaseProcess] = []
         # At exit, multiprocessing waits for its processes. Finalizers with a priority run before that.
         self._end = Finalize(self, _end, (processes, folder), exitpriority=1)
-        self.address = core_address(folder)
+        self.address, self._folder = core_address(folder), folder
         self.reports = context.socket(zmq.PULL)
         self.reports.set_hwm(0)
         self.reports.bind(f"ipc://{folder}/reports")
@@ -65,6 +68,18 @@ class _Process:
         )  # fmt: skip
         self.process.start()
         processes.append(self.process)
+
+    def on_trial(self) -> str | None:
+        """The id of the request that was on trial when the core was lost, see TrialGate."""
+        try:
+            return (self._folder / JOURNAL).read_text() or None
+        except OSError:
+            return None
+
+    def log_stacks(self) -> None:
+        """Log where the threads of the core and of its ranks are."""
+        for name, stacks in collect_stacks(self._folder).items():
+            logger.error("The threads of %s, before it is ended:\n%s", name, stacks)
 
     async def close(self, patience: float) -> None:
         """End the process. patience: seconds in which it may end by itself."""
@@ -96,8 +111,9 @@ class _Replica:
         self.rank, self._fellows = rank, fellows
         self.process: _Process | None = None
         self._is_ready = self._was_ready = False
-        self._heard_at = 0.0
+        self._silence = 0.0  # seconds; negative if the core may be silent for longer
         self._failed_starts = 0
+        self._watchdog = Watchdog(config.scheduler.watchdog_timeout, config.model.torch_compile)
 
     def launch(self) -> _Process:
         """The running process, or a new one. Raises ConfigError if none can be started."""
@@ -117,11 +133,17 @@ class _Replica:
                     await self._fellows.meetings.begin()
                 process = self.launch()
                 self._failed_starts += 1
-                self._heard_at = time.monotonic()
+                self._silence = 0.0
                 died = await self._listen(process, tell)
-                patience = 0.0 if died.silent else PATIENCE_SECONDS
+                patience, is_own = 0.0 if died.silent else PATIENCE_SECONDS, True
+                if self._fellows is not None:
+                    is_own = self._fellows.lost is None
+                elif culprit := process.on_trial():
+                    died.culprit, self._failed_starts = culprit, 0
                 given_up = died.by_user or not self._was_ready or self._failed_starts >= MAX_FAILED_STARTS
                 given_up = self._lost(died, given_up, tell)
+                if died.silent and is_own:
+                    await asyncio.to_thread(process.log_stacks)
             except ConfigError as error:
                 given_up = self._lost(CoreDied(error_text(error), by_user=True), True, tell)
             except asyncio.CancelledError:
@@ -153,22 +175,27 @@ class _Replica:
         while True:
             if self._fellows is not None and self._fellows.lost is not None:
                 return self._fellows.lost[0]
+            began = time.monotonic()
             if not await process.reports.poll(timeout=250):
                 if not process.process.is_alive():
                     return CoreDied(f"its process ended unexpectedly (exit code {process.process.exitcode})")
                 patience = SILENCE_SECONDS if self._is_ready else SILENT_START_SECONDS
-                if time.monotonic() - self._heard_at > patience:
+                self._silence += min(time.monotonic() - began, _LONGEST_POLL_SECONDS)
+                if self._silence > patience:
                     return CoreDied(f"its process has been silent for {patience:.0f} s", silent=True)
                 continue
             report = _reports.decode(await process.reports.recv())
-            self._heard_at = max(self._heard_at, time.monotonic())
+            self._silence = min(self._silence, 0.0)
             if isinstance(report, CoreReady):
                 self._is_ready = self._was_ready = True
                 tell(CoreUp(self.rank, report.address or process.address, report))
             elif isinstance(report, messages.FirstOutput):
                 self._failed_starts = 0
             elif isinstance(report, messages.Busy):
-                self._heard_at = time.monotonic() + report.seconds
+                self._silence = -report.seconds
+            elif isinstance(report, messages.Heartbeat):
+                if problem := self._watchdog.problem(report):
+                    return CoreDied(problem, silent=True)
             elif isinstance(report, CoreDied):
                 return report
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -17,6 +18,8 @@ from quire.executor import messages
 from quire.executor.link import Link
 from quire.executor.ranks import Observer, Ranks
 from quire.messages.changes import PROFILE_SECONDS
+from quire.metrics.logging import logger
+from quire.system.stacks import FOLDER_VARIABLE, collect_stacks
 
 HOST = "127.0.0.1"  # where the executor, or the agent of this machine, listens for its ranks
 RANK_PROGRAM = ("-m", "quire.executor.rank")
@@ -127,9 +130,16 @@ class LocalRanks(Ranks):
                 if not isinstance(reply, messages.Heartbeat | messages.Busy):
                     self._observer.replied(rank, reply)
         except BlockingIOError:
+            self._log_stacks(rank)
             self._observer.failed(RuntimeError(f"rank {rank} has been silent for {silence:.0f} s"))
         except OSError:
             self._observer.failed(RuntimeError(f"the process of rank {rank} ended unexpectedly"))
+
+    def _log_stacks(self, rank: int) -> None:
+        """Log where a silent rank is, if it can still tell."""
+        folder, process = os.environ.get(FOLDER_VARIABLE), self.processes[self.numbers.index(rank)]
+        for name, stacks in () if folder is None else collect_stacks(Path(folder), process.pid).items():
+            logger.error("The threads of %s, which is silent:\n%s", name, stacks)
 
 
 def _start_process(

@@ -27,7 +27,9 @@ from quire.messages.changes import PROFILE_SECONDS, Change, Profile, TrainerOrde
 from quire.messages.errors import error_text
 from quire.messages.transfers import Transfer
 from quire.metrics.logging import configure_logging
+from quire.system import lean_torch
 from quire.system.garbage import skip_last_collection
+from quire.system.stacks import FOLDER_VARIABLE, offer_stacks
 
 if TYPE_CHECKING:
     from quire.worker.worker import Worker
@@ -46,6 +48,8 @@ def main() -> None:
     assert isinstance(start, messages.Start)
     link.expect_within(SILENCE_SECONDS)
     configure_logging(*start.log)
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        offer_stacks(Path(folder), f"rank {rank}")
     current_process().name = f"rank {rank}"  # in the log
     threading.Thread(target=_beat, args=(link,), name="heartbeat", daemon=True).start()
     try:
@@ -64,6 +68,7 @@ def main() -> None:
 
 def _work(link: Link, start: messages.Start, rank: int, secret: bytes) -> None:
     """Load the model and execute steps until the executor has gone."""
+    lean_torch.prepare()
     import torch  # imported late: it takes seconds, during which heartbeats are sent already
 
     from quire.models.load import resolve_dtype

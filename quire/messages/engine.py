@@ -34,7 +34,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     into max_model_len; 0 for a pooling request. eos_token_id: None to ignore end-of-sequence. output_token_ids: tokens
     that the request generated in a core that was lost; generation continues behind them. thinking: where the thinking
     of the answer ends; None if the request needs no such limits. media: in the order of the prompt. rotary_positions:
-    see NewRequest.
+    see NewRequest. trial: of a request that may be the reason why a core was lost, the tokens that it has to output
+    before others start; 0 for others.
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     transfer: TransferParams | None = None
     media: list[MediaItem] = []
     rotary_positions: bytes = b""
+    trial: int = 0
 
     @property
     def crossed(self) -> int:
@@ -221,7 +223,20 @@ class FirstOutput(msgspec.Struct, array_like=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag=True):
-    """Sent regularly while the core's process runs."""
+    """Sent regularly while the core's process runs.
+
+    waited: for how many seconds the core has had work and has not completed a step. num_tokens, encodes: of the steps
+    in flight, the most tokens, and whether one encodes media. longest, most_tokens: of completed steps, the most
+    seconds and tokens; has_run, has_encoded: whether there are any, and any that encoded media.
+    """
+
+    waited: float = 0.0
+    num_tokens: int = 0
+    encodes: bool = False
+    longest: float = 0.0
+    most_tokens: int = 0
+    has_run: bool = False
+    has_encoded: bool = False
 
 
 class Busy(msgspec.Struct, array_like=True, tag=True):
@@ -233,12 +248,14 @@ class Busy(msgspec.Struct, array_like=True, tag=True):
 class CoreDied(msgspec.Struct, array_like=True, tag=True):
     """Why a core was lost: its own last report, or what was found out about it.
 
-    by_user: an option was wrong, so another start would fail too. silent: the process may still exist.
+    by_user: an option was wrong, so another start would fail too. silent: the process may still exist. culprit: the id
+    of the request that was on trial.
     """
 
     reason: str
     by_user: bool = False
     silent: bool = False
+    culprit: str | None = None
 
 
 CoreReport = CoreReady | FirstOutput | Heartbeat | Busy | CoreDied

@@ -157,6 +157,11 @@ class EngineMetrics:
                 self._finish(output.request_id, output.finish_reason.value)
         self._count(core, stats, generated, first_tokens)
 
+    def count_restart(self, core: int) -> None:
+        """A core replaces a lost one."""
+        if self._counts_cores:
+            self._cores[core]["engine_restarts"].inc()
+
     # ---- counting
 
     def _advance(self, sequence: SequenceRecord, output: EngineCoreOutput, now: float) -> None:

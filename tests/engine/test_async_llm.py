@@ -246,16 +246,30 @@ def test_a_request_that_brings_the_core_down_twice_is_refused():
 @pytest.mark.slow
 def test_a_core_that_fails_again_and_again_is_given_up():
     async def check() -> None:
-        async with engine(**FAULTY) as llm:
-            for name in "ab":
-                params = GREEDY.clone(extra_args={"fault": "exception", "at": 0})
-                output = (await answer(llm, name, PROMPTS[0], params)).outputs[0]
-                assert output.finish_reason == "error"
+        async with engine() as llm:
+            for losses in range(3):
+                await eventually_async(lambda losses=losses: llm.is_running and llm.client.restarts == losses)
+                os.kill(llm.client.process_ids[0], signal.SIGKILL)
+                await eventually_async(lambda: not llm.is_running)
             assert llm.client.state is CoreState.DEAD
-            with pytest.raises(EngineDeadError, match="injected"):
+            with pytest.raises(EngineDeadError, match="ended unexpectedly"):
                 await llm.check_health()
             with pytest.raises(EngineDeadError):
-                await answer(llm, "c", PROMPTS[0], GREEDY)
+                await answer(llm, "a", PROMPTS[0], GREEDY)
+
+    run(check())
+
+
+@pytest.mark.slow
+def test_requests_that_bring_the_core_down_end_without_it():
+    async def check() -> None:
+        async with engine(**FAULTY) as llm:
+            params = GREEDY.clone(extra_args={"fault": "exception", "at": 0})
+            made = await asyncio.gather(*(answer(llm, name, PROMPTS[0], params) for name in "abc"))
+            assert {output.outputs[0].finish_reason for output in made} == {"error"}
+            assert llm.client.restarts == 4  # the first loss may have any of the three reasons
+            await answer(llm, "d", PROMPTS[0], GREEDY)
+            await assert_nothing_is_left(llm)
 
     run(check())
 

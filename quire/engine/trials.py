@@ -1,0 +1,67 @@
+"""Finds the request that makes cores fail: those that may be the cause are run one after another."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from quire.messages.engine import EngineCoreRequest
+from quire.scheduler.request import Request
+
+
+class TrialGate:
+    """A Gate. A suspect, which is a request with `trial`, passes when all requests that passed before it have had an
+    output. Requests that come later wait until the suspect has output `trial` tokens, or has ended.
+
+    So if the core is lost while a suspect is on trial, that suspect is the only request that has made no progress. The
+    journal has its id, for whoever survives the core.
+    """
+
+    def __init__(self, requests: Mapping[str, Request], wake: Callable[[], None]) -> None:
+        """requests: the unfinished ones, by id. wake: makes the scheduler ask the gates again."""
+        self.journal: Path | None = None
+        self._requests, self._wake = requests, wake
+        self._held: dict[str, bool] = {}  # requests in the order of arrival -> whether they are suspects
+        self._on_trial: str | None = None
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._held) or self._on_trial is not None
+
+    def ready(self, request: EngineCoreRequest) -> bool:
+        return request.request_id not in self._held
+
+    def connect(self, wake: Callable[[], None]) -> None:
+        """`proceed` is called on the core's thread, and wakes the scheduler itself."""
+
+    def arrive(self, request: EngineCoreRequest) -> None:
+        """A request is about to be added."""
+        if request.trial or self.is_active:
+            self._held[request.request_id] = bool(request.trial)
+
+    def proceed(self) -> None:
+        """Let requests pass whose turn it is."""
+        if self._on_trial is not None and not self._is_new(self._on_trial):
+            self._put_on_trial(None)
+        while self._held and self._on_trial is None:
+            request_id, is_suspect = next(iter(self._held.items()))
+            if is_suspect and request_id in self._requests:
+                if any(self._is_new(other) for other in self._requests):
+                    return
+                self._put_on_trial(request_id)
+            del self._held[request_id]
+            self._wake()
+
+    def _is_new(self, request_id: str) -> bool:
+        """Whether a request has passed and has yet to show that it can run."""
+        request = self._requests.get(request_id)
+        if request is None or request_id in self._held:
+            return False
+        source = request.source
+        num_output = len(request.token_ids) - len(source.prompt_token_ids) - len(source.output_token_ids)
+        return num_output < max(1, source.trial)
+
+    def _put_on_trial(self, request_id: str | None) -> None:
+        self._on_trial = request_id
+        if self.journal is not None and request_id is not None:
+            self.journal.write_text(request_id)
+        elif self.journal is not None:
+            self.journal.unlink(missing_ok=True)
