@@ -21,10 +21,11 @@ from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured_outputs import StructuredOutputsParams
 from quire_server.errors import ApiError, json_response
 from quire_server.fields import Positive
-from quire_server.generation import Call, EventStream, Server
+from quire_server.generation import Call, Server
 from quire_server.protocol import Generation
 from quire_server.responses import Transcript
 from quire_server.routing import stream_answers, validated
+from quire_server.streams import EventStream
 
 router = APIRouter()
 _TIME = re.compile(r"<\|\d+\.\d\d\|>")
@@ -119,7 +120,7 @@ async def _answer(request: Request, task: str) -> Response:
     body, data = await _read(request)
     transcription = await _Transcription.begin(request, body, data, task)
     if body.stream:
-        return await EventStream.begin(transcription.stream())
+        return await EventStream.begin(transcription.stream(), transcription.call.keep_alive_interval)
     return await transcription.collect()
 
 
