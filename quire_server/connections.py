@@ -161,18 +161,18 @@ class _Connection(h11.Connection):
 class _WithH11(_Guarded, H11Protocol):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.conn = _Connection(self.limits)
+        self._measured = self.conn = _Connection(self.limits)
 
     @property
     def _is_in_head(self) -> bool:
         return self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
 
     def _check(self, data: bytes) -> None:
-        if self.conn.is_too_large:
+        if self._measured.is_too_large:
             raise HeadError
 
     def send_400_response(self, msg: str) -> None:
-        if not self.conn.is_too_large:
+        if not self._measured.is_too_large:
             super().send_400_response(msg)
 
 

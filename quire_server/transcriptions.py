@@ -19,6 +19,7 @@ from quire.engine.processor import Prompt, PromptFields
 from quire.messages.outputs import CompletionOutput
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured_outputs import StructuredOutputsParams
+from quire_server.bodies import HeldBody
 from quire_server.errors import ApiError, json_response
 from quire_server.fields import Positive
 from quire_server.generation import Call, Server
@@ -183,9 +184,10 @@ class _Transcription:
             beginning = speech.beginning(body.prompt, server.llm.max_model_len // MOST_ROOM - 8)
         except ValueError as error:
             raise ApiError(400, str(error), param="prompt") from error
+        held: HeldBody = request.state.body
         async with server.media.sounds:
             try:
-                samples = await server.media.in_turn(speech.decode, data)
+                samples = await held.unless_left(server.media.sound(data))
             except ValueError as error:
                 raise ApiError(400, f"file: {error}", param="file") from error
             made = cls(call, body, task, speech, samples)
