@@ -13,6 +13,7 @@ from quire.options.cluster import ClusterConfig, Layout
 from quire.options.declaration import ConfigError as ConfigError
 from quire.options.declaration import at_least, check_type, option, read_value
 from quire.options.experts import BalanceOptions
+from quire.options.http import HttpLimits
 from quire.options.kernels import KernelConfig
 from quire.options.kv_compression import KVCompressionOptions
 from quire.options.kv_events import KVEventOptions
@@ -259,7 +260,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(HttpLimits):
     """Server."""
 
     host: str = "127.0.0.1"
@@ -313,6 +314,7 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
+        self.check_http()
         at_least(self, 0, "port", "max_waiting_requests", "max_log_len")
         at_least(
             self,

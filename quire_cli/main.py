@@ -11,7 +11,7 @@ from quire._version import __version__
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, log_options, logger
 from quire.system import lean_torch
-from quire.system.ending import end_on_sigterm
+from quire.system.ending import end_on_signals
 from quire.system.garbage import skip_last_collection
 
 lean_torch.prepare()
@@ -54,10 +54,10 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, 1 for an error that the user can fix (one line on standard error), 130 for Ctrl-C, or 143 for
-    SIGTERM, which a server that is ready handles itself."""
+    """Exit status: 0, 1 for an error that the user can fix (one line on standard error), 130 for Ctrl-C, or 143
+    for SIGTERM and 129 for SIGHUP, which a server that is ready handles itself."""
     if threading.current_thread() is threading.main_thread():
-        end_on_sigterm()
+        end_on_signals()
     argv = sys.argv[1:] if argv is None else argv
     arguments = build_parser(argv[0] if argv else None).parse_args(argv)
     configure_logging(getattr(arguments, "log_level", "INFO"))

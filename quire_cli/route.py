@@ -9,7 +9,8 @@ from quire_cli.serve import server_config
 HELP = "send the requests of clients to several servers of the same model"
 _SHARED = (
     "host port uds api_key ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers "
-    "drain_timeout max_body_bytes max_total_body_bytes log_format access_log otlp_traces_endpoint"
+    "drain_timeout max_body_bytes max_total_body_bytes h11_max_incomplete_event_size h11_max_header_count "
+    "timeout_keep_alive header_timeout body_timeout log_format access_log otlp_traces_endpoint"
 ).split()
 
 

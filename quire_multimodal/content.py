@@ -9,10 +9,9 @@ from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from quire.options.multimodal import MultiModalConfig
-from quire_multimodal.families.base import Frames
+from quire_multimodal.decoding import Encoded
 from quire_multimodal.fetch import MOST_BYTES, fetch
-from quire_multimodal.pictures import MediaError, decode, decode_frames, decode_single_frames, picture
-from quire_multimodal.sounds import decode_sound
+from quire_multimodal.pictures import MOST_GIVEN_FRAMES, MediaError, picture
 
 # By the type of a part: the modality. The field that says where it is has the name of the type, or of _FIELDS.
 PARTS = {
@@ -83,24 +82,26 @@ class Sources:
         self._folder = None if path is None else Path(path).resolve()
         self._domains = options.allowed_media_domains
 
-    def load(self, part: MediaPart) -> Any:
-        """A picture, the Frames of a video, or the samples of a sound. Raises MediaError, which names the part."""
+    def read(self, part: MediaPart) -> Any:
+        """The Encoded item, or a picture that a program gave. Raises MediaError, which names the part."""
         try:
             if not isinstance(part.source, str):
                 return picture(part.source)
             if part.modality == "video":
                 return self._video(part.source)
             if part.modality == "audio":
-                return decode_sound(self._read(part.source), self._sample_rate)
-            return decode(self._read(part.source))
+                return Encoded("audio", (self._read(part.source),), self._sample_rate)
+            return Encoded("image", (self._read(part.source),))
         except MediaError as error:
             raise MediaError(f"{part.where}: {error}") from error
 
-    def _video(self, url: str) -> Frames:
+    def _video(self, url: str) -> Encoded:
         if url.startswith("data:video/jpeg;base64,"):  # single frames, as vLLM takes them
+            if (count := url.count(",")) > MOST_GIVEN_FRAMES:
+                raise MediaError(f"a video has 1 to {MOST_GIVEN_FRAMES} frames, got {count}")
             pieces = url.partition(",")[2].split(",")
-            return Frames(decode_single_frames([_from_base64(piece) for piece in pieces]))
-        return Frames(*decode_frames(self._read(url)))
+            return Encoded("frames", tuple(_from_base64(piece) for piece in pieces))
+        return Encoded("video", (self._read(url),))
 
     def _read(self, url: str) -> bytes:
         scheme = url[:16].partition(":")[0].lower()

@@ -6,7 +6,6 @@ something else a moment later gains nothing. Each redirect is checked like the f
 
 import contextlib
 import http.client
-import ipaddress
 import socket
 import ssl
 import threading
@@ -14,6 +13,7 @@ import time
 from collections.abc import Collection
 from urllib.parse import SplitResult, urljoin, urlsplit
 
+from quire_multimodal.addresses import is_public
 from quire_multimodal.pictures import MediaError
 
 MOST_BYTES = 32 << 20
@@ -100,17 +100,6 @@ def _address(host: str, port: int, private: bool) -> str:
     if not private and not all(map(is_public, addresses)):
         raise MediaError("the URL's host is at a private address, which only allowed_media_domains permits")
     return addresses[0]
-
-
-def is_public(address: str) -> bool:
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(parsed, ipaddress.IPv6Address):
-        inner = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo[1] if parsed.teredo else None)
-        if inner is not None:
-            parsed = inner
-        elif parsed in ipaddress.ip_network("64:ff9b::/96"):  # NAT64: the last four bytes are an IPv4 address
-            parsed = ipaddress.IPv4Address(parsed.packed[-4:])
-    return parsed.is_global and not parsed.is_multicast
 
 
 class _Connection(http.client.HTTPConnection):

@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
@@ -22,6 +23,7 @@ from quire.options.declaration import ConfigError
 from quire.options.multimodal import MultiModalConfig
 from quire.text.tokenizer import Tokenizer
 from quire_multimodal.content import MediaPart, Sources, split_content
+from quire_multimodal.decoding import Encoded, ItemCache, decoded, refusal
 from quire_multimodal.embeds import CHUNK, buffer_of, decode_embeddings
 from quire_multimodal.encoder_prompts import EncoderPrompts
 from quire_multimodal.families.base import Family, Frames, Kind, Placed, Prepared
@@ -57,6 +59,7 @@ class MediaProcessor:
         self._settings = {**read_settings(directory), **options.mm_processor_kwargs}
         self._family = None if spec is None else self._usable_family(options.mm_processor_kwargs)
         self._sources = Sources(options, 0 if self._family is None else self._family.sample_rate)
+        self._cache = ItemCache()
         self.speech: Speech | None = None  # of a model that makes transcripts
         self.texts: EncoderPrompts | None = None  # of a model with an encoder of texts
         if isinstance(self._family, Sounds):
@@ -113,11 +116,41 @@ class MediaProcessor:
     def prepare(self, part: MediaPart, kwargs: Mapping[str, Any] | None = None) -> Prepared:
         """Get an item of a conversation, and preprocess it. kwargs: see `expand`. Raises MediaError, which names the
         part."""
-        family, value = self.family(kwargs), self._sources.load(part)
+        family, value = self.family(kwargs), self._sources.read(part)
         try:
-            return _prepare(family, part.modality, value)
+            return _prepare(family, part.modality, value.decode() if isinstance(value, Encoded) else value)
         except MediaError as error:
             raise MediaError(f"{part.where}: {error}") from error
+
+    # `prepare` in steps, for servers: they decode in worker processes, and not twice what was used before.
+
+    def read(self, part: MediaPart, kwargs: Mapping[str, Any] | None) -> tuple[Encoded | None, Prepared | None]:
+        """Get an item: encoded, or preprocessed if it is in the cache. Raises MediaError, which names the part."""
+        self.family(kwargs)  # raises MediaError
+        encoded = self._sources.read(part)
+        return (encoded, self._cache.get(encoded.key(kwargs))) if isinstance(encoded, Encoded) else (None, None)
+
+    def finish(self, part: MediaPart, encoded: Encoded, job: Future[Any], kwargs: Mapping[str, Any] | None) -> Prepared:
+        """Preprocess an item that a job has decoded. Raises MediaError, which names the part, BusyError or
+        WorkerError."""
+        try:
+            value = self.result(encoded, job)
+            prepared = _prepare(self.family(kwargs), part.modality, value)
+        except MediaError as error:
+            raise MediaError(f"{part.where}: {error}") from error
+        self._cache.put(encoded.key(kwargs), prepared)
+        return prepared
+
+    def result(self, encoded: Encoded, job: Future[Any]) -> Any:
+        """What a finished job has decoded. Raises MediaError, BusyError or WorkerError."""
+        try:
+            return decoded(encoded.kind, job.result())
+        except ValueError as error:
+            raise refusal(error) from error
+
+    def sound(self, data: bytes) -> Encoded:
+        """The file of a sound for transcripts. Raises MediaError."""
+        return Encoded("audio", (data,), 0 if self._family is None else self._family.sample_rate)
 
     @property
     def needs_media(self) -> bool:

@@ -10,7 +10,6 @@ import numpy as np
 from quire.text.tokenizer import Tokenizer
 from quire_multimodal.pictures import MediaError
 from quire_multimodal.preprocessing import Array
-from quire_multimodal.sounds import decode_sound
 
 QUIET = 10  # a long sound is cut within the last part, one of so many, of what the model hears at once
 WINDOWS = 10  # in a second: of these, a cut is made in the quietest one
@@ -57,10 +56,6 @@ class Speech:
     def _token(self, *names: str) -> int:
         found = (self._tokenizer.token_to_id(f"<|{name}|>") for name in names)
         return next((token_id for token_id in found if token_id is not None), -1)
-
-    def decode(self, data: bytes) -> Array:
-        """The samples of a file. Raises MediaError."""
-        return decode_sound(data, self.sample_rate)
 
     def pieces(self, samples: Array) -> list[Piece]:
         """A sound, cut where it is quiet, so that few words are cut."""

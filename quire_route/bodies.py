@@ -1,12 +1,10 @@
 """The bodies of requests. Each is read whole, since a request may have to be sent to another server."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from quire_route.errors import RouteError, overloaded
-
-STALL_SECONDS = 60.0  # a request is refused if no byte of its body arrives for so long
+from quire_server.arrival import Arrival, BodyTimeoutError
 
 Receive = Callable[[], Awaitable[Any]]
 
@@ -21,8 +19,9 @@ class Bodies:
     A body is held from its first byte until a server has begun to answer, since it is sent again until then.
     """
 
-    def __init__(self, limit: int, total_limit: int) -> None:
-        self.limit, self.total_limit = limit, max(limit, total_limit)
+    def __init__(self, limit: int, total_limit: int, seconds: float) -> None:
+        """seconds: of a body's Arrival."""
+        self.limit, self.total_limit, self.seconds = limit, max(limit, total_limit), seconds
         self.held = 0
 
 
@@ -36,10 +35,10 @@ class HeldBody:
         """The body. declared: the header Content-Length. Raises RouteError above a limit, before the body is read if
         its length is declared, and ClientLeft."""
         if declared is not None and declared.isdigit():
-            self._grow(int(declared[:20]))
-        chunks, received = [], 0
+            self._check(int(declared[:20]))
+        chunks, received, arrival = [], 0, Arrival(self._bodies.seconds)
         while True:
-            message = await self._next(receive)
+            message = await self._next(arrival, receive)
             if chunk := message["body"]:
                 chunks.append(chunk)
                 received += len(chunk)
@@ -47,26 +46,27 @@ class HeldBody:
             if not message["more_body"]:
                 return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    async def _next(self, receive: Receive) -> Any:
+    async def _next(self, arrival: Arrival, receive: Receive) -> Any:
         try:
-            async with asyncio.timeout(STALL_SECONDS):
-                message = await receive()
-        except TimeoutError:
-            text = f"nothing of the body came for {STALL_SECONDS:.0f} s"
-            raise RouteError(408, text, "body_timeout", {"Connection": "close"}) from None
+            message = await arrival.next(receive)
+        except BodyTimeoutError as error:
+            raise RouteError(408, str(error), "body_timeout", {"Connection": "close"}) from None
         if message["type"] == "http.disconnect":
             raise ClientLeft
         return message
 
+    def _check(self, size: int) -> None:
+        """Raises RouteError if the body, with `size` bytes, is above a limit."""
+        if size > self._bodies.limit:
+            raise RouteError(413, f"the body may have {self._bodies.limit} bytes at most", "body_too_large")
+        if self._bodies.held + max(0, size - self._size) > self._bodies.total_limit:
+            raise overloaded("the proxy holds too many large requests; try again")
+
     def _grow(self, size: int) -> None:
         """Count the body with `size` bytes, if that is more than was counted before."""
-        bodies = self._bodies
-        if size > bodies.limit:
-            raise RouteError(413, f"the body may have {bodies.limit} bytes at most", "body_too_large")
+        self._check(size)
         growth = max(0, size - self._size)
-        if bodies.held + growth > bodies.total_limit:
-            raise overloaded("the proxy holds too many large requests; try again")
-        bodies.held += growth
+        self._bodies.held += growth
         self._size += growth
 
     def release(self) -> None:

@@ -39,7 +39,7 @@ class Call:
             return {}
         try:
             return _FIELDS.decode(self.body)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return {}
 
     def drop_body(self) -> None:

@@ -40,7 +40,7 @@ async def _serve(config: RouteConfig, server_config: ServerConfig, listening: so
         cached = CachedPrefixes([server for server, *_ in config.streams])
     fleet = Fleet(config, metrics, cached=cached)
     prefill_fleet = Fleet(config, metrics, "prefill") if config.prefill else None
-    bodies = Bodies(server_config.max_body_bytes, server_config.max_total_body_bytes)
+    bodies = Bodies(server_config.max_body_bytes, server_config.max_total_body_bytes, server_config.body_timeout)
     keys = server_config.api_key
     async with connect(config) as client:
         fleets = [fleet] if prefill_fleet is None else [fleet, prefill_fleet]
@@ -73,7 +73,7 @@ class _Server(DrainingServer):
         # The proxy logs each problem itself, with the request's id. The servers' answers have a date.
         super().__init__(
             proxy, config, lambda url: logger.info("Routing at %s: to %s, by %s", url, servers, proxy.config.policy),
-            log_level="critical", date_header=False, proxy_headers=False, ws="none",
+            log_level="critical", date_header=False, proxy_headers=False,
         )  # fmt: skip
 
     def count_running(self) -> int:

@@ -15,6 +15,7 @@ from quire.messages.errors import error_text
 from quire.messages.lora import Adapter, LoRARequest
 from quire.metrics.logging import logger
 from quire_server.errors import ApiError
+from quire_server.fields import Name, check_name
 from quire_server.folders import folder_below
 from quire_server.routing import Answers, StrictRoute, answers
 
@@ -50,6 +51,10 @@ class Adapters:
         """Load the adapters of the option lora_modules. Raises ConfigError."""
         for module in self._config.lora_modules:
             request = _read_module(module)
+            try:
+                check_name(request.lora_name)
+            except ValueError as error:
+                raise ConfigError(f"lora_modules: {request.lora_name[:200]!r}: {error_text(error)}") from error
             if request.lora_name in (*self._model_names, *self.by_name):
                 raise ConfigError(f"lora_modules: the name {request.lora_name!r} is taken")
             try:
@@ -112,13 +117,13 @@ def _read_module(text: str) -> LoRARequest:
 
 
 class LoadAdapterRequest(BaseModel):
-    lora_name: str = Field(min_length=1, description="The name under which requests use it as their model.")
+    lora_name: Name = Field(description="The name under which requests use it as their model.")
     lora_path: str = Field(min_length=1, description="Its folder, below the one of --lora-folder.")
     load_inplace: bool = Field(False, description="Replace an adapter of this name.")
 
 
 class UnloadAdapterRequest(BaseModel):
-    lora_name: str = Field(min_length=1)
+    lora_name: Name
     lora_int_id: int | None = Field(None, description="Ignored.")
 
 

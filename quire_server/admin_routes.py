@@ -6,6 +6,7 @@ from starlette.responses import Response
 from quire._version import __version__
 from quire_server.errors import ApiError, json_response
 from quire_server.generation import Server
+from quire_server.middleware import owner_of
 from quire_server.protocol import AbortRequest
 from quire_server.responses import ModelCard, ModelList
 from quire_server.routing import Answers, StrictRoute, answers
@@ -91,8 +92,9 @@ async def reset_prefix_cache(request: Request, reset_external: bool = False) -> 
 
 @router.post("/abort_requests", responses=answers(dict[str, int]), response_model=None)
 async def abort_requests(body: AbortRequest, request: Request) -> Response:
-    """End requests. Their clients get the text so far, with finish_reason "abort"."""
-    calls = [call for call in _server(request).calls if call.id in body.request_ids or call.name in body.request_ids]
+    """End requests of the same API key. Their clients get the text so far, with finish_reason "abort"."""
+    owner, names = owner_of(request.scope), set(body.request_ids)
+    calls = [call for call in _server(request).calls if call.owner == owner and not names.isdisjoint(call.names)]
     for call in calls:
         call.abort()
     return json_response({"aborted": len(calls)})

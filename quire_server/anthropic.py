@@ -16,9 +16,10 @@ from quire_server.answering import Answer, Answering
 from quire_server.bodies import HeldBody
 from quire_server.errors import ApiError, bad_value, json_response
 from quire_server.fields import TABLES, Positive, Strings
-from quire_server.generation import EventStream, Server
+from quire_server.generation import Server
 from quire_server.protocol import Body, ChatRequest
 from quire_server.routing import StrictRoute, answers, stream_answers, validated
+from quire_server.streams import EventStream
 
 
 class AnthropicRoute(StrictRoute):
@@ -235,6 +236,7 @@ class ErrorAnswer(TypedDict):
 class MessageStream(EventStream):
     before_error = b"event: error\ndata: "
     done = b""
+    keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 @router.post("/v1/messages/count_tokens", responses=answers(dict[str, int], ErrorAnswer), response_model=None)
@@ -244,7 +246,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     server.accept(body)
     chat = await held.run(body.chat)
     server.accept(chat)
-    media = await server.load_media(chat)
+    media = await server.load_media(chat, held)
     prompt = await server.render(chat.messages, chat, held, media)
     try:
         server.llm.processor.check_length(prompt)
@@ -264,7 +266,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     del body  # it may be large
     answering = await Answering.begin(request, chat, "msg")
     if chat.stream:
-        return await MessageStream.begin(_stream(answering))
+        return await MessageStream.begin(_stream(answering), answering.call.keep_alive_interval)
     [answer] = await answering.collect()
     return json_response(_message(answering, _content(answer), _stop(answer)))
 

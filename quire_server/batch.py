@@ -153,5 +153,5 @@ def _checked(request: BatchLine | None) -> tuple[bytes, str]:
 def _fields(body: bytes) -> _Body:
     try:
         return msgspec.json.decode(body, type=_Body)
-    except (msgspec.MsgspecError, ValueError):
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return _Body()  # the application will say what is wrong

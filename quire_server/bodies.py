@@ -7,53 +7,86 @@ import asyncio
 import ctypes
 import gc
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire_server.arrival import Arrival, BodyTimeoutError
 from quire_server.errors import ApiError, error_response
 from quire_server.middleware import header
 
+T = TypeVar("T")
 LARGE_BODY = 20_000  # bytes; larger bodies are processed in a thread, a few at a time
-STALL_SECONDS = 60.0  # a request is refused if no byte of its body arrives for so long
 TRIM_SECONDS = 1.0  # memory is returned to the system at most this often
 
 
 class HeldBody:
-    """A request's share of the bodies in hand."""
+    """A request's share of the bodies in hand. receive: ASGI's, from which it learns that its client has left."""
 
-    def __init__(self, bodies: "BodyLimit") -> None:
-        self._bodies, self._size, self._has_turn = bodies, 0, False
+    def __init__(self, bodies: "BodyLimit", receive: Receive) -> None:
+        self._bodies, self._receive, self._size, self._has_turn = bodies, receive, 0, False
+
+    def check(self, size: int) -> None:
+        """Raises ApiError if the body, with `size` bytes, is above a limit."""
+        if size > self._bodies.limit:
+            raise ApiError(413, f"the body may have {self._bodies.limit} bytes at most", code="body_too_large")
+        if self._bodies.in_hand + max(0, size - self._size) > self._bodies.total_limit:
+            message = "the server works on too many large requests; try again"
+            raise ApiError(503, message, code="server_overloaded", headers={"Retry-After": "1"})
 
     def grow(self, size: int) -> None:
         """Count the body with `size` bytes, if that is more than was counted before. Raises ApiError above a limit."""
-        if size > self._bodies.limit:
-            raise ApiError(413, f"the body may have {self._bodies.limit} bytes at most", code="body_too_large")
+        self.check(size)
         growth = max(0, size - self._size)
-        if self._bodies.in_hand + growth > self._bodies.total_limit:
-            message = "the server works on too many large requests; try again"
-            raise ApiError(503, message, code="server_overloaded", headers={"Retry-After": "1"})
         self._bodies.in_hand += growth
         self._size += growth
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that works on the body. For a large body it runs in a thread, after waiting for a turn."""
+        """Call a function that works on the body. For a large body it runs in a thread, after waiting for a turn.
+
+        The turn is kept until `pause` or `release`, since what was made of the body takes memory. Raises ApiError if
+        the client leaves meanwhile.
+        """
         if self._size < LARGE_BODY:
             return function(*arguments)
         if not self._has_turn:
-            await self._bodies.turns.acquire()
-            self._has_turn = True
+            await (self.unless_left(self._take_turn()) if self._bodies.turns.locked() else self._take_turn())
         return await asyncio.to_thread(function, *arguments)
+
+    async def _take_turn(self) -> None:
+        await self._bodies.turns.acquire()
+        self._has_turn = True
+
+    def pause(self) -> None:
+        """Let others have the turn while the request waits for something else."""
+        if self._has_turn:
+            self._bodies.turns.release()
+            self._has_turn = False
+
+    async def unless_left(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work for this request alone. It is cancelled if the client leaves. Raises ApiError then."""
+        working, leaving = asyncio.create_task(work), asyncio.create_task(self._left())
+        try:
+            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ApiError(499, "the client closed the connection")
+            return working.result()
+        finally:
+            working.cancel()
+            leaving.cancel()
+
+    async def _left(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
 
     def release(self) -> None:
         """Stop counting the body: the request no longer needs it."""
         self._bodies.in_hand -= self._size
         if self._size >= LARGE_BODY:
             self._bodies.give_memory_back()
-        if self._has_turn:
-            self._bodies.turns.release()
-        self._size, self._has_turn = 0, False
+        self.pause()
+        self._size = 0
 
 
 class BodyLimit:
@@ -63,8 +96,9 @@ class BodyLimit:
     request's HeldBody is in its state.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, total_limit: int) -> None:
-        self.app, self.limit, self.total_limit = app, limit, max(limit, total_limit)
+    def __init__(self, app: ASGIApp, limit: int, total_limit: int, seconds: float) -> None:
+        """seconds: of a body's Arrival."""
+        self.app, self.limit, self.total_limit, self._seconds = app, limit, max(limit, total_limit), seconds
         self.in_hand = 0
         # Parsing and tokenizing a large body takes much memory and a core, so few are worked on at a time.
         self.turns = asyncio.Semaphore(max(2, (os.cpu_count() or 1) // 4))
@@ -74,19 +108,18 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        held = HeldBody(self)
-        received, ended = 0, False
+        held = HeldBody(self, receive)
+        arrival, received, ended = Arrival(self._seconds), 0, False
 
         async def counting_receive() -> Message:
             nonlocal received, ended
             if ended:
                 return await receive()
             try:
-                async with asyncio.timeout(STALL_SECONDS):
-                    message = await receive()
-            except TimeoutError:
-                text = f"nothing of the body came for {STALL_SECONDS:.0f} s"
-                raise ApiError(408, text, code="body_timeout", headers={"Connection": "close"}) from None
+                message: Message = await arrival.next(receive)
+            except BodyTimeoutError as error:
+                headers = {"Connection": "close"}
+                raise ApiError(408, str(error), code="body_timeout", headers=headers) from None
             received += len(message.get("body", b""))
             held.grow(received)
             ended = not message.get("more_body", False)
@@ -94,7 +127,8 @@ class BodyLimit:
 
         declared = header(scope, b"content-length") or b"0"
         try:
-            held.grow(int(declared[:20]) if declared.isdigit() else 0)
+            # Refused at once, but not counted: clients that only announce bodies would keep others out.
+            held.check(int(declared[:20]) if declared.isdigit() else 0)
         except ApiError as error:
             await error_response(error, scope)(scope, receive, send)
             return

@@ -10,12 +10,13 @@ from starlette.responses import Response
 from quire_parsing.events import Content, Event, Reasoning, ToolCall
 from quire_server.answering import Answer, Answering, FunctionCall, Piece
 from quire_server.errors import json_response
-from quire_server.generation import Chunks, EventStream
+from quire_server.generation import Chunks
 from quire_server.logprobs import prompt_logprobs
 from quire_server.messages import text_of
 from quire_server.protocol import ChatRequest
 from quire_server.responses import AssistantMessage, ChatChoice, ChatResponse, ChatToolCall
 from quire_server.routing import StrictRoute, stream_answers
+from quire_server.streams import EventStream
 
 router = APIRouter(route_class=StrictRoute)
 
@@ -24,7 +25,7 @@ router = APIRouter(route_class=StrictRoute)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     answering = await Answering.begin(request, body, "chatcmpl")
     if body.stream:
-        return await EventStream.begin(_stream(answering))
+        return await EventStream.begin(_stream(answering), answering.call.keep_alive_interval)
     answers = await answering.collect()
     choices = [_choice(answering, answer) for answer in answers]
     return json_response(

@@ -11,11 +11,12 @@ from starlette.responses import Response
 from quire.engine.processor import ProcessedRequest
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire_server.errors import json_response
-from quire_server.generation import Call, Chunks, EventStream
+from quire_server.generation import Call, Chunks
 from quire_server.logprobs import completion_logprobs, prompt_logprobs
 from quire_server.protocol import CompletionRequest
 from quire_server.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from quire_server.routing import StrictRoute, stream_answers
+from quire_server.streams import EventStream
 
 router = APIRouter(route_class=StrictRoute)
 DEFAULT_MAX_TOKENS = 16
@@ -29,7 +30,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     requests = await call.process(body.prompts, DEFAULT_MAX_TOKENS, special, "prompt")
     builder = _Choices(call, body, requests)
     if body.stream:
-        return await EventStream.begin(builder.stream())
+        return await EventStream.begin(builder.stream(), call.keep_alive_interval)
     return json_response(await builder.collect())
 
 

@@ -11,6 +11,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.messages.changes import WEIGHT_GROUP, PauseMode
 from quire.messages.errors import error_text
 from quire_server.errors import ApiError, json_response
+from quire_server.fields import Name
 from quire_server.folders import folder_below
 from quire_server.generation import Server
 from quire_server.routing import Answers, StrictRoute, answers
@@ -117,7 +118,7 @@ class InitGroupRequest(BaseModel):
     world_size: int = Field(
         ge=2, lt=1 << 31, description="The number of ranks in the group: the trainer's and the engines'."
     )
-    group_name: str = Field(WEIGHT_GROUP, min_length=1, max_length=256)
+    group_name: Name = WEIGHT_GROUP
     backend: Literal["gloo", "nccl"] | None = Field(
         None, description="nccl on GPUs and gloo on CPUs, if it is left out."
     )
@@ -125,7 +126,7 @@ class InitGroupRequest(BaseModel):
 
 
 class DestroyGroupRequest(BaseModel):
-    group_name: str = Field(WEIGHT_GROUP, min_length=1, max_length=256)
+    group_name: Name = WEIGHT_GROUP
 
 
 class UpdateWeightsRequest(BaseModel):
@@ -139,7 +140,7 @@ class UpdateWeightsRequest(BaseModel):
     shapes: list[list[Annotated[int, Field(ge=0, lt=1 << 63)]]] = Field(
         [], description="Of the whole tensors, as in the model's checkpoint."
     )
-    group_name: str = Field(WEIGHT_GROUP, min_length=1, max_length=256)
+    group_name: Name = WEIGHT_GROUP
     last: bool = Field(True, description="Whether all tensors have come. Otherwise they are kept for the next call.")
     flush_cache: bool = Field(True, description="Without effect: new weights always invalidate the cache.")
 

@@ -1,11 +1,14 @@
 """An HTTP server that waits for free file descriptors, and that lets running requests finish when it is told to end."""
 
 import asyncio
+import contextlib
 import gc
 import logging
+import signal
 import socket
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -13,7 +16,8 @@ import uvicorn
 
 from quire.config import ServerConfig
 from quire.metrics.logging import logger
-from quire.system.ending import end_if_told
+from quire.system.ending import end_if_told, end_signals
+from quire_server.connections import limited_protocol
 from quire_server.listening import Acceptor
 
 LAST_WORDS_SECONDS = 2.0  # in which clients may read the errors with which their requests end
@@ -22,8 +26,8 @@ LAST_WORDS_SECONDS = 2.0  # in which clients may read the errors with which thei
 class DrainingServer(uvicorn.Server, ABC):
     """Announces its URL when it is ready, and drains when it is told to end.
 
-    app: an ASGI application. config: its sockets' TLS and its drain timeout. announce: is told when the server is
-    ready, and at which URL. options: further options of uvicorn.
+    app: an ASGI application. config: its sockets' TLS, its drain timeout, and the limits of connections. announce: is
+    told when the server is ready, and at which URL. options: further options of uvicorn.
     """
 
     def __init__(self, app: Any, config: ServerConfig, announce: Callable[[str], None], **options: Any) -> None:
@@ -36,6 +40,9 @@ class DrainingServer(uvicorn.Server, ABC):
         same = "ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"
         options |= {name: getattr(config, name) for name in same.split()}
         options = {"log_level": config.uvicorn_log_level, "log_config": None, "access_log": False, **options}
+        # None of the APIs uses WebSockets. uvicorn would take their connections out of our hands.
+        options |= {"ws": "none", "http": limited_protocol(config), "timeout_keep_alive": config.timeout_keep_alive}
+        self._header_timeout = config.header_timeout
         super().__init__(uvicorn.Config(app, lifespan="off", server_header=False, **options))
 
     @abstractmethod
@@ -60,12 +67,22 @@ class DrainingServer(uvicorn.Server, ABC):
             connection: asyncio.Protocol = protocol_class(config, self.server_state, self.lifespan.state)
             return connection
 
-        self._acceptors = [Acceptor(listening, config.backlog, protocol, config.ssl) for listening in sockets]
+        self._acceptors = [
+            Acceptor(listening, config.backlog, protocol, config.ssl, self._header_timeout) for listening in sockets
+        ]
         self.started = True
         gc.freeze()  # loaded modules stay; without them, garbage collection takes a tenth of the time
         name = sockets[0].getsockname()
         scheme = "https" if self._tls else "http"
         self._announce(f"unix:{name}" if isinstance(name, str) else f"{scheme}://{_in_url(name[0])}:{name[1]}")
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            if threading.current_thread() is threading.main_thread():
+                for number in end_signals():  # uvicorn lets SIGHUP end the process
+                    signal.signal(number, self.handle_exit)
+            yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins the drain. The next one ends it, and what still runs.

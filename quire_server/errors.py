@@ -17,6 +17,7 @@ from quire.messages.errors import EngineDeadError, error_text
 from quire.metrics.logging import logger
 from quire_server.fields import TABLES
 
+MAX_FIELD = 100  # characters of a field's name in an error
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES: dict[str, str] = TABLES["anthropic"]["errors"]
 _CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -134,7 +135,8 @@ def _path_in(body: object, error: Mapping[str, Any]) -> tuple[str, int]:
         if isinstance(body, list) and isinstance(step, int):
             path, body = f"{path}[{step}]", body[step]
         elif isinstance(body, dict) and (step in body or (error["type"] == "missing" and index == len(steps) - 1)):
-            path, body = f"{path}.{step}" if path else str(step), body.get(step)
+            name = str(step)[:MAX_FIELD]
+            path, body = f"{path}.{name}" if path else name, body.get(step)
         else:
             continue
         depth += 1

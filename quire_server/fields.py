@@ -32,6 +32,21 @@ def fail(kind: str, message: str) -> PydanticCustomError:
     return PydanticCustomError(kind, message)
 
 
+MAX_NAME = 256
+
+
+def check_name(value: str) -> str:
+    """A name that clients choose, and that logs, metrics and lists show. Raises PydanticCustomError."""
+    if not 0 < len(value) <= MAX_NAME:
+        raise fail("name", f"A name should have 1 to {MAX_NAME} characters")
+    if not value.isprintable():
+        raise fail("name", "A name should have printable characters only: no line breaks, no marks of direction")
+    return value
+
+
+Name = Annotated[str, AfterValidator(check_name)]
+
+
 class StreamOptions(BaseModel):
     include_usage: bool | None = Field(None, description="End with a chunk that has the usage of the whole request.")
     continuous_usage_stats: bool | None = Field(None, description="Say the usage so far in every chunk, too.")

@@ -7,12 +7,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
@@ -22,9 +20,10 @@ from quire.messages.sampling_params import SamplingParams
 from quire.metrics.logging import logger
 from quire_server.adapters import Adapters
 from quire_server.bodies import HeldBody
-from quire_server.errors import ApiError, api_error, bad_value, path_in
+from quire_server.errors import ApiError, bad_value
 from quire_server.media import ChatMedia, MediaLoader
 from quire_server.messages import Message, has_media, json_of
+from quire_server.middleware import owner_of
 from quire_server.protocol import MAX_SEQUENCES, Body, ChatRequest, Generation, PromptBody, Rendering
 from quire_server.request_log import RequestLog, Summary
 from quire_server.responses import Usage
@@ -128,11 +127,12 @@ class Server:
         templates = (frontend.given_chat_template, *frontend.tokenizer.chat_templates.values())
         return any(str(error) in template for template in templates if template is not None)
 
-    async def load_media(self, body: ChatRequest) -> ChatMedia | None:
+    async def load_media(self, body: ChatRequest, held: HeldBody) -> ChatMedia | None:
         """The media of a conversation, None if it has none. Raises ApiError."""
         if not has_media(body.messages):
             return None
-        return await self.media.load(json_of(body.messages), body.mm_processor_kwargs)
+        held.pause()  # what is decoded comes from the body, or from elsewhere, and may take long
+        return await held.unless_left(self.media.load(json_of(body.messages), body.mm_processor_kwargs))
 
     def _render(self, messages: Sequence[Message], body: Rendering, media: ChatMedia | None) -> str:
         if media is None and has_media(messages):
@@ -166,6 +166,7 @@ class PromptCall:
         state = request.state
         self.name: str = state.request_id if state.request_id_given or not body.request_id else body.request_id
         self.id, self.created = f"{prefix}-{self.name}", int(time.time())
+        self.owner = owner_of(request.scope)
         self.summary = state.summary = Summary(self.id, self.model, self.model != server.model_names[0])
         self._engine_id = f"{self.id}-{secrets.token_hex(4)}"  # clients may use a name again
         self._began = asyncio.get_running_loop().time()
@@ -176,6 +177,15 @@ class PromptCall:
         self._requests: list[ProcessedRequest] = []
         self._ended_by: ApiError | None = None
         self._constraint_field: str | None = None
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """By which its client can abort it."""
+        return self.id, self.name
+
+    @property
+    def keep_alive_interval(self) -> float:
+        return self.server.config.sse_keep_alive_interval
 
     def _request_id(self, index: int, num_prompts: int) -> str:
         return self._engine_id if num_prompts == 1 else f"{self._engine_id}-{index}"
@@ -232,6 +242,8 @@ class PromptCall:
             self.server.llm.client.check()
             reason, quotes = f"the request failed: {completion.stop_reason}", self._constraint_field is not None
             raise ApiError(500, reason, code="request_failed", quotes=quotes)
+        if completion.finish_reason == "overloaded":
+            raise ApiError(503, str(completion.stop_reason), code="server_overloaded", headers={"Retry-After": "1"})
         if completion.finish_reason == "abort" and self._ended_by is not None:
             raise self._ended_by
 
@@ -459,37 +471,3 @@ class Chunks:
         values = meter.metrics
         metrics = b"" if values is None else b',"metrics":' + msgspec.json.encode(values)
         return b"".join((self._head, b',"choices":[],"usage":', msgspec.json.encode(meter.usage), metrics, b"}\n\n"))
-
-
-class EventStream(Response):
-    """Sends events as they are generated. It waits for slow readers, and queues nothing meanwhile.
-
-    before_error, after_error: what surrounds the JSON of an error that ends the stream. done: the stream's last bytes.
-    """
-
-    media_type = "text/event-stream; charset=utf-8"
-    before_error, after_error = b"data: ", b"\n\n"
-    done = b"data: [DONE]\n\n"
-
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self.first, self.events = first, events
-
-    @classmethod
-    async def begin(cls, events: AsyncGenerator[bytes]) -> Self:
-        """Wait for the first event, so that an error before it is answered with its own status."""
-        return cls(await anext(events), events)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async with aclosing(self.events) as events:
-            await send({"type": "http.response.body", "body": self.first, "more_body": True})
-            try:
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-                end = b""
-            except Exception as error:
-                scope["state"]["error"] = told = api_error(error)
-                end = self.before_error + msgspec.json.encode(told.body(path_in(scope))) + self.after_error
-        await send({"type": "http.response.body", "body": end + self.done, "more_body": False})

@@ -85,12 +85,14 @@ class Acceptor:
         backlog: int,
         protocol: Callable[[], asyncio.Protocol],
         context: ssl.SSLContext | None,
+        handshake_timeout: float,
     ) -> None:
-        """protocol: makes the protocol of a connection."""
+        """protocol: makes the protocol of a connection. handshake_timeout: seconds for that of TLS."""
         listening.setblocking(False)
         listening.listen(backlog)
         self._listening, self._protocol, self._context = listening, protocol, context
         self._limit = _descriptor_limit()
+        self._handshake_timeout = None if context is None else handshake_timeout
         self._handshakes: set[asyncio.Task[None]] = set()
         self._logged_at = float("-inf")
         self._task = asyncio.create_task(self._accept(), name="accept connections")
@@ -124,7 +126,9 @@ class Acceptor:
         with contextlib.suppress(OSError):  # the client has gone, or does not speak TLS
             connection.setblocking(False)
             loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(self._protocol, connection, ssl=self._context)
+            await loop.connect_accepted_socket(
+                self._protocol, connection, ssl=self._context, ssl_handshake_timeout=self._handshake_timeout
+            )
 
     def _has_descriptor(self) -> bool:
         """Whether descriptors are free. A new one gets the lowest free number, which shows how many are in use."""

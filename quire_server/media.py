@@ -1,20 +1,21 @@
-"""The pictures of a chat request: they are fetched, decoded and preprocessed in threads, a few at a time."""
+"""The media of a chat request, a few at a time: they are fetched and preprocessed in threads, and decoded in worker
+processes."""
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.processor import Processor, PromptFields
 from quire.messages.errors import error_text
+from quire.system.untrusted.limits import BusyError
 from quire_server.errors import ApiError
 from quire_server.messages import MEDIA_PARTS
 
-Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 AT_ONCE = 4  # items that are worked on at the same time, each of which may take hundreds of MB
 
@@ -51,6 +52,7 @@ class MediaLoader:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm, self._media = llm, llm.processor.media
         self._threads = ThreadPoolExecutor(AT_ONCE, "media")
+        self._turns = asyncio.Semaphore(AT_ONCE)
         self.sounds = asyncio.Semaphore(AT_ONCE)  # to be held while a long sound is in memory: an hour takes 340 MB
 
     async def load(self, messages: list[Any], kwargs: dict[str, Any] | None) -> ChatMedia:
@@ -69,7 +71,10 @@ class MediaLoader:
         except ValueError as error:
             raise _refusal(error) from error
         found, size, most = ChatMedia(rest, kwargs), 0, self._llm.max_model_len
-        begin = partial(self._begin, partial(processor.prepare, kwargs=kwargs))
+
+        def begin(part: Any) -> asyncio.Task[Any]:
+            return asyncio.create_task(self._prepare(part, kwargs))
+
         jobs = deque(map(begin, parts[:AT_ONCE]))
         try:
             for number, part in enumerate(parts):
@@ -83,18 +88,47 @@ class MediaLoader:
                 found.uuids.setdefault(part.modality, []).append(part.uuid)
         except ValueError as error:
             raise _refusal(error) from error
+        except BusyError as error:
+            raise _busy(error) from error
         finally:
             for job in jobs:
                 if not job.cancel():
                     job.exception()  # asyncio would log that nobody has read it
         return found
 
-    async def in_turn(self, function: Callable[[Argument], Result], argument: Argument) -> Result:
-        """Call a function that decodes, in a thread, and few of them at a time."""
-        return await self._begin(function, argument)
+    async def _prepare(self, part: Any, kwargs: dict[str, Any] | None) -> Any:
+        """An item, fetched and preprocessed in threads, and decoded by a job, which ends if the task is cancelled."""
+        media = self._media
+        assert media is not None
+        async with self._turns:
+            encoded, prepared = await self._in_thread(media.read, part, kwargs)
+            if prepared is not None:
+                return prepared
+            if encoded is None:  # not a file: a picture that is decoded already
+                return await self._in_thread(media.prepare, part, kwargs)
+            job = await self._job(encoded)
+            return await self._in_thread(media.finish, part, encoded, job, kwargs)
 
-    def _begin(self, function: Callable[[Argument], Result], argument: Argument) -> asyncio.Future[Result]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, function, argument)
+    async def sound(self, data: bytes) -> Any:
+        """The samples of a sound's file. Raises ValueError, and ApiError if the server has too much to do."""
+        media = self._media
+        assert media is not None
+        encoded = media.sound(data)
+        try:
+            return await self._in_thread(media.result, encoded, await self._job(encoded))
+        except BusyError as error:
+            raise _busy(error) from error
+
+    @staticmethod
+    async def _job(encoded: Any) -> Any:
+        """The job that decodes an item, when it has ended."""
+        job = encoded.submit()
+        with suppress(Exception):  # the job has it
+            await asyncio.wrap_future(job)
+        return job
+
+    async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
 
 def _first_part(messages: list[Any]) -> str:
@@ -106,6 +140,11 @@ def _first_part(messages: list[Any]) -> str:
         for index, part in enumerate(message["content"])
         if isinstance(part, dict) and part.get("type") in MEDIA_PARTS
     )
+
+
+def _busy(error: BusyError) -> ApiError:
+    message = f"decoding media was given up: {error_text(error)}; try again"
+    return ApiError(503, message, code="server_overloaded", headers={"Retry-After": "1"})
 
 
 def _refusal(error: ValueError) -> ApiError:

@@ -23,9 +23,10 @@ from quire_parsing.events import Content, Reasoning
 from quire_server.answering import Answering, FunctionCall
 from quire_server.errors import ApiError, json_response
 from quire_server.fields import TABLES, Logprobs, Objects, Strings
-from quire_server.generation import Call, EventStream, Server
+from quire_server.generation import Call, Server
 from quire_server.protocol import Body, ChatRequest
 from quire_server.routing import StrictRoute, answers, stream_answers, validated
+from quire_server.streams import EventStream
 
 OLLAMA_VERSION = "0.12.6"  # of Ollama, whose API this is: clients ask for it to find out what they may use
 _OPTIONS: dict[str, str] = TABLES["ollama"]["options"]  # and their names in ChatRequest
@@ -167,6 +168,8 @@ class OllamaChatRequest(Generation):
 
 
 class LineStream(EventStream):
+    """Lines of JSON, among which clients expect nothing else: an idle stream gets parts without text."""
+
     media_type = "application/x-ndjson"
     before_error, after_error, done = b"", b"\n", b""
 
@@ -231,7 +234,9 @@ class Reply:
 
     async def send(self, answering: Answering) -> Response:
         if answering.body.stream:
-            return await LineStream.begin(self._stream(answering))
+            return await LineStream.begin(
+                self._stream(answering), answering.call.keep_alive_interval, _line(self.part(done=False))
+            )
         [answer] = await answering.collect()
         assert answer.completion is not None
         fields = {**_logprobs(answering, answer.completion), **_end(answering)}

@@ -4,7 +4,6 @@ import asyncio
 import multiprocessing
 import os
 import shutil
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreUp
 from quire.messages.errors import EngineDeadError, error_text
 from quire.metrics.exposition import SHARED_FOLDER
 from quire.metrics.logging import LogOptions, configure_logging, log_options, logger
-from quire.system.ending import end_if_told
+from quire.system.ending import end_if_told, end_signals
 from quire.system.folders import private_folder
 from quire_server.process_metrics import write_pid
 
@@ -124,7 +123,7 @@ class ApiProcesses:
     async def run(self) -> int:
         """Serve until a signal, or until the engine has failed. Returns the exit status. Raises ConfigError or
         EngineDeadError if the start fails."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in end_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
         end_if_told()
         folder = private_folder("quire-metrics-")

@@ -149,7 +149,11 @@ class RequestLog:
             came_late = 0 < status < 400 and error.status_code != 499
             about.append(f"the answer ended with error {error.status_code}, {message}" if came_late else message)
             fields |= {"error": message, "error_status": error.status_code}
-            fields |= {f"error_{n}": v for n, v in (("code", error.code), ("param", error.param)) if v is not None}
+            fields |= {
+                f"error_{n}": printable(v, MAX_PATH)
+                for n, v in (("code", error.code), ("param", error.param))
+                if v is not None
+            }
         elif not status:
             about.append("no answer was sent")
         if summary is not None:

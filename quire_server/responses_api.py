@@ -1,7 +1,6 @@
 """/v1/responses: create, stream, retrieve, cancel and delete responses, and list their input."""
 
 import asyncio
-import hashlib
 import re
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -19,12 +18,13 @@ from quire_server.answering import Answering, Piece
 from quire_server.bodies import HeldBody
 from quire_server.errors import ApiError, api_error, json_response
 from quire_server.fields import TABLES
-from quire_server.generation import EventStream, Server
-from quire_server.middleware import given_key
+from quire_server.generation import Server
+from quire_server.middleware import owner_of
 from quire_server.response_items import Events, Item, Output, ResponsesRequest, in_terms_of_responses, new_id
 from quire_server.response_store import MissingResponseError, Record, StoreError, open_store
 from quire_server.responses import Usage
 from quire_server.routing import StrictRoute, answers, stream_answers
+from quire_server.streams import EventStream
 
 REFRESH_SECONDS = 2.0  # between a server's signs that it still runs a background response
 LOST_SECONDS = 60.0  # without such a sign, after which the response has failed
@@ -70,6 +70,7 @@ class Responses:
     async def conversation(self, owner: str, response_id: str, held: HeldBody) -> list[Item]:
         """The items up to and with the output of a response, which count as a part of the body. Raises ApiError."""
         param = "previous_response_id"
+        held.pause()  # the store may be slow
         records = await self.call(self.store.chain, owner, response_id, param)
         if records[-1].is_running:
             raise ApiError(400, f"{param}: the response {response_id} is not complete", param=param)
@@ -88,11 +89,6 @@ def _unavailable(error: StoreError) -> ApiError:
 def _responses(request: Request) -> Responses:
     responses: Responses = request.app.state.responses
     return responses
-
-
-def _owner(request: Request) -> str:
-    """Stands for the request's API key, which cannot be found out from it."""
-    return hashlib.sha256(b"owner of responses\n" + given_key(request.scope)).hexdigest()
 
 
 class Run:
@@ -293,7 +289,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 
 
 async def _answer(body: ResponsesRequest, request: Request) -> Response:
-    responses, owner = _responses(request), _owner(request)
+    responses, owner = _responses(request), owner_of(request.scope)
     earlier = []
     if body.previous_response_id is not None:
         earlier = await responses.conversation(owner, body.previous_response_id, request.state.body)
@@ -307,9 +303,11 @@ async def _answer(body: ResponsesRequest, request: Request) -> Response:
     if body.background:
         run.log = request.app.state.server.log.later(request.scope)
         await run.start()
-        return await ResponseStream.begin(run.follow(-1)) if body.stream else json_response(response)
+        if not body.stream:
+            return json_response(response)
+        return await ResponseStream.begin(run.follow(-1), _interval(request))
     if body.stream:
-        return await ResponseStream.begin(run.stream())
+        return await ResponseStream.begin(run.stream(), _interval(request))
     async for _ in run.steps():
         pass
     return json_response(run.response)
@@ -330,15 +328,20 @@ async def retrieve_response(
 ) -> Response:
     """A stored response, or one that is generated in the background; with stream, its events."""
     responses = _responses(request)
-    record = await responses.find(_owner(request), response_id)
+    record = await responses.find(owner_of(request.scope), response_id)
     if not stream:
         return json_response(record.response)
     run = responses.runs.get(response_id)
     if run is not None:
-        return await ResponseStream.begin(run.follow(starting_after))
+        return await ResponseStream.begin(run.follow(starting_after), _interval(request))
     if record.is_running:
         raise ApiError(400, "stream: another server generates the response; its stream is there", param="stream")
-    return await ResponseStream.begin(_events(_replay(record, starting_after)))
+    return await ResponseStream.begin(_events(_replay(record, starting_after)), _interval(request))
+
+
+def _interval(request: Request) -> float:
+    server: Server = request.app.state.server
+    return server.config.sse_keep_alive_interval
 
 
 async def _events(events: list[bytes]) -> AsyncGenerator[bytes]:
@@ -348,7 +351,7 @@ async def _events(events: list[bytes]) -> AsyncGenerator[bytes]:
 @router.post("/v1/responses/{response_id}/cancel", responses=answers(Item), response_model=None)
 async def cancel_response(response_id: str, request: Request) -> Response:
     """End a response that is generated in the background."""
-    responses, owner = _responses(request), _owner(request)
+    responses, owner = _responses(request), owner_of(request.scope)
     record = await responses.find(owner, response_id)
     if not record.response["background"]:
         raise ApiError(
@@ -369,7 +372,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 @router.delete("/v1/responses/{response_id}", responses=answers(Item), response_model=None)
 async def delete_response(response_id: str, request: Request) -> Response:
     """Forget a response. Those that continue it can be read, but not continued any more."""
-    responses, owner = _responses(request), _owner(request)
+    responses, owner = _responses(request), owner_of(request.scope)
     await responses.call(responses.store.delete, owner, response_id)
     run = responses.runs.get(response_id)
     if run is not None:
@@ -387,7 +390,7 @@ async def list_input_items(
 ) -> Response:
     """The conversation that the model got: the response's input, behind that of the responses that it continues."""
     responses = _responses(request)
-    *earlier, last = await responses.call(responses.store.chain, _owner(request), response_id)
+    *earlier, last = await responses.call(responses.store.chain, owner_of(request.scope), response_id)
     items = [item for record in earlier for item in record.items] + last.input
     if order == "desc":
         items.reverse()

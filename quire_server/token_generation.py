@@ -11,10 +11,11 @@ from starlette.responses import Response
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire_server.errors import ApiError, json_response
 from quire_server.fields import MAX_INT, TABLES, ExtraArguments, Logprobs, Positive, StreamOptions, TokenIds
-from quire_server.generation import Call, Chunks, EventStream
+from quire_server.generation import Call, Chunks
 from quire_server.logprobs import chat_logprobs, prompt_logprobs, token_id_logprobs
 from quire_server.protocol import UNSUPPORTED, Body, Generation
 from quire_server.routing import StrictRoute, stream_answers
+from quire_server.streams import EventStream
 
 router = APIRouter(route_class=StrictRoute)
 
@@ -81,7 +82,7 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
         raise
     body.token_ids = []
     if body.stream:
-        return await EventStream.begin(_stream(call, body))
+        return await EventStream.begin(_stream(call, body), call.keep_alive_interval)
     async with aclosing(call.run()) as outputs:
         output = await anext(outputs)
     meter = call.meter()

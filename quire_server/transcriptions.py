@@ -19,12 +19,14 @@ from quire.engine.processor import Prompt, PromptFields
 from quire.messages.outputs import CompletionOutput
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured_outputs import StructuredOutputsParams
+from quire_server.bodies import HeldBody
 from quire_server.errors import ApiError, json_response
 from quire_server.fields import Positive
-from quire_server.generation import Call, EventStream, Server
+from quire_server.generation import Call, Server
 from quire_server.protocol import Generation
 from quire_server.responses import Transcript
 from quire_server.routing import stream_answers, validated
+from quire_server.streams import EventStream
 
 router = APIRouter()
 _TIME = re.compile(r"<\|\d+\.\d\d\|>")
@@ -119,7 +121,7 @@ async def _answer(request: Request, task: str) -> Response:
     body, data = await _read(request)
     transcription = await _Transcription.begin(request, body, data, task)
     if body.stream:
-        return await EventStream.begin(transcription.stream())
+        return await EventStream.begin(transcription.stream(), transcription.call.keep_alive_interval)
     return await transcription.collect()
 
 
@@ -182,9 +184,10 @@ class _Transcription:
             beginning = speech.beginning(body.prompt, server.llm.max_model_len // MOST_ROOM - 8)
         except ValueError as error:
             raise ApiError(400, str(error), param="prompt") from error
+        held: HeldBody = request.state.body
         async with server.media.sounds:
             try:
-                samples = await server.media.in_turn(speech.decode, data)
+                samples = await held.unless_left(server.media.sound(data))
             except ValueError as error:
                 raise ApiError(400, f"file: {error}", param="file") from error
             made = cls(call, body, task, speech, samples)
@@ -224,6 +227,8 @@ class _Transcription:
         name = f"{self.call.id}-first-{place}"
         async for output in llm.generate(self._prompt(beginning, place), params, name):
             completion = output.outputs[0]
+        if completion.finish_reason == "overloaded":
+            raise ApiError(503, str(completion.stop_reason), code="server_overloaded", headers={"Retry-After": "1"})
         if completion.finish_reason == "error":
             raise ApiError(500, f"the request failed: {completion.stop_reason}", code="request_failed")
         chances: Mapping[int, Any] = completion.logprobs[0] if completion.logprobs else {}

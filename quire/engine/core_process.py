@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import socket
 import threading
 import time
@@ -28,6 +27,7 @@ from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, Me
 from quire.messages.errors import EngineDeadError, error_text
 from quire.metrics.logging import LogOptions, configure_logging, logger
 from quire.system import lean_torch
+from quire.system.ending import leave_end_to_parent
 from quire.system.garbage import skip_last_collection
 from quire.system.stacks import FOLDER_VARIABLE, offer_stacks
 
@@ -63,8 +63,7 @@ def run_core(
     """
     if memory:
         os.environ[MEMORY_VARIABLE] = memory  # for this process and those of its ranks
-    for number in (signal.SIGINT, signal.SIGTERM):  # often sent to the whole group of processes; the parent decides
-        signal.signal(number, signal.SIG_IGN)
+    leave_end_to_parent()
     configure_logging(*log)
     os.environ[FOLDER_VARIABLE] = str(folder)
     offer_stacks(folder, f"core {rank}")

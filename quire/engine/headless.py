@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import signal
 from pathlib import Path
 
 import msgspec
@@ -18,7 +17,7 @@ from quire.executor.agreement import facts, versions
 from quire.messages.engine import Begin, CoreDied, CoreEvent, CoreUp, MeetingPlace
 from quire.messages.errors import error_text
 from quire.metrics.logging import logger
-from quire.system.ending import end_if_told
+from quire.system.ending import end_if_told, end_signals
 
 _orders = msgspec.msgpack.Decoder(Begin)
 
@@ -89,7 +88,7 @@ class HeadlessCores:
         """Until a signal, or until all cores are given up. Returns the exit status. Raises ConfigError if the server
         refuses this machine."""
         self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in end_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._node.stop)
         end_if_told()
         cores = asyncio.create_task(self._cores.run(self._told))

@@ -6,7 +6,6 @@ A process of its own talks to Ray, since Ray ends processes that lose their clus
 import asyncio
 import multiprocessing
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from quire.config import ConfigError, EngineConfig
 from quire.executor.ray_cluster import Actors, RayCluster, portable, resources, unpacked, uses_gpus
 from quire.messages.errors import error_text
 from quire.metrics.logging import LogOptions, configure_logging, log_options, logger
+from quire.system.ending import leave_end_to_parent
 
 _ALONE: dict[str, float] = {"memory": 1 << 20}  # what a core needs whose ranks are actors themselves: bytes
 _AGAIN_SECONDS = 2.0  # between the end of an actor and the next one of its replica
@@ -65,8 +65,7 @@ class RayReplicas:
 
 def _launch(parent: Connection, config: bytes, replicas: range, secret: bytes, log: LogOptions) -> None:
     """The main function of the process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides
-        signal.signal(number, signal.SIG_IGN)
+    leave_end_to_parent()
     configure_logging(*log)
     try:
         cluster = RayCluster()

@@ -19,7 +19,7 @@ from quire.executor.local_ranks import END_SECONDS, LocalRanks
 from quire.executor.threads import limit_threads
 from quire.messages.errors import error_text
 from quire.metrics.logging import logger
-from quire.system.ending import end_if_told
+from quire.system.ending import end_if_told, end_signals
 
 _orders = msgspec.msgpack.Decoder(messages.ForRanks)
 _begins = msgspec.msgpack.Decoder(messages.Begin)
@@ -133,7 +133,7 @@ def run_agent(config: EngineConfig, directory: Path) -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         agent.stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in end_signals():
         signal.signal(number, stop)
     end_if_told()
     agent.run()

@@ -39,7 +39,8 @@ _orders = msgspec.msgpack.Decoder(messages.Order)
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the executor handles Ctrl-C, and ends the ranks if needed
+    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal; the executor ends the ranks if needed
+        signal.signal(number, signal.SIG_IGN)
     host, port, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     key, secret = bytes.fromhex(sys.stdin.readline()), bytes.fromhex(sys.stdin.readline())
     link = Link.connect(host, port, key)

@@ -1,30 +1,47 @@
-"""SIGTERM ends a command in an orderly way, even if Python drops the exception that says so."""
+"""SIGTERM and SIGHUP end a command in an orderly way, even if Python drops the exception that says so."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
 
-_STATUS = 128 + signal.SIGTERM
 _received: list[int] = []
 
 
-def end_on_sigterm() -> None:
-    """From now on, SIGTERM raises SystemExit in the main thread, which has to call this. Without a handler, Linux does
-    not deliver the signal to the first process of a container."""
-    signal.signal(signal.SIGTERM, _end)
+def end_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end a server, which may then let its requests finish: SIGINT, SIGTERM and SIGHUP.
+
+    SIGHUP comes when a terminal is closed. It is left alone if it is ignored, which is what nohup does.
+    """
+    ends = (signal.SIGINT, signal.SIGTERM)
+    return ends if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*ends, signal.SIGHUP)
+
+
+def leave_end_to_parent() -> None:
+    """Ignore the signals that are often sent to a whole group of processes: the parent decides when this one ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_on_signals() -> None:
+    """From now on, SIGTERM and SIGHUP raise SystemExit in the main thread, which has to call this. Without a handler,
+    Linux does not deliver the signals to the first process of a container."""
+    for number in end_signals():
+        if number != signal.SIGINT:  # Python raises KeyboardInterrupt
+            signal.signal(number, _end)
 
 
 def end_if_told() -> None:
-    """Raises SystemExit if SIGTERM has come before. For servers that have just put handlers of their own in the place.
+    """Raises SystemExit if such a signal has come before. For servers that have just put handlers of their own in the
+    place.
 
     Python prints and drops an exception that is raised during the callback of a weak reference. Each import runs such
     callbacks, so what `_end` raises can be dropped while a server starts.
     """
     if _received:
-        raise SystemExit(_STATUS)
+        raise SystemExit(128 + _received[0])
 
 
 def _end(number: int, frame: FrameType | None) -> None:
     _received.append(number)
-    raise SystemExit(_STATUS)
+    raise SystemExit(128 + number)

@@ -1,12 +1,17 @@
 """Writable folders, also for a user without a home or a passwd entry, and in a container with a read-only root."""
 
+import contextlib
+import os
+import shutil
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quire.messages.errors import error_text
 
 _SHARED_MEMORY = "/dev/shm"  # a container with a read-only root still has it
+_NEW_SECONDS = 60.0  # in which a folder that was just made gets its lock
 
 
 def cache_folder() -> Path | None:
@@ -53,3 +58,46 @@ def private_folder(prefix: str, longest: int | None = None) -> Path:
             problem = error
     message = f"no temporary folder can be made ({error_text(problem)}); set TMPDIR to a writable folder"
     raise OSError(message) from problem
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """A private folder that is removed at the end, or by the next process that asks for one if this one is killed.
+
+    prefix: of the names of these folders alone. parent: default: as for `private_folder`. Raises OSError.
+    """
+    for place in {tempfile.gettempdir(), _SHARED_MEMORY} if parent is None else {str(parent)}:
+        _remove_abandoned(place, prefix)
+    folder = private_folder(prefix) if parent is None else Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        with _locked(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned(parent: str, prefix: str) -> None:
+    """Remove this user's scratch folders whose processes have been killed."""
+    found = list[os.DirEntry[str]]()
+    with contextlib.suppress(OSError):
+        found = [entry for entry in os.scandir(parent) if entry.name.startswith(prefix)]
+    for entry in found:
+        with contextlib.suppress(OSError):  # another process removes it, too, or its own process holds the lock
+            status = entry.stat(follow_symlinks=False)
+            is_own = entry.is_dir(follow_symlinks=False) and status.st_uid == os.getuid()
+            if is_own and time.time() - status.st_mtime > _NEW_SECONDS:
+                with _locked(Path(entry.path)):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which ends with the process. Raises OSError if another one holds it."""
+    import fcntl  # not on Windows
+
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)

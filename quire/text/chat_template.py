@@ -215,6 +215,8 @@ def _parse_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError as error:
         raise ChatTemplateError(f"{where}.function.arguments is not JSON: {error_text(error)}") from error
+    except RecursionError as error:
+        raise ChatTemplateError(f"{where}.function.arguments is nested too deeply") from error
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.messages.sampling_params import SamplingParams
+from quire_multimodal.sounds import decode_sound
 from support.engines import make_llm
 from support.real_whisper import SENTENCES, checkpoint, spoken, word_errors
 
@@ -21,7 +22,7 @@ def test_words_are_those_of_transformers(tmp_path):
     llm = make_llm(path, max_model_len=448, max_num_seqs=8)
     speech = llm.processor.media.speech
     said = [(text, spoken(text, voice, tmp_path / "a.wav")) for text in SENTENCES for voice in VOICES]
-    sounds = [speech.decode(data) for _, data in said]
+    sounds = [decode_sound(data, speech.sample_rate) for _, data in said]
     whisper = WhisperForConditionalGeneration.from_pretrained(path, attn_implementation="eager").eval()
     features = WhisperFeatureExtractor()(sounds, sampling_rate=16_000, return_tensors="pt").input_features
     for with_times in (False, True):

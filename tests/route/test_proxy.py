@@ -184,7 +184,7 @@ def test_the_bodies_of_all_requests_together_are_bounded(servers: list[StandIn])
     limits = ("--max-body-bytes", "1M", "--max-total-body-bytes", "2M")
     with Proxy(servers[0].url, options=limits) as proxy:
         head = b"POST /v1/a HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
-        held = [connect(proxy, head + b"1") for _ in range(2)]
+        held = [connect(proxy, head + bytes(999_999)) for _ in range(2)]
         refused = proxy.request("POST", "/v1/a", bytes(1000))
         eventually(lambda: proxy.request("POST", "/v1/a", bytes(1_000_000)).status == 503)
         assert refused.status in (200, 503)

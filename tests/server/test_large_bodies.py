@@ -98,7 +98,7 @@ def test_a_long_cache_salt_is_no_burden(server):
 
 
 def test_bodies_beyond_the_total_are_refused_before_they_are_read(small):
-    with unfinished(small, "Content-Length: 900000", b"{"):
+    with unfinished(small, "Content-Length: 900001", b"x" * 900_000):
         eventually(lambda: in_hand(small) == 900_000)
         assert small.post("/v1/completions", {"prompt": "x" * 200_000}).status == 503
         with unfinished(small, "Content-Length: 200000", b"") as raw, raw.makefile("rb") as stream:
@@ -140,9 +140,7 @@ def test_every_end_of_a_request_gives_its_share_back(small):
     assert small.post("/v1/completions", {**SHORT, "prompt": "x" * 900_000, "truncate_prompt_tokens": 5}).status == 200
 
 
-def test_a_body_that_stops_coming_is_given_up(small, monkeypatch):
-    monkeypatch.setattr(bodies, "STALL_SECONDS", 0.2)
-    with unfinished(small, "Content-Length: 900000", b"{") as raw:
+def test_a_body_that_stops_coming_is_given_up(small, host: Host):
+    with unfinished(host.serve(body_timeout=0.2), "Content-Length: 900000", b"{") as raw:
         assert raw.recv(10_000).startswith(b"HTTP/1.1 408 ")
-    monkeypatch.setattr(bodies, "STALL_SECONDS", LONGEST)
     assert small.post("/v1/completions", {**SHORT, "prompt": "x" * 900_000, "truncate_prompt_tokens": 5}).status == 200

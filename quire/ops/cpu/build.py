@@ -13,7 +13,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ import torch
 from quire.messages.errors import error_text
 from quire.ops.cpu.processor import INSTRUCTION_SETS, USED_FEATURES, cpu_features
 from quire.system import limits
-from quire.system.folders import cache_folder, private_folder
+from quire.system.folders import cache_folder, scratch_folder
 
 logger = logging.getLogger("quire")
 
@@ -158,11 +157,8 @@ def _load_once(flags: Sequence[str], reason: str) -> Library:
 
     Raises BuildError and OSError like `load`.
     """
-    folder = private_folder("quire-kernels-")
-    try:
+    with scratch_folder("quire-kernels-") as folder:
         loaded = load(folder, flags)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     logger.warning(
         "The compiled CPU kernels cannot be kept, so every start compiles them again: %s. Set XDG_CACHE_HOME to a "
         "folder that this user can write.",
@@ -285,7 +281,8 @@ def _is_trusted(path: Path) -> bool:
 def _compile(compiler: list[str], flags: Sequence[str], path: Path) -> None:
     started = time.monotonic()
     print("Compiling CPU kernels (first use) ... ", end="", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+    with scratch_folder("compiling-", path.parent) as folder:
+        temporary = str(folder)
         sources = sorted(SOURCES.glob("*.cpp"))
         objects = [f"{temporary}/{source.stem}.o" for source in sources]
         commands = [[*compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]

@@ -1,0 +1,34 @@
+"""The time in which a body must arrive. The proxy uses it, too."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+RATE = 16 << 10  # bytes a second; a body that comes more slowly uses up its time
+
+
+class BodyTimeoutError(Exception):
+    """The body comes too slowly. The message says what would be allowed."""
+
+
+class Arrival:
+    """Receives the messages of one body.
+
+    seconds: for which nothing may come, and by which a body may be late that should come at RATE.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._loop, self._seconds = asyncio.get_running_loop(), seconds
+        self._until = self._loop.time() + seconds
+
+    async def next(self, receive: Callable[[], Awaitable[Any]]) -> Any:
+        """The next message. Raises BodyTimeoutError."""
+        try:
+            async with asyncio.timeout_at(self._until):
+                message = await receive()
+        except TimeoutError as error:
+            slow = f"nothing came for {self._seconds:g} s, or less than {RATE >> 10} KiB a second"
+            raise BodyTimeoutError(f"the body did not arrive: {slow}") from error
+        earned = len(message.get("body", b"")) / RATE
+        self._until = min(self._until + earned, self._loop.time() + self._seconds)
+        return message
