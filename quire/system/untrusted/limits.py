@@ -1,0 +1,43 @@
+"""The limits of a job, and the exceptions of jobs that exceed one."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a job may use.
+
+    cpu_seconds: processor time of all its threads. memory_bytes: address space beyond what its modules take.
+    total_seconds: from the submission to the result, with the time in the queue. slice_seconds: what a usual job needs;
+    one that takes longer steps aside while others wait. result_bytes: of the encoded result.
+    """
+
+    cpu_seconds: float
+    memory_bytes: int
+    total_seconds: float = 10.0
+    slice_seconds: float = 0.1
+    result_bytes: int = 256 * MIB
+
+    def __post_init__(self) -> None:
+        for name in ("cpu_seconds", "memory_bytes", "total_seconds", "slice_seconds", "result_bytes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+class LimitExceededError(ValueError):
+    """A job exceeded a limit of its own or crashed: its client gets a 4xx. The text begins with "it"."""
+
+    def __init__(self, limit: Literal["cpu", "memory", "crash", "result"], text: str) -> None:
+        super().__init__(text)
+        self.limit = limit
+
+
+class BusyError(RuntimeError):
+    """The queue was full, or other jobs took the time that a job had in all: its client gets a 503."""
+
+
+class WorkerError(RuntimeError):
+    """A job could not be run, or raised an exception that is not about its arguments: a fault of the server, a 500."""
