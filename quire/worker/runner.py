@@ -1,15 +1,18 @@
 """What the runners of all models share: steps in two calls, and requests that cannot be run."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from quire.layers.step_inputs import StepInputs, StepSize
 from quire.lora.store import AdapterStore
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
+from quire.metrics.logging import logger
 from quire.models.model import Model
 from quire.worker.expert_balance import ExpertBalancer
 from quire.worker.forward import Forward
@@ -33,6 +36,8 @@ class Runner(ABC, Generic[Launched]):
     balancer: ExpertBalancer | None = None  # of experts that may move
     clock: StepClock | None = None  # told about each step, if others wait for what it computes
     media: MediaInputs | None = None  # of a model that takes pictures or embeddings
+    ranks_agree: bool = True  # whether all ranks have the same logits, and so skip the same steps
+    was_finite: bool = False  # whether a step has shown that the model computes numbers, see check_numbers
     in_lockstep: bool = False  # whether other replicas wait for a forward of each step, also of those without rows
 
     def __init__(self, model: Model, batch: InputBatch, staging: Staging, forward: Forward, is_only_rank: bool) -> None:
@@ -61,7 +66,9 @@ class Runner(ABC, Generic[Launched]):
                 if self.media is not None:
                     self.media.update(step)
                     flat = self.media.place(flat)
-                self._launched[step.step_id] = self.launch(flat, step)
+                launched = self.launch(flat, step)
+                refused = None if self.was_finite else self.check_numbers(step, self.results_of(launched))
+                self._launched[step.step_id] = refused or launched
             except torch.OutOfMemoryError as error:
                 self._launched[step.step_id] = self.out_of_memory(step, error)
         if self.clock is not None:
@@ -97,6 +104,10 @@ class Runner(ABC, Generic[Launched]):
     @abstractmethod
     def launch(self, flat: FlatBatch, step: SchedulerOutput) -> Launched: ...
 
+    def results_of(self, launched: Launched) -> Sequence[Tensor]:
+        """What a launched step has computed for each request; nothing where another rank has it."""
+        return ()
+
     @abstractmethod
     def sample(self, step_id: int, masks: TokenMasks | None = None) -> Callable[[], ModelRunnerOutput]:
         """Launch the end of a submitted step. The returned function waits for the output. masks: which tokens may be
@@ -109,6 +120,31 @@ class Runner(ABC, Generic[Launched]):
     def _skip(self, step: SchedulerOutput, refusals: dict[int, str]) -> ModelRunnerOutput:
         self._skipped_epoch = step.epoch
         return ModelRunnerOutput(step.step_id, refusals=refusals, was_skipped=True)
+
+    def check_numbers(self, step: SchedulerOutput, results: Sequence[Tensor]) -> ModelRunnerOutput | None:
+        """Refuse requests whose first logits are not finite, until the model has computed finite ones.
+
+        A type with too small a range gives NaN from the first step on, so later steps are not checked. Returns the
+        output of the step if it is refused. results: by request, its logits [places, vocab] or what was pooled. Steps
+        of the warm-up, which read a cache without content, are not checked.
+        """
+        if step.epoch < 0:
+            return None
+        # -inf is a token that cannot be sampled, but one must be left. The largest of NaN and a number is NaN.
+        largest = [float(result.amax(-1).sum()) if result.numel() else None for result in results]
+        wrong = [index for index, value in enumerate(largest) if value is not None and not math.isfinite(value)]
+        if not wrong:
+            self.was_finite = any(value is not None for value in largest)
+            return None
+        dtype = str(self.model.kernels.target.dtype).removeprefix("torch.")
+        message = (
+            f"dtype: in {dtype}, the model computes NaN or infinity instead of logits. Its numbers exceed the range of "
+            "this type, or its weights or its inputs are damaged; use dtype='bfloat16' or 'float32'"
+        )
+        logger.error("The first step failed: %s", message)
+        if not self.ranks_agree:
+            raise RuntimeError(message)
+        return self._skip(step, dict.fromkeys(wrong, message))
 
     def out_of_memory(self, step: SchedulerOutput, error: torch.OutOfMemoryError) -> ModelRunnerOutput:
         """Refuse the newest request of the step, so that the other requests can continue with more memory."""
