@@ -1,6 +1,5 @@
 """What the runners of all models share: steps in two calls, and requests that cannot be run."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
@@ -8,6 +7,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from quire.config import ConfigError
 from quire.layers.step_inputs import StepInputs, StepSize
 from quire.lora.store import AdapterStore
 from quire.messages.errors import error_text
@@ -67,7 +67,8 @@ class Runner(ABC, Generic[Launched]):
                     self.media.update(step)
                     flat = self.media.place(flat)
                 launched = self.launch(flat, step)
-                refused = None if self.was_finite else self.check_numbers(step, self.results_of(launched))
+                is_checked = self.was_finite or self.device.is_async
+                refused = None if is_checked else self._check_numbers(step, self.results_of(launched))
                 self._launched[step.step_id] = refused or launched
             except torch.OutOfMemoryError as error:
                 self._launched[step.step_id] = self.out_of_memory(step, error)
@@ -121,30 +122,38 @@ class Runner(ABC, Generic[Launched]):
         self._skipped_epoch = step.epoch
         return ModelRunnerOutput(step.step_id, refusals=refusals, was_skipped=True)
 
-    def check_numbers(self, step: SchedulerOutput, results: Sequence[Tensor]) -> ModelRunnerOutput | None:
-        """Refuse requests whose first logits are not finite, until the model has computed finite ones.
+    def check_start(self, step: SchedulerOutput) -> None:
+        """Run a first step, on a device that no later step may wait for. Raises ConfigError if its results are not
+        finite."""
+        self.submit(step)
+        launched = self._launched[step.step_id]
+        results = () if isinstance(launched, ModelRunnerOutput) else self.results_of(launched)
+        is_wrong = not all(map(_is_finite, results))
+        self.sample(step.step_id)()
+        if is_wrong:
+            raise ConfigError(self._not_finite())
+
+    def _check_numbers(self, step: SchedulerOutput, results: Sequence[Tensor]) -> ModelRunnerOutput | None:
+        """Refuse requests whose first results are not finite, until a step has finite ones only.
 
         A type with too small a range gives NaN from the first step on, so later steps are not checked. Returns the
-        output of the step if it is refused. results: by request, its logits [places, vocab] or what was pooled. Steps
-        of the warm-up, which read a cache without content, are not checked.
+        output of the step if it is refused. results: by request, see results_of.
         """
-        if step.epoch < 0:
-            return None
-        # -inf is a token that cannot be sampled, but one must be left. The largest of NaN and a number is NaN.
-        largest = [float(result.amax(-1).sum()) if result.numel() else None for result in results]
-        wrong = [index for index, value in enumerate(largest) if value is not None and not math.isfinite(value)]
+        wrong = [index for index, result in enumerate(results) if not _is_finite(result)]
         if not wrong:
-            self.was_finite = any(value is not None for value in largest)
+            self.was_finite = any(result.numel() for result in results)
             return None
-        dtype = str(self.model.kernels.target.dtype).removeprefix("torch.")
-        message = (
-            f"dtype: in {dtype}, the model computes NaN or infinity instead of logits. Its numbers exceed the range of "
-            "this type, or its weights or its inputs are damaged; use dtype='bfloat16' or 'float32'"
-        )
-        logger.error("The first step failed: %s", message)
+        logger.error("The first step failed: %s", message := self._not_finite())
         if not self.ranks_agree:
             raise RuntimeError(message)
         return self._skip(step, dict.fromkeys(wrong, message))
+
+    def _not_finite(self) -> str:
+        dtype = str(self.model.kernels.target.dtype).removeprefix("torch.")
+        return (
+            f"dtype: in {dtype}, the model computes NaN or infinity instead of logits. Its numbers exceed the range of "
+            "this type, or its weights or its inputs are damaged; use dtype='bfloat16' or 'float32'"
+        )
 
     def out_of_memory(self, step: SchedulerOutput, error: torch.OutOfMemoryError) -> ModelRunnerOutput:
         """Refuse the newest request of the step, so that the other requests can continue with more memory."""
@@ -157,3 +166,9 @@ class Runner(ABC, Generic[Launched]):
             f"max_num_batched_tokens or max_num_seqs ({error_text(error)})"
         )
         return self._skip(step, {len(step.rows) - 1: reason})
+
+
+def _is_finite(result: Tensor) -> bool:
+    """Whether no value is NaN or positive infinity, and one of each row is finite: logits of -inf are tokens that
+    cannot be sampled. Waits for the device."""
+    return not result.numel() or bool(torch.isfinite(result.amax(-1)).all())  # the largest of NaN and 1 is NaN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from quire.engine.llm import LLM
 from quire.loading.hub import bundled_model
 from quire.messages.sampling_params import SamplingParams
 from quire.models.description import describe
+from quire.worker.warm_up import warm_up
 from support.engines import runner_of
 
 _ONE = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -64,6 +66,14 @@ def test_infinite_logits_are_an_error_that_names_dtype(large_numbers: Path, capl
     llm = LLM(large_numbers, dtype="float16", max_model_len=64, max_num_seqs=4)
     _check_refusal(llm, caplog)
     assert not runner_of(llm).was_finite
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_gpu_checks_its_numbers_when_it_starts(large_numbers: Path, dtype: str) -> None:
+    runner = runner_of(LLM(large_numbers, dtype=dtype, max_model_len=64, max_num_seqs=4))
+    runner.device.is_async = True  # a later step would not be checked, since the host waits for none
+    with pytest.raises(ConfigError, match="dtype: in float16") if dtype == "float16" else contextlib.nullcontext():
+        warm_up(runner, 4)
 
 
 def test_finite_logits_are_checked_once(large_numbers: Path) -> None:
