@@ -36,9 +36,10 @@ def _check_mode(path: Path | str, mode: int) -> None:
 
 def read_bytes(path: Path, most: int) -> bytes:
     """The content of a regular file of at most `most` bytes. Raises FileError or OSError."""
-    # Without O_NONBLOCK, opening a pipe would wait for a writer.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
-        _check_mode(path, os.fstat(stream.fileno()).st_mode)
+    # It may be replaced between the two: without O_NONBLOCK, opening a pipe would wait for a writer.
+    descriptor = os.open(check_regular(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as stream:
+        _check_mode(path, os.fstat(descriptor).st_mode)
         data = stream.read(most + 1)
     if len(data) > most:
         raise FileError(f"{path} has more than {most / MIB:g} MiB, the limit for such a file")

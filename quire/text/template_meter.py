@@ -105,10 +105,9 @@ def _multiply(meter: Meter, left: Any, right: Any) -> Any:
     if _are_numbers(left, right):
         _check_bits(left, right)
         return left * right
-    if isinstance(left, int):
-        left, right = right, left
-    if type(left) in (str, list, tuple) and isinstance(right, int):
-        meter.charge(len(left) * max(right, 0))
+    text, count = (right, left) if isinstance(left, int) else (left, right)
+    if type(text) in (str, list, tuple) and isinstance(count, int):
+        meter.charge(len(text) * max(count, 0))
         made = left * right
         meter.charge_value(made)
         return made

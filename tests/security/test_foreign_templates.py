@@ -222,7 +222,7 @@ _EXPRESSION = st.recursive(
         lambda parts: f"({' '.join(parts)})"
     ) | st.tuples(e, _FILTER).map(lambda parts: f"({parts[0]} | {parts[1]})") | st.lists(e, max_size=3).map(
         lambda items: f"[{', '.join(items)}]"
-    ) | e.map(lambda inner: f"{inner}[:2]") | e.map(lambda inner: f"f({inner})"),
+    ) | e.map(lambda inner: f"(ns.x ~ {inner})[:2]") | e.map(lambda inner: f"f({inner})"),
     max_leaves=8,
 )  # fmt: skip
 _STATEMENT = st.recursive(
