@@ -91,6 +91,7 @@ def _shown(value: Any) -> str:
 def read(config: Config, name: str, make: Callable[[Config], Made]) -> Made:
     """What `make` derives from a checked config. An error that is not about a field becomes one that names the field
     at fault. name: of the architecture."""
+    fault: Exception
     try:
         return make(config)
     except (AssertionError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, MemoryError) as e:

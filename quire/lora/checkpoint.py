@@ -91,7 +91,8 @@ def _scales(config: Mapping[str, Any], matrices: Mapping[str, Tensor]) -> dict[s
     )
     scales = {}
     for module, a in matrices.items():
-        rank, alpha = ranks.get(module, config.get("r")), alphas.get(module, config.get("lora_alpha"))
+        rank: Any = ranks.get(module, config.get("r"))
+        alpha: Any = alphas.get(module, config.get("lora_alpha"))
         is_rank, is_alpha = isinstance(rank, int) and not isinstance(rank, bool), isinstance(alpha, int | float)
         if not is_rank or rank < 1 or not is_alpha or isinstance(alpha, bool) or not abs(alpha) < _LARGEST:
             given = f"r={_shown(rank)} and lora_alpha={_shown(alpha)}"

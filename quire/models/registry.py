@@ -48,7 +48,7 @@ def _verified(architecture: Architecture, config: HfConfig) -> DecoderSpec:
             value = getattr(part, field.name)
             if is_dataclass(value) and not isinstance(value, type):
                 parts.append(value)
-            numbers = {int: (int,), float: (int, float)}.get(field.type)  # type: ignore[call-overload]
+            numbers = (int, float) if field.type is float else (int,) if field.type is int else ()
             if numbers and (not isinstance(value, numbers) or isinstance(value, bool)):
                 raise TypeError(f"{field.name} is {value!r}")
     return spec

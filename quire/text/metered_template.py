@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from types import BuiltinMethodType
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 from jinja2 import nodes
@@ -126,11 +126,11 @@ class _Charges(NodeTransformer):
         self.generic_visit(node)
         match node:
             case nodes.For():
-                node.iter = _wrapped("#loop", node.iter, nodes.Const(NODE + _text_size(node)))
+                node.iter = _wrapped("#loop", cast(nodes.Expr, node.iter), nodes.Const(NODE + _text_size(node)))
             case nodes.Output():
                 node.nodes = [n if isinstance(n, _FIXED) else _wrapped("#output", n) for n in node.nodes]
             case nodes.Assign(target=nodes.NSRef()):
-                node.node = _wrapped("#assigned", node.node)
+                node.node = _wrapped("#assigned", cast(nodes.Expr, node.node))
             case nodes.Concat():
                 return _wrapped("#concat", *node.nodes)
             case nodes.List() | nodes.Dict() | nodes.Tuple(ctx="load") | nodes.Getitem(arg=nodes.Slice()):
@@ -157,4 +157,6 @@ _QUICK_TESTS = frozenset(
 
 
 def _wrapped(name: str, node: nodes.Expr, *arguments: nodes.Expr) -> nodes.Filter:
-    return nodes.Filter(node, name, list(arguments), [], None, None).set_lineno(node.lineno)
+    wrapped = nodes.Filter(node, name, list(arguments), [], None, None)
+    wrapped.set_lineno(node.lineno)
+    return wrapped

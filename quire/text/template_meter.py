@@ -17,6 +17,7 @@ from types import BuiltinMethodType
 from typing import Any
 
 import jinja2
+from jinja2.filters import do_mark_safe
 from jinja2.runtime import Context
 from jinja2.utils import Namespace, pass_context
 
@@ -27,6 +28,7 @@ _CHECKS = 64  # charges between two looks at the time
 _LONG = 50_000  # a charge after which the time is looked at
 _SHORT = 1_000  # characters of what is searched for
 _BITS = 4_096  # of an integer
+_MARKUP: type = type(do_mark_safe(""))
 METER = "#meter"  # where a context has it; templates cannot name it
 
 
@@ -63,7 +65,7 @@ class Meter:
             value = waiting.pop()
             kind = type(value)
             left -= NODE
-            if kind is str or kind is jinja2.utils.markupsafe.Markup:
+            if kind is str or kind is _MARKUP:
                 left -= len(value)
             elif kind is dict:
                 waiting += value.keys()
@@ -139,7 +141,7 @@ def _check_bits(left: Any, right: Any) -> None:
 def _check_types(*values: Any) -> None:
     """Only operations of known types are done here. Those of others are errors, or unknown."""
     known = (str, int, float, list, tuple, dict, type(None), jinja2.Undefined)
-    if not all(isinstance(value, known) and type(value) is not jinja2.utils.markupsafe.Markup for value in values):
+    if not all(isinstance(value, known) and type(value) is not _MARKUP for value in values):
         raise BeyondMeterError
 
 
