@@ -97,7 +97,7 @@ def read(config: Config, name: str, make: Callable[[Config], Made]) -> Made:
     except (AssertionError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, MemoryError) as e:
         fault = e
     except ValueError as e:  # most name a field, but not those of Python, such as that of zip(strict=True)
-        if type(e) is not ValueError or any(field in str(e) for field in _fields(config)):
+        if type(e) is not ValueError or any(field in error_text(e) for field in _fields(config)):
             raise
         fault = e
     lacking = fault.args[0] if isinstance(fault, KeyError) and fault.args and fault.args[0] not in config else None

@@ -72,7 +72,7 @@ def resolve(
     try:
         check_folder(found if found.is_dir() else found.parent, _READ)
     except FileError as error:
-        raise ModelNotFoundError(str(error)) from error
+        raise ModelNotFoundError(error_text(error)) from error
     return found
 
 

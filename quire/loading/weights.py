@@ -215,7 +215,7 @@ def weight_files(directory: Path, single: str, pattern: str) -> list[Path]:
     try:
         return [check_regular(file) for file in _weight_files(directory, single, pattern)]
     except FileError as error:
-        raise WeightError(str(error)) from error
+        raise WeightError(error_text(error)) from error
 
 
 def _weight_files(directory: Path, single: str, pattern: str) -> list[Path]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire.messages.errors import error_text
 from quire.system.untrusted.limits import MIB, LimitExceededError, Limits
 from quire.system.untrusted.pool import shared_pool
 
@@ -44,9 +45,9 @@ def values_by_module(field: str, patterns: Any, modules: Sequence[str]) -> dict[
                 "quire.lora.patterns:first_matches", [key for _, key in expressions], list(modules), limits=_LIMITS
             )
         except LimitExceededError as error:
-            raise ValueError(f"{field} takes too long to match: {error}") from error
+            raise ValueError(f"{field} takes too long to match: {error_text(error)}") from error
         except ValueError as error:
-            raise ValueError(f"{field} has {error}") from error
+            raise ValueError(f"{field} has {error_text(error)}") from error
         for module, found_at in zip(modules, indices, strict=True):
             if found_at is not None:
                 index = expressions[found_at][0]
@@ -61,5 +62,5 @@ def first_matches(patterns: Sequence[str], modules: Sequence[str]) -> list[int |
         try:
             compiled.append(re.compile(rf"(.*\.)?({pattern})$"))
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"{pattern[:100]!r}, which is no regular expression: {error}") from error
+            raise ValueError(f"{pattern[:100]!r}, which is no regular expression: {error_text(error)}") from error
     return [next((i for i, each in enumerate(compiled) if each.match(module)), None) for module in modules]

@@ -130,9 +130,9 @@ def render_job(template: str, messages: list[dict[str, Any]], arguments: dict[st
     try:
         prompt = render_here(template, messages, **{**arguments, "is_bounded": False})
     except ChatTemplateError as error:
-        if error.__cause__ is None or not str(error).startswith(_FAILED):
+        if error.__cause__ is None or not error_text(error).startswith(_FAILED):
             raise
-        return None, str(error).removeprefix(_FAILED)[:_LONGEST_ERROR]
+        return None, error_text(error).removeprefix(_FAILED)[:_LONGEST_ERROR]
     return prompt, ""
 
 
@@ -155,11 +155,11 @@ def _explained() -> Iterator[None]:
     except ChatTemplateError:
         raise
     except LimitExceededError as error:
-        raise ChatTemplateError(f"the chat template takes too much: {error}") from None
+        raise ChatTemplateError(f"the chat template takes too much: {error_text(error)}") from None
     except (TypeError, OverflowError) as error:  # an argument cannot be sent, such as an integer of 65 bits
         raise ChatTemplateError(f"the chat template cannot be rendered: {error_text(error)}") from error
     except ValueError as error:
-        raise ChatTemplateError(str(error)) from error
+        raise ChatTemplateError(error_text(error)) from error
 
 
 class _Compiled(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from quire.messages.errors import error_text
 from quire.system.files import MIB, read_bytes
 
 MOST_BYTES = 512 * MIB  # of a file: those of the largest vocabularies have 40
@@ -55,7 +56,7 @@ def check_tokenizer(path: Path) -> bytes:
     try:
         file = msgspec.json.decode(data, type=_File)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"it is no JSON of a tokenizer: {error}") from error
+        raise ValueError(f"it is no JSON of a tokenizer: {error_text(error)}") from error
     for name in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
         _check_steps(name, getattr(file, name))
     word = file.model.max_input_chars_per_word
@@ -84,7 +85,7 @@ def _check_steps(name: str, part: Any) -> None:
             try:
                 check_expression(expression)
             except ValueError as error:
-                raise ValueError(f"{path}.pattern {expression[:100]!r} {error}") from error
+                raise ValueError(f"{path}.pattern {expression[:100]!r} {error_text(error)}") from error
         growth *= _growth(step)
         if growth > _MOST_GROWTH:
             raise ValueError(f"{path} may make a text more than {_MOST_GROWTH} times as long, with the steps before it")
