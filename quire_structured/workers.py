@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from quire.system.untrusted.pool import UntrustedPool
     from quire_structured.vocabulary import Vocabulary
 
-CPU_LIMIT = 1.0  # seconds of processor time to compile a grammar
-TOTAL_LIMIT = 10.0  # seconds until it is compiled, beside other grammars
+CPU_LIMIT = 1.0  # seconds of processor time to compile a grammar, unless structured_outputs_config has cpu_seconds
+TOTAL_LIMIT = 10.0  # seconds until it is compiled, beside other grammars; or total_seconds
 LOAD_LIMIT = 0.3  # seconds of processor time in which the engine's process can load it
 MEMORY_LIMIT = 256 * MIB  # for compiling
 SIZE_LIMIT = 64 * MIB  # of a compiled grammar, in the process of the engine
@@ -41,18 +41,20 @@ class GrammarCompiler:
     def __init__(self, options: Mapping[str, Any], vocabulary: "Vocabulary", pool: "UntrustedPool") -> None:
         from quire.system.untrusted.service import Preparation
 
-        self._pool = pool
+        self._pool, self._options = pool, options
         table = TokenTable(
             vocabulary.tokens, vocabulary.special_token_ids, vocabulary.eos_token_ids, vocabulary.bos_token_id
         )
-        arguments = [dict(options), msgspec.msgpack.encode(table)]
+        arguments: list[Any] = [dict(options), msgspec.msgpack.encode(table)]
         key = f"grammars {sha256(msgspec.msgpack.encode(arguments)).hexdigest()}"
         self._preparation = Preparation(key, f"{__name__}:prepare", lambda: arguments)
 
     def submit(self, params: StructuredOutputsParams, done: Callable[["Future[Any]"], None]) -> "Future[Any]":
         """Start to compile a grammar. done: called when the future has `CompiledGrammar`'s fields or an exception, on
         any thread. Raises BusyError."""
-        limits = Limits(CPU_LIMIT, MEMORY_LIMIT, TOTAL_LIMIT, result_bytes=_SOURCE_LIMIT)
+        cpu_seconds = self._options.get("cpu_seconds", CPU_LIMIT)
+        total_seconds = self._options.get("total_seconds", TOTAL_LIMIT)
+        limits = Limits(cpu_seconds, MEMORY_LIMIT, total_seconds, result_bytes=_SOURCE_LIMIT)
         data = msgspec.msgpack.encode(params)
         job = self._pool.submit(f"{__name__}:compile_grammar", data, limits=limits, preparation=self._preparation)
         job.add_done_callback(done)
