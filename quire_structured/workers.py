@@ -1,6 +1,5 @@
 """Compiles grammars in worker processes, where a constraint that takes too much time or memory does no harm."""
 
-import resource
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -38,10 +37,17 @@ class CompiledGrammar(msgspec.Struct, array_like=True):
 class GrammarCompiler:
     """Compiles grammars for one tokenizer in the worker processes of a pool."""
 
-    def __init__(self, options: Mapping[str, Any], vocabulary: "Vocabulary", pool: "UntrustedPool") -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        vocabulary: "Vocabulary",
+        pool: "UntrustedPool",
+        total_seconds: float | None = None,
+    ) -> None:
+        """total_seconds: instead of the default, if the options have none."""
         from quire.system.untrusted.service import Preparation
 
-        self._pool, self._options = pool, options
+        self._pool, self._options, self._total_seconds = pool, options, total_seconds
         table = TokenTable(
             vocabulary.tokens, vocabulary.special_token_ids, vocabulary.eos_token_ids, vocabulary.bos_token_id
         )
@@ -53,7 +59,7 @@ class GrammarCompiler:
         """Start to compile a grammar. done: called when the future has `CompiledGrammar`'s fields or an exception, on
         any thread. Raises BusyError."""
         cpu_seconds = self._options.get("cpu_seconds", CPU_LIMIT)
-        total_seconds = self._options.get("total_seconds", TOTAL_LIMIT)
+        total_seconds = self._options.get("total_seconds", self._total_seconds or TOTAL_LIMIT)
         limits = Limits(cpu_seconds, MEMORY_LIMIT, total_seconds, result_bytes=_SOURCE_LIMIT)
         data = msgspec.msgpack.encode(params)
         job = self._pool.submit(f"{__name__}:compile_grammar", data, limits=limits, preparation=self._preparation)
@@ -73,17 +79,18 @@ def prepare(options: dict[str, Any], table: bytes) -> Backend:
 def compile_grammar(backend: Backend, data: bytes) -> list[Any]:
     """The fields of a CompiledGrammar. Raises ValueError."""
     params = msgspec.msgpack.decode(data, type=StructuredOutputsParams)
-    before = _peak()
+    before = _memory()
     try:
         source = backend.source(params)
         started = time.process_time()
-        backend.load(source)
+        loaded = backend.load(source)
         taken = time.process_time() - started
     except (ValueError, MemoryError):
         raise
     except BaseException as error:  # a library's panic is no Exception
         raise ValueError(f"it cannot be compiled: {error_text(error)}") from error
-    size = _peak() - before
+    size = max(0, _memory() - before)
+    del loaded
     if taken > LOAD_LIMIT:
         raise ValueError(f"the grammar is too complex: loading it takes more than {LOAD_LIMIT} s of processor time")
     if size > SIZE_LIMIT:
@@ -91,5 +98,10 @@ def compile_grammar(backend: Backend, data: bytes) -> list[Any]:
     return [source, size]
 
 
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _memory() -> int:
+    """Bytes of this process's own memory; 0 where /proc is hidden."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:")), 0)
+    except OSError:
+        return 0

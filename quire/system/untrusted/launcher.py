@@ -71,7 +71,10 @@ class _Launcher:
                     self._wake.recv(4096)
                     self._reap()
                     continue
-                data, descriptors, _, _ = socket.recv_fds(self._control, PACKET, 1)
+                try:
+                    data, descriptors, _, _ = socket.recv_fds(self._control, PACKET, 1)
+                except ConnectionResetError:  # it had not read all reports
+                    return
                 if not data:
                     return  # the pool has closed its end; the kernel kills the jobs with this process
                 name, *fields = msgspec.msgpack.decode(data)

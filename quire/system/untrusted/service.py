@@ -92,6 +92,7 @@ class Service:
         self._links: dict[socket.socket, memoryview] = {}  # of preparations, with what is to be sent
         self._jobs: dict[int, Job] = {}  # those with a process
         self._waiting: deque[Job] = deque()
+        self._next_deadline = float("inf")  # of the jobs that wait
         self._running: list[Job] = []  # in the slots
         self._stopped: deque[Job] = deque()
 
@@ -100,7 +101,9 @@ class Service:
         idle_since = time.monotonic()
         try:
             while True:
-                self._waiting.extend(pool.take())
+                for job in pool.take():
+                    self._waiting.append(job)
+                    self._next_deadline = min(self._next_deadline, job.deadline)
                 now = time.monotonic()
                 self._check_limits(now)
                 self._share_slots(now)
@@ -125,28 +128,31 @@ class Service:
         """Seconds until there is something to do, if nothing happens before."""
         if not self._waiting and not self._jobs:
             return max(0.0, idle_since + self._pool.idle_seconds - now)
-        times = [job.deadline for job in (*self._waiting, *self._jobs.values()) if job.failure is None]
+        times = [self._next_deadline, *(self._deadline(job) for job in self._jobs.values() if job.failure is None)]
         if self._waiting or self._stopped:
             times += [_slice_end(job) for job in self._running if _slice_end(job) > now]
-            times += [job.submitted + _PATIENCE for job in self._waiting if job.submitted + _PATIENCE > now]
-        return max(0.0, min(times, default=now + 60.0) - now) + 0.001
+        if self._waiting and self._waiting[0].submitted + _PATIENCE > now:
+            times.append(self._waiting[0].submitted + _PATIENCE)
+        return max(0.0, min([*times, now + 60.0]) - now) + 0.001
 
     def _check_limits(self, now: float) -> None:
-        for job in list(self._waiting):
-            if job.future.cancelled():
-                self._waiting.remove(job)
-            elif now >= job.deadline and not self._is_preparing(job):
-                self._waiting.remove(job)
+        if now >= self._next_deadline:
+            late = [job for job in self._waiting if now >= self._deadline(job)]
+            self._waiting = deque(job for job in self._waiting if now < self._deadline(job))
+            self._next_deadline = min(map(self._deadline, self._waiting), default=float("inf"))
+            for job in late:
                 _fail(job, BusyError(f"it waited for other requests for {job.limits.total_seconds:g} s, the limit"))
         for job in list(self._jobs.values()):
             if job.failure is None and job.future.cancelled():
                 self._kill(job, BusyError("it was cancelled"))
-            elif job.failure is None and now >= job.deadline and not self._is_preparing(job):
+            elif job.failure is None and now >= self._deadline(job):
                 limit = f"{job.limits.total_seconds:g} s"
                 self._kill(job, BusyError(f"it took more than {limit}, including the time it waited for others"))
 
-    def _is_preparing(self, job: Job) -> bool:
-        return job.preparation is not None and self._prepared.get(job.preparation.key) is not None
+    def _deadline(self, job: Job) -> float:
+        """When its time is over. Its clock stands still during its preparation."""
+        is_preparing = job.preparation is not None and self._prepared.get(job.preparation.key) is not None
+        return float("inf") if is_preparing else job.deadline
 
     def _share_slots(self, now: float) -> None:
         slots, places = self._pool.slots, self._pool.places
@@ -162,7 +168,9 @@ class Service:
                 if ran >= longest.limits.slice_seconds:
                     self._kill(longest, BusyError(f"it had to make room for other requests after {ran:.1f} s"))
         while len(self._running) < slots:
-            if self._waiting and len(self._jobs) < places:
+            if self._waiting and self._waiting[0].future.cancelled():
+                self._waiting.popleft()
+            elif self._waiting and len(self._jobs) < places:
                 self._start(self._waiting.popleft())
             elif self._stopped:
                 job = self._stopped.popleft()
@@ -343,6 +351,7 @@ class Service:
         if name == "prepared":
             began = self._prepared[identity]
             self._prepared[identity] = None
+            self._next_deadline = 0.0
             for job in (*self._waiting, *self._jobs.values()):
                 if began is not None and job.preparation is not None and job.preparation.key == identity:
                     job.deadline += now - max(began, job.submitted)
