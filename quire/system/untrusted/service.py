@@ -2,7 +2,8 @@
 
 At most `slots` jobs run at a time. A job that has run for its slice while others wait is stopped (SIGSTOP), and goes on
 when fewer wait, so a quick job is never behind slow ones for long. At most `places` jobs have a process. When these are
-taken and a new job has waited for a second, the one that has run longest makes room, with a BusyError.
+taken and a new job has waited for a tenth of its time, the one that has used most processor time makes room, with a
+BusyError, if it is more than a slice.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from quire.system.untrusted.limits import MIB, BusyError, LimitExceededError, Li
 
 logger = logging.getLogger("quire")
 
-_PATIENCE = 1.0  # seconds that a new job waits before another one makes room
+_LOOK_SECONDS = 0.05  # between looks at the time that jobs have used
 _CHUNK = 1 << 20  # bytes that are read at once
 _LAUNCHER = "quire.system.untrusted.launcher"
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")  # and PYTHON*, no secrets
@@ -58,10 +59,10 @@ class Job:
         self.future: Future[Any] = Future()
         self.submitted = time.monotonic()
         self.deadline = self.submitted + limits.total_seconds
+        self.end_of_patience = self.submitted + limits.patience
         self.link: socket.socket | None = None
-        self.has_process = False
+        self.pid = 0  # 0 before it has a process
         self.resumed = 0.0  # when it got its slot, or its process started
-        self.ran = 0.0  # seconds in a slot before that
         self.failure: Exception | None = None  # why it was killed
 
 
@@ -131,8 +132,8 @@ class Service:
         times = [self._next_deadline, *(self._deadline(job) for job in self._jobs.values() if job.failure is None)]
         if self._waiting or self._stopped:
             times += [_slice_end(job) for job in self._running if _slice_end(job) > now]
-        if self._waiting and self._waiting[0].submitted + _PATIENCE > now:
-            times.append(self._waiting[0].submitted + _PATIENCE)
+        if self._waiting and len(self._jobs) >= self._pool.places:
+            times.append(max(self._waiting[0].end_of_patience, now + _LOOK_SECONDS))
         return max(0.0, min([*times, now + 60.0]) - now) + 0.001
 
     def _check_limits(self, now: float) -> None:
@@ -159,14 +160,9 @@ class Service:
         for job in self._running[:]:
             may_others_run = bool(self._stopped) if not self._waiting else len(self._jobs) < places
             if may_others_run and now >= _slice_end(job):
-                self._stop(job, now)
-        if self._waiting and len(self._jobs) >= places and now >= self._waiting[0].submitted + _PATIENCE:
-            started = [job for job in self._jobs.values() if job.failure is None and job.has_process]
-            longest = max(started, key=lambda job: _time_run(job, self._running, now), default=None)
-            if longest is not None and len(started) == len(self._jobs):
-                ran = _time_run(longest, self._running, now)
-                if ran >= longest.limits.slice_seconds:
-                    self._kill(longest, BusyError(f"it had to make room for other requests after {ran:.1f} s"))
+                self._stop(job)
+        if self._waiting and len(self._jobs) >= places and now >= self._waiting[0].end_of_patience:
+            self._make_room()
         while len(self._running) < slots:
             if self._waiting and self._waiting[0].future.cancelled():
                 self._waiting.popleft()
@@ -180,8 +176,17 @@ class Service:
             else:
                 break
 
-    def _stop(self, job: Job, now: float) -> None:
-        job.ran += now - job.resumed
+    def _make_room(self) -> None:
+        """End the job that has used most processor time, if it is more than a usual one needs."""
+        times = [(_processor_seconds(job.pid), job) for job in self._jobs.values() if job.failure is None]
+        if len(times) < len(self._jobs):
+            return  # one is ending
+        used, longest = max(times, key=lambda pair: pair[0])
+        if used >= longest.limits.slice_seconds:
+            reason = f"it had to make room for other requests after {used:.1f} s of processor time"
+            self._kill(longest, BusyError(reason))
+
+    def _stop(self, job: Job) -> None:
         self._running.remove(job)
         self._stopped.append(job)
         self._order("signal", job.identity, int(signal.SIGSTOP))
@@ -356,7 +361,7 @@ class Service:
                 if began is not None and job.preparation is not None and job.preparation.key == identity:
                     job.deadline += now - max(began, job.submitted)
         elif (job := self._jobs[identity]) is not None and name == "started":
-            job.has_process, job.resumed = True, now
+            job.pid, job.resumed = fields[0], now
         else:
             del self._jobs[identity]
             self._leave_slot(job)
@@ -413,8 +418,13 @@ def _slice_end(job: Job) -> float:
     return job.resumed + job.limits.slice_seconds
 
 
-def _time_run(job: Job, running: list[Job], now: float) -> float:
-    return job.ran + (now - job.resumed if job in running else 0.0)
+def _processor_seconds(pid: int) -> float:
+    """The processor time of a process; 0 if it has none or is gone."""
+    clock = ~pid << 3 | 2  # the process's own, as Linux's clock_getcpuclockid finds it
+    try:
+        return time.clock_gettime(clock) if pid else 0.0
+    except OSError:
+        return 0.0
 
 
 def _send(link: socket.socket, data: memoryview) -> memoryview | None:
