@@ -193,6 +193,8 @@ class PromptCall:
             self.server.llm.client.check()
             reason, quotes = f"the request failed: {completion.stop_reason}", self._constraint_field is not None
             raise ApiError(500, reason, code="request_failed", quotes=quotes)
+        if completion.finish_reason == "overloaded":
+            raise ApiError(503, str(completion.stop_reason), code="server_overloaded", headers={"Retry-After": "1"})
         if completion.finish_reason == "abort" and self._ended_by is not None:
             raise self._ended_by
 

@@ -224,6 +224,8 @@ class _Transcription:
         name = f"{self.call.id}-first-{place}"
         async for output in llm.generate(self._prompt(beginning, place), params, name):
             completion = output.outputs[0]
+        if completion.finish_reason == "overloaded":
+            raise ApiError(503, str(completion.stop_reason), code="server_overloaded", headers={"Retry-After": "1"})
         if completion.finish_reason == "error":
             raise ApiError(500, f"the request failed: {completion.stop_reason}", code="request_failed")
         chances: Mapping[int, Any] = completion.logprobs[0] if completion.logprobs else {}

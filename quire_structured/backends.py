@@ -5,8 +5,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from quire.config import ConfigError
-from quire_structured.grammar import Backend
+from quire_structured.grammar import Backend, TokenTable
 
 if TYPE_CHECKING:  # imports the library of tokenizers
     from quire_structured.vocabulary import Vocabulary
@@ -21,6 +20,8 @@ _BACKENDS = {
 
 def check_backend(options: Mapping[str, Any]) -> None:
     """Raises ConfigError if the package of the chosen back end is not installed."""
+    from quire.config import ConfigError  # here, since worker processes load back ends, too
+
     name = _name(options)
     package = _BACKENDS[name][0]
     if find_spec(package) is None:
@@ -28,7 +29,7 @@ def check_backend(options: Mapping[str, Any]) -> None:
                           f"with pip install 'quire[{name}]'")  # fmt: skip
 
 
-def load_backend(options: Mapping[str, Any], vocabulary: "Vocabulary") -> Backend:
+def load_backend(options: Mapping[str, Any], vocabulary: "Vocabulary | TokenTable") -> Backend:
     """The chosen back end, for the tokens of a model. It may take seconds."""
     _, module, class_name = _BACKENDS[_name(options)]
     backend: Backend = getattr(import_module(module), class_name)(

@@ -1,11 +1,15 @@
 """The constraint of one request: thinking first, where there is any, and then a grammar."""
 
+import time
 from collections.abc import Sequence
 from copy import copy
 
 from quire.messages.errors import error_text
 from quire.messages.structured_outputs import ThinkingLimits
 from quire_structured.grammar import Matcher
+
+_USUAL = 0.005  # seconds of processor time for a token; masks take 0.05 ms to 1 ms
+_CREDIT = 0.5  # seconds beyond that, which a request's tokens may take in all
 
 
 class Constraint:
@@ -30,6 +34,7 @@ class Constraint:
         # The start marker, as long as the output is empty and may begin with it.
         self.opening_token = thinking.start_ids[0] if thinking and matcher and self._may_open(thinking) else None
         self._num_thinking = 0  # tokens since the thinking began
+        self._debt = 0.0  # seconds of processor time beyond what is usual
         self._has_ended = False  # end-of-sequence was drawn, and the request goes on nevertheless
         self._tail: list[int] = []  # the last tokens outside the grammar, at most as many as a marker has
         self._forced: list[int] = []
@@ -47,8 +52,10 @@ class Constraint:
 
     def advance(self, token_id: int) -> None:
         """Add a token to the output: one that was drawn, forced, or is replayed."""
+        started = time.thread_time()
         try:
             self._advance(token_id)
+            self.charge(time.thread_time() - started)
         except KeyboardInterrupt:
             raise
         except BaseException as reason:  # a library's panic is no Exception
@@ -71,6 +78,13 @@ class Constraint:
             self._forced, self._next = [], 0
         if self._next == len(self._forced):
             self._find_forced()
+
+    def charge(self, seconds: float) -> None:
+        """The grammar took so much processor time for a token. A request whose grammar is slow again and again fails,
+        since all requests of a step wait for it."""
+        self._debt = max(0.0, self._debt + seconds - _USUAL)
+        if self._debt > _CREDIT and self.error is None:
+            self.fail(f"the grammar is too complex: its tokens need {_USUAL * 1e3:.0f} ms of processor time each")
 
     def fail(self, reason: str) -> None:
         """End the request with this error, because the back end cannot go on."""

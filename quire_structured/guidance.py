@@ -3,24 +3,32 @@
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.messages.structured_outputs import StructuredOutputsParams
 from quire.system.limits import processors
+from quire_structured.grammar import Backend, TokenTable
 from quire_structured.open_values import narrowed
 from quire_structured.references import Schema
 from quire_structured.schema import rewritten
 from quire_structured.structural_tag import as_lark, structural_tag
-from quire_structured.vocabulary import Vocabulary
+
+if TYPE_CHECKING:  # imports the library of tokenizers
+    from quire_structured.vocabulary import Vocabulary
 
 MAX_CHOICES = 10_000
 MAX_TEXT = 200_000  # characters of a regular expression or a grammar, and of all choices together
 
-# The defaults allow masks that take seconds. The errors' long form shows the grammar.
-_LIMITS = LLParserLimits(step_lexer_fuel=50_000, verbose_errors=False)
+# The defaults allow masks that take seconds, and states of half a gigabyte. The errors' long form shows the grammar.
+_BOUNDS: dict[str, Any] = {"step_lexer_fuel": 50_000, "max_lexer_states": 50_000, "verbose_errors": False}
+_LIMITS = LLParserLimits(step_max_items=20_000, **_BOUNDS)
+# An ambiguous grammar has rows of many items, each of which is compared with the others: 2,000 take 0.6 s a mask.
+_FREE_LIMITS = LLParserLimits(step_max_items=20_000, max_items_in_row=500, **_BOUNDS)
+_PLAIN, _FREE = b"p", b"f"  # the first byte of a source
 _TRIAL_TOKENS = 16
 _FEW = 16  # masks that one thread computes; more threads would take more from the forward than they save
 
@@ -50,20 +58,30 @@ class GuidanceMatcher:
         return _reason(self.state.get_error()) if self.state.is_error() else None
 
 
-class GuidanceBackend:
-    def __init__(self, vocabulary: Vocabulary, compact: bool = False, closed: bool = False) -> None:
+class GuidanceBackend(Backend):
+    def __init__(self, vocabulary: "Vocabulary | TokenTable", compact: bool = False, closed: bool = False) -> None:
         self._compact, self._closed = compact, closed
         self._tokenizer = LLTokenizer(vocabulary, vocabulary.vocab_size, vocabulary.eos_token_ids)  # type: ignore[arg-type]
-        self._executor = LLExecutor(processors())
 
-    def compile(self, params: StructuredOutputsParams) -> GuidanceMatcher:
-        """Raises ValueError. A schema that no document matches once it is narrowed is taken as it is."""
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor(processors())
+
+    def source(self, params: StructuredOutputsParams) -> bytes:
+        """llguidance's own language. A schema that no document matches once it is narrowed is taken as it is."""
         try:
-            return self._compiled(params, narrowed)
+            return self._tried(params, narrowed)
         except ValueError:
             if params.json is None and params.structural_tag is None:
                 raise
-            return self._compiled(params, lambda schema: schema)
+            return self._tried(params, lambda schema: schema)
+
+    def load(self, source: bytes) -> GuidanceMatcher:
+        limits = _FREE_LIMITS if source[:1] == _FREE else _LIMITS
+        matcher = LLMatcher(self._tokenizer, source[1:].decode(), log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ValueError(_reason(matcher.get_error()))
+        return GuidanceMatcher(matcher)
 
     def fill(self, matchers: Sequence[GuidanceMatcher], bits: np.ndarray) -> None:
         count, words = bits.shape
@@ -74,13 +92,13 @@ class GuidanceBackend:
         states = [(matcher.state, row) for row, matcher in enumerate(matchers)]
         self._executor.unsafe_compute_mask_ptr(states, bits.ctypes.data, words * 4, count)
 
-    def _compiled(self, params: StructuredOutputsParams, narrow: Callable[[dict[str, Any]], Schema]) -> GuidanceMatcher:
-        matcher = LLMatcher(self._tokenizer, self._source(params, narrow), log_level=0, limits=_LIMITS)
-        _try(matcher)
-        return GuidanceMatcher(matcher)
+    def _tried(self, params: StructuredOutputsParams, narrow: Callable[[dict[str, Any]], Schema]) -> bytes:
+        source = self._source(params, narrow)
+        _try(self.load(source).state)
+        return source
 
-    def _source(self, params: StructuredOutputsParams, narrow: Callable[[dict[str, Any]], Schema]) -> str:
-        """The constraint in llguidance's own language. Raises ValueError."""
+    def _source(self, params: StructuredOutputsParams, narrow: Callable[[dict[str, Any]], Schema]) -> bytes:
+        """What `load` reads: whether its author may have written an ambiguous grammar, and the grammar."""
 
         def schema(source: Schema) -> dict[str, Any]:
             result = narrow(rewritten(source, closed=self._closed or params.disable_additional_properties))
@@ -88,6 +106,16 @@ class GuidanceBackend:
                 raise ValueError("no document is valid for the schema")
             return {**result, "x-guidance": self._spelling(params)}
 
+        if params.structural_tag is not None:
+            _check_length(params.structural_tag)
+            grammar, is_free = structural_tag(params.structural_tag, schema)
+            return (_FREE if is_free else _PLAIN) + grammar.encode()
+        if params.grammar is not None:
+            _check_length(params.grammar)
+            return _FREE + LLMatcher.grammar_from_lark(as_lark(params.grammar)).encode()
+        return _PLAIN + self._plain(params, schema).encode()
+
+    def _plain(self, params: StructuredOutputsParams, schema: Callable[[Schema], dict[str, Any]]) -> str:
         if params.json_object:
             return LLMatcher.grammar_from_json_schema(schema({"type": "object"}))
         if params.json is not None:
@@ -96,14 +124,8 @@ class GuidanceBackend:
             if len(params.choice) > MAX_CHOICES or sum(map(len, params.choice)) > MAX_TEXT:
                 raise ValueError(f"choice: at most {MAX_CHOICES} texts of {MAX_TEXT} characters in all are supported")
             return LLMatcher.grammar_from_regex("|".join(map(re.escape, params.choice)))
-        text = params.regex or params.grammar or params.structural_tag or ""
-        if len(text) > MAX_TEXT:
-            raise ValueError(f"the constraint has {len(text)} characters; at most {MAX_TEXT} are supported")
-        if params.regex is not None:
-            return LLMatcher.grammar_from_regex(params.regex)
-        if params.grammar is not None:
-            return LLMatcher.grammar_from_lark(as_lark(params.grammar))
-        return structural_tag(text, schema)
+        _check_length(params.regex or "")
+        return LLMatcher.grammar_from_regex(params.regex or "")
 
     def _spelling(self, params: StructuredOutputsParams) -> dict[str, Any]:
         """How llguidance writes JSON. A fixed space ends, however little a model knows, and can be taken ahead."""
@@ -114,6 +136,11 @@ class GuidanceBackend:
             "item_separator": "," if compact else ", ",
             "key_separator": ":" if compact else ": ",
         }
+
+
+def _check_length(text: str) -> None:
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"the constraint has {len(text)} characters; at most {MAX_TEXT} are supported")
 
 
 def _try(matcher: LLMatcher) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import outlines_core
@@ -10,9 +11,12 @@ from outlines_core.json_schema import build_regex_from_schema
 
 from quire.messages.errors import error_text
 from quire.messages.structured_outputs import StructuredOutputsParams
+from quire_structured.grammar import Backend, TokenTable
 from quire_structured.keywords import check_keywords
 from quire_structured.schema import rewritten
-from quire_structured.vocabulary import Vocabulary
+
+if TYPE_CHECKING:  # imports the library of tokenizers
+    from quire_structured.vocabulary import Vocabulary
 
 
 class OutlinesMatcher:
@@ -41,8 +45,8 @@ class OutlinesMatcher:
         return OutlinesMatcher(self._index, self._token_ids)
 
 
-class OutlinesBackend:
-    def __init__(self, vocabulary: Vocabulary, compact: bool = False, closed: bool = False) -> None:
+class OutlinesBackend(Backend):
+    def __init__(self, vocabulary: "Vocabulary | TokenTable", compact: bool = False, closed: bool = False) -> None:
         self._compact, self._closed = compact, closed
         ids: dict[bytes, list[int]] = {}
         special = set(vocabulary.special_token_ids)
@@ -51,12 +55,17 @@ class OutlinesBackend:
                 ids.setdefault(token, []).append(token_id)
         self._vocabulary = outlines_core.Vocabulary(vocabulary.eos_token_id, ids)
 
-    def compile(self, params: StructuredOutputsParams) -> OutlinesMatcher:
+    def source(self, params: StructuredOutputsParams) -> bytes:
         pattern = self._pattern(params)
         try:
-            return OutlinesMatcher(outlines_core.Index(pattern, self._vocabulary))
+            index = outlines_core.Index(pattern, self._vocabulary)
         except Exception as error:  # the library raises Exception itself
             raise ValueError(error_text(error)[:500]) from error
+        _, (data,) = index.__reduce__()
+        return bytes(data)
+
+    def load(self, source: bytes) -> OutlinesMatcher:
+        return OutlinesMatcher(outlines_core.Index.from_binary(source))
 
     def fill(self, matchers: Sequence[OutlinesMatcher], bits: np.ndarray) -> None:
         bits[:] = 0

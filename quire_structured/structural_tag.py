@@ -11,12 +11,13 @@ from quire.messages.errors import error_text
 
 _TEXT = r"/(.|\n)*/"
 _MAX_RULES = 1_000
+_REPEATS = {"optional": "?", "star": "*", "plus": "+"}
 
 
-def structural_tag(text: str, schema: Callable[[Any], dict[str, Any]]) -> str:
-    """A structural tag, given as JSON text, in llguidance's language. Raises ValueError.
+def structural_tag(text: str, schema: Callable[[Any], dict[str, Any]]) -> tuple[str, bool]:
+    """A structural tag, given as JSON text, in llguidance's language, and whether it may be ambiguous.
 
-    schema: rewrites a JSON schema for llguidance.
+    schema: rewrites a JSON schema for llguidance. Raises ValueError.
     """
     try:
         tag = json.loads(text)
@@ -25,18 +26,25 @@ def structural_tag(text: str, schema: Callable[[Any], dict[str, Any]]) -> str:
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag":
         raise ValueError("structural_tag must be a JSON object whose type is 'structural_tag'")
     if "structures" in tag:  # the older format
-        tags = [{**t, "content": {"type": "json_schema", "json_schema": t["schema"]}} for t in tag["structures"]]
-        tag = {"format": {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}}
+        tag = _newer(tag)
     grammar = _Lark(schema)
     try:
-        start = grammar.expression(tag["format"])
-    except (KeyError, TypeError, AttributeError) as error:
-        message = f"structural_tag has a field that is missing or of the wrong type: {error_text(error)}"
-        raise ValueError(message) from error
+        start = grammar.expression(_object(tag, "format", ""))
+    except RecursionError as error:
+        raise ValueError("structural_tag is nested too deeply") from error
     lark = "\n".join([f"start: {start}", *grammar.rules])
     if not grammar.parts:
-        return LLMatcher.grammar_from_lark(lark)
-    return json.dumps({"grammars": [{"name": "tags", "lark_grammar": lark}, *grammar.parts]})
+        return LLMatcher.grammar_from_lark(lark), grammar.is_free
+    return json.dumps({"grammars": [{"name": "tags", "lark_grammar": lark}, *grammar.parts]}), True
+
+
+def _newer(tag: dict[str, Any]) -> dict[str, Any]:
+    """A tag of the older format in the newer one."""
+    tags = [
+        {**item, "content": {"type": "json_schema", "json_schema": _field(item, "schema", f"structures[{index}]")}}
+        for index, item in enumerate(_objects(tag, "structures", ""))
+    ]
+    return {"format": {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}}
 
 
 def as_lark(grammar: str) -> str:
@@ -48,71 +56,88 @@ def as_lark(grammar: str) -> str:
 
 
 class _Lark:
-    """Translates formats to expressions. rules: the rules that they use; parts: grammars beside this one."""
+    """Translates formats to expressions.
+
+    rules: the rules that they use. parts: grammars beside this one. is_free: whether a format is one of those that can
+    be combined to an ambiguous grammar.
+    """
 
     def __init__(self, schema: Callable[[Any], dict[str, Any]]) -> None:
         self.rules: list[str] = []
         self.parts: list[dict[str, str]] = []
+        self.is_free = False
         self._schema = schema
 
-    def expression(self, item: dict[str, Any]) -> str:
-        kind = item["type"]
+    def expression(self, item: dict[str, Any], path: str = "format") -> str:
+        kind = _text(item, "type", path)
         if item.get("excludes"):
-            raise ValueError("structural_tag: excludes is not supported")
+            raise ValueError(f"structural_tag: {path}.excludes is not supported")
         if kind == "const_string":
-            return json.dumps(item["value"])
+            return json.dumps(_text(item, "value", path))
         if kind == "json_schema":
-            return self._rule(f"%json {json.dumps(self._schema(item['json_schema']))}")
+            return self._rule(f"%json {json.dumps(self._schema(_schema(item, path)))}")
         if kind == "regex":
-            return self._rule(f"/{regex_to_lark(item['pattern'], '')}/")
+            return self._rule(f"/{regex_to_lark(_text(item, 'pattern', path), '')}/")
         if kind == "grammar":
-            self.parts.append({"name": f"part{len(self.parts)}", "lark_grammar": as_lark(item["grammar"])})
+            grammar = as_lark(_text(item, "grammar", path))
+            self.parts.append({"name": f"part{len(self.parts)}", "lark_grammar": grammar})
             return f"@{self.parts[-1]['name']}"
         if kind == "any_text":
             return self._rule(_TEXT)
         if kind in ("sequence", "or"):
+            self.is_free = True
             separator = " " if kind == "sequence" else " | "
-            return self._rule(separator.join(map(self.expression, item["elements"])))
-        if kind in ("optional", "star", "plus"):
-            return self._rule(
-                f"({self.expression(item['content'])}){ {'optional': '?', 'star': '*', 'plus': '+'}[kind] }"
-            )
+            elements = enumerate(_objects(item, "elements", path))
+            return self._rule(separator.join(self.expression(e, f"{path}.elements[{i}]") for i, e in elements))
+        if kind in _REPEATS:
+            self.is_free = True
+            content = self.expression(_object(item, "content", path), f"{path}.content")
+            return self._rule(f"({content}){_REPEATS[kind]}")
         if kind == "tag":
-            return self._rule(f"{json.dumps(item['begin'])} {self._content(item)}")
+            return self._tag(item, path)
         if kind == "triggered_tags":
-            return self._triggered(item)
+            return self._triggered(item, path)
         if kind == "tags_with_separator":
-            return self._separated(item)
-        raise ValueError(f"structural_tag: the type {kind!r} is not supported")
+            return self._separated(item, path)
+        raise ValueError(f"structural_tag: {path}.type {kind!r:.80} is not supported")
 
-    def _content(self, tag: dict[str, Any]) -> str:
+    def _tag(self, tag: dict[str, Any], path: str) -> str:
+        return self._rule(f"{json.dumps(_text(tag, 'begin', path))} {self._content(tag, path)}")
+
+    def _content(self, tag: dict[str, Any], path: str) -> str:
         """What follows the beginning of a tag."""
-        if not isinstance(tag["end"], str):
-            raise ValueError("structural_tag: end must be a string")
-        end = json.dumps(tag["end"])
-        if tag["content"]["type"] == "any_text":  # up to the first end
+        end = json.dumps(_text(tag, "end", path))
+        content = _object(tag, "content", path)
+        if content.get("type") == "any_text":  # up to the first end
             return self._rule(f"{_TEXT} {end}", "[lazy]")
-        return f"{self.expression(tag['content'])} {end}"
+        return f"{self.expression(content, f'{path}.content')} {end}"
 
-    def _triggered(self, item: dict[str, Any]) -> str:
+    def _triggered(self, item: dict[str, Any], path: str) -> str:
         choices = []
-        for trigger in item["triggers"]:
-            tags = [tag for tag in item["tags"] if tag["begin"].startswith(trigger)]
-            if not trigger or not tags:
-                raise ValueError(f"structural_tag: no tag begins with the trigger {trigger!r}")
-            rest = [f"{json.dumps(tag['begin'][len(trigger) :])} {self._content(tag)}" for tag in tags]
+        tags = [(f"{path}.tags[{i}]", tag) for i, tag in enumerate(_objects(item, "tags", path))]
+        begins = [_text(tag, "begin", place) for place, tag in tags]
+        triggers = _list(item, "triggers", path)
+        for trigger in triggers:
+            if not isinstance(trigger, str):
+                raise ValueError(f"structural_tag: {path}.triggers must be strings, got {trigger!r:.80}")
+            found = [tag for tag, begin in zip(tags, begins, strict=True) if begin.startswith(trigger)]
+            if not trigger or not found:
+                raise ValueError(f"structural_tag: no tag begins with the trigger {trigger!r:.80}")
+            rest = [f"{json.dumps(tag['begin'][len(trigger) :])} {self._content(tag, place)}" for place, tag in found]
             opening = self._rule(f"{_TEXT} {json.dumps(trigger)}", "[lazy]")
             choices.append(f"{opening} ({' | '.join(rest)})")
-        if not all(any(tag["begin"].startswith(trigger) for trigger in item["triggers"]) for tag in item["tags"]):
+        if not choices or not all(begin.startswith(tuple(triggers)) for begin in begins):
             raise ValueError("structural_tag: each tag must begin with one of the triggers")
         segment, text = self._rule(" | ".join(choices)), self._rule(_TEXT)
         if item.get("stop_after_first"):
             return segment if item.get("at_least_one") else self._rule(f"{segment} | {text}")
         return self._rule(f"{segment}{'+' if item.get('at_least_one') else '*'} {text}")
 
-    def _separated(self, item: dict[str, Any]) -> str:
-        tag = self._rule(" | ".join(self.expression({"type": "tag", **tag}) for tag in item["tags"]))
-        more = "" if item.get("stop_after_first") else f" ({json.dumps(item['separator'])} {tag})*"
+    def _separated(self, item: dict[str, Any], path: str) -> str:
+        tags = enumerate(_objects(item, "tags", path))
+        tag = self._rule(" | ".join(self._tag(tag, f"{path}.tags[{i}]") for i, tag in tags))
+        separator = json.dumps(_text(item, "separator", path)) if not item.get("stop_after_first") else ""
+        more = f" ({separator} {tag})*" if separator else ""
         return self._rule(f"{tag}{more}" if item.get("at_least_one") else f"({tag}{more})?")
 
     def _rule(self, expression: str, attributes: str = "") -> str:
@@ -121,3 +146,50 @@ class _Lark:
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {expression}")
         return name
+
+
+# ---- fields, whose errors name them
+
+
+def _field(item: dict[str, Any], name: str, path: str) -> Any:
+    if name not in item:
+        raise ValueError(f"structural_tag: {path or 'the tag'} has no field {name!r}")
+    return item[name]
+
+
+def _typed(item: dict[str, Any], name: str, path: str, kind: type, words: str) -> Any:
+    value = _field(item, name, path)
+    if not isinstance(value, kind):
+        where = f"{path}.{name}" if path else name
+        raise ValueError(f"structural_tag: {where} must be {words}, got {json.dumps(value):.80}")
+    return value
+
+
+def _text(item: dict[str, Any], name: str, path: str) -> str:
+    return str(_typed(item, name, path, str, "a string"))
+
+
+def _object(item: dict[str, Any], name: str, path: str) -> dict[str, Any]:
+    found: dict[str, Any] = _typed(item, name, path, dict, "an object")
+    return found
+
+
+def _list(item: dict[str, Any], name: str, path: str) -> list[Any]:
+    found: list[Any] = _typed(item, name, path, list, "a list")
+    return found
+
+
+def _objects(item: dict[str, Any], name: str, path: str) -> list[dict[str, Any]]:
+    found = _list(item, name, path)
+    for index, value in enumerate(found):
+        if not isinstance(value, dict):
+            where = f"{path}.{name}" if path else name
+            raise ValueError(f"structural_tag: {where}[{index}] must be an object, got {json.dumps(value):.80}")
+    return found
+
+
+def _schema(item: dict[str, Any], path: str) -> Any:
+    value = _field(item, "json_schema", path)
+    if not isinstance(value, dict | bool):
+        raise ValueError(f"structural_tag: {path}.json_schema must be a JSON schema, got {json.dumps(value):.80}")
+    return value

@@ -2,19 +2,25 @@
 
 import json
 import re
+import sys
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xgrammar
 
 from quire.messages.errors import error_text
 from quire.messages.structured_outputs import StructuredOutputsParams
 from quire.system.limits import processors
+from quire_structured.grammar import Backend, Matcher, TokenTable
 from quire_structured.keywords import check_keywords
 from quire_structured.references import Schema
 from quire_structured.schema import rewritten
-from quire_structured.vocabulary import Vocabulary
+
+if TYPE_CHECKING:  # imports the library of tokenizers
+    from quire_structured.vocabulary import Vocabulary
 
 
 class XgrammarMatcher:
@@ -22,7 +28,7 @@ class XgrammarMatcher:
 
     error: str | None = None
 
-    def __init__(self, state: Any, vocabulary: Vocabulary) -> None:
+    def __init__(self, state: Any, vocabulary: "Vocabulary | TokenTable") -> None:
         self.state, self._vocabulary = state, vocabulary
 
     def accept(self, token_id: int) -> bool:
@@ -44,25 +50,47 @@ class XgrammarMatcher:
         return bool(self.state.is_terminated())
 
 
-class XgrammarBackend:
-    def __init__(self, vocabulary: Vocabulary, compact: bool = False, closed: bool = False) -> None:
+class XgrammarBackend(Backend):
+    def __init__(self, vocabulary: "Vocabulary | TokenTable", compact: bool = False, closed: bool = False) -> None:
         self._vocabulary = vocabulary
         self._compact, self._closed = compact, closed
+        if isinstance(vocabulary, TokenTable):
+            _hide_torch()
+        from xgrammar.compiler import GrammarCompiler
+        from xgrammar.tokenizer_info import TokenizerInfo
+
         special = set(vocabulary.special_token_ids)
         tokens = [b"" if token_id in special else token for token_id, token in enumerate(vocabulary.tokens)]
-        tokenizer = xgrammar.TokenizerInfo(
+        self._tokenizer = TokenizerInfo(
             tokens, vocab_size=vocabulary.vocab_size, stop_token_ids=vocabulary.eos_token_ids
         )
-        self._compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
-        self._batch = xgrammar.BatchGrammarMatcher(max_threads=processors())
+        self._compiler = GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
 
-    def compile(self, params: StructuredOutputsParams) -> XgrammarMatcher:
+    @cached_property
+    def _batch(self) -> Any:
+        from xgrammar.matcher import BatchGrammarMatcher
+
+        return BatchGrammarMatcher(max_threads=processors())
+
+    def source(self, params: StructuredOutputsParams) -> bytes:
         try:
-            stop_tokens = self._vocabulary.eos_token_ids
-            state = xgrammar.GrammarMatcher(self._compile(params), override_stop_tokens=stop_tokens)
-            return XgrammarMatcher(state, self._vocabulary)
+            text: str = self._compile(params).serialize_json()
         except RuntimeError as error:
             raise ValueError(error_text(error)[:500]) from error
+        return text.encode()
+
+    def load(self, source: bytes) -> Matcher:
+        """In a worker process, where the matchers are not imported, what is loaded is of no use."""
+        from xgrammar.compiler import CompiledGrammar
+
+        grammar = CompiledGrammar.deserialize_json(source.decode(), self._tokenizer)
+        if isinstance(self._vocabulary, TokenTable):
+            loaded: Any = grammar
+            return loaded  # type: ignore[no-any-return]
+        from xgrammar.matcher import GrammarMatcher
+
+        state = GrammarMatcher(grammar, override_stop_tokens=self._vocabulary.eos_token_ids)
+        return XgrammarMatcher(state, self._vocabulary)
 
     def fill(self, matchers: Sequence[XgrammarMatcher], bits: np.ndarray) -> None:
         self._batch.batch_fill_next_token_bitmask([matcher.state for matcher in matchers], bits)
@@ -90,3 +118,20 @@ class XgrammarBackend:
         return self._compiler.compile_json_schema(
             json.dumps(result), any_whitespace=False, separators=separators, strict_mode=False
         )
+
+
+def _hide_torch() -> None:
+    """Let xgrammar's compiler be imported without torch and transformers, of which it needs nothing.
+
+    For worker processes. Importing the package itself would import both, so its modules get an empty package.
+    """
+    spec = find_spec("xgrammar")
+    if "xgrammar" in sys.modules or spec is None or spec.submodule_search_locations is None:
+        return
+    package = ModuleType("xgrammar")
+    package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
+    transformers: Any = ModuleType("transformers")
+    transformers.PreTrainedTokenizerBase = transformers.PreTrainedTokenizerFast = type("Absent", (), {})
+    absent: Any = dict.fromkeys(("torch", "sentencepiece", "tiktoken"))  # importing these raises ImportError
+    sys.modules.update(absent | {"xgrammar": package, "transformers": transformers})
+    import xgrammar.load_binding  # noqa: F401

@@ -127,8 +127,8 @@ def _log_unconfigured() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _patient_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grammar is given up after less than a second, which other processes can take up."""
-    monkeypatch.setattr("quire_structured.gate.TIME_LIMIT", LONGEST)
+    """A grammar is given up after ten seconds, which other processes can take up."""
+    monkeypatch.setattr("quire_structured.workers.TOTAL_LIMIT", LONGEST)
 
 
 def _forget_log() -> None:

@@ -176,7 +176,7 @@ class AsyncLLM:
         request = await self.process(f"adapter-{token_hex(8)}", [0], params, adapter=adapter)
         async with aclosing(self.run([request], core)) as outputs:
             async for output in outputs:
-                if output.outputs[0].finish_reason in ("bad_request", "error"):
+                if output.outputs[0].finish_reason in ("bad_request", "overloaded", "error"):
                     raise ValueError(output.outputs[0].stop_reason)
 
     def abort(self, request_id: str) -> bool:
@@ -335,7 +335,7 @@ class AsyncLLM:
         request = await self.process(f"{prefix.id}-{token_hex(4)}", prompt, params, adapter=prefix.adapter)
         async with aclosing(self.run([request], core)) as outputs:
             async for output in outputs:
-                if output.outputs[0].finish_reason in ("bad_request", "error"):
+                if output.outputs[0].finish_reason in ("bad_request", "overloaded", "error"):
                     raise ValueError(output.outputs[0].stop_reason)
         await self.client.carry_out_at(core, prefix)
         if prefix.id not in self.prefixes:  # deleted meanwhile

@@ -36,8 +36,7 @@ from quire.speculative.lengths import DraftLengths
 from quire.worker.compression import check_compression
 from quire.worker.context import check_context
 from quire_structured.backends import check_backend, load_backend
-from quire_structured.gate import GrammarGate
-from quire_structured.grammar import Backend
+from quire_structured.gate import GrammarGate, Loaded
 
 if TYPE_CHECKING:
     from quire.engine.kv_events import KVEvents
@@ -120,12 +119,17 @@ def take_devices(rank: int, config: EngineConfig) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[first : first + size])
 
 
+_PATIENCE = 3600.0  # seconds for a grammar, with those before it, in an engine with one user
+
+
 def make_core(
-    config: EngineConfig, directory: Path, max_model_len: int, place: MeetingPlace | None = None, rank: int = 0
-) -> EngineCore:
+    config: EngineConfig, directory: Path, max_model_len: int, place: MeetingPlace | None = None, rank: int = 0,
+    *, has_one_user: bool = False,
+) -> EngineCore:  # fmt: skip
     """Start the executor, and make a scheduler for its KV cache. Raises ConfigError or ValueError.
 
     place: where the replicas meet that share experts, None for a replica that shares none. rank: the core's number.
+    has_one_user: who may submit thousands of grammars at once, and waits for them.
     """
     limits = scheduler_limits(config, max_model_len)
     limits.validate()  # before the model is loaded
@@ -146,19 +150,23 @@ def make_core(
         limits = _fitting(limits, kv)
         max_model_len = limits.max_model_len
 
-    def load_grammars() -> tuple[Backend, list[int]]:
+    def load_grammars() -> Loaded:
         # The text side is not imported before it is needed: a core in a process of its own is ready earlier.
         from quire.engine.frontend import generation_config
         from quire.engine.processor import end_of_sequence
         from quire.loading.hub import tokenizer_directory
         from quire.loading.metadata import load_tokenizer
+        from quire.system.untrusted.pool import shared_pool
         from quire_structured.vocabulary import Vocabulary
+        from quire_structured.workers import GrammarCompiler
 
         options = config.model
         tokenizer = load_tokenizer(tokenizer_directory(options, directory))
         eos_token_ids = end_of_sequence(tokenizer, generation_config(options, directory))
         vocabulary = Vocabulary(tokenizer, spec.vocab_size, eos_token_ids)
-        return load_backend(config.sampling.structured_outputs_config, vocabulary), eos_token_ids
+        libraries = config.sampling.structured_outputs_config
+        compiler = GrammarCompiler(libraries, vocabulary, shared_pool(), _PATIENCE if has_one_user else None)
+        return Loaded(load_backend(libraries, vocabulary), compiler, eos_token_ids)
 
     fingerprint = partial(cache_fingerprint, config, directory, kv.layout)
     adapters = None

@@ -38,6 +38,7 @@ from quire.metrics.logging import logger
 _DRAIN_MILLISECONDS = 50  # within which the last outputs of a lost core arrive
 _MOST_DRAIN_SECONDS = 1.0
 _ANSWER_SECONDS = 10  # after which a warning says that a core on another machine does not answer
+_MOST_LOSSES = 5  # cores that may be lost while they run a request, even if it gets tokens in between
 _MOST_REQUESTS = 32  # of a message, which must not become too long for a connection between machines
 _outputs = msgspec.msgpack.Decoder(messages.StepOutputs)
 
@@ -65,13 +66,14 @@ class Processes(Protocol):
 @dataclass(eq=False)
 class _Unfinished:
     """An unfinished request. token_ids: its output so far. core: the number of the core that runs it, None if it waits
-    for a core. losses: how many cores were lost while they ran it. is_draining: the last outputs of the lost core may
-    still arrive."""
+    for a core. losses: how many cores were lost while they ran it, since its last token; all_losses: in all.
+    is_draining: the last outputs of the lost core may still arrive."""
 
     request: EngineCoreRequest
     token_ids: list[int] = field(default_factory=list)
     core: int | None = None
     losses: int = 0
+    all_losses: int = 0
     is_draining: bool = False
 
 
@@ -111,7 +113,8 @@ class CoreClient:
     waits for them. End it with `shutdown` or `kill`. Raises ConfigError if no process can be started.
 
     If a core is lost (killed, stopped, an error in a step), another one gets its unfinished requests together with
-    their output tokens so far. A request that is lost a second time ends with an error. Use from one event loop.
+    their output tokens so far. A request that is lost twice without a token in between ends with an error, as the one
+    that may be the cause. Use from one event loop.
     """
 
     def __init__(
@@ -323,6 +326,7 @@ class CoreClient:
         for unfinished in lost:
             unfinished.core, unfinished.is_draining = None, True
             unfinished.losses += 1
+            unfinished.all_losses += 1
         for asked, (core_of, answer) in list(self._asked.items()):
             if core_of == number:  # the core that replaces it is told what stands
                 del self._asked[asked]
@@ -350,7 +354,8 @@ class CoreClient:
             self._sink(number, [], core.stats)
         for unfinished in lost:
             unfinished.is_draining = False
-        repeated = [unfinished for unfinished in lost if unfinished.losses > 1]
+        # A request that the replacement went on with is probably not why it was lost, too.
+        repeated = [unfinished for unfinished in lost if unfinished.losses > 1 or unfinished.all_losses > _MOST_LOSSES]
         self._end(repeated, "the engine failed twice while it ran this request; it is not tried again")
         if self.state is CoreState.DEAD:
             self._end(list(self._unfinished.values()), f"the engine failed: {event.died.reason}")
@@ -407,7 +412,9 @@ class CoreClient:
             unfinished = self._unfinished.get(output.request_id)
             if unfinished is None:
                 continue  # aborted while this output was on its way
-            unfinished.token_ids += output.new_token_ids
+            if output.new_token_ids:
+                unfinished.token_ids += output.new_token_ids
+                unfinished.losses = 0
             if output.finish_reason is not None:
                 del self._unfinished[output.request_id]
             if is_remote and output.scheduled_at:

@@ -43,6 +43,7 @@ from quire.messages.outputs import (
 from quire.messages.pooling_params import PoolingParams, PoolingTask
 from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.models.heads.resolve import with_files
+from quire.system.untrusted.limits import BusyError
 from quire.text.hf_tokenizer import HFTokenizer
 
 if TYPE_CHECKING:  # imports prometheus_client, which only an LLM that keeps statistics needs
@@ -91,7 +92,7 @@ class LLM:
         self.processor = self.frontend.processor
         self.dtype = self.config.model.dtype_name
         self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler)
-        self.core = make_core(self.config, self.frontend.directory, self.frontend.max_model_len)
+        self.core = make_core(self.config, self.frontend.directory, self.frontend.max_model_len, has_one_user=True)
         self.processor.max_model_len = self.core.scheduler.limits.max_model_len
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that changed and were not yielded since
         self._ids = map(str, count())  # of requests
@@ -452,8 +453,11 @@ class LLM:
                     output = self._grown.pop(request_id)
                     if output.finished:
                         running.discard(request_id)
+                        reason = output.outputs[0].stop_reason
                         if output.outputs[0].finish_reason == FinishReason.BAD_REQUEST:
-                            raise ValueError(output.outputs[0].stop_reason)
+                            raise ValueError(reason)
+                        if output.outputs[0].finish_reason == FinishReason.OVERLOADED:
+                            raise BusyError(reason)
                     yield deltas[request_id].read(output) if request_id in deltas else output
         finally:  # an error, Ctrl-C, or a caller that stopped reading
             for request in requests:

@@ -24,6 +24,7 @@ class FinishReason(StrEnum):
     REPETITION = "repetition"  # the output repeated itself, and the request has repetition_detection
     ERROR = "error"  # the request could not be run; stop_reason says why
     BAD_REQUEST = "bad_request"  # the request itself is wrong, for example its grammar; stop_reason says why
+    OVERLOADED = "overloaded"  # other requests took the time or the memory that it needs; stop_reason says why
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -73,9 +73,10 @@ class CompletionOutput:
     cumulative_logprob, logprobs: None unless the request asked for logprobs. logprobs has {token id: Logprob} for each
     token of the completion; that token itself is first.
 
-    finish_reason: "stop", "length", "repetition", "abort", "error", "bad_request", or None while it runs. stop_reason:
-    the stop string or the stop token id that ended the completion, None for end-of-sequence; with "error" and
-    "bad_request", the reason. A bad request is one that only the engine finds wrong, such as an impossible grammar.
+    finish_reason: "stop", "length", "repetition", "abort", "error", "bad_request", "overloaded", or None while it runs.
+    stop_reason: the stop string or the stop token id that ended the completion, None for end-of-sequence; with "error",
+    "bad_request" and "overloaded", the reason. A bad request is one that only the engine finds wrong, such as an
+    impossible grammar. With "overloaded", other requests took the time or the memory that it needs.
 
     spec_decode_metrics: what became of drafts, so far; None without speculation. pooled: of a request that pools.
     """

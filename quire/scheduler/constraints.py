@@ -56,6 +56,12 @@ class ConstrainedRequests:
         if (forced := constraint.forced()) and self._ends_early(request, forced[0]):
             request.min_total_tokens = 0
 
+    def finish(self, request: Request) -> None:
+        """A request has ended, in any state."""
+        self._gate.leave(request.source)
+        if request.constraint is not None:
+            self.count -= 1
+
     def new_tokens(self, request: Request, sampled: list[int]) -> Iterator[int]:
         """The sampled tokens, and those that are forced behind them. Tokens are to be appended as they come."""
         constraint = request.constraint

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from quire.messages.engine import EngineCoreRequest
+from quire.messages.engine import EngineCoreRequest, FinishReason
 from quire.messages.errors import error_text
 from quire.scheduler.request import Request, Status
+from quire.system.untrusted.limits import BusyError
 
 
 class Gate(Protocol):
@@ -19,7 +20,8 @@ class Gate(Protocol):
         """Whether the request may be scheduled. Must not block.
 
         Called when the request arrives or has been preempted, and after each wake-up, until the request has passed.
-        Raises ValueError if the request can never run; the request then fails with that message.
+        Raises ValueError if the request can never run, and BusyError if other requests took the time or the memory that
+        it needs; the request then fails with that message.
         """
 
     def connect(self, wake: Callable[[], None]) -> None:
@@ -74,7 +76,7 @@ class WaitingRoom:
         try:
             if all(gate.ready(request.source) for gate in self._gates):
                 return True
-        except ValueError:
+        except (ValueError, BusyError):
             self.may_open = True  # `open` asks again, and reports the error
         self.hold(request)
         return False
@@ -83,8 +85,8 @@ class WaitingRoom:
         request.status = Status.GATED
         self.requests[request.request_id] = request
 
-    def open(self) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """The requests that pass now, which leave, and those that can never run, with the reason."""
+    def open(self) -> tuple[list[Request], list[tuple[Request, FinishReason, str]]]:
+        """The requests that pass now, which leave, and those that cannot run, with the reason."""
         self.may_open = False  # cleared before the gates are asked, since they may set it meanwhile
         passed, failed = [], []
         for request in list(self.requests.values()):
@@ -93,5 +95,7 @@ class WaitingRoom:
                     del self.requests[request.request_id]
                     passed.append(request)
             except ValueError as error:
-                failed.append((request, error_text(error)))
+                failed.append((request, FinishReason.BAD_REQUEST, error_text(error)))
+            except BusyError as error:
+                failed.append((request, FinishReason.OVERLOADED, error_text(error)))
         return passed, failed

@@ -119,7 +119,7 @@ class Scheduler:
         self._gated.may_open = True
 
     def open_gates(self) -> list[EngineCoreOutput]:
-        """Move the requests that pass all gates into the queue. Returns the outputs of requests that can never run."""
+        """Move the requests that pass all gates into the queue. Returns the outputs of requests that cannot run."""
         for connector in self.connectors:
             self._is_exhausted &= not connector.settle()
         if not self._gated.may_open:
@@ -127,9 +127,9 @@ class Scheduler:
         passed, failed = self._gated.open()
         for request in passed:
             self._push(request)
-        for request, _ in failed:
+        for request, _, _ in failed:
             self._finish(request)
-        return [EngineCoreOutput(request.request_id, [], FinishReason.BAD_REQUEST, why) for request, why in failed]
+        return [EngineCoreOutput(request.request_id, [], kind, reason) for request, kind, reason in failed]
 
     def hold(self) -> None:
         """Have all requests ask the gates again, of which one is closed now. No step may be in flight."""
@@ -462,8 +462,8 @@ class Scheduler:
             self._adapters.finish(request.source)
         for connector in self.connectors:
             connector.finish(request.source)
-        if request.constraint is not None and self._constrained is not None:
-            self._constrained.count -= 1
+        if self._constrained is not None:
+            self._constrained.finish(request)
         self._leave(request, Status.FINISHED)
 
     def _leave(self, request: Request, status: Status) -> None:

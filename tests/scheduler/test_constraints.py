@@ -61,6 +61,9 @@ class Texts:
     def connect(self, wake: Callable[[], None]) -> None:
         pass
 
+    def leave(self, request: EngineCoreRequest) -> None:
+        pass
+
     def constraint(self, request: EngineCoreRequest) -> Text | None:
         return Text(self.texts[request.request_id]) if request.request_id in self.texts else None
 

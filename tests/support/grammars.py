@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from functools import cache
 from threading import Event
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from quire.messages.structured_outputs import StructuredOutputsParams
-from quire_structured.gate import GrammarGate
+from quire_structured.gate import GrammarGate, Loaded
+from quire_structured.grammar import Backend
 
 EOS = 2
 Automaton = list[dict[int, int]]  # by state: the tokens that may follow, and the states that they lead to
@@ -97,7 +99,7 @@ class PanickingMatcher(AutomatonMatcher):
 BROKEN = [BrokenMatcher, RaisingMatcher, PanickingMatcher]
 
 
-class AutomatonBackend:
+class AutomatonBackend(Backend):
     """The text of a grammar is the seed of an automaton: negative for one that breaks; see BROKEN."""
 
     def __init__(self) -> None:
@@ -105,11 +107,14 @@ class AutomatonBackend:
         self.may_compile = Event()
         self.may_compile.set()
 
-    def compile(self, params: StructuredOutputsParams) -> AutomatonMatcher:
+    def source(self, params: StructuredOutputsParams) -> bytes:
         self.may_compile.wait()
         if params.grammar == "bad":
             raise ValueError("the grammar has no end")
-        seed = int(params.grammar or 0)
+        return str(params.grammar or 0).encode()
+
+    def load(self, source: bytes) -> AutomatonMatcher:
+        seed = int(source)
         kind = AutomatonMatcher if seed >= 0 else BROKEN[(-1 - seed) // 100]
         return kind(automaton(seed))
 
@@ -125,7 +130,23 @@ class AutomatonBackend:
 
 def automaton_gate() -> tuple[AutomatonBackend, GrammarGate]:
     backend = AutomatonBackend()
-    return backend, GrammarGate(lambda: (backend, [EOS]))
+    return backend, gate_of(backend, EOS)
+
+
+class ThreadCompiler:
+    """Compiles grammars on threads of this process, instead of worker processes."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._threads = backend, ThreadPoolExecutor(8)
+
+    def submit(self, params: StructuredOutputsParams, done: Callable[[Future[Any]], None]) -> Future[Any]:
+        job = self._threads.submit(lambda: [self._backend.source(params), 0])
+        job.add_done_callback(done)
+        return job
+
+
+def gate_of(backend: Backend, *eos_token_ids: int) -> GrammarGate:
+    return GrammarGate(lambda: Loaded(backend, ThreadCompiler(backend), list(eos_token_ids)))
 
 
 def follows(seed: int, token_ids: Sequence[int]) -> bool:

@@ -16,6 +16,8 @@ import sys
 from quire.system.untrusted.limits import Limits
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+# Half of what a thread has, so that what did not overflow here does not do so in the process that uses the result.
+_STACK = 4 << 20
 _NICE = 5  # behind the threads of the engine, if these need all processors
 
 # System calls that fail with EPERM: sockets, programs, other processes, and io_uring, which could do the same.
@@ -48,6 +50,7 @@ def confine(limits: Limits) -> None:
         _write("/proc/self/oom_score_adj", "1000")  # the first to go when the machine or the cgroup has no memory
     used = _address_space()
     _limit(resource.RLIMIT_AS, used + limits.memory_bytes)
+    _limit(resource.RLIMIT_STACK, _STACK)
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_FSIZE, 0)
     _deny_system_calls()
