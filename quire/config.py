@@ -35,6 +35,7 @@ STRUCTURED_OUTPUTS: dict[str, tuple[Any, ...]] = {
     "disable_fallback": (False, True),
     "enable_in_reasoning": (False,),
 }
+STRUCTURED_OUTPUTS_SECONDS = ("cpu_seconds", "total_seconds")  # quire_structured/workers.py has their defaults
 
 
 @dataclass(frozen=True)
@@ -193,9 +194,15 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         at_least(self, -1, "max_logprobs")
         for name, value in self.structured_outputs_config.items():
+            if name in STRUCTURED_OUTPUTS_SECONDS:
+                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 3600:
+                    message = f"{name} must be a number of seconds, above 0 and at most 3600, got {value!r}"
+                    raise ConfigError(f"structured_outputs_config: {message}")
+                continue
             accepted = STRUCTURED_OUTPUTS.get(name)
             if accepted is None:
-                raise ConfigError(f"structured_outputs_config has no field {name!r}: {', '.join(STRUCTURED_OUTPUTS)}")
+                names = ", ".join((*STRUCTURED_OUTPUTS, *STRUCTURED_OUTPUTS_SECONDS))
+                raise ConfigError(f"structured_outputs_config has no field {name!r}: {names}")
             if value not in accepted:
                 raise ConfigError(f"structured_outputs_config: {name} must be one of {accepted}, got {value!r}")
 

@@ -25,6 +25,7 @@ from quire_server.media import ChatMedia, MediaLoader
 from quire_server.messages import Message, has_media, json_of
 from quire_server.middleware import owner_of
 from quire_server.protocol import MAX_SEQUENCES, Body, ChatRequest, Generation, PromptBody, Rendering
+from quire_server.rendering import render
 from quire_server.request_log import RequestLog, Summary
 from quire_server.responses import Usage
 from quire_server.tracing import RequestTrace
@@ -103,29 +104,8 @@ class Server:
     ) -> str:
         """The prompt of a conversation. media: what `load_media` made of the messages; without it, they must not have
         any. Raises ApiError."""
-        template = body.chat_template
-        if template is not None and not self.config.trust_request_chat_template:
-            message = "chat_template: this server does not take templates from requests"
-            raise ApiError(400, f"{message} (--trust-request-chat-template)", param="chat_template")
-        if template is not None and "{" not in template:  # never a file's name
-            raise ApiError(400, "chat_template should be a Jinja template", param="chat_template")
-        try:
-            if template is None:
-                return str(await held.run(self._render, messages, body, media))
-            return await asyncio.to_thread(
-                self._render, messages, body, media
-            )  # a request's own template may run for long
-        except (ValueError, TypeError) as error:
-            refusal = bad_value(error, type(body).model_fields, "messages")
-            refusal.quotes |= error.__cause__ is not None and not self._is_of_template(error.__cause__)
-            raise refusal from error
-
-    def _is_of_template(self, error: BaseException) -> bool:
-        """Whether the text of an error that a template has raised is a constant of the server's template, and so no
-        part of the conversation."""
-        frontend = self.llm.frontend
-        templates = (frontend.given_chat_template, *frontend.tokenizer.chat_templates.values())
-        return any(str(error) in template for template in templates if template is not None)
+        may_bring_template = self.config.trust_request_chat_template
+        return await render(self.llm.frontend, messages, body, held, media, may_bring_template)
 
     async def load_media(self, body: ChatRequest, held: HeldBody) -> ChatMedia | None:
         """The media of a conversation, None if it has none. Raises ApiError."""
@@ -133,25 +113,6 @@ class Server:
             return None
         held.pause()  # what is decoded comes from the body, or from elsewhere, and may take long
         return await held.unless_left(self.media.load(json_of(body.messages), body.mm_processor_kwargs))
-
-    def _render(self, messages: Sequence[Message], body: Rendering, media: ChatMedia | None) -> str:
-        if media is None and has_media(messages):
-            raise ValueError("messages: pictures and other media are not taken here")
-        chat: Any = json_of(messages) if media is None else media.messages
-        variables: dict[str, Any] = {name: getattr(body, name) for name in ("documents", "reasoning_effort")}
-        variables["tools"] = body.tool_objects or None
-        if body.reasoning_effort is not None:  # for templates that only have a switch, as in vLLM
-            variables["enable_thinking"] = body.reasoning_effort != "none"
-        arguments: dict[str, Any] = {
-            "chat_template": body.chat_template,
-            "continue_final_message": bool(body.continue_final_message),
-            "add_generation_prompt": body.add_generation_prompt is not False,
-            **{name: value for name, value in variables.items() if value is not None},
-            **(body.chat_template_kwargs or {}),
-        }
-        if body.add_generation_prompt is None and body.continue_final_message:
-            arguments["add_generation_prompt"] = False
-        return self.llm.frontend.render_chat(chat, **arguments)
 
 
 class PromptCall:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 CACHE_SIZE = 256  # compiled grammars, and reasons why a grammar cannot be compiled
-CACHE_BYTES = 256 * MIB  # of compiled grammars that no request waits for
-MOST_BYTES = 1024 * MIB  # of all compiled grammars that the gate holds
+CACHE_BYTES = 256 * MIB  # of memory for compiled grammars
 NUM_THREADS = 2  # that load compiled grammars at the same time
 _QUICK = 0.002  # seconds a mask; if a batch takes longer, the next ones are timed one by one
 _NUM_TIMED = 64  # batches that are timed then
@@ -51,13 +50,14 @@ class _Failure(NamedTuple):
 
 
 class _Compilation:
-    """A grammar, from the first request for it. `grammar` and `error` are None until it is compiled or has failed."""
+    """A grammar, from the first request for it. `source` and `error` are None until it is compiled or has failed."""
 
     def __init__(self, params: StructuredOutputsParams) -> None:
         self.params = params
-        self.grammar: Matcher | None = None  # at the beginning of a text
+        self.source: bytes | None = None
+        self.grammar: Matcher | None = None  # at the beginning of a text; None if it has to be loaded
         self.error: _Failure | None = None
-        self.size = 0  # bytes
+        self.size = 0  # bytes of `grammar`
         self.job: Future[Any] | None = None
         self.waiting: set[str] = set()  # requests that have no constraint yet
 
@@ -68,7 +68,7 @@ class _Compilation:
 
     @property
     def is_done(self) -> bool:
-        return self.grammar is not None or self.error is not None
+        return self.source is not None or self.error is not None
 
 
 class GrammarGate:
@@ -101,7 +101,7 @@ class GrammarGate:
         compilation = self._compilation(params.structured_outputs, request.request_id)
         if compilation.error is not None:
             raise compilation.error.kind(f"structured_outputs: {compilation.error.reason}")
-        return compilation.grammar is not None
+        return compilation.source is not None
 
     def leave(self, request: EngineCoreRequest) -> None:
         """A request has ended, in any state. A grammar that no other one waits for is not compiled further."""
@@ -132,8 +132,9 @@ class GrammarGate:
         try:
             compilation = self._cache[msgspec.msgpack.encode(params.structured_outputs)]
             compilation.waiting.discard(request.request_id)
-            assert compilation.grammar is not None
-            return Constraint(compilation.grammar.fork(), request.thinking, self._load().eos_token_ids)
+            backend, _, eos_token_ids = self._load()
+            grammar = compilation.grammar or backend.load(compilation.source or b"")  # it may have left the cache
+            return Constraint(grammar.fork(), request.thinking, eos_token_ids)
         except KeyboardInterrupt:
             raise
         except BaseException as reason:  # a library's panic is no Exception
@@ -203,26 +204,30 @@ class GrammarGate:
         key = msgspec.msgpack.encode(params)
         compilation = self._cache.get(key)
         if compilation is None or (compilation.was_busy and request_id not in compilation.waiting):
+            self._evict()
             compilation = self._cache[key] = _Compilation(params)
             self._begin(compilation)
         compilation.waiting.add(request_id)
         self._cache.move_to_end(key)
-        self._evict(key)
         return compilation
 
-    def _evict(self, newest: bytes) -> None:
-        """Forget the grammars that were not used for longest, but none for which a request waits."""
-        excess = len(self._cache) - CACHE_SIZE
-        excess_bytes = sum(entry.size for entry in self._cache.values()) - CACHE_BYTES
-        if excess <= 0 and excess_bytes <= 0:
-            return
-        for key, entry in list(self._cache.items()):
+    def _evict(self) -> None:
+        """Make room for another grammar: forget those that were not used for longest.
+
+        Where a request waits for its grammar, the source is kept, and so is an error that a request has yet to see.
+        """
+        held = [(key, entry) for key, entry in self._cache.items() if entry.is_done]
+        held = [(key, entry) for key, entry in held if entry.grammar is not None or not entry.waiting]
+        excess = len(held) + 1 - CACHE_SIZE
+        excess_bytes = sum(entry.size for _, entry in held) - CACHE_BYTES
+        for key, entry in held:
             if excess <= 0 and excess_bytes <= 0:
                 return
-            if entry.is_done and key != newest and (not entry.waiting or entry.grammar is None):
+            excess -= 1
+            excess_bytes -= entry.size
+            entry.grammar, entry.size = None, 0
+            if not entry.waiting:
                 del self._cache[key]
-                excess -= 1
-                excess_bytes -= entry.size
 
     def _begin(self, compilation: _Compilation) -> None:
         if self._loaded is None:
@@ -276,26 +281,23 @@ class GrammarGate:
             self._end(compilation, _bad(reason))
 
     def _load_grammar(self, compilation: _Compilation, compiled: CompiledGrammar) -> None:
-        grammar, error = None, None
         try:
-            if sum(entry.size for entry in list(self._cache.values())) + compiled.size > MOST_BYTES:
-                raise BusyError(f"the grammars of other requests take {MOST_BYTES // MIB} MiB, the limit")
             grammar = self._load().backend.load(compiled.source)
-        except BusyError as reason:
-            error = _busy(reason)
         except BaseException as reason:  # a library's panic is no Exception
             if not isinstance(reason, ValueError):
                 logger.exception("A grammar could not be loaded")
-            error = _bad(reason)
-        self._end(compilation, error, grammar, compiled.size)
-
-    def _end(
-        self, compilation: _Compilation, error: _Failure | None, grammar: Matcher | None = None, size: int = 0
-    ) -> None:
+            self._end(compilation, _bad(reason))
+            return
         with self._lock:
             if not compilation.is_done:
-                compilation.grammar, compilation.error = grammar, error
-                compilation.size = size if grammar is not None else 0
+                compilation.grammar, compilation.size = grammar, compiled.size
+                compilation.source = compiled.source
+        self._wake()
+
+    def _end(self, compilation: _Compilation, error: _Failure) -> None:
+        with self._lock:
+            if not compilation.is_done:
+                compilation.error = error
         self._wake()
 
 

@@ -1,6 +1,9 @@
 """References of a JSON schema ($ref, $dynamicRef, $id, $anchor), resolved to names of definitions."""
 
+import json
 import tomllib
+from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
@@ -16,6 +19,49 @@ Schema = dict[str, Any] | bool
 
 class UnsupportedError(ValueError):
     """A schema for which no grammar can be found."""
+
+
+def _check_value(keyword: str, value: Any) -> None:
+    """Raises ValueError unless the value of a keyword has the type that it must have."""
+    holds, words = _VALUES.get(keyword, (lambda value: True, ""))
+    if not holds(value):
+        raise ValueError(f"the keyword {keyword!r} must be {words}, got {json.dumps(value):.80}")
+
+
+def _is_number(value: Any) -> bool:
+    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and isfinite(value))
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value == int(value)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _are_types(value: Any) -> bool:
+    return value in _TYPES if isinstance(value, str) else _are_names(value) and all(map(_are_types, value))
+
+
+def _are_dependencies(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_are_names, value.values()))
+
+
+_TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "number": (_is_number, "a number"),
+    "names": (_are_names, "a list of strings"),
+    "flag": (lambda value: isinstance(value, bool), "true or false"),
+    "text": (lambda value: isinstance(value, str), "a string"),
+    "list": (lambda value: isinstance(value, list), "a list"),
+}
+_VALUES = {
+    **{name: _CHECKS[kind] for kind, names in KEYWORDS["values"].items() for name in names.split()},
+    **dict.fromkeys(_COUNTS, (_is_count, "a whole number of at least 0")),
+    "type": (_are_types, f"a type or a list of types ({', '.join(_TYPES)})"),
+    "dependentRequired": (_are_dependencies, "an object of lists of strings"),
+}
 
 
 class References:
@@ -91,10 +137,9 @@ class References:
                 result[keyword] = {name: self._convert(item, base, scope, depth + 1) for name, item in value.items()}
             elif keyword in ("$ref", "$dynamicRef"):
                 references.append({"$ref": self._name(str(value), keyword, base, scope)})
-            elif keyword in _COUNTS and isinstance(value, float) and value.is_integer():
-                result[keyword] = int(value)
             elif keyword in _COUNTS or keyword in _OTHER:
-                result[keyword] = value
+                _check_value(keyword, value)
+                result[keyword] = int(value) if keyword in _COUNTS else value
             elif keyword in _FOREIGN:
                 raise UnsupportedError(f"the keyword {keyword!r} is not supported")
             elif keyword == "$schema" and "json-schema.org" not in str(value):

@@ -1,6 +1,5 @@
 """Compiles grammars in worker processes, where a constraint that takes too much time or memory does no harm."""
 
-import resource
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
     from quire.system.untrusted.pool import UntrustedPool
     from quire_structured.vocabulary import Vocabulary
 
-CPU_LIMIT = 1.0  # seconds of processor time to compile a grammar
-TOTAL_LIMIT = 10.0  # seconds until it is compiled, beside other grammars
+CPU_LIMIT = 1.0  # seconds of processor time to compile a grammar, unless structured_outputs_config has cpu_seconds
+TOTAL_LIMIT = 10.0  # seconds until it is compiled, beside other grammars; or total_seconds
 LOAD_LIMIT = 0.3  # seconds of processor time in which the engine's process can load it
 MEMORY_LIMIT = 256 * MIB  # for compiling
 SIZE_LIMIT = 64 * MIB  # of a compiled grammar, in the process of the engine
@@ -38,21 +37,30 @@ class CompiledGrammar(msgspec.Struct, array_like=True):
 class GrammarCompiler:
     """Compiles grammars for one tokenizer in the worker processes of a pool."""
 
-    def __init__(self, options: Mapping[str, Any], vocabulary: "Vocabulary", pool: "UntrustedPool") -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        vocabulary: "Vocabulary",
+        pool: "UntrustedPool",
+        total_seconds: float | None = None,
+    ) -> None:
+        """total_seconds: instead of the default, if the options have none."""
         from quire.system.untrusted.service import Preparation
 
-        self._pool = pool
+        self._pool, self._options, self._total_seconds = pool, options, total_seconds
         table = TokenTable(
             vocabulary.tokens, vocabulary.special_token_ids, vocabulary.eos_token_ids, vocabulary.bos_token_id
         )
-        arguments = [dict(options), msgspec.msgpack.encode(table)]
+        arguments: list[Any] = [dict(options), msgspec.msgpack.encode(table)]
         key = f"grammars {sha256(msgspec.msgpack.encode(arguments)).hexdigest()}"
         self._preparation = Preparation(key, f"{__name__}:prepare", lambda: arguments)
 
     def submit(self, params: StructuredOutputsParams, done: Callable[["Future[Any]"], None]) -> "Future[Any]":
         """Start to compile a grammar. done: called when the future has `CompiledGrammar`'s fields or an exception, on
         any thread. Raises BusyError."""
-        limits = Limits(CPU_LIMIT, MEMORY_LIMIT, TOTAL_LIMIT, result_bytes=_SOURCE_LIMIT)
+        cpu_seconds = self._options.get("cpu_seconds", CPU_LIMIT)
+        total_seconds = self._options.get("total_seconds", self._total_seconds or TOTAL_LIMIT)
+        limits = Limits(cpu_seconds, MEMORY_LIMIT, total_seconds, result_bytes=_SOURCE_LIMIT)
         data = msgspec.msgpack.encode(params)
         job = self._pool.submit(f"{__name__}:compile_grammar", data, limits=limits, preparation=self._preparation)
         job.add_done_callback(done)
@@ -71,17 +79,18 @@ def prepare(options: dict[str, Any], table: bytes) -> Backend:
 def compile_grammar(backend: Backend, data: bytes) -> list[Any]:
     """The fields of a CompiledGrammar. Raises ValueError."""
     params = msgspec.msgpack.decode(data, type=StructuredOutputsParams)
-    before = _peak()
+    before = _memory()
     try:
         source = backend.source(params)
         started = time.process_time()
-        backend.load(source)
+        loaded = backend.load(source)
         taken = time.process_time() - started
     except (ValueError, MemoryError):
         raise
     except BaseException as error:  # a library's panic is no Exception
         raise ValueError(f"it cannot be compiled: {error_text(error)}") from error
-    size = _peak() - before
+    size = max(0, _memory() - before)
+    del loaded
     if taken > LOAD_LIMIT:
         raise ValueError(f"the grammar is too complex: loading it takes more than {LOAD_LIMIT} s of processor time")
     if size > SIZE_LIMIT:
@@ -89,5 +98,10 @@ def compile_grammar(backend: Backend, data: bytes) -> list[Any]:
     return [source, size]
 
 
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _memory() -> int:
+    """Bytes of this process's own memory; 0 where /proc is hidden."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:")), 0)
+    except OSError:
+        return 0

@@ -119,12 +119,17 @@ def take_devices(rank: int, config: EngineConfig) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[first : first + size])
 
 
+_PATIENCE = 3600.0  # seconds for a grammar, with those before it, in an engine with one user
+
+
 def make_core(
-    config: EngineConfig, directory: Path, max_model_len: int, place: MeetingPlace | None = None, rank: int = 0
-) -> EngineCore:
+    config: EngineConfig, directory: Path, max_model_len: int, place: MeetingPlace | None = None, rank: int = 0,
+    *, has_one_user: bool = False,
+) -> EngineCore:  # fmt: skip
     """Start the executor, and make a scheduler for its KV cache. Raises ConfigError or ValueError.
 
     place: where the replicas meet that share experts, None for a replica that shares none. rank: the core's number.
+    has_one_user: who may submit thousands of grammars at once, and waits for them.
     """
     limits = scheduler_limits(config, max_model_len)
     limits.validate()  # before the model is loaded
@@ -160,7 +165,7 @@ def make_core(
         eos_token_ids = end_of_sequence(tokenizer, generation_config(options, directory))
         vocabulary = Vocabulary(tokenizer, spec.vocab_size, eos_token_ids)
         libraries = config.sampling.structured_outputs_config
-        compiler = GrammarCompiler(libraries, vocabulary, shared_pool())
+        compiler = GrammarCompiler(libraries, vocabulary, shared_pool(), _PATIENCE if has_one_user else None)
         return Loaded(load_backend(libraries, vocabulary), compiler, eos_token_ids)
 
     fingerprint = partial(cache_fingerprint, config, directory, kv.layout)

@@ -424,5 +424,5 @@ class EngineCore:
 def _log_failures(outputs: list[EngineCoreOutput]) -> None:
     """Bad requests are their clients' failures, and the reasons may quote them."""
     for output in outputs:
-        if output.finish_reason is not FinishReason.BAD_REQUEST:
+        if output.finish_reason not in (FinishReason.BAD_REQUEST, FinishReason.OVERLOADED):
             logger.error("Request %s failed: %s", output.request_id, output.stop_reason)

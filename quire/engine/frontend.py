@@ -21,6 +21,7 @@ from quire_parsing.recognition import recognized
 
 if TYPE_CHECKING:
     from quire.sampling.logits_processors import LogitsProcessor
+    from quire.text.chat_template import ChatRendering
     from quire_multimodal.processor import MediaProcessor
 
 Message = Mapping[str, Any]
@@ -104,19 +105,19 @@ class Frontend:
         of_tools = self.tokenizer.chat_templates.get("tool_use") if with_tools else None
         return self.given_chat_template or of_tools or self.tokenizer.chat_template
 
-    def render_chat(
+    def rendering(
         self,
         messages: Sequence[Message],
         *,
         chat_template: str | None = None,
         content_format: str | None = None,
         **arguments: Any,
-    ) -> str:
-        """Render a conversation into a prompt. Raises ValueError if there is no chat template, or if it fails.
+    ) -> "ChatRendering":
+        """What renders a conversation into a prompt. Raises ValueError if there is no chat template.
 
         content_format: "string", "openai" or "auto"; None takes the option chat_template_content_format.
         """
-        from quire.text.chat_template import render  # imports jinja2, which many programs do not need
+        from quire.text.chat_template import ChatRendering  # imports jinja2, which many programs do not need
 
         template = _template_text(chat_template) or self._template(with_tools=bool(arguments.get("tools")))
         if template is None:
@@ -128,7 +129,11 @@ class Frontend:
         options = self.config.model
         variables = {**self.tokenizer.special_tokens, **options.default_chat_template_kwargs, **arguments}
         content_format = content_format or options.chat_template_content_format
-        return render(template, messages, **{**variables, "content_format": content_format})
+        return ChatRendering(template, messages, {**variables, "content_format": content_format})
+
+    def render_chat(self, messages: Sequence[Message], **arguments: Any) -> str:
+        """Render a conversation into a prompt. Raises ValueError if there is no chat template, or if it fails."""
+        return self.rendering(messages, **arguments).run()
 
     def chat_prompt(
         self, messages: Sequence[Message], rendering: dict[str, Any], mm_processor_kwargs: Mapping[str, Any] | None

@@ -92,7 +92,7 @@ class LLM:
         self.processor = self.frontend.processor
         self.dtype = self.config.model.dtype_name
         self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler)
-        self.core = make_core(self.config, self.frontend.directory, self.frontend.max_model_len)
+        self.core = make_core(self.config, self.frontend.directory, self.frontend.max_model_len, has_one_user=True)
         self.processor.max_model_len = self.core.scheduler.limits.max_model_len
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that changed and were not yielded since
         self._ids = map(str, count())  # of requests

@@ -2,6 +2,7 @@
 
 from codecs import utf_8_decode
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from quire.messages.outputs import Logprob
 from quire.messages.step import Logprobs
@@ -22,7 +23,10 @@ class LogprobUnpacker:
         self._token_bytes, self._partial, self._likeliest = token_bytes, partial, likeliest
 
     def unpack(self, packed: Logprobs) -> list[dict[int, Logprob]]:
-        """For each place, the sequence's own token first, then the likeliest tokens or those that the request named."""
+        """For each place, the sequence's own token first, then the likeliest tokens or those that the request named.
+
+        Tokens that cannot follow, such as those that a grammar forbids, are not among the likeliest.
+        """
         width = packed.width
         token_ids = memoryview(packed.token_ids).cast("i").tolist()
         logprobs = memoryview(packed.logprobs).cast("f").tolist()
@@ -32,7 +36,11 @@ class LogprobUnpacker:
             cells = slice(place * width, (place + 1) * width)
             texts = self._decode(token_ids[cells])
             columns = zip(token_ids[cells], logprobs[cells], (rank, *other_ranks), texts, strict=True)
-            unpacked.append({token_id: Logprob(logprob, rank, text) for token_id, logprob, rank, text in columns})
+            found = {token_id: Logprob(logprob, rank, text) for token_id, logprob, rank, text in columns}
+            if self._likeliest and logprobs[cells.stop - 1] == -inf:  # they are sorted
+                own = token_ids[cells.start]
+                found = {token_id: e for token_id, e in found.items() if e.logprob > -inf or token_id == own}
+            unpacked.append(found)
             if not self._likeliest:  # the sequence's own token may also be a named one, which has no rank
                 unpacked[-1][token_ids[cells.start]].rank = rank
         return unpacked

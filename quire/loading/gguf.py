@@ -18,6 +18,7 @@ import numpy.typing as npt
 from quire.loading.errors import WeightError
 from quire.messages.errors import error_text
 from quire.quantization.gguf_types import TYPES, TensorType
+from quire.system.files import check_regular
 
 _NUMBERS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
@@ -128,7 +129,7 @@ def read_gguf(path: Path) -> GgufFile:
 def read_part(path: Path) -> GgufFile:
     """The metadata and the tensors of one file. Raises WeightError."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with check_regular(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(path, _Cursor(data))
     except (WeightError, OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise WeightError(f"{path} cannot be read as GGUF: {error_text(error)}") from error

@@ -11,6 +11,7 @@ from typing import Any
 from quire.config import ModelConfig
 from quire.loading.errors import ModelNotFoundError
 from quire.messages.errors import error_text
+from quire.system.files import MIB, FileError, check_folder, read_bytes
 
 # The files of a repository that the engine reads. Python files and other frameworks' weights are not downloaded.
 _PATTERNS = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken"]
@@ -24,6 +25,9 @@ _GGUF = re.compile(
     r"(?:.*?[-._/])?((?:UD-)?(?:[IT]?Q\d\w*|(?:MX|NV)FP4\w*|BF16|F16|F32))(?:-\d{5}-of-(\d{5}))?\.gguf", re.IGNORECASE
 )
 _USUAL_KIND = "Q4_K_M"
+_JSON = 64 * MIB  # bytes of a file: the index of a model of a trillion parameters has 10
+# The files that are read, which must be regular ones.
+_READ = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors", ".bin", ".pt", ".gguf")
 
 
 def bundled_model() -> Path:
@@ -62,8 +66,17 @@ def resolve(
     """The local directory of a model, or its .gguf file. A model of the hub is downloaded if it is not cached.
 
     weights: False downloads no tensors, for dummy weights or if only the tokenizer is needed. Raises
-    ModelNotFoundError.
+    ModelNotFoundError, also for a file that is a pipe or a device, on which reading would wait.
     """
+    found = _find(model, revision, download_dir, token, weights)
+    try:
+        check_folder(found if found.is_dir() else found.parent, _READ)
+    except FileError as error:
+        raise ModelNotFoundError(error_text(error)) from error
+    return found
+
+
+def _find(model: _Name, revision: _Name, download_dir: _Name, token: _Name, weights: bool) -> Path:
     if (local := local_model(model)) is not None:
         return local
     assert model is not None
@@ -192,16 +205,23 @@ def _gguf_in(directory: Path) -> Path | None:
     return found[0] if found else None
 
 
-def read_json(directory: Path, name: str, required: bool = False) -> dict[str, Any]:
-    """The JSON object in a file of a directory; {} for an absent file, unless required. Raises ModelNotFoundError."""
+def read_json(directory: Path, name: str, required: bool = False, most: int = _JSON) -> dict[str, Any]:
+    """The JSON object in a file of a directory; {} for an absent file, unless required. Raises ModelNotFoundError.
+
+    most: bytes that the file may have.
+    """
     path = directory / name
-    if not path.is_file():
-        if required:
-            raise ModelNotFoundError(f"{directory} has no {name}; is it a checkpoint in the Hugging Face layout?")
-        return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(read_bytes(path, most).decode("utf-8"))
+    except FileNotFoundError:
+        if required:
+            raise ModelNotFoundError(
+                f"{directory} has no {name}; is it a checkpoint in the Hugging Face layout?"
+            ) from None
+        return {}
+    except (FileError, OSError) as error:
+        raise ModelNotFoundError(error_text(error)) from error
+    except (ValueError, RecursionError) as error:
         raise ModelNotFoundError(f"{path} is not valid JSON: {error_text(error)}") from error
     if not isinstance(value, dict):
         raise ModelNotFoundError(f"{path} holds no JSON object")

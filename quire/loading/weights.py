@@ -21,6 +21,7 @@ from quire.layers.linear import LinearMethod
 from quire.loading.errors import ModelNotFoundError, WeightError
 from quire.loading.hub import read_json
 from quire.messages.errors import error_text
+from quire.system.files import FileError, check_regular
 
 Pick = tuple[slice, ...]
 Parts = Mapping[str, Sequence[tuple[tuple[int, ...], Pick]]]  # shapes and picks of slots by a checkpoint's names
@@ -210,7 +211,14 @@ def parts_of(checkpoint: Checkpoint, builder: Builder) -> Parts:
 
 def weight_files(directory: Path, single: str, pattern: str) -> list[Path]:
     """The files that the index lists, in the directory or in one beside it. Without an index: the file `single`, or
-    else all files that match the pattern. Raises WeightError."""
+    else all files that match the pattern. All are regular files. Raises WeightError."""
+    try:
+        return [check_regular(file) for file in _weight_files(directory, single, pattern)]
+    except FileError as error:
+        raise WeightError(error_text(error)) from error
+
+
+def _weight_files(directory: Path, single: str, pattern: str) -> list[Path]:
     index = read_json(directory, f"{single}.index.json").get("weight_map")
     if index is not None and not (isinstance(index, dict) and all(isinstance(f, str) for f in index.values())):
         raise WeightError(f"{directory / f'{single}.index.json'} has a weight_map that does not map to file names")
@@ -219,7 +227,7 @@ def weight_files(directory: Path, single: str, pattern: str) -> list[Path]:
             raise WeightError(f"{directory / f'{single}.index.json'} names {file}, which is outside {directory.parent}")
     if index:
         return sorted({directory / f for f in index.values()})
-    if (directory / single).is_file():  # other files may be second copies, such as consolidated.safetensors
+    if (directory / single).exists():  # other files may be second copies, such as consolidated.safetensors
         return [directory / single]
     return sorted(directory.glob(pattern))
 

@@ -3,20 +3,39 @@
 from functools import lru_cache
 from hashlib import file_digest, sha256
 from pathlib import Path
+from typing import Any
 
-from quire.loading.hub import resolve
+from quire.loading.hub import read_json, resolve
 from quire.messages.lora import Adapter, LoRARequest
+from quire.system.files import check_regular
 
+MOST_BYTES = 16 << 30  # of an adapter's weights
+_CONFIG, _HEADER = 1 << 20, 16 << 20  # bytes of its config, and of the names and shapes of its tensors
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # the first that exists
 
 
 def adapter_files(directory: Path) -> tuple[Path, Path]:
-    """Config and weights. Raises ValueError if one is missing."""
+    """Config and weights. Raises ValueError if one is missing, too large or no regular file."""
+    check_regular(directory / CONFIG)
+    for name in WEIGHTS:
+        check_regular(directory / name)
     weights = next((directory / name for name in WEIGHTS if (directory / name).is_file()), None)
     if weights is None or not (directory / CONFIG).is_file():
         raise ValueError(f"{directory} is no PEFT adapter: it needs {CONFIG} and {' or '.join(WEIGHTS)}")
+    if (size := weights.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"{weights} has {size / 2**30:.1f} GiB; an adapter may have {MOST_BYTES / 2**30:g} GiB")
+    if weights.suffix == ".safetensors":
+        with weights.open("rb") as stream:
+            header = int.from_bytes(stream.read(8), "little")
+        if header > _HEADER:
+            raise ValueError(f"{weights} has a header of {header:,} bytes; an adapter may have {_HEADER:,}")
     return directory / CONFIG, weights
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The fields of adapter_config.json. Raises ValueError."""
+    return read_json(directory, CONFIG, required=True, most=_CONFIG)
 
 
 def find_adapter(request: LoRARequest, download_dir: str | None = None, token: str | None = None) -> Adapter:

@@ -1,5 +1,6 @@
 """What is known about a model before its weights are loaded: its config, its spec and its longest request."""
 
+import re
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -9,6 +10,9 @@ from quire.loading.metadata import hf_config
 from quire.models.pooling import PoolingDescription, describe_pooling, is_pooling_model
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec, HfConfig
+
+# The families for which vLLM refuses float16, too.
+_OVERFLOWS = re.compile(r"(Gemma[23]|Glm4|Plamo2)(Text|For|Model)")
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ def describe(directory: Path, options: ModelConfig) -> ModelDescription:
     Raises ConfigError for options that this model does not allow, and ValueError for a model that is not supported.
     """
     config = hf_config(directory, options.hf_overrides)
+    _check_dtype(config, options)
     if options.model_impl == "transformers":
         spec: DecoderSpec = import_module("quire_transformers.spec").spec_of(config)
     else:
@@ -44,6 +49,17 @@ def describe(directory: Path, options: ModelConfig) -> ModelDescription:
     names, ignored = {**spec.names, "lm_head": None}, (*spec.ignored, r"^(lm_head|score|classifier)\b")
     spec = replace(spec, names=names, tie_embeddings=False, ignored=ignored)
     return ModelDescription(config, spec, _max_model_len(options, spec, pooling.files.max_tokens), pooling)
+
+
+def _check_dtype(config: HfConfig, options: ModelConfig) -> None:
+    """Raises ConfigError for float16 in a family whose hidden states exceed its largest number, 65,504."""
+    names = config.get("architectures")
+    overflows = [name for name in names if isinstance(name, str) and _OVERFLOWS.match(name)] if names else []
+    if overflows and options.dtype_name == "float16":
+        raise ConfigError(
+            f"dtype={options.dtype!r} overflows in {overflows[0]}, whose hidden states exceed the range of float16; "
+            "use bfloat16 or float32"
+        )
 
 
 def _max_model_len(options: ModelConfig, spec: DecoderSpec, max_tokens: int | None = None) -> int:

@@ -3,9 +3,12 @@
 import difflib
 import re
 import tomllib
+from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 
+from quire.loading.config_fields import checked, read
 from quire.models.spec import Architecture, DecoderSpec, HfConfig
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -33,15 +36,33 @@ def _listed(name: str) -> Architecture | str | None:
     return ENCODERS.get(base) or ARCHITECTURES.get(f"{base.removesuffix('Text')}ForCausalLM")
 
 
+def _verified(architecture: Architecture, config: HfConfig) -> DecoderSpec:
+    """The config's spec, whose numbers must be numbers. Raises TypeError: in a config, they may be null."""
+    spec = architecture(config)
+    parts: list[object] = [
+        spec,
+        *{id(p): p for p in (*spec.mixers, *spec.mlps, *spec.rotary) if p is not None}.values(),
+    ]
+    for part in parts:
+        for field in fields(part) if is_dataclass(part) else ():
+            value = getattr(part, field.name)
+            if is_dataclass(value) and not isinstance(value, type):
+                parts.append(value)
+            numbers = (int, float) if field.type is float else (int,) if field.type is int else ()
+            if numbers and (not isinstance(value, numbers) or isinstance(value, bool)):
+                raise TypeError(f"{field.name} is {value!r}")
+    return spec
+
+
 def spec_of(config: HfConfig) -> DecoderSpec:
-    """The spec of a checkpoint's config. Raises ValueError for an unsupported architecture or a missing field."""
+    """The spec of a checkpoint's config. Raises ValueError for an unsupported architecture, and ConfigError for a field
+    that is missing or of a wrong type."""
+    config = checked(config)
     names = config.get("architectures") or []
     for name in names:
-        if (architecture := _architecture(name)) is not None:
-            try:
-                return architecture(config)
-            except KeyError as missing:
-                raise ValueError(f"config.json of a {name} lacks {missing.args[0]!r}") from missing
+        architecture = _architecture(name)
+        if architecture is not None:
+            return read(config, name, partial(_verified, architecture))
     near = difflib.get_close_matches(names[0], ARCHITECTURES, n=1, cutoff=0.4) if names else []
     raise ValueError(
         f"architecture {', '.join(names) or '(none named in config.json)'} is not supported; supported: "

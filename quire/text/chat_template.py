@@ -1,7 +1,8 @@
 """Renders chat messages to a prompt with a checkpoint's Jinja template, in the dialect of transformers."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
@@ -13,7 +14,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.messages.errors import error_text
+from quire.system.untrusted.limits import MIB, LimitExceededError, Limits
+from quire.system.untrusted.pool import shared_pool
+from quire.text import metered_template
+from quire.text.template_meter import BeyondMeterError
 
+_JOB = "quire.text.chat_template:render_job"
+# Of a rendering in a worker process.
+_LIMITS = Limits(cpu_seconds=2.0, memory_bytes=512 * MIB, total_seconds=10.0, result_bytes=64 * MIB)
+_FAILED = "the chat template failed: "
+_LONGEST_FORMAT, _LONGEST_ERROR = 200, 10_000  # characters
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _NOTHING_TO_CONTINUE = "continue_final_message is set, but the last message has no text to go on with"
 # The types of content parts that are text, and for each the field that holds the text.
@@ -30,7 +40,46 @@ class ChatTemplateError(ValueError):
     """The template refused the messages, or is itself invalid. The message says why."""
 
 
-def render(
+def render(template: str, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+    """The prompt for a chat. Raises ChatTemplateError. The arguments are those of `render_here`."""
+    return ChatRendering(template, messages, arguments).run()
+
+
+class ChatRendering(NamedTuple):
+    """A chat to be rendered. What usual templates do takes microseconds, and is done here. What takes longer, and
+    templates that came with a request, run in a worker process.
+
+    arguments: those of `render_here`.
+    """
+
+    template: str
+    messages: Sequence[Mapping[str, Any]]
+    arguments: Mapping[str, Any]
+
+    def here(self) -> str | None:
+        """The prompt; None if it takes more than a moment. Raises ChatTemplateError."""
+        return render_here(self.template, self.messages, **self.arguments)
+
+    def run(self) -> str:
+        """The prompt. Waits for a worker process, if it needs one. Raises ChatTemplateError or BusyError."""
+        prompt = self.here()
+        if prompt is None:
+            with _explained():
+                prompt = _unwrapped(shared_pool().run(_JOB, *self._job, limits=_LIMITS))
+        return prompt
+
+    async def run_apart(self) -> str:
+        """The same in a worker process."""
+        with _explained():
+            return _unwrapped(await shared_pool().run_async(_JOB, *self._job, limits=_LIMITS))
+
+    @property
+    def _job(self) -> tuple[Any, ...]:
+        messages = [dict(m) if isinstance(m, Mapping) else m for m in self.messages]
+        return self.template, messages, dict(self.arguments)
+
+
+def render_here(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     *,
@@ -39,13 +88,15 @@ def render(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     content_format: str = "auto",
+    is_bounded: bool = True,
     **variables: Any,
-) -> str:
-    """The prompt for a chat. Raises ChatTemplateError.
+) -> str | None:
+    """The prompt for a chat; None if it takes more than a moment. Raises ChatTemplateError.
 
     continue_final_message: the prompt ends within the last message, and the model continues that message
     content_format: the form of a message's content for the template: "string", a list of parts ("openai"), or the
         form that the template expects ("auto")
+    is_bounded: False in a process that can be stopped, where nothing is beyond the bounds
     variables: variables of the template: special tokens (bos_token="<s>") and switches (enable_thinking=False)
     """
     if not messages:
@@ -53,7 +104,9 @@ def render(
     if continue_final_message and add_generation_prompt:
         raise ChatTemplateError("add_generation_prompt and continue_final_message exclude each other: one begins a new "
                                 "message, the other goes on with the last")  # fmt: skip
-    compiled = _compile(template)
+    compiled = _compile(template) if is_bounded else _compile_unbounded(template)
+    if compiled is None:
+        return None
     if content_format != "auto":
         as_string = content_format == "string"
         compiled = compiled._replace(takes_strings=as_string, takes_lists=not as_string)
@@ -62,11 +115,51 @@ def render(
         raise ChatTemplateError(_NOTHING_TO_CONTINUE)
     final = _tag(chat[-1]) if continue_final_message else ""
     values = {"messages": chat, "tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
+    values = {**variables, **values}
     try:
-        prompt = compiled.template.render(**{**variables, **values})
+        prompt = metered_template.render(compiled.template, values) if is_bounded else compiled.template.render(values)
+    except BeyondMeterError:
+        return None
     except Exception as error:  # the template is foreign code, and may raise anything: None + "", 1 / 0, ...
-        raise ChatTemplateError(f"the chat template failed: {error or type(error).__name__}") from error
+        raise ChatTemplateError(f"{_FAILED}{error or type(error).__name__}") from error
     return _cut_at_tag(prompt, final) if continue_final_message else prompt
+
+
+def render_job(template: str, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> tuple[str | None, str]:
+    """For a worker process: the prompt and "", or None and what the template has raised. Raises ChatTemplateError."""
+    try:
+        prompt = render_here(template, messages, **{**arguments, "is_bounded": False})
+    except ChatTemplateError as error:
+        if error.__cause__ is None or not error_text(error).startswith(_FAILED):
+            raise
+        return None, error_text(error).removeprefix(_FAILED)[:_LONGEST_ERROR]
+    return prompt, ""
+
+
+class _RaisedByTemplateError(Exception):
+    """In the place of an exception in a worker process, with its text."""
+
+
+def _unwrapped(result: tuple[str | None, str]) -> str:
+    prompt, error = result
+    if prompt is None:
+        raise ChatTemplateError(f"{_FAILED}{error}") from _RaisedByTemplateError(error)
+    return prompt
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise errors of a job as ChatTemplateError, but BusyError and WorkerError as they are."""
+    try:
+        yield
+    except ChatTemplateError:
+        raise
+    except LimitExceededError as error:
+        raise ChatTemplateError(f"the chat template takes too much: {error_text(error)}") from None
+    except (TypeError, OverflowError) as error:  # an argument cannot be sent, such as an integer of 65 bits
+        raise ChatTemplateError(f"the chat template cannot be rendered: {error_text(error)}") from error
+    except ValueError as error:
+        raise ChatTemplateError(error_text(error)) from error
 
 
 class _Compiled(NamedTuple):
@@ -87,17 +180,34 @@ class _GenerationTag(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
-@lru_cache(maxsize=64)
-def _compile(template: str) -> _Compiled:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension]
-    )
-    environment.filters["tojson"] = _tojson
+def _environment(kind: type[ImmutableSandboxedEnvironment], *known: Any) -> Any:
+    environment = kind(*known, trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension])
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment
+
+
+@lru_cache(maxsize=64)
+def _compile(template: str) -> _Compiled | None:
+    """A template whose renderings are bounded. None for one whose cost is unknown."""
+    environment = _environment(metered_template.MeteredEnvironment, (_raise_exception, _strftime_now))
+    environment.replace_filter("tojson", _tojson)
+    try:
+        metered = environment.metered(template)
+        return _Compiled(metered, *_content_forms(environment.parse(template)))
+    except BeyondMeterError:
+        return None
+    except Exception as error:  # Python's compiler has limits of its own
+        raise ChatTemplateError(f"the chat template is not valid: {error_text(error)}") from error
+
+
+@lru_cache(maxsize=4)
+def _compile_unbounded(template: str) -> _Compiled:
+    environment = _environment(ImmutableSandboxedEnvironment)
+    environment.filters["tojson"] = _tojson
     try:
         takes_strings, takes_lists = _content_forms(environment.parse(template))
         return _Compiled(environment.from_string(template), takes_strings, takes_lists)
-    except (jinja2.TemplateError, RecursionError) as error:
+    except Exception as error:
         raise ChatTemplateError(f"the chat template is not valid: {error_text(error)}") from error
 
 
@@ -117,6 +227,8 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
+    if len(format) > _LONGEST_FORMAT:
+        raise ValueError(f"the format of a date has more than {_LONGEST_FORMAT} characters")
     return datetime.now().strftime(format)
 
 

@@ -10,15 +10,18 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from quire.messages.errors import error_text
+from quire.system.files import MIB, read_bytes
 from quire.text.bpe import read_vocab_and_merges
 from quire.text.gguf_tokenizer import gguf_tokenizer
 from quire.text.length_bound import LengthBound
 from quire.text.sentencepiece import read_sentencepiece
 from quire.text.tiktoken import read_tekken, read_tiktoken
 from quire.text.token_bytes import TokenBytes
+from quire.text.tokenizer_check import MOST_BYTES, check_tokenizer
 
 # In order of precedence. merges.txt needs vocab.json beside it. tokenizer.model may be of SentencePiece or tiktoken.
 _FILES = ("tokenizer.json", "tekken.json", "merges.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken")
+_TEMPLATE = 4 * MIB  # bytes of a chat template
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -176,11 +179,11 @@ class Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
     try:
-        value = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
+        value = json.loads(read_bytes(file, MOST_BYTES).decode("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"cannot read {file}: {error_text(error)}") from error
     if not isinstance(value, dict):
         raise ValueError(f"cannot read {file}: expected a JSON object, found {type(value).__name__}")
@@ -190,10 +193,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _read(file: Path, config: dict[str, Any]) -> tuple[Backend, dict[str, Any]]:
     """A backend, and the configuration with the settings that the file's format implies."""
     if file.name == "tokenizer.json":
-        return Backend.from_file(str(file)), config
+        return Backend.from_buffer(check_tokenizer(file)), config
     if file.name == "merges.txt":
         return read_vocab_and_merges(file, config)
-    data = file.read_bytes()
+    data = read_bytes(file, MOST_BYTES)
     if file.name == "tekken.json":
         return read_tekken(data, config)
     if data.startswith(b"\n"):  # the tag of a SentencePiece model's first piece
@@ -243,10 +246,10 @@ def _add_missing_tokens(backend: Backend, config: dict[str, Any]) -> None:
 def read_chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     """Name → template. Files of templates take precedence over tokenizer_config.json; the newest format is first."""
     files = {file.stem: file for file in path.glob("additional_chat_templates/*.jinja")}
-    if (file := path / "chat_template.jinja").is_file():
+    if (file := path / "chat_template.jinja").exists():
         files["default"] = file
     if files:
-        return {name: file.read_text("utf-8") for name, file in files.items()}
+        return {name: read_bytes(file, _TEMPLATE).decode("utf-8") for name, file in files.items()}
     template = _read_json(path / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}

@@ -1,7 +1,7 @@
 """Executes steps: batch rows -> flat batch -> forward -> logits of the places -> token ids."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import add
 
@@ -163,6 +163,9 @@ class ModelRunner(Runner[_Launched]):
             step, flat, logits, batch, on_device["place_rows"], positions, on_device if flat.has_drafts else None,
             drafting,
         )  # fmt: skip
+
+    def results_of(self, launched: _Launched) -> Sequence[Tensor]:
+        return torch.split(launched.logits, np.diff(launched.flat.place_start_loc).tolist())
 
     def _sample(self, launched: _Launched, output: ModelRunnerOutput) -> _Sampled:
         flat, batch, rows = launched.flat, self.batch, launched.flat.place_rows

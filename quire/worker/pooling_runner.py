@@ -1,6 +1,6 @@
 """Executes the steps of models that pool: flat batch -> forward -> one vector for each text, or for each token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +48,9 @@ class PoolingRunner(Runner[_Launched]):
         inputs, on_device = self.staging.stage(flat, self.forward.fit(flat.size), step, texts)
         hidden = self.forward(inputs)[: len(flat.positions)]
         return _Launched(step, self._pool(hidden, flat, on_device["starts"], on_device["lengths"]))
+
+    def results_of(self, launched: _Launched) -> Sequence[Tensor]:
+        return launched.results
 
     def _pool(self, hidden: Tensor, flat: FlatBatch, starts: Tensor, lengths: Tensor) -> list[Tensor]:
         params = [self._params[row] for row in flat.rows.tolist()]

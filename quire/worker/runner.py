@@ -1,15 +1,18 @@
 """What the runners of all models share: steps in two calls, and requests that cannot be run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
+from quire.config import ConfigError
 from quire.layers.step_inputs import StepInputs, StepSize
 from quire.lora.store import AdapterStore
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
+from quire.metrics.logging import logger
 from quire.models.model import Model
 from quire.worker.expert_balance import ExpertBalancer
 from quire.worker.forward import Forward
@@ -33,6 +36,8 @@ class Runner(ABC, Generic[Launched]):
     balancer: ExpertBalancer | None = None  # of experts that may move
     clock: StepClock | None = None  # told about each step, if others wait for what it computes
     media: MediaInputs | None = None  # of a model that takes pictures or embeddings
+    ranks_agree: bool = True  # whether all ranks have the same logits, and so skip the same steps
+    was_finite: bool = False  # whether a step has shown that the model computes numbers, see check_numbers
     in_lockstep: bool = False  # whether other replicas wait for a forward of each step, also of those without rows
 
     def __init__(self, model: Model, batch: InputBatch, staging: Staging, forward: Forward, is_only_rank: bool) -> None:
@@ -61,7 +66,10 @@ class Runner(ABC, Generic[Launched]):
                 if self.media is not None:
                     self.media.update(step)
                     flat = self.media.place(flat)
-                self._launched[step.step_id] = self.launch(flat, step)
+                launched = self.launch(flat, step)
+                is_checked = self.was_finite or self.device.is_async
+                refused = None if is_checked else self._check_numbers(step, self.results_of(launched))
+                self._launched[step.step_id] = refused or launched
             except torch.OutOfMemoryError as error:
                 self._launched[step.step_id] = self.out_of_memory(step, error)
         if self.clock is not None:
@@ -97,6 +105,10 @@ class Runner(ABC, Generic[Launched]):
     @abstractmethod
     def launch(self, flat: FlatBatch, step: SchedulerOutput) -> Launched: ...
 
+    def results_of(self, launched: Launched) -> Sequence[Tensor]:
+        """What a launched step has computed for each request; nothing where another rank has it."""
+        return ()
+
     @abstractmethod
     def sample(self, step_id: int, masks: TokenMasks | None = None) -> Callable[[], ModelRunnerOutput]:
         """Launch the end of a submitted step. The returned function waits for the output. masks: which tokens may be
@@ -110,6 +122,39 @@ class Runner(ABC, Generic[Launched]):
         self._skipped_epoch = step.epoch
         return ModelRunnerOutput(step.step_id, refusals=refusals, was_skipped=True)
 
+    def check_start(self, step: SchedulerOutput) -> None:
+        """Run a first step, on a device that no later step may wait for. Raises ConfigError if its results are not
+        finite."""
+        self.submit(step)
+        launched = self._launched[step.step_id]
+        results = () if isinstance(launched, ModelRunnerOutput) else self.results_of(launched)
+        is_wrong = not all(map(_is_finite, results))
+        self.sample(step.step_id)()
+        if is_wrong:
+            raise ConfigError(self._not_finite())
+
+    def _check_numbers(self, step: SchedulerOutput, results: Sequence[Tensor]) -> ModelRunnerOutput | None:
+        """Refuse requests whose first results are not finite, until a step has finite ones only.
+
+        A type with too small a range gives NaN from the first step on, so later steps are not checked. Returns the
+        output of the step if it is refused. results: by request, see results_of.
+        """
+        wrong = [index for index, result in enumerate(results) if not _is_finite(result)]
+        if not wrong:
+            self.was_finite = any(result.numel() for result in results)
+            return None
+        logger.error("The first step failed: %s", message := self._not_finite())
+        if not self.ranks_agree:
+            raise RuntimeError(message)
+        return self._skip(step, dict.fromkeys(wrong, message))
+
+    def _not_finite(self) -> str:
+        dtype = str(self.model.kernels.target.dtype).removeprefix("torch.")
+        return (
+            f"dtype: in {dtype}, the model computes NaN or infinity instead of logits. Its numbers exceed the range of "
+            "this type, or its weights or its inputs are damaged; use dtype='bfloat16' or 'float32'"
+        )
+
     def out_of_memory(self, step: SchedulerOutput, error: torch.OutOfMemoryError) -> ModelRunnerOutput:
         """Refuse the newest request of the step, so that the other requests can continue with more memory."""
         if not self.is_only_rank:
@@ -121,3 +166,9 @@ class Runner(ABC, Generic[Launched]):
             f"max_num_batched_tokens or max_num_seqs ({error_text(error)})"
         )
         return self._skip(step, {len(step.rows) - 1: reason})
+
+
+def _is_finite(result: Tensor) -> bool:
+    """Whether no value is NaN or positive infinity, and one of each row is finite: logits of -inf are tokens that
+    cannot be sampled. Waits for the device."""
+    return not result.numel() or bool(torch.isfinite(result.amax(-1)).all())  # the largest of NaN and 1 is NaN

@@ -31,6 +31,7 @@ def warm_up(runner: Runner[Any], most_tokens: int) -> None:
     steps = (_texts if runner.pools else _steps)(*limits)
     if isinstance(runner.staging, CompressingStaging):
         steps = chain(steps, _compressed(runner.staging.rows, *limits))
+    runner.check_start(_first(runner))
     masks = TokenMasks([0], memoryview(b"\xff" * 4 * -(-batch.vocab_size // 32)))
     for step_id, step in enumerate(steps):
         step.step_id = step_id
@@ -43,6 +44,15 @@ def warm_up(runner: Runner[Any], most_tokens: int) -> None:
         for tokens in sorted({1, min(most_tokens, 128)}):
             size = StepSize(tokens, len(batch.num_tokens), adapted=True)
             runner.forward(runner.staging.stage_dummy(size))
+
+
+def _first(runner: Runner[Any]) -> SchedulerOutput:
+    """A prompt of a few different tokens, which reads nothing from the cache but what it has stored."""
+    length = min(8, runner.batch.max_model_len, runner.batch.vocab_size)
+    step = _step([1], [PoolingParams() if runner.pools else _GREEDY])
+    [request] = step.new_requests
+    request.token_ids, request.num_prompt_tokens, step.num_tokens = list(range(length)), length, [length]
+    return step
 
 
 def _verify_drafts(runner: Runner[Any]) -> None:

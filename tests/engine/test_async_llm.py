@@ -211,6 +211,30 @@ def test_requests_with_grammars_go_on_when_the_core_is_lost():
 
 
 @pytest.mark.nightly
+def test_a_request_that_gets_tokens_between_losses_goes_on_after_each():
+    async def check() -> None:
+        async with engine() as llm:
+            params = GREEDY.clone(max_tokens=100)
+            wanted = said(await answer(llm, "undisturbed", PROMPTS[0], params))
+            task = asyncio.create_task(answer(llm, "disturbed", PROMPTS[0], params))
+            for number in range(3):
+                while not task.done() and not any(
+                    len(s.completion.token_ids) > 20 * number + 5 for s in llm.output_processor._sequences.values()
+                ):
+                    await asyncio.sleep(0)
+                os.kill(llm.client.process_ids[0], signal.SIGKILL)
+                while llm.client.restarts == number:
+                    await asyncio.sleep(0.01)
+                while not llm.client.ready:
+                    await asyncio.sleep(0.01)
+            assert said(await task) == wanted
+            assert llm.client.restarts == 3
+            await assert_nothing_is_left(llm)
+
+    run(check())
+
+
+@pytest.mark.nightly
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_requests_go_on_after_a_fault_in_a_step(expected, tmp_path: Path, fault):

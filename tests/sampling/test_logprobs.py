@@ -53,6 +53,16 @@ def test_they_are_packed_and_unpacked_without_loss():
                     assert logprob.decoded_token is None
 
 
+def test_tokens_that_cannot_follow_are_not_among_the_likeliest():
+    scores = torch.tensor([[0.0, -math.inf, -1.0, -math.inf, -math.inf]])
+    packed = TopLogprobs.of(scores, torch.tensor([2]), 4).pack()
+    assert {token: entry.logprob for token, entry in LogprobUnpacker(None).unpack(packed)[0].items()} == {2: -1, 0: 0}
+    packed = TopLogprobs.of(scores, torch.tensor([3]), 3).pack()
+    assert list(LogprobUnpacker(None).unpack(packed)[0]) == [3, 0, 2]
+    named = TopLogprobs.of(scores, torch.tensor([0]), 2, torch.tensor([[1, 2]])).pack()
+    assert list(LogprobUnpacker(None, likeliest=False).unpack(named)[0]) == [0, 1, 2]
+
+
 def test_decoded_tokens_make_up_the_text_and_a_character_is_shown_where_it_ends():
     pieces = dict(enumerate([b"a", "ä".encode()[:1], "ä".encode()[1:], b" b", "€".encode()[:2], "€".encode()[2:]]))
     unpacker = LogprobUnpacker(pieces, partial="ä".encode()[:1])

@@ -11,17 +11,20 @@ from quire.messages.engine import EngineCoreRequest, FinishReason
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request import Status
 from quire.scheduler.scheduler import Scheduler
+from quire.system.untrusted.limits import BusyError
 
 
 class Doors:
     """Lets requests pass that are not in `closed`; those in `broken` can never run."""
 
     def __init__(self, *closed: str) -> None:
-        self.closed, self.broken = set(closed), set[str]()
+        self.closed, self.broken, self.busy = set(closed), set[str](), set[str]()
 
     def ready(self, request: EngineCoreRequest) -> bool:
         if request.request_id in self.broken:
             raise ValueError("the grammar has no end")
+        if request.request_id in self.busy:
+            raise BusyError("other requests took the time")
         return request.request_id not in self.closed
 
     def connect(self, wake: Callable[[], None]) -> None:
@@ -99,6 +102,20 @@ def test_a_request_that_a_gate_refuses_fails_with_its_reason() -> None:
     (output,) = scheduler.open_gates()
     assert (output.request_id, output.finish_reason) == ("bad", FinishReason.BAD_REQUEST)
     assert output.stop_reason == "the grammar has no end"
+    assert not scheduler.has_unfinished
+
+
+def test_a_request_for_which_a_gate_has_no_time_fails_as_overloaded() -> None:
+    doors = Doors("late")
+    scheduler = make_scheduler(doors)
+    scheduler.add(make_request("late", [1, 2]))
+    assert enter(scheduler) == []
+    doors.busy |= {"late", "now"}
+    scheduler.add(make_request("now", [1, 2]))
+    outputs = scheduler.open_gates()
+    assert {(o.request_id, o.finish_reason, o.stop_reason) for o in outputs} == {
+        (name, FinishReason.OVERLOADED, "other requests took the time") for name in ("late", "now")
+    }
     assert not scheduler.has_unfinished
 
 

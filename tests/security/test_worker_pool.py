@@ -135,9 +135,10 @@ def test_slow_jobs_take_turns_and_all_end(pool):
     assert [job.result(LONGEST) for job in jobs] == ["done"] * 4
 
 
-def test_new_jobs_make_the_longest_one_leave_when_all_places_are_taken():
+def test_new_jobs_make_the_longest_one_leave_when_all_places_are_taken(monkeypatch):
     pool = UntrustedPool(slots=1, places=2)
     slow = [submit(pool, "loop") for _ in range(2)]
+    monkeypatch.setattr(Limits, "patience", 0.2)
     assert run(pool, "double", 4) == 8
     eventually(lambda: any(job.done() for job in slow))
     failed, going_on = sorted(slow, key=lambda job: not job.done())

@@ -164,11 +164,23 @@ def nested(levels: int, kind: str = "properties") -> str:
 
 WRONG = {
     "a type that does not exist": ({"json": {"type": "text"}}, ""),
+    "a type that is a number": ({"json": {"type": 1.5}}, r"the keyword 'type' must be a type or a list of .* got 1\.5"),
+    "a negative length": ({"json": {"minLength": -1}}, "'minLength' must be a whole number of at least 0, got -1"),
+    "a bound that is no number": ({"json": {"maximum": "x"}}, "'maximum' must be a number, got \"x\""),
     "a reference that leads nowhere": ({"json": {"$ref": "#/$defs/a"}}, "leads nowhere"),
     "a remote reference": ({"json": {"$ref": "http://127.0.0.1/a"}}, "schemas are not downloaded"),
     "a schema without documents": ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
     "a schema that is false": ({"json": "false"}, "no document is valid"),
     "a reference to itself": ({"json": {"$ref": "#"}}, ""),
+    "a pattern that backtracks": (
+        {"json": {"type": "object", "propertyNames": {"pattern": "^(a|a)*$"}, "properties": {f"{'a' * 60}!": {}}}},
+        "the grammar is too complex: it needs more than 1 s of processor time"),
+    "pairs of thousands of schemas": (
+        {"json": {"not": {"oneOf": [True] * 4_900}}}, "the grammar is too complex: it needs more than"),
+    "a large multiple": ({"json": {"type": "integer", "multipleOf": 999_983}}, "too complex: it needs more than"),
+    "rules in a long chain": (
+        {"grammar": "\n".join(["start: r0", *(f'r{i}: "t{i}" r{i + 1} | "u{i}" r{i * 31 % 3000}' for i in range(3000)),
+                               'r3000: "x"'])}, "its process ended with SIGSEGV"),
     "a pattern against a length": ({"json": {"type": "string", "pattern": "^a$", "minLength": 5}}, ""),
     "an unknown format": ({"json": {"format": "colour"}}, "Unknown format: colour"),
     "unique items": ({"json": {"uniqueItems": True}}, "uniqueItems is not supported"),
@@ -198,6 +210,14 @@ WRONG = {
     "an empty grammar": ({"grammar": "%%%"}, ""),
     "a structural tag that is no JSON": ({"structural_tag": "{"}, "not valid JSON"),
     "a structural tag without format": ({"structural_tag": '{"type": "structural_tag"}'}, "'format'"),
+    "a structural tag whose format is null": (
+        {"structural_tag": '{"type": "structural_tag", "format": null}'}, "format must be an object, got null"),
+    "a structural tag with a wrong element": (
+        {"structural_tag": '{"type": "structural_tag", "format": {"type": "or", "elements": [{"type": "or"}]}}'},
+        r"format\.elements\[0\] has no field 'elements'"),
+    "a structural tag with a wrong trigger": (
+        {"structural_tag": '{"type": "structural_tag", "structures": [], "triggers": [1]}'},
+        "triggers must be strings"),
     "an unknown structural tag": (
         {"structural_tag": '{"type": "structural_tag", "format": {"type": "x"}}'}, "'x' is not supported"),
     "a broken pattern of whitespace": ({"json_object": True, "whitespace_pattern": "("}, ""),

@@ -6,7 +6,7 @@ It has one thread, and reads orders from a socket to the pool (SOCK_SEQPACKET, a
     ["run", id, function, key, limits] + socket    fork a job, which reads its arguments from the socket and answers
     ["signal", id, number]                 send a signal to a job
 
-and reports ["started", id], ["ended", id, wait status] and ["failed", id or key, text]. It ends with its parent.
+and reports ["started", id, pid], ["ended", id, wait status] and ["failed", id or key, text]. It ends with its parent.
 """
 
 import gc
@@ -71,7 +71,10 @@ class _Launcher:
                     self._wake.recv(4096)
                     self._reap()
                     continue
-                data, descriptors, _, _ = socket.recv_fds(self._control, PACKET, 1)
+                try:
+                    data, descriptors, _, _ = socket.recv_fds(self._control, PACKET, 1)
+                except ConnectionResetError:  # it had not read all reports
+                    return
                 if not data:
                     return  # the pool has closed its end; the kernel kills the jobs with this process
                 name, *fields = msgspec.msgpack.decode(data)
@@ -104,7 +107,7 @@ class _Launcher:
             if not pid:
                 self._become_job(launcher, call, prepared, Limits(**limits), link)
         self._jobs[identity], self._ids[pid] = pid, identity
-        self._report("started", identity)
+        self._report("started", identity, pid)
 
     def _signal(self, identity: int, number: int, _: None) -> None:
         if identity in self._jobs:  # its process is at least a zombie, so the number is no other process's

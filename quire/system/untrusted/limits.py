@@ -21,6 +21,11 @@ class Limits:
     slice_seconds: float = 0.1
     result_bytes: int = 256 * MIB
 
+    @property
+    def patience(self) -> float:
+        """Seconds that it waits before another job, which has taken more than its slice, makes room for it."""
+        return max(1.0, self.total_seconds / 10)
+
     def __post_init__(self) -> None:
         for name in ("cpu_seconds", "memory_bytes", "total_seconds", "slice_seconds", "result_bytes"):
             if getattr(self, name) <= 0:

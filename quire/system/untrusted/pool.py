@@ -6,17 +6,19 @@ import os
 import socket
 import threading
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from typing import Any
 
 import msgspec
 
-from quire.system.untrusted.limits import BusyError, Limits
+from quire.system.untrusted.limits import MIB, BusyError, Limits
 from quire.system.untrusted.service import Job, Preparation, Service
 
 SLOTS = 2  # jobs that run at a time
 PLACES = 8  # jobs that have a process
-QUEUE = 128  # jobs in all
+QUEUE = 10_000  # jobs in all
+QUEUE_BYTES = 512 * MIB  # of the arguments of all jobs
 IDLE_SECONDS = 60.0  # without a job, after which the launcher ends
 
 
@@ -29,7 +31,7 @@ class UntrustedPool:
         self.slots, self.places, self.idle_seconds, self._queue = slots, places, idle_seconds, queue
         self._lock = threading.Lock()
         self._new: list[Job] = []  # submitted, and not seen by the thread
-        self._count = 0  # unfinished jobs
+        self._count = self._bytes = 0  # unfinished jobs, and their arguments
         self._ids = count()
         self._wake: socket.socket | None = None  # of the thread that serves the pool; None without one
 
@@ -46,12 +48,15 @@ class UntrustedPool:
         with self._lock:
             if self._count >= self._queue:
                 raise BusyError(f"{self._queue} jobs of this kind are waiting or running, which is the limit")
+            if self._bytes + len(data) > QUEUE_BYTES and self._count:
+                raise BusyError(f"jobs of this kind with {QUEUE_BYTES // MIB} MiB are waiting, which is the limit")
             self._count += 1
+            self._bytes += len(data)
             self._new.append(job)
             if self._wake is None:
                 self._start_thread()
             self._notify()
-        job.future.add_done_callback(self._finished)
+        job.future.add_done_callback(partial(self._finished, len(data)))
         return job.future
 
     def run(self, function: str, *arguments: Any, limits: Limits, preparation: Preparation | None = None) -> Any:
@@ -79,9 +84,10 @@ class UntrustedPool:
             with contextlib.suppress(BlockingIOError):  # it has enough to wake up for
                 self._wake.send(b"w")
 
-    def _finished(self, future: "Future[Any]") -> None:
+    def _finished(self, num_bytes: int, future: "Future[Any]") -> None:
         with self._lock:
             self._count -= 1
+            self._bytes -= num_bytes
             if future.cancelled():
                 self._notify()
 

@@ -1,0 +1,290 @@
+"""Checks a tokenizer.json before it is loaded: its steps must end, and may not make texts without end.
+
+The tokenizers library runs the steps when it loads a file (on its added tokens), and on every text of a request. Its
+regular expressions backtrack. So expressions are accepted only in a form that cannot take exponential time, and
+replacements only if all of them together make a text a few times longer.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from quire.messages.errors import error_text
+from quire.system.files import MIB, read_bytes
+
+MOST_BYTES = 512 * MIB  # of a file: those of the largest vocabularies have 40
+_MOST_STEPS = 200
+_MOST_GROWTH = 64  # how much longer all steps together may make a text
+_LONGEST = 10_000  # characters of a pattern or of what replaces it
+_LONGEST_WORD = 1_000  # characters that WordPiece looks at: it takes the square of that
+_LONGEST_PIECE = 2_000  # characters of a piece of a Unigram model
+_MANY = 64  # repetitions that count as any number
+_DEEPEST = 50  # groups within groups
+
+
+class _Model(msgspec.Struct):
+    type: str | None = None
+    max_input_chars_per_word: int | None = None
+
+
+class _File(msgspec.Struct):
+    """The parts that are looked at; the vocabulary is skipped, which is quick."""
+
+    normalizer: Any = None
+    pre_tokenizer: Any = None
+    decoder: Any = None
+    post_processor: Any = None
+    model: _Model = msgspec.field(default_factory=_Model)
+
+
+class _UnigramModel(msgspec.Struct):
+    vocab: list[tuple[str, float]] = []
+
+
+class _UnigramFile(msgspec.Struct):
+    model: _UnigramModel
+
+
+def check_tokenizer(path: Path) -> bytes:
+    """The content of a tokenizer.json. Raises ValueError with the field that could take forever."""
+    data = read_bytes(path, MOST_BYTES)
+    try:
+        file = msgspec.json.decode(data, type=_File)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"it is no JSON of a tokenizer: {error_text(error)}") from error
+    for name in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+        _check_steps(name, getattr(file, name))
+    word = file.model.max_input_chars_per_word
+    if word is not None and word > _LONGEST_WORD:
+        raise ValueError(f"model.max_input_chars_per_word is {word:,}; at most {_LONGEST_WORD:,} are allowed")
+    if file.model.type == "Unigram":
+        longest = max((len(piece) for piece, _ in msgspec.json.decode(data, type=_UnigramFile).model.vocab), default=0)
+        if longest > _LONGEST_PIECE:
+            raise ValueError(
+                f"model.vocab has a piece of {longest:,} characters; at most {_LONGEST_PIECE:,} are allowed"
+            )
+    return data
+
+
+def _check_steps(name: str, part: Any) -> None:
+    growth = 1.0
+    for count, (path, step) in enumerate(_steps(name, part)):
+        if count >= _MOST_STEPS:
+            raise ValueError(f"{name} has more than {_MOST_STEPS} steps")
+        for key, value in step.items():
+            if isinstance(value, str) and len(value) > _LONGEST and key != "precompiled_charsmap":
+                raise ValueError(f"{path}.{key} has {len(value):,} characters; at most {_LONGEST:,} are allowed")
+        pattern = step.get("pattern")
+        expression = pattern.get("Regex") if isinstance(pattern, dict) else None
+        if isinstance(expression, str):
+            try:
+                check_expression(expression)
+            except ValueError as error:
+                raise ValueError(f"{path}.pattern {expression[:100]!r} {error_text(error)}") from error
+        growth *= _growth(step)
+        if growth > _MOST_GROWTH:
+            raise ValueError(f"{path} may make a text more than {_MOST_GROWTH} times as long, with the steps before it")
+        for token in (
+            (step.get("special_tokens") or {}).values() if isinstance(step.get("special_tokens"), dict) else ()
+        ):
+            if isinstance(token, dict) and isinstance(ids := token.get("ids"), list) and len(ids) > _MOST_STEPS:
+                raise ValueError(f"{path}.special_tokens has a token of {len(ids):,} ids")
+
+
+def _steps(path: str, part: Any, depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All steps of a part of the file, in their order, each with its place."""
+    if not isinstance(part, dict):
+        return
+    if depth > _DEEPEST:
+        raise ValueError(f"{path[:100]} lies in more than {_DEEPEST} sequences")
+    yield path, part
+    for name in ("normalizers", "pretokenizers", "decoders", "processors"):
+        inner = part.get(name)
+        for index, step in enumerate(inner if isinstance(inner, list) else ()):
+            yield from _steps(f"{path}.{name}[{index}]", step, depth + 1)
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """How many times as long a step may make a text."""
+    kind, content = step.get("type"), step.get("content")
+    if kind == "Precompiled":
+        return _charsmap_growth(step.get("precompiled_charsmap"))
+    if kind != "Replace" or not isinstance(content, str):
+        return 1.0
+    pattern = step.get("pattern")
+    literal = pattern.get("String") if isinstance(pattern, dict) else None
+    if isinstance(literal, str) and literal:
+        return max(1.0, len(content) / len(literal))
+    return 1.0 + len(content)  # an empty match adds the content to each character
+
+
+def _charsmap_growth(text: Any) -> float:
+    """Of SentencePiece's table: a trie, and the texts by which it replaces others, with a zero byte behind each."""
+    try:
+        data = base64.b64decode(text or "")
+    except (binascii.Error, ValueError, TypeError):
+        return 1.0  # the library refuses it
+    size = int.from_bytes(data[:4], "little")
+    longest = max(map(len, data[4 + size :].split(b"\0")), default=1)
+    return 1.0 if longest <= _MOST_GROWTH else float(longest)
+
+
+# ---- regular expressions
+
+_CLASS_OF_CHARACTERS = re.compile(r"\[:\^?\w+:\]")
+_ESCAPE = re.compile(r"\\(?:[pP]\{[^}]{0,60}\}|x\{[0-9a-fA-F ]{1,60}\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{1,2}|.)", re.DOTALL)
+_REPETITION = re.compile(r"[*+?]|\{(\d{0,6})(?:(,)(\d{0,6}))?\}")
+_GROUP = re.compile(r"\(\?(?:[:>=!|]|<[=!]|[imxsadlu-]{0,8}[:)]|<\w{1,60}>|P<\w{1,60}>)")
+
+
+class _Part(NamedTuple):
+    """What matters of a part of an expression.
+
+    is_empty: whether it can match nothing. varies: whether it matches texts in several ways, by a repetition or by
+    alternatives. opens: its repetitions of any number. slow: how many of these are followed by something that may fail,
+    so that each is tried in all lengths. is_nested: whether it repeats a part that varies.
+    """
+
+    is_empty: bool
+    varies: bool = False
+    opens: int = 0
+    slow: int = 0
+    is_nested: bool = False
+
+
+def check_expression(text: str) -> None:
+    """Raises ValueError for an expression that may take exponential time, or the cube of a text's length or more.
+
+    That needs a repetition within a repetition, or several in a row, and something behind them that may fail.
+    """
+    reader = _Reader(text)
+    whole = reader.alternatives(0)
+    if reader.position < len(text):
+        raise ValueError("has a ')' too many")
+    if whole.slow > 1:
+        raise ValueError("repeats several parts before one that may fail: it could take very long for some texts")
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self.text, self.position = text, 0
+
+    def alternatives(self, depth: int) -> _Part:
+        if depth > _DEEPEST:
+            raise ValueError(f"has more than {_DEEPEST} groups within groups")
+        parts = [self._sequence(depth)]
+        while self.text.startswith("|", self.position):
+            self.position += 1
+            parts.append(self._sequence(depth))
+        return _Part(
+            any(part.is_empty for part in parts), len(parts) > 1 or parts[0].varies, max(part.opens for part in parts),
+            max(part.slow for part in parts), any(part.is_nested for part in parts),
+        )  # fmt: skip
+
+    def _sequence(self, depth: int) -> _Part:
+        parts = list[_Part]()
+        while self.position < len(self.text) and self.text[self.position] not in "|)":
+            parts.append(self._repeated(depth))
+        # From the end: what follows decides whether a repetition is tried in all lengths.
+        may_fail, slow = False, 0
+        for part in reversed(parts):
+            if may_fail and part.is_nested:
+                raise ValueError("has a repetition within a repetition: it could take forever for some texts")
+            slow += part.opens if may_fail else part.slow
+            may_fail |= not part.is_empty
+        return _Part(
+            all(part.is_empty for part in parts), any(part.varies for part in parts), sum(part.opens for part in parts),
+            slow, any(part.is_nested for part in parts),
+        )  # fmt: skip
+
+    def _repeated(self, depth: int) -> _Part:
+        """An atom with its repetitions."""
+        part = self._atom(depth)
+        while match := _REPETITION.match(self.text, self.position):
+            sign = match[0]
+            self.position = match.end()
+            if sign in "*+?":
+                least, most = int(sign == "+"), 1 if sign == "?" else _MANY
+                if self.text[self.position : self.position + 1] in ("?", "+"):
+                    self.position += 1  # lazy or possessive
+            else:
+                least = int(match[1] or 0)
+                most = int(match[3] or _MANY) if match[2] else least
+            is_open = most >= _MANY
+            if is_open and part.is_empty:
+                raise ValueError("repeats a part that may be empty: it could take forever for some texts")
+            part = _Part(
+                part.is_empty or least == 0, part.varies or least != most, part.opens + is_open, part.slow,
+                part.is_nested or (most > 1 and part.varies),
+            )  # fmt: skip
+        return part
+
+    def _atom(self, depth: int) -> _Part:
+        text, at = self.text, self.position
+        if text[at] == "(":
+            return self._group(depth)
+        if text[at] == "[":
+            self._characters(0)
+            return _Part(False)
+        if text[at] == "\\":
+            match = _ESCAPE.match(text, at)
+            if match is None:
+                raise ValueError("ends with a backslash")
+            if match[0][1] in "123456789kg":
+                raise ValueError("refers to a group, which could take forever for some texts")
+            self.position = match.end()
+        else:
+            self.position += 1
+        return _Part(False)  # also of a place, such as $: it takes no text, but may fail
+
+    def _group(self, depth: int) -> _Part:
+        text, at = self.text, self.position
+        looks = False
+        if text.startswith("(?#", at):
+            end = text.find(")", at)
+            self.position = len(text) if end < 0 else end + 1
+            return _Part(True)
+        if text.startswith("(?", at):
+            match = _GROUP.match(text, at)
+            if match is None:
+                raise ValueError(f"has a group of an unknown kind at character {at}")
+            self.position = match.end()
+            if match[0].endswith(")"):  # (?i)
+                return _Part(True)
+            looks = match[0].endswith(("=", "!"))
+        else:
+            self.position += 1
+        inner = self.alternatives(depth + 1)
+        if not text.startswith(")", self.position):
+            raise ValueError("lacks a ')'")
+        self.position += 1
+        if looks:  # it may fail, and takes no text
+            return _Part(False, slow=inner.slow)
+        return inner
+
+    def _characters(self, depth: int) -> None:
+        """Skip a set [...], which may have others in it."""
+        if depth > _DEEPEST:
+            raise ValueError(f"has more than {_DEEPEST} sets within sets")
+        text = self.text
+        self.position += 2 if text.startswith("[^", self.position) else 1
+        if text.startswith("]", self.position):
+            self.position += 1
+        while self.position < len(text):
+            if match := _CLASS_OF_CHARACTERS.match(text, self.position):
+                self.position = match.end()
+            elif text[self.position] == "[":
+                self._characters(depth + 1)
+            elif text[self.position] == "\\":
+                self.position += 2
+            elif text[self.position] == "]":
+                self.position += 1
+                return
+            else:
+                self.position += 1
+        raise ValueError("lacks a ']'")
