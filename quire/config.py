@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_type_hints
 
 from quire.options.cluster import ClusterConfig, Layout
 from quire.options.declaration import ConfigError as ConfigError
-from quire.options.declaration import at_least, check_type, option, read_value
+from quire.options.declaration import at_least, check_seconds, check_type, option, read_value
 from quire.options.experts import BalanceOptions
 from quire.options.http import HttpLimits
 from quire.options.kernels import KernelConfig
@@ -167,8 +167,7 @@ class SchedulerConfig:
         at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_itl", "stream_interval")
         at_least(self, 0, "long_prefill_token_threshold")
         _ = self.speculation  # raises ConfigError
-        if self.watchdog_timeout is not None and not self.watchdog_timeout >= 0:
-            raise ConfigError(f"watchdog_timeout must be a number of seconds, got {self.watchdog_timeout!r}")
+        check_seconds("watchdog_timeout", self.watchdog_timeout)
         if self.max_num_seqs is None:
             max_num_seqs = min(_MAX_NUM_SEQS, self.max_num_batched_tokens or _MAX_NUM_SEQS)
             object.__setattr__(self, "max_num_seqs", max_num_seqs)
@@ -195,9 +194,7 @@ class SamplingConfig:
         at_least(self, -1, "max_logprobs")
         for name, value in self.structured_outputs_config.items():
             if name in STRUCTURED_OUTPUTS_SECONDS:
-                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 3600:
-                    message = f"{name} must be a number of seconds, above 0 and at most 3600, got {value!r}"
-                    raise ConfigError(f"structured_outputs_config: {message}")
+                check_seconds(f"structured_outputs_config: {name}", value, most=3600)
                 continue
             accepted = STRUCTURED_OUTPUTS.get(name)
             if accepted is None:
