@@ -132,6 +132,8 @@ def test_min_tokens_and_ignore_eos_end_where_they_say(llm):
     [
         ({"backend": "none"}, "backend must be one of"),
         ({"size": 1}, "structured_outputs_config has no field 'size'"),
+        ({"cpu_seconds": 0}, "cpu_seconds must be a number of seconds, above 0 and at most 3600, got 0"),
+        ({"total_seconds": "x"}, "total_seconds must be a number of seconds, above 0 and at most 3600, got 'x'"),
         ({"disable_any_whitespace": "no"}, "disable_any_whitespace must be one of"),
     ],
 )
