@@ -167,7 +167,7 @@ class SchedulerConfig:
         at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_itl", "stream_interval")
         at_least(self, 0, "long_prefill_token_threshold")
         _ = self.speculation  # raises ConfigError
-        check_seconds("watchdog_timeout", self.watchdog_timeout)
+        check_seconds("watchdog_timeout", self.watchdog_timeout, zero=True)
         if self.max_num_seqs is None:
             max_num_seqs = min(_MAX_NUM_SEQS, self.max_num_batched_tokens or _MAX_NUM_SEQS)
             object.__setattr__(self, "max_num_seqs", max_num_seqs)

@@ -36,7 +36,7 @@ class DrainingServer(uvicorn.Server, ABC):
         self._loop = asyncio.get_running_loop()
         self._acceptors: list[Acceptor] = []
         of_uvicorn = logging.getLogger("uvicorn")
-        of_uvicorn.handlers, of_uvicorn.propagate = logger.handlers, False
+        of_uvicorn.handlers, of_uvicorn.propagate = [*logger.handlers], False
         same = "ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"
         options |= {name: getattr(config, name) for name in same.split()}
         options = {"log_level": config.uvicorn_log_level, "log_config": None, "access_log": False, **options}

@@ -138,10 +138,11 @@ def _patient_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_log() -> None:
-    logger = logging.getLogger("quire")
-    logger.handlers.clear()
-    logger.propagate = True
-    logger.setLevel(logging.NOTSET)
+    for name in ("quire", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

@@ -34,11 +34,12 @@ def at_least(config: object, minimum: int, *names: str) -> None:
             raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
 
 
-def check_seconds(name: str, value: object, most: float = float("inf")) -> None:
-    """Raises ConfigError unless the value is None or a number from 0 to `most`."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most):
-        bound = "" if most == float("inf") else f" and at most {most:g}"
-        raise ConfigError(f"{name} must be a number of seconds, at least 0{bound}, got {value!r}")
+def check_seconds(name: str, value: object, *, zero: bool = False, most: float = float("inf")) -> None:
+    """Raises ConfigError unless the value is None or a number above 0, at most `most`. zero: allow 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and (0 < value <= most or (zero and value == 0))):
+        bounds = ("at least 0" if zero else "above 0") + ("" if most == float("inf") else f" and at most {most:g}")
+        raise ConfigError(f"{name} must be a number of seconds, {bounds}, got {value!r}")
 
 
 def read_value(name: str, value: Any, hint: Any, metadata: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.options.declaration import ConfigError, at_least, option
+from quire.options.declaration import at_least, check_seconds, option
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,5 @@ class HttpLimits:
         at_least(self, 256, "h11_max_incomplete_event_size")
         at_least(self, 1, "h11_max_header_count")
         for name in ("timeout_keep_alive", "header_timeout", "body_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be a number of seconds above 0, got {getattr(self, name)!r}")
-        if not self.sse_keep_alive_interval >= 0:
-            raise ConfigError(
-                f"sse_keep_alive_interval must be a number of seconds, or 0, got {self.sse_keep_alive_interval!r}"
-            )
+            check_seconds(name, getattr(self, name))
+        check_seconds("sse_keep_alive_interval", self.sse_keep_alive_interval, zero=True)
