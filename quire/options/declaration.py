@@ -34,7 +34,7 @@ def at_least(config: object, minimum: int, *names: str) -> None:
             raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
 
 
-def check_seconds(name: str, value: object, *, zero: bool = False, most: float = float("inf")) -> None:
+def check_seconds(name: str, value: Any, *, zero: bool = False, most: float = float("inf")) -> None:
     """Raises ConfigError unless the value is None or a number above 0, at most `most`. zero: allow 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and (0 < value <= most or (zero and value == 0))):
