@@ -130,9 +130,13 @@ async def _read(request: Request) -> tuple[TranscriptionRequest, bytes]:
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise ApiError(415, "Content-Type should be multipart/form-data", param="Content-Type")
     try:
-        import python_multipart  # noqa: F401
+        from python_multipart.multipart import parse_options_header
     except ImportError as error:
         raise ApiError(501, "the server lacks packages for sound: pip install 'quire[audio]'") from error
+    _, options = parse_options_header(request.headers["content-type"])
+    # Python has codecs that take time in the square of a text's length, or fail in their own ways.
+    if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
+        raise ApiError(415, "Content-Type: charset should be utf-8", param="Content-Type")
     try:
         async with request.form(max_files=1, max_fields=MOST_FIELDS) as form:
             values, file = _values(form), form.get("file")

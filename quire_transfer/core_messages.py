@@ -55,6 +55,10 @@ class Offer(msgspec.Struct, array_like=True, tag=True):
     step: int
     is_last: bool
 
+    def __post_init__(self) -> None:
+        if not len(self.groups) == len(self.indices) == len(self.block_ids):
+            raise ValueError("groups, indices and block_ids must have the same length")
+
 
 class Gone(msgspec.Struct, array_like=True, tag=True):
     """No more blocks will come for a fetch. differs: engines do not fit together, which only an operator can change."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Run = tuple[int, int, int]  # offset in the other rank's block, offset in the own block, number of bytes
 Plan = tuple[dict[int, list[Run]], ...]  # for each KV group: what to read, by the number of the other rank
 ALL_LAYERS = range(1 << 30)
+_MOST_HEADS = 1 << 20  # of all layers of a rank
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -55,6 +56,19 @@ class RankLayout(msgspec.Struct, frozen=True, array_like=True):
 
     block_bytes: int
     groups: tuple[GroupLayout, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no engine has; msgspec calls this for layouts of other engines, too."""
+        heads = [entry.num_heads for group in self.groups for entry in group.entries]
+        if min(heads, default=0) < 0 or sum(heads) > _MOST_HEADS:
+            raise ValueError(f"the rank has {sum(heads):,} KV heads in all layers; at most {_MOST_HEADS:,} are allowed")
+        for group in self.groups:
+            most = max((entry.num_heads for entry in group.entries), default=1)
+            is_positive = group.entry_bytes > 0 and group.head_bytes > 0
+            is_inside = len(group.entries) * group.entry_bytes <= self.block_bytes
+            if not is_positive or not is_inside or most * group.head_bytes > group.entry_bytes:
+                raise ValueError(f"{len(group.entries)} entries of {group.entry_bytes} bytes, with up to {most} heads "
+                                 f"of {group.head_bytes}, do not fit into {self.block_bytes} bytes")  # fmt: skip
 
     def parts(self, most: int) -> list[range]:
         """Divides the layers into as many equal parts, at most."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.loading.errors import WeightError
-from quire.loading.gguf import GgufFile, Stored
+from quire.loading.gguf import GgufFile, GgufTensor, Stored
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ _FAMILIES = {name: _Family(**fields) for name, fields in _TABLES["families"].ite
 def _family(gguf: GgufFile) -> tuple[str, _Family]:
     name = gguf.metadata.get("general.architecture")
     key = "llama with experts" if name == "llama" and gguf.metadata.get("llama.expert_count") else name
-    if key not in _FAMILIES:
+    if not isinstance(key, str) or key not in _FAMILIES:
         raise ValueError(f"GGUF files of architecture {name!r} are not supported; supported: {', '.join(_FAMILIES)}")
     return str(name), _FAMILIES[key]
 
@@ -53,6 +53,8 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
     _check_sizes(gguf, arch, {fields[name]: value for name, value in config.items()})
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     if "rope.dimension_count" in read:
+        if not isinstance(read["rope.dimension_count"], int):
+            raise WeightError(f"{gguf.path}: {arch}.rope.dimension_count must be an integer")
         config["partial_rotary_factor"] = read["rope.dimension_count"] / config["head_dim"]
     if scaling := _rope_scaling(gguf, read):
         config["rope_scaling"] = scaling
@@ -112,9 +114,22 @@ def _rope_scaling(gguf: GgufFile, read: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def gguf_generation_config(gguf: GgufFile) -> dict[str, Any]:
-    """The fields of generation_config.json, from the metadata: the tokens that end a text."""
-    ends = (gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return {"eos_token_id": list(dict.fromkeys(i for i in ends if i is not None))}
+    """The fields of generation_config.json, from the metadata: the tokens that end a text. Raises WeightError."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    ends = {key: gguf.metadata[key] for key in keys if key in gguf.metadata}
+    if wrong := next((key for key, end in ends.items() if not isinstance(end, int)), None):
+        raise WeightError(f"{gguf.path}: {wrong} must be an integer, not of type {type(ends[wrong]).__name__}")
+    return {"eos_token_id": list(dict.fromkeys(ends.values()))}
+
+
+def _rotary_heads(gguf: GgufFile, key: str, tensor: GgufTensor) -> int | None:
+    """The number of heads in a tensor's rows. Raises WeightError."""
+    heads = gguf.metadata.get(key)
+    if isinstance(heads, list) and len(set(heads)) == 1:  # one value for each layer
+        heads = heads[0]
+    if heads is not None and (type(heads) is not int or heads < 1 or tensor.shape[0] % (2 * heads)):
+        raise WeightError(f"{gguf.path}: {key} is {str(heads)[:100]}, which its tensors do not have")
+    return heads
 
 
 def gguf_tensors(gguf: GgufFile) -> dict[str, Stored]:
@@ -134,7 +149,7 @@ def gguf_tensors(gguf: GgufFile) -> dict[str, Stored]:
             continue
         prefix = "" if match[1] is None else f"model.layers.{match[1]}."
         full = f"{prefix}{names[match[2]]}.{match[3]}"
-        rotary_heads = gguf.metadata.get(f"{arch}.{heads[match[2]]}") if match[2] in heads else None
+        rotary_heads = _rotary_heads(gguf, f"{arch}.{heads[match[2]]}", tensor) if match[2] in heads else None
         stored = Stored(tensor, None, rotary_heads, -family.norm_shift if "norm" in match[2] else 0.0)
         if match[2] == "ffn_gate_inp_shexp":  # it has one output, so GGUF leaves out the dimension of outputs
             stored = replace(stored, tensor=replace(tensor, shape=(1, tensor.shape[-1])))

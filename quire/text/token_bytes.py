@@ -18,6 +18,12 @@ def _byte_level_alphabet() -> dict[str, int]:
 BYTE_OF_CHARACTER = _byte_level_alphabet()
 
 
+def is_fault(error: BaseException) -> bool:
+    """Whether it is an error of the tokenizers library. It raises Exception itself, and its Rust code panics, which is
+    no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 class TokenBytes(dict[int, bytes]):
     """`token_bytes[token_id]`: the bytes that the token adds after other text; b"" for an id without a token.
 
@@ -34,7 +40,7 @@ class TokenBytes(dict[int, bytes]):
 
     def _find_anchor(self) -> tuple[list[int], str]:
         for token_id in range(self._backend.get_vocab_size()):
-            text = self._backend.decode([token_id], skip_special_tokens=False)
+            text = self._decode([token_id])
             if text.isascii() and text.isalnum():
                 return [token_id], text
         return [], ""
@@ -44,15 +50,24 @@ class TokenBytes(dict[int, bytes]):
         if token is None:
             piece = b""
         else:
-            text = self._backend.decode([*self._anchor, token_id], skip_special_tokens=False)
+            text = self._decode([*self._anchor, token_id])
             piece = self._encode(text.removeprefix(self._anchor_text), token)
         self[token_id] = piece
         return piece
 
     def at_start(self, token_id: int) -> bytes:
         """The bytes of the token as the first token of a text."""
-        text = self._backend.decode([token_id], skip_special_tokens=False)
+        text = self._decode([token_id])
         return self[token_id] if REPLACEMENT in text else text.encode()
+
+    def _decode(self, ids: list[int]) -> str:
+        """The text of tokens; as the vocabulary spells them, if the decoder fails on them."""
+        try:
+            return self._backend.decode(ids, skip_special_tokens=False)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            return "".join(self._backend.id_to_token(token_id) or "" for token_id in ids)
 
     @staticmethod
     def _encode(text: str, token: str) -> bytes:

@@ -1,11 +1,13 @@
 """A checkpoint's tokenizer in any of its formats, with the special tokens and chat templates of its other files."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+import msgspec
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
@@ -16,7 +18,7 @@ from quire.text.gguf_tokenizer import gguf_tokenizer
 from quire.text.length_bound import LengthBound
 from quire.text.sentencepiece import read_sentencepiece
 from quire.text.tiktoken import read_tekken, read_tiktoken
-from quire.text.token_bytes import TokenBytes
+from quire.text.token_bytes import TokenBytes, is_fault
 from quire.text.tokenizer_check import MOST_BYTES, check_tokenizer
 
 # In order of precedence. merges.txt needs vocab.json beside it. tokenizer.model may be of SentencePiece or tiktoken.
@@ -75,28 +77,30 @@ class Tokenizer:
             ids = _read_json(path / "added_tokens.json")
             config.setdefault("added_tokens_decoder", {str(ids[token]): {"content": token} for token in ids})
             config.setdefault("tokenizer_class", _read_json(path / "config.json").get("model_type"))
-        try:
+        with _reading(file):
             backend, config = _read(file, config)
-        except Exception as error:  # the library raises Exception itself
-            raise ValueError(f"cannot read {file}: {error_text(error)}") from error
-        return cls(backend, config, read_chat_templates(path, config))
+        with _reading(path / "tokenizer_config.json"):
+            msgspec.convert(config, _Config)
+            return cls(backend, config, read_chat_templates(path, config))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
         """The tokenizer and the chat templates of a GGUF file, from its keys and values. Raises ValueError."""
-        try:
+        with _reading("the GGUF file's tokenizer"):
             backend, config = gguf_tokenizer(metadata)
-        except Exception as error:
-            raise ValueError(f"cannot read the GGUF file's tokenizer: {error_text(error)}") from error
-        return cls(backend, config, config["chat_template"])
+            msgspec.convert(config, _Config)
+            return cls(backend, config, config["chat_template"])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises ValueError for invalid Unicode: a lone surrogate, which JSON's backslash-u escapes can produce."""
+        """Raises ValueError for text that the tokenizer has no tokens for, and for invalid Unicode: a lone surrogate,
+        which JSON's backslash-u escapes can produce."""
         try:
             # The batch method lets other threads run meanwhile, even for one text. Without offsets it is faster.
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except TypeError as error:
-            raise ValueError(_why_not_text(text)) from error
+        except BaseException as error:
+            if is_fault(error):
+                raise ValueError(_why_not_encoded(text, error)) from error
+            raise
         return [*self._prefix, *encoding.ids, *self._suffix] if add_special_tokens else encoding.ids
 
     def encode_parts(
@@ -104,25 +108,26 @@ class Tokenizer:
     ) -> tuple[list[int], list[int]]:
         """Token ids of one text or two with the special tokens between and around them, and for each the number of its
         text, 0 or 1. At most `keep` tokens, by cutting off the ends of the longer text. Raises ValueError."""
-        try:
-            parts = [
-                self._backend.encode(text, add_special_tokens=False) for text in (first, second) if text is not None
-            ]
-        except TypeError as error:
-            raise ValueError(_why_not_text(first if second is None else first + second)) from error
+        with _encoding(first if second is None else first + second):
+            return self._encode_parts([first] if second is None else [first, second], keep, add_special_tokens)
+
+    def _encode_parts(
+        self, texts: list[str], keep: int | None, add_special_tokens: bool
+    ) -> tuple[list[int], list[int]]:
+        parts = [self._backend.encode(text, add_special_tokens=False) for text in texts]
         own = len(self._prefix) + len(self._suffix) if add_special_tokens else 0
         if keep is not None:
-            added = self._backend.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
+            is_pair = len(parts) > 1
+            added = self._backend.num_special_tokens_to_add(is_pair) if add_special_tokens else 0
             lengths, room = [len(part) for part in parts], max(0, keep - own - added)
             if sum(lengths) > room:
                 shorter = min(lengths[-1], lengths[0])
-                longer = max(room - shorter, (room + 1) // 2) if second is not None else room
+                longer = max(room - shorter, (room + 1) // 2) if is_pair else room
                 for part, length in zip(parts, lengths, strict=True):
-                    cut = longer if length > shorter or second is None else max(room - longer, 0)
+                    cut = longer if length > shorter or not is_pair else max(room - longer, 0)
                     if length > cut:
                         part.truncate(cut)
-        pair = parts[1] if second is not None else None
-        made = self._backend.post_process(parts[0], pair, add_special_tokens=add_special_tokens)
+        made = self._backend.post_process(*parts, add_special_tokens=add_special_tokens)
         if not own:
             return made.ids, made.type_ids
         ids = [*self._prefix, *made.ids, *self._suffix]
@@ -134,10 +139,17 @@ class Tokenizer:
 
     def pieces(self, text: str, add_special_tokens: bool) -> list[str]:
         """The tokens of a text as the vocabulary spells them. Parts without a token are spelled as in the text."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).tokens
+        with _encoding(text):
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).tokens
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        [text] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        """Raises ValueError if the decoder of the tokenizer fails on these tokens."""
+        try:
+            [text] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if is_fault(error):
+                raise ValueError(f"the tokenizer cannot decode these tokens: {error_text(error)}") from error
+            raise
         return _clean_up_spaces(text) if self._clean_up else text
 
     def token_to_id(self, token: str) -> int | None:
@@ -176,6 +188,35 @@ class Tokenizer:
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
+
+
+class _Token(msgspec.Struct):
+    content: str
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _Config(msgspec.Struct):
+    """The fields of tokenizer_config.json whose types matter here; it is only for checking them."""
+
+    added_tokens_decoder: dict[Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}$")], _Token] | None = None
+    extra_special_tokens: list[Any] | dict[str, Any] | None = None
+    additional_special_tokens: list[Any] | dict[str, Any] | None = None
+    chat_template: str | dict[str, str] | list[_NamedTemplate] | None = None
+
+
+@contextmanager
+def _reading(what: object) -> Iterator[None]:
+    """Raise everything that goes wrong as ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if is_fault(error):
+            raise ValueError(f"cannot read {what}: {error_text(error)}") from error
+        raise
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -258,7 +299,19 @@ def read_chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     return {} if template is None else {"default": template}
 
 
-def _why_not_text(text: object) -> str:
+@contextmanager
+def _encoding(text: object) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        if is_fault(error):
+            raise ValueError(_why_not_encoded(text, error)) from error
+        raise
+
+
+def _why_not_encoded(text: object, error: BaseException) -> str:
+    if not isinstance(error, TypeError):
+        return f"the tokenizer has no tokens for the text: {error_text(error)}"
     if not isinstance(text, str):
         return f"expected text, found {type(text).__name__}"
     place, surrogate = next((index, ord(char)) for index, char in enumerate(text) if 0xD800 <= ord(char) <= 0xDFFF)
