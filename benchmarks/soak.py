@@ -1,126 +1,493 @@
-"""Full load of every kind of request for a long time: the server must answer, and its memory must stay flat.
+"""A mixed load on a real server for a long time: whatever it takes for a request must be returned afterwards.
 
-    python benchmarks/soak.py [MODEL] [--minutes 30] [--clients 64] [--json FILE]
+    python benchmarks/soak.py [MODEL] [--minutes 30] [--clients 8] [--only CONFIGURATION...] [--json FILE]
 
-Clients ask for completions and chats, streamed and not, with logprobs, n, stop strings and seeds, long and short; some
-leave in the middle, some ask for what is wrong. Every 10 seconds the memory of both processes is noted. In the end
-nothing may run, wait or hold a block, and no answer may have been a 5xx.
+Clients send chats, tool calls, JSON schemas, pictures, several completions, requests for an adapter, long prompts and
+wrong requests. Some close the connection in the middle of a stream, some read slowly. The configurations take turns:
+one core, two ranks (tp=2), two replicas (dp=2). Each starts a server and goes through these phases:
+
+    warm-up    the load, until caches and pools of threads have their sizes
+    load       the load; then everything must be as after the warm-up
+    kill       the same, while cores or ranks are killed
+    stop       SIGTERM in the middle of the load, which must end the server with status 0
+
+Before and after a phase it counts the memory of all processes of the server (RSS and PSS), their descriptors and
+threads, held blocks, and segments of shared memory. A watching stream measures the gaps between its tokens. The exit
+status is 1 if memory grew by more than 100 MB, if anything else did not return, or if a request failed that should not
+have.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import io
+import itertools
 import json
 import random
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
+from PIL import Image, ImageDraw
 
+CONFIGURATIONS = {
+    "one core": [], "tp=2": ["--tensor-parallel-size", "2"], "dp=2": ["--data-parallel-size", "2"],
+}  # fmt: skip
+MODEL, ADAPTER = "quire-demo/vision", "quire-demo/rhyme"
+SHARES = {"warm-up": 0.2, "load": 0.5, "kill": 0.25, "stop": 0.05}  # of the time of a configuration
+MOST_GROWTH = 100e6  # bytes of memory
+BURST = 24  # requests at once, when the server is new
+LONGEST = 120.0  # seconds for anything that is waited for
+RETURNED_WITHIN = 60.0  # seconds, after the last answer
 WORDS = "once upon a time there was an old engine that read books to the cat and the moon in the garden".split()
+COLORS = "red green blue yellow".split()
+
+# ---- what clients send
+
+Body = dict[str, Any]
 
 
-def some_request(draw: random.Random) -> tuple[str, dict[str, Any]]:
-    text = " ".join(draw.choices(WORDS, k=draw.choice([3, 20, 100, 400])))
-    body: dict[str, Any] = {"max_tokens": draw.choice([1, 10, 50, 200]), "stream": draw.random() < 0.6}
-    body |= draw.choice([{"temperature": 0}, {"temperature": 1.0, "seed": draw.randrange(99)}, {"top_p": 0.9, "n": 2}])
-    body |= draw.choice([{}, {}, {"stop": ["moon", "cat"]}, {"frequency_penalty": 0.5}, {"ignore_eos": True}])
-    if body.get("n"):
-        body["temperature"] = 0.8
-    if draw.random() < 0.5:
-        body |= draw.choice([{}, {"logprobs": 3}, {"echo": True}])
-        return "/v1/completions", {**body, "prompt": text}
-    body |= draw.choice([{}, {"logprobs": True, "top_logprobs": 2}])
-    return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": text}]}
+def text_of(draw: random.Random, *lengths: int) -> str:
+    return " ".join(draw.choices(WORDS, k=draw.choice(lengths)))
 
 
-async def client(session: aiohttp.ClientSession, url: str, number: int, end: float, seen: Counter[str]) -> None:
-    draw = random.Random(number)
-    while time.monotonic() < end:
-        path, body = some_request(draw)
-        if draw.random() < 0.05:
-            body["temperature"] = "hot"
-        leaves = draw.random() < 0.1
+def chat(draw: random.Random, content: Any = None, **fields: Any) -> Body:
+    sampling = draw.choice([{"temperature": 0}, {"temperature": 1.0, "seed": draw.randrange(99)}, {"top_p": 0.9}])
+    content = text_of(draw, 3, 20, 80) if content is None else content
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": draw.choice([4, 16, 40]), **sampling,
+            "stream": draw.random() < 0.6, **fields}  # fmt: skip
+
+
+def schema(draw: random.Random) -> Body:
+    """Half of them are new ones, which no cache has."""
+    names = draw.sample(WORDS, 3) if draw.random() < 0.5 else WORDS[:3]
+    kinds: list[Body] = [
+        {"type": "integer"}, {"type": "string", "maxLength": draw.randrange(1, 9)}, {"enum": names},
+        {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    ]  # fmt: skip
+    properties = {name: draw.choice(kinds) for name in names}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def picture(draw: random.Random) -> str:
+    image = Image.new("RGB", (96, 96), "white")
+    corner = draw.randrange(40)
+    ImageDraw.Draw(image).ellipse((corner, corner, corner + 40, corner + 40), fill=draw.choice(COLORS))
+    data = io.BytesIO()
+    image.save(data, draw.choice(["PNG", "JPEG"]))
+    return "data:image;base64," + base64.b64encode(data.getvalue()).decode()
+
+
+def tools(draw: random.Random) -> Body:
+    functions = [{"name": name, "parameters": schema(draw)} for name in draw.sample(WORDS[:6], 2)]
+    declared = [{"type": "function", "function": function} for function in functions]
+    return chat(draw, tools=declared, tool_choice=draw.choice(["auto", "required"]))
+
+
+def wrong(draw: random.Random) -> Body:
+    return chat(draw) | draw.choice([
+        {"temperature": "hot"}, {"messages": []}, {"model": "no-such-model"}, {"max_tokens": -1}, {"n": 10**6},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 1.5}}}},
+    ])  # fmt: skip
+
+
+def one_request(draw: random.Random, kind: str) -> Body:
+    if kind == "tools":
+        return tools(draw)
+    if kind == "schema":
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema(draw), "strict": True}}
+        return chat(draw, response_format=form)
+    if kind == "picture":
+        return chat(draw, [{"type": "text", "text": "How many balls are there?"},
+                           {"type": "image_url", "image_url": {"url": picture(draw)}}])  # fmt: skip
+    if kind == "several":
+        return chat(draw, n=draw.choice([2, 4]), temperature=0.9)
+    if kind == "adapter":
+        return chat(draw, model="soak-adapter")
+    if kind == "long":
+        return chat(draw, text_of(draw, 400))
+    if kind == "wrong":
+        return wrong(draw)
+    if kind in ("abort", "slow"):
+        return chat(draw, stream=True, max_tokens=200, ignore_eos=True)
+    return chat(draw, **draw.choice([{}, {"logprobs": True, "top_logprobs": 2}, {"stop": ["moon"]}]))
+
+
+KINDS = "chat tools schema picture several adapter long wrong abort slow".split()
+
+# ---- clients
+
+
+@dataclass
+class Seen:
+    """What clients got. failures: what should not have happened. gaps: of the watching stream, in seconds."""
+
+    answers: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    gaps: list[float] = field(default_factory=list)
+
+
+class Load:
+    """Clients, and a watching stream, until `end`. is_disturbed: whether the server or its cores end meanwhile."""
+
+    def __init__(self, url: str, clients: int, kinds: list[str], seed: int, is_disturbed: bool) -> None:
+        self.url, self.kinds, self.is_disturbed = url, kinds, is_disturbed
+        self.seen, self.end = Seen(), asyncio.Event()
+        self._draws = [random.Random(f"{seed} {number}") for number in range(clients)]
+        self._clients = clients
+
+    async def run(self, seconds: float, disturb: Any = None) -> Seen:
+        """disturb: a coroutine function that runs beside the clients."""
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, read_bufsize=2048) as session:
+            running = [asyncio.create_task(self._client(session, draw)) for draw in self._draws]
+            running.append(asyncio.create_task(self._watch(session)))
+            disturbing = asyncio.create_task(disturb()) if disturb is not None else None
+            await asyncio.sleep(seconds)
+            self.end.set()
+            if disturbing is not None:
+                await asyncio.wait_for(disturbing, LONGEST)
+            done, late = await asyncio.wait(running, timeout=LONGEST)
+            for task in done:
+                task.result()
+            if late:
+                self.seen.failures["no answer"] += len(late)
+                for task in late:
+                    task.cancel()
+                await asyncio.wait(late)
+        return self.seen
+
+    async def burst(self) -> None:
+        """Many requests of each kind at once, so that pools of threads and processes get all of theirs."""
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            for kind in ("schema", "picture", "adapter", "long", "schema"):
+                if kind in self.kinds:
+                    draws = [random.Random(f"{kind} {number}") for number in range(BURST)]
+                    await asyncio.gather(*(self._ask(session, draw, kind) for draw in draws))
+
+    async def _client(self, session: aiohttp.ClientSession, draw: random.Random) -> None:
+        order = draw.sample(self.kinds, len(self.kinds))
+        for kind in itertools.cycle(order):
+            if self.end.is_set():
+                return
+            try:
+                await self._ask(session, draw, kind)
+            except (aiohttp.ClientError, OSError) as error:
+                self._failed(type(error).__name__)
+                await asyncio.sleep(0.2)
+
+    async def _ask(self, session: aiohttp.ClientSession, draw: random.Random, kind: str) -> None:
+        body = one_request(draw, kind)
+        async with session.post(f"{self.url}/v1/chat/completions", json=body) as response:
+            if kind == "abort" and response.status == 200:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(response.content.readany(), draw.random())
+                response.close()
+                self.seen.answers["abort"] += 1
+                return
+            text = await self._read(response, kind == "slow")
+        expected = 400 <= response.status < 500 if kind == "wrong" else response.status == 200
+        if not expected:
+            self._failed(f"{kind}: {response.status} {text[:200]}")
+        elif body["stream"] and response.status == 200 and ('"error"' in text or not text.endswith("data: [DONE]\n\n")):
+            self._failed(f"{kind}: a broken stream: {text[-200:]}")
+        else:
+            self.seen.answers[kind] += 1
+
+    async def _read(self, response: aiohttp.ClientResponse, is_slow: bool) -> str:
+        parts = []
+        while part := await response.content.read(512 if is_slow else 1 << 16):
+            parts.append(part)
+            if is_slow and not self.end.is_set():
+                await asyncio.sleep(0.05)
+        return b"".join(parts).decode()
+
+    async def _watch(self, session: aiohttp.ClientSession) -> None:
+        body = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 300, "temperature": 0,
+                "ignore_eos": True, "stream": True}  # fmt: skip
+        while not self.end.is_set():
+            try:
+                async with session.post(f"{self.url}/v1/chat/completions", json=body) as response:
+                    text, before = "", None
+                    async for part in response.content.iter_any():
+                        now, text = time.monotonic(), text[-200:] + part.decode()
+                        if before is not None:
+                            self.seen.gaps.append(now - before)
+                        before = now
+                        if self.end.is_set() and not self.is_disturbed:
+                            return
+                if response.status != 200 or not text.endswith("data: [DONE]\n\n"):
+                    self._failed(f"watching: {response.status} {text[-200:]}")
+            except (aiohttp.ClientError, OSError) as error:
+                self._failed(f"watching: {type(error).__name__}")
+                await asyncio.sleep(0.2)
+
+    def _failed(self, what: str) -> None:
+        """A request whose core was killed twice is refused, so failures are only counted then."""
+        (self.seen.answers if self.is_disturbed else self.seen.failures)[f"failed: {what}"] += 1
+
+
+# ---- the server
+
+
+@dataclass
+class Counts:
+    """Of all processes of a server. Memory in bytes."""
+
+    processes: int
+    rss: int
+    pss: int
+    descriptors: int
+    threads: int
+    blocks: float  # held, as a share of each core's blocks
+    segments: int
+
+    def excess(self, before: Counts) -> list[str]:
+        """What is more than before, and should not be."""
+        found = [f"{name} {getattr(before, name)} -> {getattr(self, name)}"
+                 for name in ("processes", "descriptors", "threads", "segments")
+                 if getattr(self, name) > getattr(before, name)]  # fmt: skip
+        if self.pss > before.pss + MOST_GROWTH:
+            found.append(f"memory {before.pss / 1e6:.0f} -> {self.pss / 1e6:.0f} MB")
+        return found + ([f"blocks {self.blocks:.4f}"] if self.blocks else [])
+
+
+class Server:
+    """`quire serve` on a free port."""
+
+    def __init__(self, model: str, arguments: list[str]) -> None:
+        adapter = ["--enable-lora", "--lora-modules", f"soak-adapter={ADAPTER}"] if model == MODEL else []
+        command = [sys.executable, "-m", "quire", "serve", model, "--port", "0", "--kv-cache-memory-bytes", "32M",
+                   "--max-num-seqs", "24", *adapter, *arguments]  # fmt: skip
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        self.url, self.log, self._ready = "", list[str](), threading.Event()
+        self.segments = set[str]()  # files of shared memory that its processes have used
+        threading.Thread(target=self._read, daemon=True).start()
+        if not self._ready.wait(LONGEST) or not self.url:
+            self.process.kill()
+            raise RuntimeError("the server did not start:\n" + "".join(self.log[-20:]))
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if found := re.search(r"Serving at (\S+): ", line):
+                self.url = found[1]
+                self._ready.set()
+        self._ready.set()
+
+    def family(self) -> list[psutil.Process]:
+        own = psutil.Process(self.process.pid)
+        return [own, *own.children(recursive=True)]
+
+    def victims(self) -> list[psutil.Process]:
+        """Cores and ranks."""
+
+        def is_victim(command: str) -> bool:
+            return "multiprocessing.spawn" in command or "quire.executor.rank" in command
+
+        found = []
+        for process in self.family():
+            with suppress(psutil.Error):
+                if is_victim(" ".join(process.cmdline())):
+                    found.append(process)
+        return found
+
+    async def metrics(self) -> str:
+        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as response:
+            return await response.text()
+
+    async def health(self) -> int:
         try:
-            async with session.post(url + path, json=body) as response:
-                seen[str(response.status)] += 1
-                if leaves:
-                    await asyncio.wait_for(response.content.readany(), 0.5)
-                    response.close()
-                    seen["left"] += 1
-                    continue
-                text = await response.text()
-                if body["stream"] and response.status == 200:
-                    seen["broken" if '"error"' in text or not text.endswith("data: [DONE]\n\n") else "streamed"] += 1
-                seen["tokens"] += text.count('"text"') + text.count('"content"') if response.status == 200 else 0
-        except TimeoutError:
-            seen["left"] += 1
-        except aiohttp.ClientError as error:
-            seen[type(error).__name__] += 1
+            async with aiohttp.ClientSession() as session, session.get(f"{self.url}/health") as response:
+                return response.status
+        except (aiohttp.ClientError, OSError):
+            return 0
+
+    async def counts(self) -> Counts:
+        """When nothing runs or waits."""
+        metrics = ""
+        async for _ in tries(LONGEST):
+            metrics = await self.metrics()
+            if await self.health() == 200 and not values(metrics, "num_requests_running", "num_requests_waiting"):
+                break
+        found = Counts(0, 0, 0, 0, 0, values(metrics, "kv_cache_usage_perc"), 0)
+        for process in self.family():
+            with suppress(psutil.NoSuchProcess), process.oneshot():
+                memory = process.memory_full_info()
+                mapped = {m.path for m in process.memory_maps(grouped=False)
+                          if m.path.startswith(("/dev/shm/", "/memfd:"))}  # fmt: skip
+                self.segments |= {path for path in mapped if path.startswith("/dev/shm/")}
+                found.processes += 1
+                found.rss += memory.rss
+                found.pss += memory.pss
+                found.descriptors += process.num_fds()
+                found.threads += process.num_threads()
+                found.segments += len(mapped)
+        return found
+
+    async def returned(self, before: Counts) -> tuple[Counts, list[str]]:
+        """The counts, as soon as nothing is more than before; and what stays more."""
+        async for _ in tries(RETURNED_WITHIN):
+            after = await self.counts()
+            excess = after.excess(before)
+            if not excess:
+                break
+        return after, excess
+
+    def left(self) -> list[str]:
+        """Segments that outlive the server."""
+        return sorted(path for path in self.segments if Path(path).exists())
 
 
-async def run(url: str, server: psutil.Process, minutes: float, clients: int) -> tuple[Counter[str], list[list[float]]]:
-    end, seen, samples = time.monotonic() + 60 * minutes, Counter[str](), []
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        tasks = [asyncio.create_task(client(session, url, i, end, seen)) for i in range(clients)]
-        started = time.monotonic()
-        while time.monotonic() < end:
-            await asyncio.sleep(min(10, max(0.1, end - time.monotonic())))
-            core = max(server.children(), key=lambda p: p.memory_info().rss)
-            sizes = [process.memory_info().rss / 2**20 for process in (server, core)]
-            samples.append([round(time.monotonic() - started, 1), *(round(size, 1) for size in sizes)])
-            print(
-                f"{samples[-1][0]:7.0f} s  API {sizes[0]:7.1f} MiB  core {sizes[1]:7.1f} MiB  {dict(seen)}", flush=True
-            )
-        await asyncio.wait_for(asyncio.gather(*tasks), 120)
-    return seen, samples
+def values(metrics: str, *names: str) -> float:
+    """The sum of these metrics over all cores."""
+    found = [re.findall(rf"^quire:{name}{{[^}}]*}} (\S+)$", metrics, re.MULTILINE) for name in names]
+    return sum(map(float, itertools.chain(*found)))
 
 
-def main() -> None:
+async def tries(seconds: float) -> AsyncIterator[None]:
+    end = time.monotonic() + seconds
+    while True:
+        yield
+        if time.monotonic() > end:
+            return
+        await asyncio.sleep(0.5)
+
+
+# ---- phases
+
+
+@dataclass
+class Phase:
+    configuration: str
+    name: str
+    seconds: float
+    before: Counts | None = None
+    after: Counts | None = None
+    seen: Seen = field(default_factory=Seen)
+    faults: list[str] = field(default_factory=list)
+
+    HEAD = (f"{'configuration':13} {'phase':8} {'answers':>7} {'failed':>6} {'RSS MB':>13} {'PSS MB':>11} "
+            f"{'fds':>9} {'threads':>9} {'blocks':>6} {'shm':>7}  {'gaps: p50, p99, max s':24}")  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        counts = {name: c and vars(c) for name, c in (("before", self.before), ("after", self.after))}
+        seen = {**vars(self.seen), "gaps": sorted(self.seen.gaps)[-100:]}  # the longest
+        return {**vars(self), **counts, "seen": seen}
+
+    def line(self) -> str:
+        columns = {"rss": 13, "pss": 11, "descriptors": 9, "threads": 9, "segments": 7}
+        shown = {}
+        for name, width in columns.items():
+            both = [getattr(c, name) if c else None for c in (self.before, self.after)]
+            scaled = [v if v is None or name not in ("rss", "pss") else round(v / 1e6) for v in both]
+            shown[name] = ("-" if None in scaled else f"{scaled[0]} -> {scaled[1]}").rjust(width)
+        gaps = sorted(self.seen.gaps) or [0.0]
+        watched = f"{gaps[len(gaps) // 2]:.3f}, {gaps[len(gaps) * 99 // 100]:.3f}, {gaps[-1]:.3f}"
+        failed = sum(n for what, n in (self.seen.answers + self.seen.failures).items() if what.startswith("failed"))
+        blocks = f"{self.after.blocks:.3f}" if self.after else "-"
+        return (f"{self.configuration:13} {self.name:8} {self.seen.answers.total():7} {failed:6} {shown['rss']} "
+                f"{shown['pss']} {shown['descriptors']} {shown['threads']} {blocks:>6} {shown['segments']}  "
+                f"{watched:24}")  # fmt: skip
+
+
+async def run_configuration(
+    name: str, model: str, arguments: list[str], seconds: float, clients: int, seed: int, phases: list[Phase]
+) -> None:
+    server = Server(model, arguments)
+    kinds = [kind for kind in KINDS if model == MODEL or kind not in ("picture", "adapter")]
+    draw = random.Random(seed)
+    before: Counts | None = None
+    try:
+        for phase_name, share in SHARES.items():
+            phase = Phase(name, phase_name, seconds * share, before)
+            load = Load(server.url, clients, kinds, draw.randrange(1 << 30), phase_name in ("kill", "stop"))
+
+            async def kill(load: Load = load, seconds: float = phase.seconds) -> None:
+                while not load.end.is_set():
+                    await asyncio.sleep(min(20.0, seconds / 3))
+                    victims = server.victims()
+                    if victims and not load.end.is_set():
+                        with suppress(psutil.NoSuchProcess):
+                            draw.choice(victims).kill()
+                    async for _ in tries(LONGEST):
+                        if await server.health() == 200:
+                            break
+
+            async def stop(load: Load = load, seconds: float = phase.seconds) -> None:
+                await asyncio.sleep(seconds / 2)
+                load.end.set()
+                server.process.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(server.process.wait, LONGEST)
+
+            disturb = {"kill": kill, "stop": stop}.get(phase_name)
+            if phase_name == "warm-up":
+                await load.burst()
+            family = server.family()
+            phase.seen = await load.run(phase.seconds, disturb)
+            if phase_name == "stop":
+                _, alive = psutil.wait_procs(family, timeout=RETURNED_WITHIN)
+                phase.faults += [f"process {process.pid} was left behind" for process in alive]
+                phase.faults += [f"{path} was left behind" for path in server.left()]
+                if server.process.returncode:
+                    phase.faults.append(f"exit status {server.process.returncode}")
+            elif before is None:
+                before = phase.after = await server.counts()
+            else:
+                phase.after, phase.faults = await server.returned(before)
+            phase.faults += [f"{number} x {what}" for what, number in phase.seen.failures.items()]
+            phases.append(phase)
+            print(phase.line(), *(f"  {fault}" for fault in phase.faults), sep="\n", flush=True)
+    except BaseException:
+        print("".join(server.log[-20:]), file=sys.stderr)
+        raise
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("model", nargs="?", default=MODEL, help="default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=30, help="for all configurations (default: %(default)s)")
+    parser.add_argument("--round-minutes", type=float, default=2.5, help="until a configuration's server is restarted")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    command = [sys.executable, "-m", "quire", "serve", *([arguments.model] if arguments.model else []), "--port", "0"]
-    server = subprocess.Popen(
-        [*command, "--kv-cache-memory-bytes", "64M", "--max-num-seqs", "48"],
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    try:
-        assert server.stderr is not None
-        url = next(found[1] for line in server.stderr if (found := re.search(r"Serving at (\S+): ", line)))
-        drain = subprocess.Popen(
-            ["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL
-        )  # the log must not fill a pipe
-        seen, samples = asyncio.run(run(url, psutil.Process(server.pid), arguments.minutes, arguments.clients))
-        time.sleep(2)
-        import urllib.request
-
-        metrics = urllib.request.urlopen(f"{url}/metrics").read().decode()
-        left = {
-            name: float(re.search(rf"^quire:{name}{{[^}}]*}} (\S+)$", metrics, re.MULTILINE)[1])  # type: ignore[index]
-            for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total")
-        }
-        half = samples[len(samples) // 4 :]  # after the warm-up
-        growth = [half[-1][i] / half[0][i] - 1 for i in (1, 2)]
-        print(f"answers {dict(seen)}\nleft {left}")
-        print(f"growth after the first quarter: API {growth[0]:+.1%}, core {growth[1]:+.1%}")
-        if arguments.json:
-            arguments.json.write_text(json.dumps({"answers": seen, "left": left, "growth": growth, "samples": samples}))
-        drain.terminate()
-    finally:
-        server.terminate()
-        server.wait()
+    rounds = max(1, round(arguments.minutes / len(arguments.only) / arguments.round_minutes))
+    seconds = 60 * arguments.minutes / len(arguments.only) / rounds
+    phases: list[Phase] = []
+    print(Phase.HEAD, flush=True)
+    for number, name in itertools.product(range(rounds), arguments.only):
+        seed = arguments.seed + number
+        asyncio.run(run_configuration(name, arguments.model, CONFIGURATIONS[name], seconds, arguments.clients, seed,
+                                      phases))  # fmt: skip
+    total = sum((phase.seen.answers for phase in phases), Counter[str]())
+    print("answers:", ", ".join(f"{kind} {number}" for kind, number in sorted(total.items())))
+    faults = [f"{phase.configuration}, {phase.name}: {fault}" for phase in phases for fault in phase.faults]
+    print(f"{len(faults)} faults", *faults, sep="\n  ", flush=True)
+    if arguments.json:
+        results = [phase.to_json() for phase in phases]
+        arguments.json.write_text(json.dumps({"phases": results, "faults": faults}, indent=1))
+    return int(bool(faults))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
