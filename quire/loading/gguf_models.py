@@ -78,13 +78,17 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
 def _check_sizes(gguf: GgufFile, arch: str, read: Mapping[str, Any]) -> None:
     """Raises WeightError for sizes that do not fit the tensors, before memory is allocated for them."""
     layers = {match[1] for name in gguf.tensors if (match := re.match(r"blk\.(\d+)\.", name))}
-    limits = {"block_count": len(layers), "embedding_length": gguf.tensors["token_embd.weight"].shape[-1]}
+    width = gguf.tensors["token_embd.weight"].shape[-1]
+    limits = {"block_count": len(layers), "embedding_length": width, "attention.head_count": width}
     largest = max(math.prod(tensor.shape) for tensor in gguf.tensors.values())
     optional = (key for key in read if re.search(r"(head_count_kv|key_length|expert_count|feed_forward_length)$", key))
-    for key in (*limits, "attention.head_count", *optional):
+    for key in (*limits, *optional):
         value, smallest = read.get(key), key in limits or "attention" in key
         if not isinstance(value, int) or not smallest <= value <= limits.get(key, largest):
             raise WeightError(f"{gguf.path}: {arch}.{key} is {value!r}, which its tensors do not have")
+    heads, size = read["attention.head_count"], read["embedding_length"]
+    if heads > size:
+        raise WeightError(f"{gguf.path}: {arch}.attention.head_count is {heads}, more than the embedding_length {size}")
 
 
 def _rope_scaling(gguf: GgufFile, read: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -36,7 +36,7 @@ class LengthBound(NamedTuple):
         steps = [step for component in (backend.normalizer, backend.pre_tokenizer) for step in _steps(component)]
         effect = _effect(steps)
         longest = _longest_token(backend, is_byte_level=any(step["type"] == "ByteLevel" for step in steps))
-        if effect is None or longest is None:
+        if effect is None or longest is None or not _keeps_texts(backend.post_processor):
             return None
         factor, keeps_spaces = effect
         added = backend.get_added_tokens_decoder().values()
@@ -45,13 +45,19 @@ class LengthBound(NamedTuple):
 
 
 def _steps(component: Any) -> list[Mapping[str, Any]]:
-    """What a normalizer or pre-tokenizer consists of, each described as in tokenizer.json."""
+    """What a normalizer, pre-tokenizer or post-processor consists of, each described as in tokenizer.json."""
     return [] if component is None else _parts(json.loads(component.__getstate__()))
+
+
+def _keeps_texts(post_processor: Any) -> bool:
+    """False if a template of special tokens leaves out the text."""
+    templates = [step["single"] for step in _steps(post_processor) if step["type"] == "TemplateProcessing"]
+    return all(any("Sequence" in piece for piece in template) for template in templates)
 
 
 def _parts(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The component and, if it is a sequence, its parts."""
-    parts = state.get("normalizers") or state.get("pretokenizers") or []
+    parts = state.get("normalizers") or state.get("pretokenizers") or state.get("processors") or []
     return [state, *(step for part in parts for step in _parts(part))]
 
 

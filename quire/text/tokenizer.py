@@ -115,9 +115,9 @@ class Tokenizer:
         self, texts: list[str], keep: int | None, add_special_tokens: bool
     ) -> tuple[list[int], list[int]]:
         parts = [self._backend.encode(text, add_special_tokens=False) for text in texts]
+        is_pair = len(parts) > 1
         own = len(self._prefix) + len(self._suffix) if add_special_tokens else 0
         if keep is not None:
-            is_pair = len(parts) > 1
             added = self._backend.num_special_tokens_to_add(is_pair) if add_special_tokens else 0
             lengths, room = [len(part) for part in parts], max(0, keep - own - added)
             if sum(lengths) > room:
@@ -127,7 +127,7 @@ class Tokenizer:
                     cut = longer if length > shorter or not is_pair else max(room - longer, 0)
                     if length > cut:
                         part.truncate(cut)
-        made = self._backend.post_process(*parts, add_special_tokens=add_special_tokens)
+        made = self._backend.post_process(parts[0], parts[1] if is_pair else None, add_special_tokens)
         if not own:
             return made.ids, made.type_ids
         ids = [*self._prefix, *made.ids, *self._suffix]
