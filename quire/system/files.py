@@ -39,8 +39,9 @@ def read_bytes(path: Path, most: int) -> bytes:
     # It may be replaced between the two: without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(check_regular(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as stream:
-        _check_mode(path, os.fstat(descriptor).st_mode)
-        data = stream.read(most + 1)
+        info = os.fstat(descriptor)
+        _check_mode(path, info.st_mode)
+        data = stream.read(min(info.st_size, most) + 1)  # which Python allocates before it reads
     if len(data) > most:
         raise FileError(f"{path} has more than {most / MIB:g} MiB, the limit for such a file")
     return data
