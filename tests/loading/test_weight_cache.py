@@ -401,7 +401,7 @@ def test_all_files_of_processes_that_start_at_once_are_written(tmp_path):
     """As those of ranks, which differ."""
 
     def work(name: str) -> None:
-        for index in range(200):
+        for index in range(50):
             assert fill(WeightFolder(tmp_path, 1 << 30), f"{name}{index}", 10)
 
     with ThreadPoolExecutor() as threads:
