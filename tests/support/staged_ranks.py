@@ -21,7 +21,7 @@ from quire.parallel.mesh import Communicator, Mesh
 from quire.parallel.sizes import MeshSizes
 from quire.worker.stage_runner import StageRunner
 from quire.worker.worker import Worker
-from support.thread_group import Meeting, ThreadGroup
+from support.thread_group import Meeting, ThreadGroup, results_of
 from support.waiting import LONGEST
 
 
@@ -60,9 +60,11 @@ class StagedExecutor(Executor):
         """among_others: adds the groups of a rank that contain ranks of other replicas."""
         sizes = msgspec.structs.replace(MeshSizes.of(config.parallel), dp=1)
         groups: list[dict[str, Communicator]] = [{} for _ in range(sizes.world)]
+        self._meetings = list[Meeting]()
         for axis in ("pp", "cp", "tp", "ep", "dcp", "replica"):
             for ranks in sizes.groups(axis):
                 place, queues = Meeting(len(ranks)), [queue.SimpleQueue[Tensor]() for _ in ranks]
+                self._meetings.append(place)
                 for number, rank in enumerate(ranks):
                     group = ThreadGroup(number, len(ranks), None, place)
                     line = ThreadLine(number, len(ranks), queues=queues)
@@ -79,7 +81,7 @@ class StagedExecutor(Executor):
         self.kv_cache, self.step_costs = self.workers[-1].kv_cache, self.workers[-1].step_costs
 
     def _on(self, ranks: range, work: Callable[[int], Any]) -> list[Any]:
-        return [future.result() for future in [self._pool.submit(work, rank) for rank in ranks]]
+        return results_of([self._pool.submit(work, rank) for rank in ranks], self._meetings)
 
     def submit(self, step: SchedulerOutput) -> None:
         self._on(self.ranks, lambda rank: self.runners[rank].submit(step))

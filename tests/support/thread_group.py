@@ -6,7 +6,7 @@ import queue
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -110,4 +110,18 @@ def on_every_rank(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
     meeting = Meeting(size)
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(work, ThreadGroup(rank, size, None, meeting)) for rank in range(size)]
-        return [future.result() for future in futures]
+        return results_of(futures, [meeting])
+
+
+def results_of(ranks: Sequence[Future[T]], meetings: Sequence[Meeting]) -> list[T]:
+    """The result of each rank. If one raises an exception, those that wait for it at a meeting give up."""
+    wait(ranks, return_when=FIRST_EXCEPTION)
+    if all(rank.done() and rank.exception() is None for rank in ranks):
+        return [rank.result() for rank in ranks]
+    for meeting in meetings:
+        meeting.barrier.abort()
+    wait(ranks)
+    for meeting in meetings:
+        meeting.barrier.reset()
+    errors = [error for rank in ranks if (error := rank.exception()) is not None]
+    raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
