@@ -150,9 +150,10 @@ class Runner(ABC, Generic[Launched]):
 
     def _not_finite(self) -> str:
         dtype = str(self.model.kernels.target.dtype).removeprefix("torch.")
+        others = " or ".join(f"'{other}'" for other in ("bfloat16", "float32") if other != dtype)
         return (
             f"dtype: in {dtype}, the model computes NaN or infinity instead of logits. Its numbers exceed the range of "
-            "this type, or its weights or its inputs are damaged; use dtype='bfloat16' or 'float32'"
+            f"this type, or its weights or its inputs are damaged; try dtype={others}"
         )
 
     def out_of_memory(self, step: SchedulerOutput, error: torch.OutOfMemoryError) -> ModelRunnerOutput:

@@ -317,7 +317,7 @@ def test_show_says_why_a_model_cannot_run(tmp_path: Path, capsys):
     config = json.loads((folder / "config.json").read_text())
     for changes, problem in (
         ({"architectures": ["BrandNew"]}, "architecture BrandNew is not supported"),
-        ({"hidden_size": "large"}, "its config is not as expected"),
+        ({"hidden_size": "large"}, "hidden_size must be a positive integer, got 'large'"),
         ({"quantization_config": {"quant_method": "quark"}}, "quark"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 5}}, "bits=5"),
     ):
