@@ -365,13 +365,12 @@ def test_requests_of_others_at_a_server_count(servers: list[StandIn]):
 
 
 def test_a_session_stays_at_a_server(proxy: Proxy, servers: list[StandIn]):
-    homes = set()
-    for number in range(8):
+    for number in range(4):
         by_header = {proxy.post("/v1/a", BODY, X_Session_ID=str(number)).body for _ in range(3)}
         by_field = {proxy.post("/v1/a", {**BODY, "user": str(number), "seed": n}).body for n in range(3)}
         assert len(by_header) == len(by_field) == 1
-        homes |= by_header
-    assert len(homes) == 2
+    # Ports are random, and so is the server of a session.
+    assert len({proxy.post("/v1/a", BODY, X_Session_ID=str(number)).body for number in range(30)}) == 2
 
 
 # ---- errors
