@@ -106,6 +106,7 @@ def test_windows_of_long_prompts(window):
     World(build(TritonAttention, 2, 1, 16, 16, FLOAT32), [(150, 70), (0, 200)]).check(window)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("new", [sampled(1), 3])
 def test_parts_of_the_keys_are_merged(new):

@@ -18,6 +18,7 @@ PROMPT = ">>> "
 ENDLESS = ("--ignore-eos", "--temperature", "1.5", "--sampling-seed", "1")
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_or_drops_a_line_and_never_ends_the_program(tmp_path: Path):
     with terminal("chat", *ENDLESS, state=tmp_path) as session:
         assert "Talking to the bundled model. The context has 2,048 tokens." in session.wait_for(PROMPT)

@@ -264,6 +264,7 @@ def test_a_narrow_terminal_gets_two_lines_for_each_model(cache, tmp_path: Path):
 # ---- show
 
 
+@pytest.mark.slow
 def test_show_describes_a_model_wherever_it_is(machine, cache, capsys):
     on_the_hub = json.loads(machine.says("show qwen3:0.6b --json"))
     assert machine.hub.fetched() == ONLY_DESCRIBE

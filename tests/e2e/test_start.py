@@ -47,6 +47,7 @@ REQUESTS: list[tuple[str, dict[str, Any], int]] = [
 PATHS = ["/v1/models", "/metrics", "/health", "/openapi.json", "/version"]
 
 
+@pytest.mark.slow
 def test_the_api_process_never_imports_torch_and_stays_small(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, os, pathlib, sys\n"

@@ -68,6 +68,7 @@ def statistic(said: list[list[int]], expected: dict[tuple[int, ...], float]) -> 
     return chi_square(counts, shares), len(often) - (shares[-1] == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("kind", "case", "late"),

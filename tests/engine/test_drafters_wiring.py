@@ -158,6 +158,7 @@ def run(drafters: Drafters, references: References) -> Run:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("options", [pytest.param({}, marks=SAMPLED), TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def embeddings(llm: LLM, texts: Any, **options: Any) -> np.ndarray:
     return np.array([output.outputs.embedding for output in llm.embed(texts, use_tqdm=False, **options)])
 
 
+@pytest.mark.slow
 def test_a_real_model_gives_the_vectors_of_sentence_transformers(model):
     texts = ["a", "Hello, world!", "Über große Bäume 🌳", "word " * 200, *sentences()[:15]]
     assert (1 - (embeddings(model, texts) * reference(texts)).sum(1)).max() < 1e-5

@@ -112,6 +112,7 @@ def test_a_ratio_of_1_says_what_an_engine_without_compression_says(
     assert tokens_of(generate(llm, case.texts, case.params.clone(kv_compression={"ratio": 1}))) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "ratio", "backend"),

@@ -111,6 +111,7 @@ def by_divided_contexts(variant: str, path: Path, kernels: str, expected: list[C
     check(divided(path, division, backend=kernels), expected[: len(LENGTHS) : 2])
 
 
+@pytest.mark.sampled(2)
 def test_greedy_tokens_equal_transformers(checkpoints, references, variant, way, kernels):
     path, expected = checkpoints.path(variant), references.continuations(variant)
     if way == CONTEXTS:

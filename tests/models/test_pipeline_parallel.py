@@ -61,6 +61,7 @@ SEVERAL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("variant", "stages", "ranks"),

@@ -304,6 +304,7 @@ def test_a_wrong_layer_is_found_out(make, expected, kind, mutate):
         check(llm, expected(kind))
 
 
+@pytest.mark.slow
 def test_completions_over_http_read_the_prompt_with_the_encoder(folder, expected):
     from openai import BadRequestError, OpenAI
 

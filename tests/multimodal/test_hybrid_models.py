@@ -30,6 +30,7 @@ def prompt(text: str, pictures: list[Any]) -> dict[str, Any]:
     return {"prompt": text, "multi_modal_data": {"image": pictures}} if pictures else {"prompt": text}
 
 
+@pytest.mark.slow
 def test_cached_states_belong_to_the_picture_before_them(folder):
     """Each picture takes more than a block of tokens, and two blocks of the same text follow it."""
     path, _ = prepared("qwen3_5", folder)
@@ -101,6 +102,7 @@ def with_predict_layer(tensors: dict[str, Tensor], is_stacked: bool) -> dict[str
     return stacked(tensors, False) | (stacked(more, False) if is_stacked else more)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["qwen3.5", "qwen3.6"])
 def test_a_published_checkpoint_with_experts_makes_its_own_drafts(folder, tmp_path, layout):

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(15)
 @pytest.mark.parametrize(
     "dtype",

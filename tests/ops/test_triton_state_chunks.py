@@ -83,6 +83,7 @@ class Decaying:
         return x, decay.view(-1, 1).repeat(1, x.shape[1])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("block_size", [64], indirect=True)
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def test_latencies_and_goodput_are_those_of_the_requests():
     assert missed.goodput == 0
 
 
+@pytest.mark.slow
 def test_the_breaking_load_is_what_rows_can_answer():
     """A replica answers 16 requests in 10 steps of a second each, so it bears 1.6 a second, and less than 1.7."""
     limits = parse("ttft=30s")

@@ -59,6 +59,7 @@ def written(source: Path, folder: Path, kind: str) -> tuple[Path, Any]:
     return folder, network
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.sampled(3))])
 @pytest.mark.parametrize("kind", KINDS)

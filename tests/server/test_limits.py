@@ -133,6 +133,7 @@ def test_a_request_that_takes_too_long_is_ended(host: Host, path):
     eventually(lambda: host.is_idle)
 
 
+@pytest.mark.slow
 def test_while_draining_new_requests_are_refused_and_running_ones_go_on(host: Host):
     ending = host.serve()
     with ThreadPoolExecutor(1) as pool:

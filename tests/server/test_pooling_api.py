@@ -65,6 +65,7 @@ def test_an_answer_has_openais_keys(server):
     assert answer["usage"] == {"prompt_tokens": 6, "total_tokens": 6, "completion_tokens": 0}
 
 
+@pytest.mark.slow
 def test_a_batch_of_a_thousand(server):
     vectors = embed(server, input=[f"text number {i % 50}" for i in range(1000)], dimensions=8)
     assert vectors.shape == (1000, 8)
