@@ -140,7 +140,7 @@ def test_a_user_without_home_privileges_and_a_writable_folder(shared_memory):
     assert temporary["level"] == ("ok" if shared_memory else "problem")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not can_unshare(), reason="making a read-only root needs root, unshare and setpriv")
 @pytest.mark.skipif(library() is None, reason="no compiler here")
 def test_kernels_that_an_image_brings_need_no_compiler_and_no_writable_folder():

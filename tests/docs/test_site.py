@@ -16,7 +16,7 @@ import pytest
 from support.client_environment import client_python
 from support.documents import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 COUNTS = Counts(processes=3, rss=10**9, pss=10**9, descriptors=50, threads=20, blocks=0.0, segments=2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_short_soak_of_one_core_finds_nothing(tmp_path: Path) -> None:
     command = [sys.executable, SOAK, "--minutes", "0.15", "--clients", "3", "--only", "one core"]
     found = subprocess.run(

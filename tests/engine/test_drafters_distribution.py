@@ -69,7 +69,7 @@ def statistic(said: list[list[int]], expected: dict[tuple[int, ...], float]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(
     ("kind", "case", "late"),
     [

@@ -33,6 +33,7 @@ def test_the_whole_engine_runs_on_a_gpu_that_is_not_there():
     assert waits == 0
 
 
+@pytest.mark.nightly
 def test_a_replayed_graph_launches_again_what_it_captured_and_the_profiler_sees_it():
     printed = run_on_stand_in("""
         import json

@@ -384,6 +384,7 @@ def test_encoders_have_no_contexts_to_divide(tmp_path):
 # ---- processes
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("variant", "division", "depth"),
     [

@@ -219,7 +219,7 @@ def test_adapters_are_divided_like_the_layers(checkpoints, tmp_path, make):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (2, 2)])
 def test_processes_say_what_one_does(checkpoints, references, stages, ranks):
     expected = references.continuations("llama")[:16]

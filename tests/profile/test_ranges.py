@@ -36,7 +36,7 @@ def run(folder: Path, on: bool, eager: bool) -> tuple[str, list[str]]:
     return ended.stdout, names.read_text().splitlines() if names.exists() else []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_stations_and_layers_are_ranges_within_each_other(tmp_path):
     plain, nothing = run(tmp_path, on=False, eager=True)

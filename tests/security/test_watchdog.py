@@ -60,6 +60,7 @@ class Streams:
         return [answer.json["choices"][0]["text"] for answer in self.answers]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", ["sleep", "locked"])
 def test_the_request_that_makes_a_step_hang_is_the_only_one_that_fails(server, fault):
     before, logged = server.metric("engine_restarts_total"), len(server.log)
@@ -104,6 +105,7 @@ def test_two_such_requests_do_not_end_the_server(server):
     server.wait_until_idle()
 
 
+@pytest.mark.nightly
 def test_they_do_not_end_an_idle_server_either(server):
     for _ in range(2):
         assert complete(server, 20, fault="exception", at=0).status == 500
@@ -138,6 +140,7 @@ def test_a_server_without_work_that_sleeps_or_is_stopped_as_a_whole_is_not_resta
     assert server.metric("engine_restarts_total") == before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("hang", ["stopped", "in a step"])
 def test_a_rank_that_hangs_is_replaced_and_tells_where_it_was(hang):
     with Server(*ARGUMENTS, "--tensor-parallel-size", "2") as server:

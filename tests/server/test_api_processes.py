@@ -84,6 +84,7 @@ def test_all_processes_answer_and_their_metrics_are_added_up(server: Server, exp
     assert "Traceback" not in server.log
 
 
+@pytest.mark.nightly
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_streams_of_all_processes_go_on_when_a_core_is_lost(server: Server, expected, number):

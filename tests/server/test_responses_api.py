@@ -661,7 +661,7 @@ def test_answers_go_on_while_a_postgres_is_down(host):
         assert client.responses.create(input="Hello!", **GREEDY).to_dict()["store"] is True
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_that_is_told_to_end_finishes_background_responses_which_the_next_one_has(tmp_path):
     arguments = ("--max-num-seqs", "8", "--response-store", str(tmp_path / "responses.sqlite3"))
     with Server(*arguments) as server:

@@ -131,7 +131,7 @@ def test_prefill_context_parallelism_runs_eagerly_without_waiting_for_the_device
     assert first[4] == second[4] == [f"triton {how}"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_share_a_gpu_cannot_divide_contexts():
     code = """
         from quire.config import ConfigError, EngineConfig
