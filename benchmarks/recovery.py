@@ -90,9 +90,12 @@ def _command(pid: int) -> str:
 
 async def _stream(client: aiohttp.ClientSession, number: int, tokens: int, times: list[float]) -> None:
     body = {
-        "prompt": f"Story number {number}: once upon a time", "max_tokens": tokens, "ignore_eos": True,
-        "temperature": 0, "stream": True,
-    }  # fmt: skip
+        "prompt": f"Story number {number}: once upon a time",
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
     async with client.post("/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.content:

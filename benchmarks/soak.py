@@ -43,9 +43,7 @@ import aiohttp
 import psutil
 from PIL import Image, ImageDraw
 
-CONFIGURATIONS = {
-    "one core": [], "tp=2": ["--tensor-parallel-size", "2"], "dp=2": ["--data-parallel-size", "2"],
-}  # fmt: skip
+CONFIGURATIONS = {"one core": [], "tp=2": ["--tensor-parallel-size", "2"], "dp=2": ["--data-parallel-size", "2"]}
 MODEL, ADAPTER = "quire-demo/vision", "quire-demo/rhyme"
 SHARES = {"warm-up": 0.2, "load": 0.5, "kill": 0.25, "stop": 0.05}  # of the time of a configuration
 MOST_GROWTH = 100e6  # bytes of memory
@@ -67,17 +65,24 @@ def text_of(draw: random.Random, *lengths: int) -> str:
 def chat(draw: random.Random, content: Any = None, **fields: Any) -> Body:
     sampling = draw.choice([{"temperature": 0}, {"temperature": 1.0, "seed": draw.randrange(99)}, {"top_p": 0.9}])
     content = text_of(draw, 3, 20, 80) if content is None else content
-    return {"messages": [{"role": "user", "content": content}], "max_tokens": draw.choice([4, 16, 40]), **sampling,
-            "stream": draw.random() < 0.6, **fields}  # fmt: skip
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": draw.choice([4, 16, 40]),
+        **sampling,
+        "stream": draw.random() < 0.6,
+        **fields,
+    }
 
 
 def schema(draw: random.Random) -> Body:
     """Half of them are new ones, which no cache has."""
     names = draw.sample(WORDS, 3) if draw.random() < 0.5 else WORDS[:3]
     kinds: list[Body] = [
-        {"type": "integer"}, {"type": "string", "maxLength": draw.randrange(1, 9)}, {"enum": names},
+        {"type": "integer"},
+        {"type": "string", "maxLength": draw.randrange(1, 9)},
+        {"enum": names},
         {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
-    ]  # fmt: skip
+    ]
     properties = {name: draw.choice(kinds) for name in names}
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
@@ -98,10 +103,16 @@ def tools(draw: random.Random) -> Body:
 
 
 def wrong(draw: random.Random) -> Body:
-    return chat(draw) | draw.choice([
-        {"temperature": "hot"}, {"messages": []}, {"model": "no-such-model"}, {"max_tokens": -1}, {"n": 10**6},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 1.5}}}},
-    ])  # fmt: skip
+    return chat(draw) | draw.choice(
+        [
+            {"temperature": "hot"},
+            {"messages": []},
+            {"model": "no-such-model"},
+            {"max_tokens": -1},
+            {"n": 10**6},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 1.5}}}},
+        ]
+    )
 
 
 def one_request(draw: random.Random, kind: str) -> Body:
@@ -111,8 +122,13 @@ def one_request(draw: random.Random, kind: str) -> Body:
         form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema(draw), "strict": True}}
         return chat(draw, response_format=form)
     if kind == "picture":
-        return chat(draw, [{"type": "text", "text": "How many balls are there?"},
-                           {"type": "image_url", "image_url": {"url": picture(draw)}}])  # fmt: skip
+        return chat(
+            draw,
+            [
+                {"type": "text", "text": "How many balls are there?"},
+                {"type": "image_url", "image_url": {"url": picture(draw)}},
+            ],
+        )
     if kind == "several":
         return chat(draw, n=draw.choice([2, 4]), temperature=0.9)
     if kind == "adapter":
@@ -216,8 +232,13 @@ class Load:
         return b"".join(parts).decode()
 
     async def _watch(self, session: aiohttp.ClientSession) -> None:
-        body = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 300, "temperature": 0,
-                "ignore_eos": True, "stream": True}  # fmt: skip
+        body = {
+            "messages": [{"role": "user", "content": "Tell me a story."}],
+            "max_tokens": 300,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
         while not self.end.is_set():
             try:
                 async with session.post(f"{self.url}/v1/chat/completions", json=body) as response:
@@ -257,9 +278,11 @@ class Counts:
 
     def excess(self, before: Counts) -> list[str]:
         """What is more than before, and should not be."""
-        found = [f"{name} {getattr(before, name)} -> {getattr(self, name)}"
-                 for name in ("processes", "descriptors", "threads", "segments")
-                 if getattr(self, name) > getattr(before, name)]  # fmt: skip
+        found = [
+            f"{name} {getattr(before, name)} -> {getattr(self, name)}"
+            for name in ("processes", "descriptors", "threads", "segments")
+            if getattr(self, name) > getattr(before, name)
+        ]
         if self.pss > before.pss + MOST_GROWTH:
             found.append(f"memory {before.pss / 1e6:.0f} -> {self.pss / 1e6:.0f} MB")
         return found + ([f"blocks {self.blocks:.4f}"] if self.blocks else [])
@@ -270,8 +293,21 @@ class Server:
 
     def __init__(self, model: str, arguments: list[str]) -> None:
         adapter = ["--enable-lora", "--lora-modules", f"soak-adapter={ADAPTER}"] if model == MODEL else []
-        command = [sys.executable, "-m", "quire", "serve", model, "--port", "0", "--kv-cache-memory-bytes", "32M",
-                   "--max-num-seqs", "24", *adapter, *arguments]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "quire",
+            "serve",
+            model,
+            "--port",
+            "0",
+            "--kv-cache-memory-bytes",
+            "32M",
+            "--max-num-seqs",
+            "24",
+            *adapter,
+            *arguments,
+        ]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         self.url, self.log, self._ready = "", list[str](), threading.Event()
         self.segments = set[str]()  # files of shared memory that its processes have used
@@ -328,8 +364,9 @@ class Server:
         for process in self.family():
             with suppress(psutil.NoSuchProcess), process.oneshot():
                 memory = process.memory_full_info()
-                mapped = {m.path for m in process.memory_maps(grouped=False)
-                          if m.path.startswith(("/dev/shm/", "/memfd:"))}  # fmt: skip
+                mapped = {
+                    m.path for m in process.memory_maps(grouped=False) if m.path.startswith(("/dev/shm/", "/memfd:"))
+                }
                 self.segments |= {path for path in mapped if path.startswith("/dev/shm/")}
                 found.processes += 1
                 found.rss += memory.rss
@@ -381,8 +418,10 @@ class Phase:
     seen: Seen = field(default_factory=Seen)
     faults: list[str] = field(default_factory=list)
 
-    HEAD = (f"{'configuration':13} {'phase':8} {'answers':>7} {'failed':>6} {'RSS MB':>13} {'PSS MB':>11} "
-            f"{'fds':>9} {'threads':>9} {'blocks':>6} {'shm':>7}  {'gaps: p50, p99, max s':24}")  # fmt: skip
+    HEAD = (
+        f"{'configuration':13} {'phase':8} {'answers':>7} {'failed':>6} {'RSS MB':>13} {'PSS MB':>11} "
+        f"{'fds':>9} {'threads':>9} {'blocks':>6} {'shm':>7}  {'gaps: p50, p99, max s':24}"
+    )
 
     def to_json(self) -> dict[str, Any]:
         counts = {name: c and vars(c) for name, c in (("before", self.before), ("after", self.after))}
@@ -400,9 +439,11 @@ class Phase:
         watched = f"{gaps[len(gaps) // 2]:.3f}, {gaps[len(gaps) * 99 // 100]:.3f}, {gaps[-1]:.3f}"
         failed = sum(n for what, n in (self.seen.answers + self.seen.failures).items() if what.startswith("failed"))
         blocks = f"{self.after.blocks:.3f}" if self.after else "-"
-        return (f"{self.configuration:13} {self.name:8} {self.seen.answers.total():7} {failed:6} {shown['rss']} "
-                f"{shown['pss']} {shown['descriptors']} {shown['threads']} {blocks:>6} {shown['segments']}  "
-                f"{watched:24}")  # fmt: skip
+        return (
+            f"{self.configuration:13} {self.name:8} {self.seen.answers.total():7} {failed:6} {shown['rss']} "
+            f"{shown['pss']} {shown['descriptors']} {shown['threads']} {blocks:>6} {shown['segments']}  "
+            f"{watched:24}"
+        )
 
 
 async def run_configuration(
@@ -477,8 +518,9 @@ def main() -> int:
     print(Phase.HEAD, flush=True)
     for number, name in itertools.product(range(rounds), arguments.only):
         seed = arguments.seed + number
-        asyncio.run(run_configuration(name, arguments.model, CONFIGURATIONS[name], seconds, arguments.clients, seed,
-                                      phases))  # fmt: skip
+        asyncio.run(
+            run_configuration(name, arguments.model, CONFIGURATIONS[name], seconds, arguments.clients, seed, phases)
+        )
     total = sum((phase.seen.answers for phase in phases), Counter[str]())
     print("answers:", ", ".join(f"{kind} {number}" for kind, number in sorted(total.items())))
     faults = [f"{phase.configuration}, {phase.name}: {fault}" for phase in phases for fault in phase.faults]

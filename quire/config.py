@@ -332,9 +332,7 @@ class ServerConfig(HttpLimits):
         if self.port > 65535:
             raise ConfigError(f"port must be at most 65535, got {self.port}")
         for name in ("request_timeout", "drain_timeout"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"{name} must be a number of seconds, got {value!r}")
+            check_seconds(name, getattr(self, name), zero=True)
         if not self.response_store_days > 0:
             raise ConfigError(f"response_store_days must be a number of days above 0, got {self.response_store_days!r}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from quire.config import ConfigError
-from quire.options.declaration import at_least
+from quire.options.declaration import at_least, check_seconds
 from quire.options.kv_events import is_endpoint
 from quire.options.kv_transfer import KVTransferOptions
 
@@ -65,8 +65,7 @@ class RouteConfig:
         at_least(self, 0, "max_retries", "prefill_min_bytes")
         at_least(self, 1, "max_connections", "health_failure_threshold")
         for name in ("connect_timeout", "health_check_interval", "health_check_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be a number of seconds above 0, got {getattr(self, name)!r}")
+            check_seconds(name, getattr(self, name))
         object.__setattr__(self, "backend", tuple(_base_url("backend", url) for url in self.backend))
         object.__setattr__(self, "prefill", tuple(self.prefill))
         object.__setattr__(self, "kv_events", tuple(self.kv_events))

@@ -67,8 +67,10 @@ class RankLayout(msgspec.Struct, frozen=True, array_like=True):
             is_positive = group.entry_bytes > 0 and group.head_bytes > 0
             is_inside = len(group.entries) * group.entry_bytes <= self.block_bytes
             if not is_positive or not is_inside or most * group.head_bytes > group.entry_bytes:
-                raise ValueError(f"{len(group.entries)} entries of {group.entry_bytes} bytes, with up to {most} heads "
-                                 f"of {group.head_bytes}, do not fit into {self.block_bytes} bytes")  # fmt: skip
+                raise ValueError(
+                    f"{len(group.entries)} entries of {group.entry_bytes} bytes, with up to {most} heads "
+                    f"of {group.head_bytes}, do not fit into {self.block_bytes} bytes"
+                )
 
     def parts(self, most: int) -> list[range]:
         """Divides the layers into as many equal parts, at most."""

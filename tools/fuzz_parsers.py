@@ -77,13 +77,21 @@ def run(name: str, seconds: int, kept: Path | None) -> tuple[str, bool]:
         found.mkdir(parents=True, exist_ok=True)
         bugs = Path(folder, "bugs")
         bugs.mkdir()
-        options = [f"-max_total_time={seconds}", f"-timeout={SLOWEST}", "-rss_limit_mb=4096", "-print_final_stats=1",
-                   f"-artifact_prefix={bugs}/", "-reload=0", str(found)]  # fmt: skip
+        options = [
+            f"-max_total_time={seconds}",
+            f"-timeout={SLOWEST}",
+            "-rss_limit_mb=4096",
+            "-print_final_stats=1",
+            f"-artifact_prefix={bugs}/",
+            "-reload=0",
+            str(found),
+        ]
         if saved.is_dir():
             options.append(str(saved))
         command = [sys.executable, __file__, name, "--libfuzzer", *options]
-        process = subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True,
-                                   errors="replace")  # fmt: skip
+        process = subprocess.Popen(
+            command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, errors="replace"
+        )
         assert process.stdout is not None
         lines = []
         for line in process.stdout:

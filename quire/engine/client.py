@@ -123,9 +123,14 @@ _PATIENCE = 3600.0  # seconds for a grammar, with those before it, in an engine 
 
 
 def make_core(
-    config: EngineConfig, directory: Path, max_model_len: int, place: MeetingPlace | None = None, rank: int = 0,
-    *, has_one_user: bool = False,
-) -> EngineCore:  # fmt: skip
+    config: EngineConfig,
+    directory: Path,
+    max_model_len: int,
+    place: MeetingPlace | None = None,
+    rank: int = 0,
+    *,
+    has_one_user: bool = False,
+) -> EngineCore:
     """Start the executor, and make a scheduler for its KV cache. Raises ConfigError or ValueError.
 
     place: where the replicas meet that share experts, None for a replica that shares none. rank: the core's number.

@@ -77,9 +77,14 @@ class Beats:
         self._waited = self._waited + elapsed if since == self._since else min(now - since, elapsed)
         self._since = since
         return Heartbeat(
-            self._waited, progress.num_tokens, progress.encodes, progress.longest, progress.most_tokens,
-            progress.has_run, progress.has_encoded,
-        )  # fmt: skip
+            self._waited,
+            progress.num_tokens,
+            progress.encodes,
+            progress.longest,
+            progress.most_tokens,
+            progress.has_run,
+            progress.has_encoded,
+        )
 
 
 class Watchdog:

@@ -10,9 +10,12 @@ from pathlib import Path
 MIB = 1 << 20
 _MOST_ENTRIES = 100_000  # of a folder
 _KINDS = {
-    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
-}  # fmt: skip
+}
 
 
 class FileError(ValueError):

@@ -145,9 +145,7 @@ def _check_types(*values: Any) -> None:
         raise BeyondMeterError
 
 
-OPERATORS: dict[str, Callable[[Meter, Any, Any], Any]] = {
-    "+": _add, "*": _multiply, "**": _power, "%": _modulo,
-}  # fmt: skip
+OPERATORS: dict[str, Callable[[Meter, Any, Any], Any]] = {"+": _add, "*": _multiply, "**": _power, "%": _modulo}
 
 # ---- calls
 
@@ -158,10 +156,13 @@ _TEXT_METHODS = frozenset(
     islower isnumeric isdecimal isidentifier istitle isascii""".split()
 )
 _METHODS: dict[type, frozenset[str]] = {
-    str: _TEXT_METHODS, list: frozenset(("index", "count")), tuple: frozenset(("index", "count")),
-    dict: frozenset(("get", "items", "keys", "values")), int: frozenset(("bit_length",)),
+    str: _TEXT_METHODS,
+    list: frozenset(("index", "count")),
+    tuple: frozenset(("index", "count")),
+    dict: frozenset(("get", "items", "keys", "values")),
+    int: frozenset(("bit_length",)),
     float: frozenset(("is_integer",)),
-}  # fmt: skip
+}
 
 
 def _replace(meter: Meter, text: Any, old: Any, new: Any, count: Any = -1) -> str:
@@ -266,8 +267,13 @@ def _read(context: Context, value: Any) -> Any:
 
 
 PARTS: dict[str, Callable[..., Any]] = {
-    "#loop": loop, "#concat": _concat, "#made": _made, "#output": _output, "#assigned": assigned, "#read": _read,
-}  # fmt: skip
+    "#loop": loop,
+    "#concat": _concat,
+    "#made": _made,
+    "#output": _output,
+    "#assigned": assigned,
+    "#read": _read,
+}
 
 # ---- filters
 
@@ -313,15 +319,21 @@ def _check_nothing(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> None:
 FILTERS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(
         """length count first last default d int float abs map select reject selectattr rejectattr items attr safe
-        """.split(), _check_nothing,
+        """.split(),
+        _check_nothing,
     ),
     **dict.fromkeys(
         """upper lower capitalize title string list dictsort sort unique reverse min max e escape forceescape
-        """.split(), _check_value,
+        """.split(),
+        _check_value,
     ),
-    "trim": _check_strip, "indent": _check_indent, "tojson": _check_json, "round": _check_round,
-    "replace": _check_nothing, "join": _check_nothing,
-}  # fmt: skip
+    "trim": _check_strip,
+    "indent": _check_indent,
+    "tojson": _check_json,
+    "round": _check_round,
+    "replace": _check_nothing,
+    "join": _check_nothing,
+}
 
 
 def metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

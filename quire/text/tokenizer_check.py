@@ -182,9 +182,12 @@ class _Reader:
             self.position += 1
             parts.append(self._sequence(depth))
         return _Part(
-            any(part.is_empty for part in parts), len(parts) > 1 or parts[0].varies, max(part.opens for part in parts),
-            max(part.slow for part in parts), any(part.is_nested for part in parts),
-        )  # fmt: skip
+            any(part.is_empty for part in parts),
+            len(parts) > 1 or parts[0].varies,
+            max(part.opens for part in parts),
+            max(part.slow for part in parts),
+            any(part.is_nested for part in parts),
+        )
 
     def _sequence(self, depth: int) -> _Part:
         parts = list[_Part]()
@@ -198,9 +201,12 @@ class _Reader:
             slow += part.opens if may_fail else part.slow
             may_fail |= not part.is_empty
         return _Part(
-            all(part.is_empty for part in parts), any(part.varies for part in parts), sum(part.opens for part in parts),
-            slow, any(part.is_nested for part in parts),
-        )  # fmt: skip
+            all(part.is_empty for part in parts),
+            any(part.varies for part in parts),
+            sum(part.opens for part in parts),
+            slow,
+            any(part.is_nested for part in parts),
+        )
 
     def _repeated(self, depth: int) -> _Part:
         """An atom with its repetitions."""
@@ -219,9 +225,12 @@ class _Reader:
             if is_open and part.is_empty:
                 raise ValueError("repeats a part that may be empty: it could take forever for some texts")
             part = _Part(
-                part.is_empty or least == 0, part.varies or least != most, part.opens + is_open, part.slow,
+                part.is_empty or least == 0,
+                part.varies or least != most,
+                part.opens + is_open,
+                part.slow,
                 part.is_nested or (most > 1 and part.varies),
-            )  # fmt: skip
+            )
         return part
 
     def _atom(self, depth: int) -> _Part:

@@ -63,9 +63,12 @@ def test_a_client_reads_every_answer_and_error(server, expected, client):
         "long_prompt": "word " * 4000, "tokens": TOKENS,
     }  # fmt: skip
     process = subprocess.run(
-        [clients_python(), HERE / f"ask_{client}.py"], input=json.dumps(question), capture_output=True, text=True,
+        [clients_python(), HERE / f"ask_{client}.py"],
+        input=json.dumps(question),
+        capture_output=True,
+        text=True,
         timeout=LONGEST,
-    )  # fmt: skip
+    )
     assert process.returncode == 0, process.stderr
     answers = json.loads(process.stdout.splitlines()[-1])
     assert answers.keys() >= COMMON

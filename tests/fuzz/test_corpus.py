@@ -63,9 +63,9 @@ def _bad(data: bytes) -> None:
         raise ValueError("declared")
 
 
-@pytest.mark.parametrize(("data", "found"), [
-    (b"other error", "KeyError: 'a'"), (b"memory", "MemoryError"), (b"end", "signal SIGABRT"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "found"), [(b"other error", "KeyError: 'a'"), (b"memory", "MemoryError"), (b"end", "signal SIGABRT")]
+)
 def test_a_replay_names_the_input_of_a_bug(data: bytes, found: str) -> None:
     target = Target(_bad, (ValueError,), list, ())
     replay(target, [b"", b"declared"])

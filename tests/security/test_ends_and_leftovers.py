@@ -165,5 +165,8 @@ def test_folders_of_others_and_of_this_moment_stay(tmp_path, monkeypatch):
     with scratch_folder("quire-test-"):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {
-        "quire-test-new", "quire-other-old", "outside", "quire-test-link",
-    }  # fmt: skip
+        "quire-test-new",
+        "quire-other-old",
+        "outside",
+        "quire-test-link",
+    }

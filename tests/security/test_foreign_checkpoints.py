@@ -147,11 +147,29 @@ def test_a_tokenizer_whose_steps_may_not_end_is_refused(checkpoint: Path, name: 
 @pytest.mark.parametrize(
     "expression",
     [
-        "(a+)+b", "((a+)+)b", "((a|b)+)*c", "(a|a)*$", "(a?a)*b", "(a{1,9}){1,9}b", "(?:(?:a?)*+)*+", "(a{0,99}){5}b", ".*.*x", "a*a*a*b",
-        r"(\w+)\1", r"(?:(?:a*)*)*b", "(?=(a+)+b)", "(?i:(x+x+)+y)", "(a+)+(?!b)", r"(a+)+\b", "[[a]b]*[ab]*c",
-        "(" * 60 + "a" + ")" * 60, "[" * 60, "(?(1)a|b)", "\\",
+        "(a+)+b",
+        "((a+)+)b",
+        "((a|b)+)*c",
+        "(a|a)*$",
+        "(a?a)*b",
+        "(a{1,9}){1,9}b",
+        "(?:(?:a?)*+)*+",
+        "(a{0,99}){5}b",
+        ".*.*x",
+        "a*a*a*b",
+        r"(\w+)\1",
+        r"(?:(?:a*)*)*b",
+        "(?=(a+)+b)",
+        "(?i:(x+x+)+y)",
+        "(a+)+(?!b)",
+        r"(a+)+\b",
+        "[[a]b]*[ab]*c",
+        "(" * 60 + "a" + ")" * 60,
+        "[" * 60,
+        "(?(1)a|b)",
+        "\\",
     ],
-)  # fmt: skip
+)
 def test_an_expression_that_may_take_forever_is_refused(expression: str) -> None:
     with pytest.raises(ValueError, match=r"^(has|lacks|repeats|refers|ends) "):
         check_expression(expression)
@@ -161,10 +179,15 @@ def test_an_expression_that_may_take_forever_is_refused(expression: str) -> None
     "expression",
     [
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s*[\r\n]|\s+(?!\S)|\s",
-        r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))", r"(?:\r?\n)+", "[一-龥぀-ゟ゠-ヿ]+", "^ +| +$", " {2,}", r"(?<=\d)(?=[a-z])",
+        r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))",
+        r"(?:\r?\n)+",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        "^ +| +$",
+        " {2,}",
+        r"(?<=\d)(?=[a-z])",
         r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
     ],
-)  # fmt: skip
+)
 def test_expressions_of_published_tokenizers_are_accepted(expression: str) -> None:
     check_expression(expression)
 
@@ -179,11 +202,13 @@ _PART = st.sampled_from(["a", "b", ".", "[ab]", "[^b]", "(?!b)", "$", r"\b", "aa
 _SIGN = st.sampled_from(["", "*", "+", "?", "{1,3}", "{2,}", "+?", "*+"])
 _EXPRESSION = st.recursive(
     st.tuples(_PART, _SIGN).map("".join),
-    lambda e: st.lists(e, min_size=2, max_size=3).map("".join) | st.lists(e, min_size=2, max_size=3).map("|".join).map(
-        lambda inner: f"({inner})"
-    ) | st.tuples(e, _SIGN).map(lambda p: f"(?:{p[0]}){p[1]}"),
+    lambda e: (
+        st.lists(e, min_size=2, max_size=3).map("".join)
+        | st.lists(e, min_size=2, max_size=3).map("|".join).map(lambda inner: f"({inner})")
+        | st.tuples(e, _SIGN).map(lambda p: f"(?:{p[0]}){p[1]}")
+    ),
     max_leaves=6,
-)  # fmt: skip
+)
 
 
 def _check_time(expression: str, size: int) -> None:

@@ -76,7 +76,7 @@ BOMBS = {
     "many names": "".join(f"{{% set a{i} = 1 %}}{{% if a %}}{{% endif %}}" for i in range(9999)),
     "large integers": "{% set a = ('f' * 4000000) | int(base=16) %}{{ a // 7 % 5 }}{% for i in range(99999) %}{% set b = a"
     " // 7 %}{% endfor %}",
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ COMMON = {
     "errors": "{{ 'a' + 1 }}",
     "undefined errors": "{{ x.y.z }}",
     "refusals": "{{ raise_exception('no ' ~ messages[0].role) }}",
-}  # fmt: skip
+}
 
 
 def _either(template: str, **options: Any) -> str | None:
@@ -213,29 +213,57 @@ _ATOM = st.sampled_from(
     ["'ab'", "5", "messages", "[1, 'a']", "('x', 2)", "{'a': 1}", "ns.x", "i", "none", "y", "'\\n'", "''"]
 )
 _FILTER = st.sampled_from(
-    ["upper", "list", "string", "join('-')", "length", "tojson", "replace('a', 'bb')", "indent(3)", "default('d', true)",
-     "map('string')", "select", "first", "sort", "unique", "reverse", "items", "center(9)", "batch(2)", "int", "trim"]
-)  # fmt: skip
+    [
+        "upper",
+        "list",
+        "string",
+        "join('-')",
+        "length",
+        "tojson",
+        "replace('a', 'bb')",
+        "indent(3)",
+        "default('d', true)",
+        "map('string')",
+        "select",
+        "first",
+        "sort",
+        "unique",
+        "reverse",
+        "items",
+        "center(9)",
+        "batch(2)",
+        "int",
+        "trim",
+    ]
+)
 _EXPRESSION = st.recursive(
     _ATOM,
-    lambda e: st.tuples(e, st.sampled_from(["+", "*", "~", "-", "%", "==", "in", "and", "or", "**", "//"]), e).map(
-        lambda parts: f"({' '.join(parts)})"
-    ) | st.tuples(e, _FILTER).map(lambda parts: f"({parts[0]} | {parts[1]})") | st.lists(e, max_size=3).map(
-        lambda items: f"[{', '.join(items)}]"
-    ) | e.map(lambda inner: f"(ns.x ~ {inner})[:2]") | e.map(lambda inner: f"f({inner})"),
+    lambda e: (
+        st.tuples(e, st.sampled_from(["+", "*", "~", "-", "%", "==", "in", "and", "or", "**", "//"]), e).map(
+            lambda parts: f"({' '.join(parts)})"
+        )
+        | st.tuples(e, _FILTER).map(lambda parts: f"({parts[0]} | {parts[1]})")
+        | st.lists(e, max_size=3).map(lambda items: f"[{', '.join(items)}]")
+        | e.map(lambda inner: f"(ns.x ~ {inner})[:2]")
+        | e.map(lambda inner: f"f({inner})")
+    ),
     max_leaves=8,
-)  # fmt: skip
+)
 _STATEMENT = st.recursive(
-    _EXPRESSION.map(lambda e: f"{{{{ {e} }}}}") | _EXPRESSION.map(lambda e: f"{{% set ns.x = {e} %}}")
+    _EXPRESSION.map(lambda e: f"{{{{ {e} }}}}")
+    | _EXPRESSION.map(lambda e: f"{{% set ns.x = {e} %}}")
     | st.text("ab \n", max_size=3),
-    lambda s: st.tuples(_EXPRESSION, st.lists(s, max_size=3)).map(
-        lambda p: f"{{% for i in {p[0]} %}}{''.join(p[1])}{{% endfor %}}"
-    ) | st.tuples(_EXPRESSION, s, s).map(lambda p: f"{{% if {p[0]} %}}{p[1]}{{% else %}}{p[2]}{{% endif %}}")
-    | st.tuples(st.sampled_from(["5", "30", "900"]), s).map(
-        lambda p: f"{{% for i in range({p[0]}) %}}{p[1]}{{% endfor %}}"
+    lambda s: (
+        st.tuples(_EXPRESSION, st.lists(s, max_size=3)).map(
+            lambda p: f"{{% for i in {p[0]} %}}{''.join(p[1])}{{% endfor %}}"
+        )
+        | st.tuples(_EXPRESSION, s, s).map(lambda p: f"{{% if {p[0]} %}}{p[1]}{{% else %}}{p[2]}{{% endif %}}")
+        | st.tuples(st.sampled_from(["5", "30", "900"]), s).map(
+            lambda p: f"{{% for i in range({p[0]}) %}}{p[1]}{{% endfor %}}"
+        )
     ),
     max_leaves=6,
-)  # fmt: skip
+)
 _TEMPLATE = st.lists(_STATEMENT, min_size=1, max_size=4).map(
     lambda parts: "{% set ns = namespace(x=1) %}{% macro f(y) %}<{{ y }}>{% endmacro %}" + "".join(parts)
 )

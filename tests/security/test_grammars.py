@@ -120,37 +120,57 @@ def extend(part: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     many = st.builds(lambda schema, count: [schema] * count, part, st.sampled_from([1, 2, 20, 600]))
     several = st.lists(part, min_size=1, max_size=4) | many
     return st.one_of(
-        st.fixed_dictionaries({"type": st.just("object"), "properties": st.dictionaries(WORDS, part, max_size=3)},
-                              optional={
-            "required": NAMED, "additionalProperties": part, "minProperties": st.integers(0, 9),
-            "propertyNames": st.fixed_dictionaries({"pattern": PATTERNS})}),
-        st.fixed_dictionaries({"type": st.just("array"), "items": part}, optional={
-            "minItems": st.sampled_from([0, 3, 1_000, 10**9]), "prefixItems": several, "contains": part}),
+        st.fixed_dictionaries(
+            {"type": st.just("object"), "properties": st.dictionaries(WORDS, part, max_size=3)},
+            optional={
+                "required": NAMED,
+                "additionalProperties": part,
+                "minProperties": st.integers(0, 9),
+                "propertyNames": st.fixed_dictionaries({"pattern": PATTERNS}),
+            },
+        ),
+        st.fixed_dictionaries(
+            {"type": st.just("array"), "items": part},
+            optional={"minItems": st.sampled_from([0, 3, 1_000, 10**9]), "prefixItems": several, "contains": part},
+        ),
         st.fixed_dictionaries({"patternProperties": st.dictionaries(PATTERNS, part, max_size=2)}),
         *(st.fixed_dictionaries({keyword: several}) for keyword in ("oneOf", "anyOf", "allOf")),
         st.fixed_dictionaries({"not": part}),
         st.fixed_dictionaries({"if": part, "then": part, "else": part}),
-        st.fixed_dictionaries({"dependentSchemas": st.dictionaries(WORDS, part, max_size=2)}, optional={
-            "unevaluatedProperties": part}),
-    )  # fmt: skip
+        st.fixed_dictionaries(
+            {"dependentSchemas": st.dictionaries(WORDS, part, max_size=2)}, optional={"unevaluatedProperties": part}
+        ),
+    )
 
 
 LEAVES = st.one_of(
     st.booleans(),
-    st.fixed_dictionaries({"type": st.just("string")}, optional={
-        "pattern": PATTERNS, "minLength": st.sampled_from([0, 5, 10**6]), "maxLength": st.sampled_from([3, 10**6])}),
-    st.fixed_dictionaries({"type": st.sampled_from(["integer", "number"])}, optional={
-        "multipleOf": st.sampled_from([3, 9973, 0.01, 1e-9, 10**30]), "minimum": st.integers(-10**20, 10**20)}),
+    st.fixed_dictionaries(
+        {"type": st.just("string")},
+        optional={
+            "pattern": PATTERNS,
+            "minLength": st.sampled_from([0, 5, 10**6]),
+            "maxLength": st.sampled_from([3, 10**6]),
+        },
+    ),
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["integer", "number"])},
+        optional={
+            "multipleOf": st.sampled_from([3, 9973, 0.01, 1e-9, 10**30]),
+            "minimum": st.integers(-(10**20), 10**20),
+        },
+    ),
     st.fixed_dictionaries({"enum": st.lists(st.integers() | WORDS, max_size=5)}),
     st.fixed_dictionaries({"$ref": st.sampled_from(["#", "#/properties/a", "#/items", "#/no"])}),
     st.fixed_dictionaries({"type": st.sampled_from([None, 1.5, "text", [], {}])}),
-)  # fmt: skip
+)
 SCHEMAS = st.recursive(LEAVES, extend, max_leaves=8)
 PARTS = st.sampled_from(['"a"', '"b"', '""', "r0", "r1", "r2", "/[ab]+/", "/(a|b)*a/", "r0*", "(r1 r2)?"])
 SEQUENCES = st.lists(PARTS, min_size=1, max_size=4).map(" ".join)
 ALTERNATIVES = st.lists(SEQUENCES, min_size=1, max_size=3).map(" | ".join)
-GRAMMARS = st.tuples(ALTERNATIVES, ALTERNATIVES, ALTERNATIVES).map(lambda rules: "\n".join(
-    ["start: r0", *(f"r{index}: {rule}" for index, rule in enumerate(rules))]))  # fmt: skip
+GRAMMARS = st.tuples(ALTERNATIVES, ALTERNATIVES, ALTERNATIVES).map(
+    lambda rules: "\n".join(["start: r0", *(f"r{index}: {rule}" for index, rule in enumerate(rules))])
+)
 CONSTRAINTS = st.one_of(
     st.builds(lambda schema: {"json": schema}, SCHEMAS.filter(lambda schema: isinstance(schema, dict))),
     st.builds(lambda pattern: {"regex": pattern}, PATTERNS),

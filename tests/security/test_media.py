@@ -93,11 +93,15 @@ def test_what_takes_long_is_given_up(short, kind, make):
 @pytest.mark.parametrize(
     ("kind", "data"),
     [
-        ("image", png(60_000, 60_000, b"")), ("image", png(1, 64_000_001, b"")), ("image", b""), ("image", b"\x89PNG"),
-        ("video", gif(0)), ("image", b"BM" + bytes(100)),
+        ("image", png(60_000, 60_000, b"")),
+        ("image", png(1, 64_000_001, b"")),
+        ("image", b""),
+        ("image", b"\x89PNG"),
+        ("video", gif(0)),
+        ("image", b"BM" + bytes(100)),
     ],
     ids=["3.6 gigapixels", "64 megapixels", "nothing", "a beginning", "no frame", "zeros"],
-)  # fmt: skip
+)
 def test_what_is_too_large_or_no_picture_is_refused(kind, data):
     with pytest.raises(MediaError):
         worked(kind, data)
@@ -214,8 +218,10 @@ def test_settings_and_files_are_told_apart():
 NOISE = Image.effect_noise((16, 16), 80).convert("RGB")
 FILES: list[tuple[decoding.Kind, bytes]] = [
     *(("image", saved(NOISE, kind)) for kind in ("PNG", "JPEG", "WEBP", "BMP")),
-    ("video", gif(3, 16)), ("image", jpeg_of_scans(32, 3)), ("audio", wav(0.01)),
-]  # fmt: skip
+    ("video", gif(3, 16)),
+    ("image", jpeg_of_scans(32, 3)),
+    ("audio", wav(0.01)),
+]
 
 
 @st.composite

@@ -59,10 +59,22 @@ def test_arguments_that_are_nested_too_deeply_are_refused(server: Service, path,
     assert len(answer.body) < 1000
 
 
-@pytest.mark.parametrize("path", [
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate",
-    "/inference/v1/generate", "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/abort_requests",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/api/chat",
+        "/api/generate",
+        "/inference/v1/generate",
+        "/tokenize",
+        "/detokenize",
+        "/v1/messages/count_tokens",
+        "/abort_requests",
+    ],
+)
 @pytest.mark.parametrize("field", ["prompt", "messages", "tools", "unknown"])
 def test_bodies_that_are_nested_too_deeply_are_refused(server: Service, path, field):
     for inner in (DEEP, OBJECTS):

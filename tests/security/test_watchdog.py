@@ -21,9 +21,14 @@ pytestmark = pytest.mark.slow
 
 TIMEOUT = 2  # seconds
 ARGUMENTS = [
-    "--dtype", "float32", "--logits-processors", "support.hangs:Hangs", "--watchdog-timeout", str(TIMEOUT),
+    "--dtype",
+    "float32",
+    "--logits-processors",
+    "support.hangs:Hangs",
+    "--watchdog-timeout",
+    str(TIMEOUT),
     "--enable-admin-api",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

@@ -92,8 +92,12 @@ def test_a_job_that_exceeds_a_limit_fails_alone_and_names_it(pool, name, argumen
 def test_exceptions_are_told_apart_by_who_can_act(pool):
     with pytest.raises(ValueError, match=r"^the field x is wrong$"):
         run(pool, "refuse", "the field x is wrong")
-    for name, text in [("fail", "KeyError: 'name'"), ("panic", "a library panics"), ("unencodable", "type object"),
-                       ("no_such_job", "no attribute 'no_such_job'")]:  # fmt: skip
+    for name, text in [
+        ("fail", "KeyError: 'name'"),
+        ("panic", "a library panics"),
+        ("unencodable", "type object"),
+        ("no_such_job", "no attribute 'no_such_job'"),
+    ]:
         with pytest.raises(WorkerError, match=text):
             run(pool, name)
     with pytest.raises(WorkerError, match="No module named 'no_such_module'"):

@@ -203,26 +203,46 @@ def _each(read: Callable[[Any], Any], value: Any) -> Any:
 def gguf_seeds() -> Iterator[bytes]:
     tokens = ["<unk>", "<s>", "</s>", *map(chr, range(97, 105)), "ab"]
     sizes = {
-        "block_count": 1, "embedding_length": 32, "attention.head_count": 2, "attention.head_count_kv": [2],
-        "feed_forward_length": 32, "context_length": 64, "attention.layer_norm_rms_epsilon": 1e-5,
-        "rope.freq_base": 1e4, "rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "expert_count": 0,
-        "rope.scaling.original_context_length": 32, "rope.dimension_count": 8, "attention.key_length": 16,
-    }  # fmt: skip
+        "block_count": 1,
+        "embedding_length": 32,
+        "attention.head_count": 2,
+        "attention.head_count_kv": [2],
+        "feed_forward_length": 32,
+        "context_length": 64,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 1e4,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 2.0,
+        "expert_count": 0,
+        "rope.scaling.original_context_length": 32,
+        "rope.dimension_count": 8,
+        "attention.key_length": 16,
+    }
     common = {
-        "tokens": tokens, "token_type": [2, 3, 3, *[1] * (len(tokens) - 3)], "bos_token_id": 1, "eos_token_id": 2,
-        "eot_token_id": 2, "add_bos_token": True, "add_space_prefix": True, "pre": "llama-bpe",
-    }  # fmt: skip
+        "tokens": tokens,
+        "token_type": [2, 3, 3, *[1] * (len(tokens) - 3)],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "eot_token_id": 2,
+        "add_bos_token": True,
+        "add_space_prefix": True,
+        "pre": "llama-bpe",
+    }
     own = ({"model": "llama", "scores": [-float(i) for i in range(len(tokens))]}, {"model": "gpt2", "merges": ["a b"]})
     for architecture, tokenizer in zip(("llama", "gemma2"), own, strict=True):
         metadata = {
-            "general.architecture": architecture, "general.alignment": 32, "tokenizer.chat_template": "{{ messages }}",
+            "general.architecture": architecture,
+            "general.alignment": 32,
+            "tokenizer.chat_template": "{{ messages }}",
             **{f"{architecture}.{name}": value for name, value in sizes.items()},
             **{f"tokenizer.ggml.{name}": value for name, value in {**common, **tokenizer}.items()},
-        }  # fmt: skip
+        }
         tensors = {
-            "token_embd.weight": (8, (32, len(tokens)), 0), "blk.0.attn_norm.weight": (0, (32,), 512),
-            "blk.0.attn_q.weight": (1, (32, 4), 640), "rope_freqs.weight": (0, (8,), 896),
-        }  # fmt: skip
+            "token_embd.weight": (8, (32, len(tokens)), 0),
+            "blk.0.attn_norm.weight": (0, (32,), 512),
+            "blk.0.attn_q.weight": (1, (32, 4), 640),
+            "rope_freqs.weight": (0, (8,), 896),
+        }
         described = json.dumps({"metadata": metadata, "tensors": tensors}).encode()
         yield described
         yield gguf_file(described)
@@ -251,9 +271,12 @@ def parse_safetensors(data: bytes) -> None:
 def safetensors_seeds() -> Iterator[bytes]:
     tensors = {
         "model.embed_tokens.weight": torch.arange(12.0).reshape(4, 3),
-        "model.norm.weight": torch.ones(3, dtype=torch.bfloat16), "a": torch.ones(()), "empty": torch.ones(0, 2),
-        "codes": torch.arange(8, dtype=torch.uint8).reshape(2, 4), "halves": torch.ones(2, 2, dtype=torch.float16),
-    }  # fmt: skip
+        "model.norm.weight": torch.ones(3, dtype=torch.bfloat16),
+        "a": torch.ones(()),
+        "empty": torch.ones(0, 2),
+        "codes": torch.arange(8, dtype=torch.uint8).reshape(2, 4),
+        "halves": torch.ones(2, 2, dtype=torch.float16),
+    }
     content = safetensors.torch.save(tensors, {"format": "pt"})
     yield content
     yield content[8 : 8 + int.from_bytes(content[:8], "little")].strip()
@@ -293,27 +316,31 @@ def tokenizer_seeds() -> Iterator[bytes]:
 
     letters = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "ab": 5, "\u0120": 6, "\u2581": 7}
     bpe = Backend(models.BPE(letters, [("a", "b")], unk_token="<unk>", fuse_unk=True))
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r"\p{L}+|\s"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ])  # fmt: skip
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\p{L}+|\s"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     bpe.decoder = decoders.ByteLevel()
     bpe.post_processor = processors.TemplateProcessing("<s> $A </s>", "<s> $A </s> $B:1", [("<s>", 1), ("</s>", 2)])
     bpe.add_special_tokens(["<s>", "</s>"])
     config = {
-        "bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "add_bos_token": True,
-        "clean_up_tokenization_spaces": True, "additional_special_tokens": ["<x>"],
-        "added_tokens_decoder": {"1": {"content": "<s>", "special": True}}, "extra_special_tokens": {"image": "<i>"},
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "lstrip": False},
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": True,
+        "additional_special_tokens": ["<x>"],
+        "added_tokens_decoder": {"1": {"content": "<s>", "special": True}},
+        "extra_special_tokens": {"image": "<i>"},
         "chat_template": [{"name": "default", "template": "{{ messages }}"}],
-    }  # fmt: skip
+    }
     yield bpe.to_str().encode() + SEPARATOR + json.dumps(config).encode()
     pieces = [(piece, -float(i)) for piece, i in letters.items()]
     unigram = Backend(models.Unigram(pieces, 0, False))
-    unigram.normalizer = normalizers.Sequence([
-        normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581"), normalizers.NFKC(), normalizers.Strip(),
-    ])  # fmt: skip
-    unigram.decoder = decoders.Sequence([
-        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0),
-    ])  # fmt: skip
+    unigram.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581"), normalizers.NFKC(), normalizers.Strip()]
+    )
+    unigram.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     unigram.enable_truncation(8)
     unigram.enable_padding(length=4)
     yield unigram.to_str().encode() + SEPARATOR + b'{"add_eos_token": true, "eos_token": "</s>", "chat_template": "x"}'
@@ -363,10 +390,17 @@ def adapter_seeds() -> Iterator[bytes]:
         name.format("B"): {"dtype": "BF16", "shape": [4, 2], "data_offsets": [32, 48]},
     }
     config = {
-        "peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": ["q_proj"],
-        "use_rslora": True, "rank_pattern": {"layers.0.self_attn.q_proj": 2, "k": 8}, "alpha_pattern": {"v": 3.5},
-        "modules_to_save": None, "use_dora": False,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "bias": "none",
+        "target_modules": ["q_proj"],
+        "use_rslora": True,
+        "rank_pattern": {"layers.0.self_attn.q_proj": 2, "k": 8},
+        "alpha_pattern": {"v": 3.5},
+        "modules_to_save": None,
+        "use_dora": False,
+    }
     yield json.dumps(config).encode() + SEPARATOR + json.dumps(header).encode()
     both = {name.format("A"): torch.ones(1, 2), name.format("B"): torch.ones(2, 1)}
     yield b'{"r": 1, "lora_alpha": 1}' + SEPARATOR + safetensors.torch.save(both)
@@ -487,11 +521,17 @@ def kv_frame_seeds() -> Iterator[bytes]:
     yield b"\3" + SEPARATOR.join(map(encode, (hello, messages.Reached(1, 1), messages.Data(8))))
     yield b"\3" + SEPARATOR.join(map(encode, (nixl, messages.Problem("no"))))
     facts = {"model": "m", "version": "1"}
-    for asked_by_core in (core_messages.Fetch(1, "id", b"d" * 32, [0, 1], facts), core_messages.Drop(1),
-                          core_messages.Beat(1.5, [1, 2])):  # fmt: skip
+    for asked_by_core in (
+        core_messages.Fetch(1, "id", b"d" * 32, [0, 1], facts),
+        core_messages.Drop(1),
+        core_messages.Beat(1.5, [1, 2]),
+    ):
         yield b"\4" + encode(asked_by_core)
-    for told in (core_messages.Offer(1, peer, [0], [1], [2], 3, True), core_messages.Gone(1, "why"),
-                 core_messages.BeatBack(1.5, [1, -1])):  # fmt: skip
+    for told in (
+        core_messages.Offer(1, peer, [0], [1], [2], 3, True),
+        core_messages.Gone(1, "why"),
+        core_messages.BeatBack(1.5, [1, -1]),
+    ):
         yield b"\5" + encode(told)
 
 
@@ -522,8 +562,9 @@ def parse_multipart(data: bytes) -> None:
 
 def multipart_seeds() -> Iterator[bytes]:
     def form(*parts: tuple[str, bytes]) -> bytes:
-        bodies = (f"--x\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode() + body + b"\r\n"
-                  for head, body in parts)  # fmt: skip
+        bodies = (
+            f"--x\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode() + body + b"\r\n" for head, body in parts
+        )
         return b"; boundary=x\n" + b"".join(bodies) + b"--x--\r\n"
 
     file = ('name="file"; filename="a.wav"\r\nContent-Type: audio/wav', b"RIFF")
@@ -540,28 +581,46 @@ charset=idna name="_charset_" Content-Transfer-Encoding: base64 name="timestamp_
 
 TARGETS = {
     "gguf": Target(
-        parse_gguf, (ValueError,), gguf_seeds,
-        ("quire.loading", "quire.text", "quire.quantization.gguf_types"), (b"GGUF", b"general.architecture"),
+        parse_gguf,
+        (ValueError,),
+        gguf_seeds,
+        ("quire.loading", "quire.text", "quire.quantization.gguf_types"),
+        (b"GGUF", b"general.architecture"),
         mutate_json,
     ),
     "safetensors": Target(
-        parse_safetensors, (ValueError,), safetensors_seeds, ("quire.loading", "json"), tuple(_SAFETENSORS_WORDS),
+        parse_safetensors,
+        (ValueError,),
+        safetensors_seeds,
+        ("quire.loading", "json"),
+        tuple(_SAFETENSORS_WORDS),
         mutate_json,
     ),
     "tokenizer": Target(
-        parse_tokenizer, (ValueError,), tokenizer_seeds, ("quire.text", "json"), tuple(_TOKENIZER_WORDS),
-        _in_parts(mutate_json), 8192,
+        parse_tokenizer,
+        (ValueError,),
+        tokenizer_seeds,
+        ("quire.text", "json"),
+        tuple(_TOKENIZER_WORDS),
+        _in_parts(mutate_json),
+        8192,
     ),
     "adapter": Target(
-        parse_adapter, (ValueError,), adapter_seeds, ("quire.lora", "quire.loading", "json"),
-        tuple(_ADAPTER_WORDS + _SAFETENSORS_WORDS), _in_parts(mutate_json),
+        parse_adapter,
+        (ValueError,),
+        adapter_seeds,
+        ("quire.lora", "quire.loading", "json"),
+        tuple(_ADAPTER_WORDS + _SAFETENSORS_WORDS),
+        _in_parts(mutate_json),
     ),
     "kv_frames": Target(
         parse_kv_frames, (ValueError, OSError), kv_frame_seeds, ("quire_transfer",), _KV_WORDS, _mutate_kv_frames
     ),
     "multipart": Target(
-        parse_multipart, (HTTPException,), multipart_seeds,
+        parse_multipart,
+        (HTTPException,),
+        multipart_seeds,
         ("quire_server.transcriptions", "quire_server.routing", "quire_server.errors", "starlette", "python_multipart"),
         tuple(_MULTIPART_WORDS),
     ),
-}  # fmt: skip
+}

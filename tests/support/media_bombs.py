@@ -45,8 +45,22 @@ def gif(frames: int, size: int = 2) -> bytes:
 def wav(seconds: float, rate: int = 16_000, declared: int | None = None) -> bytes:
     """Silence. declared: bytes that the header says."""
     size = int(seconds * rate) * 2
-    head = struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + size, b"WAVE", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16,
-                       b"data", size if declared is None else declared)  # fmt: skip
+    head = struct.pack(
+        "<4sI4s4sIHHIIHH4sI",
+        b"RIFF",
+        36 + size,
+        b"WAVE",
+        b"fmt ",
+        16,
+        1,
+        1,
+        rate,
+        2 * rate,
+        2,
+        16,
+        b"data",
+        size if declared is None else declared,
+    )
     return head + bytes(size)
 
 

@@ -22,17 +22,51 @@ _NICE = 5  # behind the threads of the engine, if these need all processors
 
 # System calls that fail with EPERM: sockets, programs, other processes, and io_uring, which could do the same.
 _DENIED = {
-    "x86_64": (0xC000003E, {
-        "socket": 41, "connect": 42, "bind": 49, "fork": 57, "vfork": 58, "execve": 59, "kill": 62, "ptrace": 101,
-        "tkill": 200, "unshare": 272, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "execveat": 322,
-        "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427,
-    }),
-    "aarch64": (0xC00000B7, {
-        "unshare": 97, "ptrace": 117, "kill": 129, "tkill": 130, "socket": 198, "bind": 200, "connect": 203,
-        "execve": 221, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "execveat": 281,
-        "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427,
-    }),
-}  # fmt: skip
+    "x86_64": (
+        0xC000003E,
+        {
+            "socket": 41,
+            "connect": 42,
+            "bind": 49,
+            "fork": 57,
+            "vfork": 58,
+            "execve": 59,
+            "kill": 62,
+            "ptrace": 101,
+            "tkill": 200,
+            "unshare": 272,
+            "setns": 308,
+            "process_vm_readv": 310,
+            "process_vm_writev": 311,
+            "execveat": 322,
+            "pidfd_send_signal": 424,
+            "io_uring_setup": 425,
+            "io_uring_enter": 426,
+            "io_uring_register": 427,
+        },
+    ),
+    "aarch64": (
+        0xC00000B7,
+        {
+            "unshare": 97,
+            "ptrace": 117,
+            "kill": 129,
+            "tkill": 130,
+            "socket": 198,
+            "bind": 200,
+            "connect": 203,
+            "execve": 221,
+            "setns": 268,
+            "process_vm_readv": 270,
+            "process_vm_writev": 271,
+            "execveat": 281,
+            "pidfd_send_signal": 424,
+            "io_uring_setup": 425,
+            "io_uring_enter": 426,
+            "io_uring_register": 427,
+        },
+    ),
+}
 
 
 def end_with_parent(parent: int) -> None:

@@ -260,9 +260,14 @@ class Service:
         ]
         with theirs:
             self._launcher = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
-                env=environment, cwd="/", start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                cwd="/",
+                start_new_session=True,
+            )
         self._control = mine
         self._selector.register(mine, selectors.EVENT_READ, mine)
 
