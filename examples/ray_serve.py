@@ -1,6 +1,6 @@
 """Quire's server as a deployment of Ray Serve, which runs as many replicas of it as the load needs.
 
-    pip install "quire[ray]" "ray[serve]"
+    pip install ".[ray]" "ray[serve]"
     serve run examples.ray_serve:application model=Qwen/Qwen3-0.6B max_model_len=8192
 
 Each replica is a whole engine with the HTTP API of `quire serve`, and Ray Serve's proxy shares the requests out. The

@@ -10,6 +10,7 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from quire.system.extras import install_command
 from quire_bench.flags import BACKENDS, make_requests
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            raise RuntimeError(f'quire bench serve needs {module}: pip install "quire[bench]"') from error
+            raise RuntimeError(f"quire bench serve needs {module}: {install_command('bench')}") from error
     return asyncio.run(_bench(arguments))
 
 

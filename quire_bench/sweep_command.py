@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from quire._version import __version__
+from quire.system.extras import install_command
 
 
 def run(model: str | None, options: Mapping[str, Any], arguments: argparse.Namespace) -> int:
@@ -22,7 +23,7 @@ def run(model: str | None, options: Mapping[str, Any], arguments: argparse.Names
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            raise RuntimeError(f'quire bench sweep needs {module}: pip install "quire[bench]"') from error
+            raise RuntimeError(f"quire bench sweep needs {module}: {install_command('bench')}") from error
     from quire_bench.sweep import Sweep
 
     a, folder = arguments, Path(arguments.output_dir)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.config import CacheConfig, ModelConfig, SchedulerConfig
+from quire.system.extras import install_command
 from quire.system.limits import processors
 from quire_cli.flags import add_flags, add_log_level, engine_options
 from quire_cli.model import add_model_flag
@@ -83,7 +84,7 @@ def _simulate(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
         print(_devices())
         return 0
     if arguments.plot is not None and find_spec("matplotlib") is None:
-        raise RuntimeError('quire plan --plot needs matplotlib: pip install "quire[bench]"')
+        raise RuntimeError(f"quire plan --plot needs matplotlib: {install_command('bench')}")
     task, ranks = _task(arguments, options)
     wanted = [parse_layout(text) for text in arguments.layout] or layouts(ranks, task.footprint.spec)
     for layout in wanted:

@@ -3,6 +3,7 @@
 import argparse
 
 from quire.config import ServerConfig
+from quire.system.extras import install_command
 from quire_cli.flags import add_flags, add_log_level
 from quire_cli.serve import server_config
 
@@ -32,5 +33,5 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from quire_route.serve import serve
     except ModuleNotFoundError as error:
-        raise RuntimeError(f'quire route needs {error.name}: pip install "quire[route]"') from error
+        raise RuntimeError(f"quire route needs {error.name}: {install_command('route')}") from error
     return serve(config, config_of_server)

@@ -14,6 +14,7 @@ from quire.loading.errors import WeightError
 from quire.ops.reference.quantized import QuantizedMatrix
 from quire.quantization.gguf import Decoder, fields, half
 from quire.quantization.packing import integer_matrix, pack_pairs
+from quire.system.extras import install_command
 
 _CHUNK = 2**22  # elements that are decoded at a time, since each takes a few bytes meanwhile
 
@@ -185,7 +186,7 @@ def _codebook(name: str) -> tuple[Tensor, tuple[float, ...]]:
         from gguf import quants
     except ImportError as error:
         message = f"tensors of GGUF's type {name} need ggml's codebooks, which the package gguf has"
-        raise WeightError(f'{message}: pip install "quire[gguf]"') from error
+        raise WeightError(f"{message}: {install_command('gguf')}") from error
     source = getattr(quants, name)
     source.init_grid()
     values, codes = torch.unique(torch.from_numpy(source.grid)[0, 0], return_inverse=True)

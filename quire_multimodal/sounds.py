@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.system.extras import install_command
 from quire_multimodal.pictures import MediaError
 from quire_multimodal.preprocessing import Array
 
@@ -28,7 +29,7 @@ def decode_sound(data: bytes, sample_rate: int) -> Array:
     try:
         import soundfile
     except ImportError as error:
-        raise MediaError("sounds need more packages: pip install 'quire[audio]'") from error
+        raise MediaError(f"sounds need more packages: {install_command('audio')}") from error
     if len(data) > MOST_BYTES:
         raise MediaError(f"the file has {len(data)} bytes; at most {MOST_BYTES} are allowed")
     began = time.monotonic()
@@ -77,7 +78,7 @@ class _Resampler:
             try:
                 import soxr
             except ImportError as error:
-                message = f"a sound of {source:g} Hz must be resampled to {target:g}: pip install 'quire[audio]'"
+                message = f"a sound of {source:g} Hz must be resampled to {target:g}: {install_command('audio')}"
                 raise MediaError(message) from error
             self._stream = soxr.ResampleStream(source, target, 1, dtype="float32")
 

@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from quire.config import ConfigError
+from quire.system.extras import install_command
 from quire_profile.stations import core_stations, mark, rank_stations
 
 DOMAIN = "quire"  # under which Nsight shows the ranges
@@ -15,7 +16,7 @@ def check() -> None:
     try:
         import_module("nvtx")
     except ModuleNotFoundError as error:
-        raise ConfigError('enable_layerwise_nvtx_tracing needs nvtx: pip install "quire[profile]"') from error
+        raise ConfigError(f"enable_layerwise_nvtx_tracing needs nvtx: {install_command('profile')}") from error
 
 
 def _range(name: str) -> Any:

@@ -20,6 +20,7 @@ import msgspec
 from quire.config import ConfigError, ServerConfig
 from quire.messages.errors import error_text
 from quire.metrics.logging import logger
+from quire.system.extras import install_command
 from quire.system.folders import state_folder
 
 ROW_BYTES = 256  # what a row takes beside its record, about
@@ -95,7 +96,7 @@ def postgres(url: str) -> Database:
         import psycopg
     except ImportError as error:
         reason = error_text(error)
-        raise ConfigError(f"response_store: a PostgreSQL needs pip install 'quire[postgres]' ({reason})") from error
+        raise ConfigError(f"response_store: a PostgreSQL needs {install_command('postgres')} ({reason})") from error
     limits: Any = {"connect_timeout": LOCK_SECONDS, "tcp_user_timeout": LOCK_SECONDS * 1000}
 
     def connect() -> Any:

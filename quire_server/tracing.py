@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from quire.config import ConfigError
+from quire.system.extras import install_command
 
 if TYPE_CHECKING:
     from quire.engine.processor import ProcessedRequest
@@ -37,7 +38,7 @@ def begin_tracing(
 
         return Tracing(endpoint, service, ignored)
     except ImportError as error:
-        message = f'otlp_traces_endpoint needs OpenTelemetry ({error.name} is missing): pip install "quire[otel]"'
+        message = f"otlp_traces_endpoint needs OpenTelemetry ({error.name} is missing): {install_command('otel')}"
         raise ConfigError(message) from error
 
 

@@ -19,6 +19,7 @@ from quire.engine.processor import Prompt, PromptFields
 from quire.messages.outputs import CompletionOutput
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured_outputs import StructuredOutputsParams
+from quire.system.extras import install_command
 from quire_server.bodies import HeldBody
 from quire_server.errors import ApiError, json_response
 from quire_server.fields import Positive
@@ -132,7 +133,7 @@ async def _read(request: Request) -> tuple[TranscriptionRequest, bytes]:
     try:
         from python_multipart.multipart import parse_options_header
     except ImportError as error:
-        raise ApiError(501, "the server lacks packages for sound: pip install 'quire[audio]'") from error
+        raise ApiError(501, f"the server lacks packages for sound: {install_command('audio')}") from error
     _, options = parse_options_header(request.headers["content-type"])
     # Python has codecs that take time in the square of a text's length, or fail in their own ways.
     if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):

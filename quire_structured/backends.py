@@ -5,6 +5,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from quire.system.extras import install_command
 from quire_structured.grammar import Backend, TokenTable
 
 if TYPE_CHECKING:  # imports the library of tokenizers
@@ -25,8 +26,9 @@ def check_backend(options: Mapping[str, Any]) -> None:
     name = _name(options)
     package = _BACKENDS[name][0]
     if find_spec(package) is None:
-        raise ConfigError(f"structured_outputs_config: the back end {name!r} needs the package {package!r}; install it "
-                          f"with pip install 'quire[{name}]'")  # fmt: skip
+        raise ConfigError(
+            f"structured_outputs_config: the back end {name!r} needs the package {package!r}: {install_command(name)}"
+        )
 
 
 def load_backend(options: Mapping[str, Any], vocabulary: "Vocabulary | TokenTable") -> Backend:

@@ -1,4 +1,4 @@
-"""The back end outlines-core, which compiles regular expressions to automata over tokens. Needs quire[outlines]."""
+"""The back end outlines-core, which compiles regular expressions to automata over tokens. Needs the extra outlines."""
 
 import json
 import re

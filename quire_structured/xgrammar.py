@@ -1,4 +1,4 @@
-"""The back end xgrammar, which compiles grammars to automata over bytes. Needs the extra quire[xgrammar]."""
+"""The back end xgrammar, which compiles grammars to automata over bytes. Needs the extra xgrammar."""
 
 import json
 import re

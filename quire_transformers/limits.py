@@ -3,12 +3,13 @@
 from importlib.util import find_spec
 
 from quire.config import ConfigError, EngineConfig
+from quire.system.extras import install_command
 
 
 def check(config: EngineConfig) -> None:
     """Raises ConfigError if transformers is not installed, or for an option that its models cannot have."""
     if find_spec("transformers") is None:
-        raise ConfigError("model_impl='transformers' needs the package transformers: pip install 'quire[transformers]'")
+        raise ConfigError(f"model_impl='transformers' needs transformers: {install_command('transformers')}")
     model, parallel, drafts = config.model, config.parallel, config.scheduler.speculation
     for name, given in (
         ("tensor_parallel_size", parallel.tensor_parallel_size > 1),

@@ -19,6 +19,7 @@ from quire.loading.hub import hub_name
 from quire.messages.errors import error_text
 from quire.metrics.logging import LogOptions, configure_logging, log_options, logger
 from quire.models.heads.resolve import with_files
+from quire.system.extras import install_command
 
 PLACE_SECONDS = 600.0  # within which the cluster must have what is asked for
 _LOOK_SECONDS = 1.0  # how often the actors are looked at
@@ -32,7 +33,7 @@ class RayCluster:
         try:
             import ray
         except ImportError as error:
-            raise ConfigError('the backend ray needs the package ray: pip install "quire[ray]"') from error
+            raise ConfigError(f"the backend ray needs the package ray: {install_command('ray')}") from error
         self.ray: Any = ray
         if not ray.is_initialized():
             before = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from typing import TYPE_CHECKING
 
+from quire.system.extras import DISTRIBUTION, install_command
 from quire_cli.checks.engine import import_failure
 from quire_cli.checks.finding import Finding, note, ok, problem
 
@@ -17,7 +18,7 @@ _NOT_FOR_USERS = ("test", "dev")  # extras for work on Quire
 def check_python() -> Iterator[Finding]:
     from packaging.specifiers import SpecifierSet
 
-    found, needed = platform.python_version(), metadata("quire")["Requires-Python"]
+    found, needed = platform.python_version(), metadata(DISTRIBUTION)["Requires-Python"]
     if SpecifierSet(needed).contains(found, prereleases=True):
         yield ok(found)
     else:
@@ -56,7 +57,7 @@ def check_packages() -> Iterator[Finding]:
 
 def check_extras() -> Iterator[Finding]:
     complete, incomplete = [], []
-    for extra in metadata("quire").get_all("Provides-Extra") or []:
+    for extra in metadata(DISTRIBUTION).get_all("Provides-Extra") or []:
         if extra in _NOT_FOR_USERS:
             continue
         needed = _requirements(extra)
@@ -67,7 +68,7 @@ def check_extras() -> Iterator[Finding]:
         complete.append(f"{extra} ({', '.join(f'{r.name} {_installed(r.name)}' for r in needed)})")
         unmet = [text for requirement in needed if (text := _unmet(requirement)) is not None]
         if unmet:
-            yield note(f"{extra}: {'; '.join(unmet)}", f'pip install "quire[{extra}]"')
+            yield note(f"{extra}: {'; '.join(unmet)}", install_command(extra))
     texts = ["installed: " + ", ".join(complete)] if complete else []
     texts += ["not installed: " + ", ".join(incomplete)] if incomplete else []
     yield ok("; ".join(texts))
@@ -78,7 +79,7 @@ def _requirements(extra: str = "") -> "list[Requirement]":
     from packaging.requirements import Requirement
 
     chosen = []
-    for line in requires("quire") or []:
+    for line in requires(DISTRIBUTION) or []:
         requirement = Requirement(line)
         is_always = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         is_chosen = requirement.marker is None or requirement.marker.evaluate({"extra": extra})

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from quire.ops.cpu import build
 from quire.ops.cpu.build import find_compiler
+from quire.system.extras import install_command
 from quire_cli.checks import folders, memory, network, processor, software, system, threads
 from quire_cli.checks.examination import examine
 from quire_cli.checks.finding import Finding, Level, memory_text, note, ok, problem
@@ -189,7 +190,7 @@ def test_packages_are_compared_with_what_the_metadata_asks_for(monkeypatch):
     assert "fastapi is not installed" in finding.found
     assert '"numpy<3,>=1.26"' in finding.advice
     wrong = [finding.advice for finding in software.check_extras() if finding.level == "note"]
-    assert 'pip install "quire[route]"' in wrong
+    assert install_command("route") in wrong
 
 
 @pytest.mark.parametrize(

@@ -111,4 +111,4 @@ def test_the_wheel_that_conda_installs_is_that_of_this_version():
     from quire import __version__
 
     pip = yaml.safe_load((DEPLOY / "environment.yml").read_text())["dependencies"][-1]["pip"]
-    assert pip[-1] == f"../dist/quire-{__version__}-py3-none-manylinux_2_28_x86_64.whl"
+    assert pip[-1] == f"../dist/quire_llm-{__version__}-py3-none-manylinux_2_28_x86_64.whl"

@@ -290,6 +290,7 @@ needed = "opentelemetry.sdk", "opentelemetry.exporter", "grpc"
 assert not any(name.startswith(needed) for name in sys.modules)  # FastAPI imports the interface, where it is installed
 sys.modules["opentelemetry.sdk"] = None
 from quire_server.tracing import begin_tracing
+from quire.system.extras import install_command
 try:
     begin_tracing("http://127.0.0.1:1", "x")
 except ValueError as error:
@@ -298,7 +299,7 @@ except ValueError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr == ""
     assert "otlp_traces_endpoint needs OpenTelemetry (opentelemetry.sdk" in done.stdout
-    assert 'pip install "quire[otel]"' in done.stdout
+    assert install_command("otel") in done.stdout
 
 
 def test_a_collector_that_is_down_disturbs_nothing(host, caplog, info_is_captured, monkeypatch):
