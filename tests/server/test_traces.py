@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from quire.config import ConfigError
+from quire.system.extras import install_command
 from support.chats import WEATHER
 from support.dictation import CALLS
 from support.otlp import SOON, Receiver, Span, grpc_receiver, http_receiver
