@@ -13,9 +13,10 @@ from quire.config import GROUPS, OPTIONS, TYPES, ConfigError, ServerConfig, cano
 from quire.messages.errors import error_text
 from quire_cli.models.short_names import resolve_name
 from quire_cli.parser import OPTION_DEST as _DEST
-from quire_cli.parser import MergeJson, Parser
+from quire_cli.parser import HelpAll, MergeJson, Parser
 
-_HELP = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encoding="utf-8"))
+_HELP: dict[str, Any] = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encoding="utf-8"))
+_COMMON: list[str] = _HELP.pop("common")
 _HEADINGS = {name: heading for heading, options in _HELP.items() for name in options}
 
 
@@ -26,6 +27,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """
     if isinstance(parser, Parser):
         parser.takes_engine_options = True
+        parser.common_options = frozenset(_COMMON)
+        parser.add_argument("--help-all", action=HelpAll, help="show all options and exit")
         positional = parser._get_positional_actions()
         parser.epilog = "vLLM's other options are accepted at their neutral values; docs/from-vllm.md lists them."
         parser.usage = " ".join(["%(prog)s", *(f"[{a.metavar or a.dest.upper()}]" for a in positional), "[OPTIONS]"])

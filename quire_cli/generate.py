@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    prompt, options = arguments.prompt, engine_options(arguments)
+    prompt, options, sampling = arguments.prompt, engine_options(arguments), sampling_options(arguments)
     if prompt is not None and arguments.model is None:
         check_prompt(prompt)
     if prompt is None:
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.engine.llm import LLM  # imports torch
 
     llm = LLM(arguments.model, **options)
-    params = llm.processor.default_sampling_params(**sampling_options(arguments))
+    params = llm.processor.default_sampling_params(**sampling)
     outputs = llm.stream(prompt, params)  # raises its errors here, before anything is shown
     sys.stdout.write(prompt)
     shown = 0

@@ -32,6 +32,7 @@ _COMMANDS = {  # the modules of this package by the names of commands
     ("compile",): "compile",
     ("doctor",): "doctor",
     ("top",): "top",
+    ("completion",): "completion",
 }
 
 
@@ -43,7 +44,8 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
         prog="quire", description="Quire, an LLM inference engine. Without a model, commands use the bundled one."
     )
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     chosen = [names for names in _COMMANDS if wanted in names] or list(_COMMANDS)
     for name, *aliases in chosen:
         module = import_module(f"quire_cli.{_COMMANDS[name, *aliases]}")
@@ -59,7 +61,15 @@ def main(argv: list[str] | None = None) -> int:
     if threading.current_thread() is threading.main_thread():
         end_on_signals()
     argv = sys.argv[1:] if argv is None else argv
-    arguments = build_parser(argv[0] if argv else None).parse_args(argv)
+    if "_ARGCOMPLETE" in os.environ:  # set by the script of `quire completion`
+        from quire_cli.completion import complete
+
+        complete(build_parser)
+    parser = build_parser(argv[0] if argv else None)
+    arguments = parser.parse_args(argv)
+    if arguments.run is None:
+        parser.print_help()
+        return 0
     configure_logging(getattr(arguments, "log_level", "INFO"))
     try:
         return int(arguments.run(arguments) or 0)

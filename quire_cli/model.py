@@ -5,6 +5,8 @@ import os
 import shlex
 from typing import Any
 
+from quire_cli.completion import models
+
 _HELP = "checkpoint directory, .gguf file, Hugging Face id or short name (default: the bundled model)"
 
 
@@ -25,13 +27,20 @@ class _Model(argparse.Action):
 
 def add_model(parser: argparse.ArgumentParser, text: str = _HELP) -> None:
     """Add the model as a positional argument and as --model, for commands whose first argument is the model."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", action=_Model, help=text)
-    parser.add_argument("--model", metavar="MODEL", action=_Model, help="the same, as a flag")
+    positional = parser.add_argument("model", nargs="?", metavar="MODEL", action=_Model, help=text)
+    flag = parser.add_argument("--model", metavar="MODEL", action=_Model, help="the same, as a flag")
+    complete_models(positional)
+    complete_models(flag)
 
 
 def add_model_flag(parser: argparse.ArgumentParser) -> None:
     """Add only --model, for commands whose first argument is something else."""
-    parser.add_argument("--model", metavar="MODEL", help=_HELP)
+    complete_models(parser.add_argument("--model", metavar="MODEL", help=_HELP))
+
+
+def complete_models(action: argparse.Action) -> None:
+    """Let the shell complete the argument with names of models, through argcomplete's attribute `completer`."""
+    action.completer = models  # type: ignore[attr-defined]
 
 
 def check_prompt(prompt: str) -> None:

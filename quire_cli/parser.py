@@ -20,6 +20,18 @@ class MergeJson(argparse.Action):
         setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **values})
 
 
+class HelpAll(argparse.Action):
+    """--help-all: print the help with every option, and end the process."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "nargs": 0, "default": argparse.SUPPRESS})
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        print(parser.format_help(lists_all=True), end="")
+        parser.exit()
+
+
 class _Formatter(argparse.HelpFormatter):
     """Shows a switch as --[no-]flag."""
 
@@ -34,8 +46,11 @@ class Parser(argparse.ArgumentParser):
     objects (--hf-overrides.rope_theta 1e6).
 
     takes_engine_options: also accept the options of vLLM that Quire does not have; `EngineConfig.create` checks them.
-    Such a flag is added to the parser when it is first met, and the help does not list it.
+    Such a flag is added to the parser when it is first met, and the help does not list it. --help then lists, of the
+    options of config.py, only `common_options`; --help-all lists all.
     """
+
+    common_options: frozenset[str] = frozenset()
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, "formatter_class": _Formatter, **options})
@@ -49,6 +64,22 @@ class Parser(argparse.ArgumentParser):
             flags = [argument for argument in rest if argument.startswith("-")]
             self.error(self._unknown(flags[0].partition("=")[0]) if flags else f"unexpected argument: {rest[0]}")
         return namespace, rest
+
+    def format_help(self, *, lists_all: bool = False) -> str:
+        if lists_all or not self.takes_engine_options:
+            return super().format_help()
+        hidden = [
+            (action, action.help)
+            for action in self._actions
+            if action.dest.startswith(OPTION_DEST) and action.dest.removeprefix(OPTION_DEST) not in self.common_options
+        ]
+        for action, _ in hidden:
+            action.help = argparse.SUPPRESS
+        try:
+            return super().format_help() + f"--help-all lists {len(hidden)} more.\n"
+        finally:
+            for action, text in hidden:
+                action.help = text
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nSee '{self.prog} --help'.\n")

@@ -12,6 +12,7 @@ from pathlib import Path
 from quire.config import ModelConfig
 from quire.loading.hub import local_model, resolve
 from quire_cli.flags import add_flags, engine_options
+from quire_cli.model import complete_models
 from quire_cli.models.short_names import short_name_of
 from quire_cli.models.words import size_text
 
@@ -19,7 +20,7 @@ HELP = "download a model, and say first how fast it would run here"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="short name or Hugging Face id")
+    complete_models(parser.add_argument("model", metavar="MODEL", help="short name or Hugging Face id"))
     parser.add_argument("--dry-run", action="store_true", help="only say what would be downloaded")
     add_flags(parser, ModelConfig, ("revision", "download_dir", "hf_token"))
 

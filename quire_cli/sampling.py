@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from quire.messages.sampling_params import SamplingParams
 from quire_cli.flags import add_engine_flags, add_log_level
 
 PARAMETERS: dict[str, tuple[type[int] | type[float] | type[str], str]] = {
@@ -38,6 +39,8 @@ def add_text_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> N
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The values of the flags of `add_text_flags`, for `SamplingParams(**options)`."""
+    """The values of the flags of `add_text_flags`, for `SamplingParams(**options)`. Raises ValueError."""
     given = {name: getattr(arguments, name) for name in PARAMETERS if getattr(arguments, name) is not None}
-    return {"max_tokens": None, "ignore_eos": arguments.ignore_eos, **given}
+    options = {"max_tokens": None, "ignore_eos": arguments.ignore_eos, **given}
+    SamplingParams(**options)
+    return options

@@ -133,7 +133,8 @@ class RequestLog:
     def _log(self, scope: Scope, status: int, seconds: float, error: ApiError | None, summary: Summary | None) -> None:
         path = path_in(scope)
         level = _level((status or 500) if error is None else error.status_code)
-        quiet = level == logging.INFO and (path in self._quiet_paths or not self._logs_successes)
+        is_of_page = path.startswith("/ui/")  # the server's page asks every second
+        quiet = level == logging.INFO and (is_of_page or path in self._quiet_paths or not self._logs_successes)
         if quiet or not logger.isEnabledFor(level):
             return
         request_id = scope["state"]["request_id"]

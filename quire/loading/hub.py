@@ -54,7 +54,10 @@ def local_model(model: _Name) -> Path | None:
         return _gguf_in(path) or path
     if path.is_file() and path.suffix == ".gguf":
         return path
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+    names_path = path.is_absolute() or model.startswith((".", "~")) or path.suffix == ".gguf"
+    if names_path and not path.exists():
+        raise ModelNotFoundError(f"model {model!r}: no such file or directory")
+    if names_path or model.count("/") != 1:
         message = f"model {model!r} is neither a directory nor a Hugging Face id (owner/name), nor a .gguf file"
         raise ModelNotFoundError(message)
     return None

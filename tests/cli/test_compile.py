@@ -56,7 +56,7 @@ def test_a_machine_without_a_compiler_and_a_model_that_does_not_exist_are_one_li
     assert done.stderr.splitlines()[-1].endswith("needs a C compiler: install gcc or clang")
     done = _quire("compile", "./nowhere", "--target", "sm_90", XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("quire: error: model './nowhere' is neither a directory")
+    assert done.stderr.splitlines()[-1].startswith("quire: error: model './nowhere': no such file")
 
 
 @pytest.mark.nightly

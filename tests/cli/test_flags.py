@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,33 @@ def parse(*argv: str) -> argparse.Namespace:
 
 def test_every_option_has_a_flag_with_its_help(capsys):
     with pytest.raises(SystemExit):
-        parse("serve", "--help")
+        parse("serve", "--help-all")
     text = capsys.readouterr().out
     for options in OPTIONS.values():
         for name in options:
             flag = name.replace("_", "-")
             assert f"--{flag}" in text or f"--[no-]{flag}" in text or name == "model"
     assert "--cpu-offload-gb" not in text
+
+
+def test_help_lists_the_usual_options(capsys):
+    with pytest.raises(SystemExit):
+        parse("serve", "--help")
+    text = capsys.readouterr().out
+    assert "--max-model-len" in text
+    assert "--host" in text
+    assert "--mamba-block-size" not in text
+    assert "Web pages (CORS)" not in text
+    assert 20 <= len(re.findall(r"^  --", text, re.MULTILINE)) <= 27
+    assert re.search(r"--help-all lists 1\d\d more\.", text)
+
+
+def test_a_command_with_few_options_lists_all_of_them(capsys):
+    with pytest.raises(SystemExit):
+        parse("pull", "--help")
+    text = capsys.readouterr().out
+    assert "--revision" in text
+    assert "--help-all" not in text
 
 
 def test_flags_become_options():

@@ -47,7 +47,7 @@ def test_a_missing_directory(checkpoints: Checkpoints, method, capsys):
     given = {"method": method, "model": "/nowhere/head", "num_speculative_tokens": 2}
     given = {name: value for name, value in given.items() if value is not None}
     error = error_of(checkpoints.path("llama"), given, capsys)
-    assert "'/nowhere/head' is neither a directory nor a Hugging Face id" in error
+    assert "'/nowhere/head': no such file or directory" in error
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa", "mlp_speculator"])

@@ -274,8 +274,14 @@ def test_the_tokenizer_may_be_elsewhere(copy, checkpoints):
     assert tokens_of(generate(other, ["a b"])) == tokens_of(generate(make_llm(checkpoints.path("llama")), ["a b"]))
 
 
-@pytest.mark.parametrize("model", ["no/such/place", "/no/such/place", "./nowhere", "~/nowhere-at-all", "nothing"])
-def test_a_place_that_is_not_there_is_named(model):
+@pytest.mark.parametrize("model", ["/no/such/place", "./nowhere", "~/nowhere-at-all", "nothing.gguf"])
+def test_a_path_that_does_not_exist_is_named(model):
+    with pytest.raises(ModelNotFoundError, match=f"model '{model}': no such file or directory"):
+        make_llm(model)
+
+
+@pytest.mark.parametrize("model", ["no/such/place", "nothing"])
+def test_a_name_that_cannot_be_a_model_is_named(model):
     with pytest.raises(ModelNotFoundError, match=f"model '{model}' is neither a directory nor a Hugging Face id"):
         make_llm(model)
 

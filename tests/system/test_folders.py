@@ -58,5 +58,5 @@ def test_a_user_without_a_home_has_no_folders_in_it(monkeypatch):
     assert folders.state_folder() is None
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert folders.cache_folder() == Path("/somewhere/quire")
-    with pytest.raises(ModelNotFoundError, match="'~/model' is neither a directory"):
+    with pytest.raises(ModelNotFoundError, match="'~/model': no such file"):
         resolve("~/model")
