@@ -14,6 +14,7 @@ RUN python3 -m venv /opt/quire \
 
 FROM ${BASE}
 COPY --from=build /opt/quire /opt/quire
+COPY --chmod=755 deploy/entrypoint.sh /usr/local/bin/quire-entrypoint
 RUN install -d -o 10001 -g 10001 /models
 # The cache folder has the packed weights of models: the next container starts with them.
 ENV PATH=/opt/quire/bin:$PATH HF_HOME=/models XDG_CACHE_HOME=/models/cache PYTHONDONTWRITEBYTECODE=1
@@ -21,5 +22,4 @@ USER 10001:10001
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=6 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
-ENTRYPOINT ["quire"]
-CMD ["serve", "--host", "0.0.0.0"]
+ENTRYPOINT ["quire-entrypoint"]

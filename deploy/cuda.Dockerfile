@@ -17,6 +17,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/quire /opt/quire
+COPY --chmod=755 deploy/entrypoint.sh /usr/local/bin/quire-entrypoint
 RUN install -d -o 10001 -g 10001 /models
 ENV PATH=/opt/quire/bin:$PATH HF_HOME=/models XDG_CACHE_HOME=/models/cache PYTHONDONTWRITEBYTECODE=1 \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
@@ -24,5 +25,4 @@ USER 10001:10001
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=6 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
-ENTRYPOINT ["quire"]
-CMD ["serve", "--host", "0.0.0.0"]
+ENTRYPOINT ["quire-entrypoint"]

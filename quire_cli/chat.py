@@ -79,7 +79,7 @@ class Chat:
     def __init__(self, llm: "LLM", model: str, terminal: Terminal, options: dict[str, Any], system: str | None) -> None:
         self._llm, self._model, self._terminal = llm, model, terminal
         self._options, self._system = options, system
-        self._params = llm.processor.default_sampling_params(**options)
+        self._params = llm.processor.default_sampling_params(chat=True, **options)
         self._messages: Messages = []
         self._num_tokens = 0  # of the conversation, up to the last answer
 
@@ -183,7 +183,7 @@ class Chat:
                 return
             messages, options = load(path)
             options = {"max_tokens": None, **options}
-            self._params = self._llm.processor.default_sampling_params(**options)
+            self._params = self._llm.processor.default_sampling_params(chat=True, **options)
         except (ValueError, TypeError, OSError) as error:
             self._terminal.say(error_text(error))
             return
@@ -235,7 +235,7 @@ class Chat:
             self._terminal.say(f"{name} must be {'an integer' if kind is int else 'a number'}, got {value}.")
             return
         try:
-            self._params = self._llm.processor.default_sampling_params(**options)
+            self._params = self._llm.processor.default_sampling_params(chat=True, **options)
         except ValueError as error:
             self._terminal.say(error_text(error))
             return

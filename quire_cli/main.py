@@ -17,7 +17,7 @@ from quire.system.garbage import skip_last_collection
 lean_torch.prepare()
 atexit.register(skip_last_collection)
 
-_COMMANDS = {  # the modules of this package by the names of commands
+COMMANDS = {  # the modules of this package by the names of commands
     ("serve",): "serve",
     ("route",): "route",
     ("generate",): "generate",
@@ -46,9 +46,9 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    chosen = [names for names in _COMMANDS if wanted in names] or list(_COMMANDS)
+    chosen = [names for names in COMMANDS if wanted in names] or list(COMMANDS)
     for name, *aliases in chosen:
-        module = import_module(f"quire_cli.{_COMMANDS[name, *aliases]}")
+        module = import_module(f"quire_cli.{COMMANDS[name, *aliases]}")
         command = commands.add_parser(name, aliases=aliases, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
         command.set_defaults(run=module.run, parser=command)

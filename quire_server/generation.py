@@ -250,7 +250,7 @@ class Call(PromptCall):
         given["max_tokens"] = self._max_tokens(given.get("max_tokens"), default_max_tokens, len(prompts))
         self._check_sizes()
         try:
-            params = await held.run(partial(processor.default_sampling_params, **given))
+            params = await held.run(partial(processor.default_sampling_params, name == "messages", **given))
             for prompt in prompts:
                 processor.check_length(prompt, params)
             for start in range(0, len(prompts), SLICE):

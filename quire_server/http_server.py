@@ -45,6 +45,10 @@ async def _serve(
         server = _Server(config, llm, create_app(llm, config, names), names, announce)
         tracing = server.app.state.tracing
         await llm.start()
+        if llm.processor.uses_chat_defaults:
+            values = ", ".join(f"{name} {value}" for name, value in llm.processor.chat_defaults.items())
+            text = "The GGUF file recommends no sampling parameters: chats have %s (--override-generation-config)"
+            logger.info(text, values)
         await server.app.state.server.adapters.start()
         await server.serve(sockets=[listening])
         return 1 if server.engine_failed else 0

@@ -264,7 +264,7 @@ def _replay(record: Record, after: int) -> list[bytes]:
 
 def _new_response(server: Server, body: ResponsesRequest, answering: Answering) -> dict[str, Any]:
     """A response that has no output yet, with its parameters as given or by default."""
-    sampling = server.llm.processor.default_sampling_params()
+    sampling = server.llm.processor.default_sampling_params(chat=True)
     default = {
         **dict.fromkeys(_FIELDS["default_null"].split()), **_FIELDS["default"],
         "reasoning": {"effort": None, "summary": None}, "temperature": sampling.temperature, "top_p": sampling.top_p,

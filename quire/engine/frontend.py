@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config import ConfigError, EngineConfig, ModelConfig
 from quire.engine.pooling import PoolingProcessor
-from quire.engine.processor import Processor, Prompt, PromptFields
+from quire.engine.processor import GGUF_CHAT_DEFAULTS, Processor, Prompt, PromptFields
 from quire.loading.hub import tokenizer_directory
 from quire.loading.metadata import load_generation_config, load_tokenizer
 from quire.lora.files import find_adapter
@@ -55,6 +55,7 @@ class Frontend:
             reasoning=None if self.reasoning is None else REASONING[self.reasoning],
             compresses=config.cache.compression is not None, transfer=config.cache.transfer,
             media=self._media(description.spec),
+            chat_defaults=GGUF_CHAT_DEFAULTS if directory.is_file() and m.generation_config == "auto" else {},
         )  # fmt: skip
         self.pooling: PoolingProcessor | None = None
         if description.pooling is not None:

@@ -158,6 +158,8 @@ class LLM:
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
         }  # fmt: skip
         rendering |= chat_template_kwargs or {}
+        if sampling_params is None:
+            sampling_params = self.processor.default_sampling_params(chat=True)
         prompts = [self.frontend.chat_prompt(c, rendering, mm_processor_kwargs) for c in conversations]  # type: ignore
         tokenization = {"add_special_tokens": False, **(tokenization_kwargs or {})}
         return self._complete(self._process(prompts, sampling_params, priority, tokenization, lora_request), use_tqdm)

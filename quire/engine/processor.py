@@ -2,8 +2,9 @@
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 # Sampling parameters that a generation_config.json may recommend.
 _RECOMMENDED = """repetition_penalty presence_penalty frequency_penalty temperature top_p top_k min_p""".split()
+# Sampling parameters of chats with a GGUF model that recommends none: few of these files do, and at temperature 1
+# quantized models tend to lose the thread.
+GGUF_CHAT_DEFAULTS = {"temperature": 0.7, "top_p": 0.95, "top_k": 40}
 
 
 class PromptFields(TypedDict, total=False):
@@ -94,30 +98,39 @@ class Processor:
         compresses: bool = False,
         transfer: KVTransferOptions | None = None,
         media: "MediaProcessor | None" = None,
+        chat_defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """vocab_size: the model's. generation_config: the checkpoint's; {} gives neutral defaults. max_logprobs: -1 for
         no limit. in_process: the model runs in this process, so parameters may hold functions and other objects that
         cannot be sent. reasoning: the format of the model's thinking, None if it is unknown. compresses: whether the
         engine has kv_compression. transfer: how it gives prompts to other engines or takes them. media: of a model that
-        takes pictures or embeddings."""
+        takes pictures or embeddings. chat_defaults: sampling parameters of chats if generation_config has none."""
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self.plugins, self.in_process = plugins, in_process
         self.scheduling_policy, self.reasoning, self.compresses = scheduling_policy, reasoning, compresses
         self.transfer, self.media, self._texts = transfer, media, None if media is None else media.texts
-        self.generation_config = generation_config
+        self.generation_config, self.chat_defaults = generation_config, chat_defaults
         self.generates = True  # whether the model does
         self._seeds = random.Random(seed)
         self.eos_token_ids = end_of_sequence(tokenizer, generation_config)
         self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
 
-    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+    def default_sampling_params(self, chat: bool = False, **changes: Any) -> SamplingParams:
         """The checkpoint's recommended parameters, neutral where it recommends nothing. As in vLLM, do_sample has no
-        effect."""
+        effect. chat: whether they are for a chat, which may have other defaults."""
         known = {name: self.generation_config.get(name) for name in _RECOMMENDED}
+        recommended: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
+        if chat and not recommended:
+            recommended = dict(self.chat_defaults)
         if self.generation_config.get("max_new_tokens"):
-            known["max_tokens"] = self.generation_config["max_new_tokens"]
-        return SamplingParams(**{**{name: value for name, value in known.items() if value is not None}, **changes})
+            recommended["max_tokens"] = self.generation_config["max_new_tokens"]
+        return SamplingParams(**{**recommended, **changes})
+
+    @property
+    def uses_chat_defaults(self) -> bool:
+        """Whether chats have other default sampling parameters than completions."""
+        return self.default_sampling_params(chat=True) != self.default_sampling_params()
 
     def process(
         self,

@@ -28,6 +28,15 @@ _TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read
 _FAMILIES = {name: _Family(**fields) for name, fields in _TABLES["families"].items()}
 
 
+_SAMPLING = {  # GGUF's recommended sampling parameters, by the names of generation_config.json
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
+
 def _family(gguf: GgufFile) -> tuple[str, _Family]:
     name = gguf.metadata.get("general.architecture")
     key = "llama with experts" if name == "llama" and gguf.metadata.get("llama.expert_count") else name
@@ -118,12 +127,17 @@ def _rope_scaling(gguf: GgufFile, read: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def gguf_generation_config(gguf: GgufFile) -> dict[str, Any]:
-    """The fields of generation_config.json, from the metadata: the tokens that end a text. Raises WeightError."""
+    """The fields of generation_config.json, from the metadata: the tokens that end a text, and sampling parameters.
+    Raises WeightError."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     ends = {key: gguf.metadata[key] for key in keys if key in gguf.metadata}
     if wrong := next((key for key, end in ends.items() if not isinstance(end, int)), None):
         raise WeightError(f"{gguf.path}: {wrong} must be an integer, not of type {type(ends[wrong]).__name__}")
-    return {"eos_token_id": list(dict.fromkeys(ends.values()))}
+    sampling = {name: gguf.metadata[key] for key, name in _SAMPLING.items() if key in gguf.metadata}
+    for key, name in _SAMPLING.items():
+        if name in sampling and (isinstance(sampling[name], bool) or not isinstance(sampling[name], int | float)):
+            raise WeightError(f"{gguf.path}: {key} must be a number, not of type {type(sampling[name]).__name__}")
+    return {"eos_token_id": list(dict.fromkeys(ends.values())), **sampling}
 
 
 def _rotary_heads(gguf: GgufFile, key: str, tensor: GgufTensor) -> int | None:

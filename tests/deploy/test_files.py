@@ -14,7 +14,7 @@ import yaml
 
 from quire.config import ServerConfig
 from quire_cli.flags import engine_options
-from quire_cli.main import build_parser
+from quire_cli.main import COMMANDS, build_parser
 from quire_cli.serve import server_config
 
 ROOT = Path(__file__).parents[2]
@@ -89,12 +89,36 @@ def test_running_requests_have_the_time_to_finish_everywhere():
     assert pod()["terminationGracePeriodSeconds"] == GRACE + float(seconds)
 
 
-def test_every_command_line_is_one_that_quire_takes():
+@pytest.fixture
+def entry(tmp_path):
+    """The command line of quire for the arguments of a container."""
+    (tmp_path / "quire").write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+    (tmp_path / "quire").chmod(0o755)
+
+    def run(*words: str) -> list[str]:
+        command = ["/bin/sh", DEPLOY / "entrypoint.sh", *words]
+        return subprocess.check_output(command, text=True, env={"PATH": str(tmp_path)}).splitlines()
+
+    return run
+
+
+def test_a_container_takes_a_model_or_a_command(entry):
+    serve = ["serve", "--host", "0.0.0.0"]
+    assert entry() == serve
+    assert entry("some/model", "--dtype", "float32") == [*serve, "some/model", "--dtype", "float32"]
+    assert entry("--port", "1") == [*serve, "--port", "1"]
+    assert entry("serve", "a model") == [*serve, "a model"]
+    for name in (name for names in COMMANDS for name in names if name != "serve"):
+        assert entry(name, "x") == [name, "x"]
+    assert entry("--help") == ["--help"]
+
+
+def test_every_command_line_is_one_that_quire_takes(entry):
     (container,) = pod()["containers"]
     compose = [re.sub(r"\$\{\w+:-(\S*)\}", r"\1", word) for word in COMPOSE["services"]["quire"]["command"]]
     (unit,) = re.findall(r"^ExecStart=/opt/quire/bin/quire (.*)$", UNIT, re.M)
     unit = unit.replace("/etc/quire/quire.yaml", str(DEPLOY / "systemd/quire.yaml"))
-    for words in (compose, container["args"], unit.split()):
+    for words in (entry(*compose), entry(*container["args"]), unit.split()):
         arguments = build_parser().parse_args(words)
         engine_options(arguments)
         assert arguments.model == "Qwen/Qwen3-0.6B"

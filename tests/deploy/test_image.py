@@ -47,6 +47,8 @@ class Image:
         context = folder / "context"
         (context / "dist").mkdir(parents=True)
         shutil.copy(wheel, context / "dist")
+        (context / "deploy").mkdir()
+        shutil.copy(DOCKERFILE.with_name("entrypoint.sh"), context / "deploy")
         self("build", "--isolation", "chroot", "--network", "host", "--format", "docker",
              "--build-arg", f"BASE={base}", *self._pip_options(folder),
              "--file", str(DOCKERFILE), "--tag", "localhost/quire", str(context))  # fmt: skip
@@ -122,11 +124,11 @@ def image(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ima
 
 
 class Container:
-    """The image's own command, as process 1 of a container; a context manager."""
+    """The image's entry point, as process 1 of a container; a context manager."""
 
     def __init__(self, image: Image, log: Path, *arguments: str) -> None:
         configuration = image.configuration
-        command = [*image.command(), *configuration["Entrypoint"], *configuration["Cmd"], "--host", "127.0.0.1"]
+        command = [*image.command(), *configuration["Entrypoint"], "--host", "127.0.0.1"]
         self._log = log
         with log.open("w") as stream:
             self.process = subprocess.Popen([*command, "--port", "0", *arguments], stderr=stream)

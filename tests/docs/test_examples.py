@@ -17,6 +17,7 @@ import yaml
 
 from quire.config import EngineConfig, ServerConfig
 from quire_cli.flags import engine_options, server_options
+from quire_cli.main import COMMANDS as COMMAND_NAMES
 from quire_cli.main import build_parser
 from support.documents import GUIDES, ROOT, Block, Command, blocks, commands, write_files
 
@@ -39,11 +40,11 @@ def test_a_command_is_accepted(
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     words = [word for word in command.words if not re.fullmatch(r"[A-Z_]+=.*", word)]
-    if words[0] == "nsys" or words[:2] == [
-        "docker",
-        "run",
-    ]:  # they start what follows; "quire" is the image's name, too
+    if words[0] == "nsys":  # it starts what follows
         words = words[words.index("quire") :]
+    elif words[:2] == ["docker", "run"]:  # the image is named quire, and starts a server if no command follows
+        words = words[words.index("quire") :]
+        words = words if words[1] in chain.from_iterable(COMMAND_NAMES) else ["quire", "serve", *words[1:]]
     program, *arguments = Path(words[0]).name if words[0].startswith("/") else words[0], *words[1:]
     assert program in PROGRAMS or Path(program).is_relative_to(".ci"), f"{program} is no program of these documents"
     if program == "pip":

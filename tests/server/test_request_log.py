@@ -227,6 +227,14 @@ def test_refusals_show_what_they_quote_if_prompts_may_be_logged(host: Host, capl
     assert answer.error["message"].splitlines()[0] in caplog.text
 
 
+def test_requests_of_the_page_leave_no_line_unless_they_fail(host: Host, caplog):
+    service = host.serve()
+    assert service.get("/ui/about").status == 200
+    missing = service.get("/ui/no-such-file")
+    assert "/ui/no-such-file 404" in line(caplog, missing).getMessage()
+    assert not [r for r in caplog.records if "/ui/about" in r.getMessage()]
+
+
 # ---- the access log
 
 COMBINED = r'127\.0\.0\.1 - - \[\d\d/\w{3}/\d{4}:\d\d:\d\d:\d\d [+-]\d{4}\] "(.*)" (\d{3}) (\d+|-) "(.*)" "(.*)"'

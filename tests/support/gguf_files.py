@@ -122,6 +122,18 @@ def with_tensors(path: Path, out: Path, tensors: dict[str, np.ndarray]) -> Path:
     return out
 
 
+def with_metadata(path: Path, out: Path, values: dict[str, float | int | str]) -> Path:
+    """A copy of the file with further metadata."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    _copy_metadata(reader, writer)
+    for key, value in values.items():
+        add = {float: writer.add_float32, int: writer.add_int32, str: writer.add_string}[type(value)]
+        add(key, value)
+    _write_tensors(writer, reader.tensors)
+    return out
+
+
 def _copy_metadata(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
     for field in reader.fields.values():
         if not field.name.startswith(("GGUF.", "general.architecture")):
