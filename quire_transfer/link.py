@@ -227,9 +227,11 @@ class Link:
             raise
 
     def _answer(self, server: "zmq.Socket[bytes]", asker: bytes, body: bytes) -> None:
-        counts, number = self._num_sent.get(asker, {}), _from_producer.decode(body).number
-        if number in counts:
-            counts[number] += 1
+        message = _from_producer.decode(body)
+        assert not isinstance(message, BeatBack)  # the core sends none
+        counts = self._num_sent.get(asker, {})
+        if message.number in counts:
+            counts[message.number] += 1
             server.send_multipart([asker, body])  # it is lost if the consumer has left
 
     def _hear_consumers(self, server: "zmq.Socket[bytes]") -> None:
