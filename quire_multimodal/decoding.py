@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from quire.system.untrusted.limits import MIB, LimitExceededError, Limits
+from quire_multimodal.containers import container_of, decode_video
 from quire_multimodal.families.base import Frames, Prepared
 from quire_multimodal.pictures import MediaError, decode, decode_frames, decode_single_frames
 from quire_multimodal.sounds import decode_sound
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 with contextlib.suppress(ImportError):  # once for all jobs
     import soundfile  # noqa: F401
     import soxr  # noqa: F401
+with contextlib.suppress(ImportError):
+    import av  # noqa: F401
 
 Kind = Literal["image", "video", "frames", "audio"]
 
@@ -95,7 +98,7 @@ def _decode(kind: Kind, files: "tuple[bytes, ...] | list[bytes]", sample_rate: i
         return decode_sound(files[0], sample_rate)
     if kind == "frames":
         return Frames(decode_single_frames(files))
-    return Frames(*decode_frames(files[0]))
+    return Frames(*(decode_frames if container_of(files[0]) is None else decode_video)(files[0]))
 
 
 class ItemCache:

@@ -35,7 +35,7 @@ def decode_frames(data: bytes, most: int = MOST_FRAMES) -> tuple[list[Image.Imag
     count = int(getattr(image, "n_frames", 1))
     if count * image.width * image.height > 16 * MOST_PIXELS:
         raise MediaError(f"the video has {count} frames of {image.width} x {image.height} pixels, which are too many")
-    _check_frames(min(count, most), image)
+    check_frames(min(count, most), image.width, image.height)
     chosen = np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
     frames, milliseconds = [], 0.0
     for index in chosen:
@@ -54,17 +54,17 @@ def decode_single_frames(files: Sequence[bytes]) -> list[Image.Image]:
     frames = list[Image.Image]()
     for file in files:
         image = _open(file)
-        _check_frames(len(files), image)
+        check_frames(len(files), image.width, image.height)
         frames.append(to_rgb(_loaded(image)))
     return frames
 
 
-def _check_frames(count: int, image: Image.Image) -> None:
-    """image: the largest frame of a video. Raises MediaError."""
+def check_frames(count: int, width: int, height: int) -> None:
+    """width, height: of the largest frame of a video, in pixels. Raises MediaError."""
     if not 0 < count <= MOST_GIVEN_FRAMES:
         raise MediaError(f"a video has 1 to {MOST_GIVEN_FRAMES} frames, got {count}")
-    if count * image.width * image.height > MOST_VIDEO_PIXELS:
-        size = f"{count} frames of {image.width} x {image.height} pixels"
+    if count * width * height > MOST_VIDEO_PIXELS:
+        size = f"{count} frames of {width} x {height} pixels"
         raise MediaError(f"the video has {size}; at most {MOST_VIDEO_PIXELS} pixels are allowed in all of them")
 
 

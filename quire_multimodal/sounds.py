@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
 
 import numpy as np
 
 from quire.system.extras import install_command
+from quire_multimodal.containers import NAMES, container_of, open_sound
 from quire_multimodal.pictures import MediaError
 from quire_multimodal.preprocessing import Array
 
@@ -18,7 +20,7 @@ RATES = range(1_000, 384_001)
 DECODING_SECONDS = 60  # that a file may take
 BLOCK = 1 << 18  # values that are decoded at once
 
-FORMATS = "WAV, FLAC, MP3, Ogg"
+FORMATS = f"WAV, FLAC, MP3, Ogg, {NAMES}"
 
 
 def decode_sound(data: bytes, sample_rate: int) -> Array:
@@ -34,13 +36,13 @@ def decode_sound(data: bytes, sample_rate: int) -> Array:
         raise MediaError(f"the file has {len(data)} bytes; at most {MOST_BYTES} are allowed")
     began = time.monotonic()
     try:
-        with soundfile.SoundFile(BytesIO(data)) as file:
-            _check(file.samplerate, file.channels, file.frames)
-            resampler = _Resampler(file.samplerate, sample_rate)
+        with open_sound(data) if container_of(data) else _open(data) as (rate, channels, blocks):
+            _check(rate, channels, 0)
+            resampler = _Resampler(rate, sample_rate)
             pieces, count = list[Array](), 0
-            for block in _blocks(file):
+            for block in blocks:
                 count += len(block)
-                _check(file.samplerate, file.channels, count)
+                _check(rate, channels, count)
                 if time.monotonic() - began > DECODING_SECONDS:
                     raise MediaError(f"the file took more than {DECODING_SECONDS} s to decode")
                 pieces.append(resampler(block))
@@ -87,6 +89,16 @@ class _Resampler:
             return samples
         resampled: Array = self._stream.resample_chunk(np.ascontiguousarray(samples), last=last)
         return resampled
+
+
+@contextmanager
+def _open(data: bytes) -> Iterator[tuple[int, int, Iterator[Array]]]:
+    """As `open_sound`, with the formats of libsndfile."""
+    import soundfile
+
+    with soundfile.SoundFile(BytesIO(data)) as file:
+        _check(file.samplerate, file.channels, file.frames)
+        yield file.samplerate, file.channels, _blocks(file)
 
 
 def _blocks(file: Any) -> Iterator[Array]:

@@ -98,7 +98,11 @@ def _form(model: type[TranscriptionRequest]) -> dict[str, Any]:
              "repetition_penalty")  # fmt: skip
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     properties = {name: _not_null(schema["properties"][name]) for name in sorted(names)}
-    file = {"type": "string", "format": "binary", "description": "WAV, FLAC, MP3 or Ogg, of at most 25 MiB."}
+    file = {
+        "type": "string",
+        "format": "binary",
+        "description": "WAV, FLAC, MP3, Ogg, M4A, MP4 or WebM, of at most 25 MiB.",
+    }
     form = {"type": "object", "required": ["file"], "properties": {"file": file, **properties}}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}}}
 
