@@ -287,6 +287,7 @@ class ServerConfig(HttpLimits):
     response_role: str = "assistant"
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
+    tool_strict_level: Literal["auto", "function", "parameter"] = "auto"
     enable_force_include_usage: bool = False
     return_tokens_as_token_ids: bool = False
     disable_fastapi_docs: bool = False

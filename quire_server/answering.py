@@ -1,8 +1,9 @@
 """A chat request that runs. Every API for chats translates its bodies to ChatRequest, and these pieces to its own."""
 
 import asyncio
+import json
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ from quire_parsing.events import Content, Event, Parser, Reasoning, ToolArgument
 from quire_parsing.forced import forced_calls_schema
 from quire_parsing.formats import TOOLS
 from quire_parsing.reasoning import REASONING
+from quire_parsing.strict import STRICT
 from quire_server.errors import ApiError
 from quire_server.generation import Call, Server
 from quire_server.logprobs import chat_logprobs
@@ -123,7 +125,10 @@ class Answering:
         tools, choice = body.definitions, body.forced_choice
         reasoning, tool_parser = server.llm.frontend.reasoning, server.tool_parser if tools else None
         changes: dict[str, Any] = {}
-        if choice is not None:
+        strict = _strict_calls(server, body, tools, choice or "auto")
+        if strict is not None:
+            changes["structured_outputs"] = {"structural_tag": strict}
+        elif choice is not None:
             schema = forced_calls_schema(tools, choice, body.parallel_tool_calls is not False)
             changes["structured_outputs"] = {"json": schema}
         elif tools and tool_parser is None:
@@ -132,7 +137,7 @@ class Answering:
         constraint = body.constraint
         if constraint is not None and constraint.structural_tag is None:
             tool_parser = None  # a text of this form holds no calls, even if it looks like one
-        of_calls = TOOLS[tool_parser] if tool_parser and choice is None else None
+        of_calls = TOOLS[tool_parser] if tool_parser and (choice is None or strict) else None
         of_thinking = REASONING[reasoning] if reasoning else None
         if any(format is not None and format.needs_special_tokens for format in (of_calls, of_thinking)):
             changes["skip_special_tokens"] = False
@@ -140,12 +145,13 @@ class Answering:
         prompt = await server.render(body.messages, body, request.state.body, media)
         is_thinking = of_thinking is not None and of_thinking.is_open(prompt[-PROMPT_END:])
         default = server.llm.processor.generation_config.get("max_new_tokens")
-        field = None if choice is None else "tools"
+        field = None if choice is None and strict is None else "tools"
         prompts = [prompt if media is None else media.prompt(prompt)]
         del prompt  # with truncate_prompt_tokens it can be much longer than what remains of it
         await call.process(prompts, default, bool(body.add_special_tokens), "messages", field, **changes)
         make = partial(answer_parser, reasoning, tool_parser, tools, starts_in_thinking=is_thinking)
-        parsers = [make(tool_choice=choice or "auto") for _ in range(body.n or 1)]
+        read_as = "auto" if choice is None or strict else choice
+        parsers = [make(tool_choice=read_as) for _ in range(body.n or 1)]
         return cls(call, body, [parser for parser in parsers if parser is not None])
 
     async def pieces(self) -> AsyncGenerator[list[Piece]]:
@@ -198,6 +204,20 @@ class Answering:
         if isinstance(event, Content):  # of an answer that must consist of calls, it is one that was cut off
             return self.body.forced_choice is None
         return event.index == 0 or self.body.parallel_tool_calls is not False
+
+
+def _strict_calls(
+    server: Server, body: ChatRequest, tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any]
+) -> str | None:
+    """The structural tag that lets the model call only these tools, in its own format. None without strict tools, for a
+    format for which there is none, and where another constraint holds."""
+    form = STRICT.get(server.tool_parser or "")
+    backend = server.llm.config.sampling.structured_outputs_config.get("backend", "auto")
+    if form is None or not tools or body.constraint is not None or backend == "outlines":
+        return None
+    level = server.config.tool_strict_level
+    tag = form.tag(tools, choice, body.parallel_tool_calls is not False, level)
+    return None if tag is None else json.dumps(tag)
 
 
 def _merged(events: Iterable[Event]) -> list[Event]:

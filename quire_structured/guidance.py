@@ -60,8 +60,13 @@ class GuidanceMatcher:
 
 class GuidanceBackend(Backend):
     def __init__(self, vocabulary: "Vocabulary | TokenTable", compact: bool = False, closed: bool = False) -> None:
-        self._compact, self._closed = compact, closed
+        self._vocabulary, self._compact, self._closed = vocabulary, compact, closed
         self._tokenizer = LLTokenizer(vocabulary, vocabulary.vocab_size, vocabulary.eos_token_ids)  # type: ignore[arg-type]
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        spelled = ((self._vocabulary.tokens[i].decode(errors="replace"), i) for i in self._vocabulary.special_token_ids)
+        return {name: i for name, i in spelled if name}
 
     @cached_property
     def _executor(self) -> LLExecutor:
@@ -108,7 +113,7 @@ class GuidanceBackend(Backend):
 
         if params.structural_tag is not None:
             _check_length(params.structural_tag)
-            grammar, is_free = structural_tag(params.structural_tag, schema)
+            grammar, is_free = structural_tag(params.structural_tag, schema, self._special_tokens)
             return (_FREE if is_free else _PLAIN) + grammar.encode()
         if params.grammar is not None:
             _check_length(params.grammar)

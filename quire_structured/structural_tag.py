@@ -1,7 +1,8 @@
 """Structural tags: free text in which tags may occur, whose contents are constrained. vLLM's two formats, as Lark."""
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from llguidance import LLMatcher, regex_to_lark
@@ -10,14 +11,17 @@ from llguidance.gbnf_to_lark import any_to_lark
 from quire.messages.errors import error_text
 
 _TEXT = r"/(.|\n)*/"
-_MAX_RULES = 1_000
+_MAX_RULES = 4_000
 _REPEATS = {"optional": "?", "star": "*", "plus": "+"}
 
 
-def structural_tag(text: str, schema: Callable[[Any], dict[str, Any]]) -> tuple[str, bool]:
+def structural_tag(
+    text: str, schema: Callable[[Any], dict[str, Any]], special_tokens: Mapping[str, int]
+) -> tuple[str, bool]:
     """A structural tag, given as JSON text, in llguidance's language, and whether it may be ambiguous.
 
-    schema: rewrites a JSON schema for llguidance. Raises ValueError.
+    schema: rewrites a JSON schema for llguidance. special_tokens: their ids by their spelling, which in a tag means the
+    token. Raises ValueError.
     """
     try:
         tag = json.loads(text)
@@ -27,7 +31,7 @@ def structural_tag(text: str, schema: Callable[[Any], dict[str, Any]]) -> tuple[
         raise ValueError("structural_tag must be a JSON object whose type is 'structural_tag'")
     if "structures" in tag:  # the older format
         tag = _newer(tag)
-    grammar = _Lark(schema)
+    grammar = _Lark(schema, special_tokens)
     try:
         start = grammar.expression(_object(tag, "format", ""))
     except RecursionError as error:
@@ -62,18 +66,20 @@ class _Lark:
     be combined to an ambiguous grammar.
     """
 
-    def __init__(self, schema: Callable[[Any], dict[str, Any]]) -> None:
+    def __init__(self, schema: Callable[[Any], dict[str, Any]], special_tokens: Mapping[str, int]) -> None:
         self.rules: list[str] = []
         self.parts: list[dict[str, str]] = []
         self.is_free = False
-        self._schema = schema
+        self._schema, self._special_tokens = schema, special_tokens
+        names = sorted(special_tokens, key=len, reverse=True)
+        self._specials = re.compile("(" + ("|".join(map(re.escape, names)) or "(?!)") + ")")
 
     def expression(self, item: dict[str, Any], path: str = "format") -> str:
         kind = _text(item, "type", path)
         if item.get("excludes"):
             raise ValueError(f"structural_tag: {path}.excludes is not supported")
         if kind == "const_string":
-            return json.dumps(_text(item, "value", path))
+            return self._literal(_text(item, "value", path))
         if kind == "json_schema":
             return self._rule(f"%json {json.dumps(self._schema(_schema(item, path)))}")
         if kind == "regex":
@@ -102,15 +108,25 @@ class _Lark:
         raise ValueError(f"structural_tag: {path}.type {kind!r:.80} is not supported")
 
     def _tag(self, tag: dict[str, Any], path: str) -> str:
-        return self._rule(f"{json.dumps(_text(tag, 'begin', path))} {self._content(tag, path)}")
+        return self._rule(f"{self._literal(_text(tag, 'begin', path))} {self._content(tag, path)}")
+
+    def _literal(self, text: str) -> str:
+        """An expression for exactly this text."""
+        pieces = [piece for piece in self._specials.split(text) if piece]
+        ids = self._special_tokens
+        return " ".join(f"<[{ids[piece]}]>" if piece in ids else json.dumps(piece) for piece in pieces) or '""'
+
+    def _text_until(self, end: str) -> str:
+        """A rule for any text up to the first `end`. No text contains a special token."""
+        return self._rule(f"{_TEXT} {self._literal(end)}", "" if self._specials.match(end) else "[lazy]")
 
     def _content(self, tag: dict[str, Any], path: str) -> str:
         """What follows the beginning of a tag."""
-        end = json.dumps(_text(tag, "end", path))
+        end = _text(tag, "end", path)
         content = _object(tag, "content", path)
         if content.get("type") == "any_text":  # up to the first end
-            return self._rule(f"{_TEXT} {end}", "[lazy]")
-        return f"{self.expression(content, f'{path}.content')} {end}"
+            return self._text_until(end)
+        return f"{self.expression(content, f'{path}.content')} {self._literal(end)}"
 
     def _triggered(self, item: dict[str, Any], path: str) -> str:
         choices = []
@@ -123,8 +139,9 @@ class _Lark:
             found = [tag for tag, begin in zip(tags, begins, strict=True) if begin.startswith(trigger)]
             if not trigger or not found:
                 raise ValueError(f"structural_tag: no tag begins with the trigger {trigger!r:.80}")
-            rest = [f"{json.dumps(tag['begin'][len(trigger) :])} {self._content(tag, place)}" for place, tag in found]
-            opening = self._rule(f"{_TEXT} {json.dumps(trigger)}", "[lazy]")
+            rests = [self._literal(tag["begin"][len(trigger) :]) for _, tag in found]
+            rest = [f"{text} {self._content(tag, place)}" for text, (place, tag) in zip(rests, found, strict=True)]
+            opening = self._text_until(trigger)
             choices.append(f"{opening} ({' | '.join(rest)})")
         if not choices or not all(begin.startswith(tuple(triggers)) for begin in begins):
             raise ValueError("structural_tag: each tag must begin with one of the triggers")
@@ -136,7 +153,7 @@ class _Lark:
     def _separated(self, item: dict[str, Any], path: str) -> str:
         tags = enumerate(_objects(item, "tags", path))
         tag = self._rule(" | ".join(self._tag(tag, f"{path}.tags[{i}]") for i, tag in tags))
-        separator = json.dumps(_text(item, "separator", path)) if not item.get("stop_after_first") else ""
+        separator = self._literal(_text(item, "separator", path)) if not item.get("stop_after_first") else ""
         more = f" ({separator} {tag})*" if separator else ""
         return self._rule(f"{tag}{more}" if item.get("at_least_one") else f"({tag}{more})?")
 
