@@ -173,6 +173,9 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
     return GgufFile(path, metadata, tensors)
 
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
 @dataclass(frozen=True)
 class Stored:
     """A checkpoint tensor, and how it is stored.
@@ -209,7 +212,9 @@ class Stored:
         return self._read(start, stop, total, width)
 
     def floats(self) -> npt.NDArray[np.float32]:
-        """The values of a tensor of floats, as a vector, without the shift."""
+        """The values of a tensor of floats, as a vector, without the shift. Raises WeightError for another type."""
+        if self.tensor.kind.name not in _FLOATS:
+            raise WeightError(f"{self.tensor.file}: a tensor that should have floats has the type {self.tensor.kind.name}")
         data = self.rows(0, self.shape[0])
         if self.tensor.kind.name == "BF16":  # bfloat16 is the upper half of a float32
             return (data.view("<u2").astype("<u4") << 16).view("<f4").ravel()
