@@ -214,7 +214,7 @@ class Stored:
     def floats(self) -> npt.NDArray[np.float32]:
         """The values of a tensor of floats, as a vector, without the shift. Raises WeightError for another type."""
         if self.tensor.kind.name not in _FLOATS:
-            raise WeightError(f"{self.tensor.file}: a tensor that should have floats has the type {self.tensor.kind.name}")
+            raise WeightError(f"{self.tensor.file}: a tensor of floats has the type {self.tensor.kind.name}")
         data = self.rows(0, self.shape[0])
         if self.tensor.kind.name == "BF16":  # bfloat16 is the upper half of a float32
             return (data.view("<u2").astype("<u4") << 16).view("<f4").ravel()

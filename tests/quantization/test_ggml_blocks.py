@@ -82,7 +82,7 @@ def hide_gguf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 def test_without_the_gguf_package_an_error_names_the_extra(tmp_path, kind, hide_gguf):
     path = write_gguf(write_checkpoint(tmp_path / "source", "llama", SMALL), tmp_path / "model.gguf", kind)
     hide_gguf()
-    with pytest.raises(ValueError, match=rf'{kind} need ggml\'s codebooks.*: pip install .*\[gguf\]'):
+    with pytest.raises(ValueError, match=rf"{kind} need ggml\'s codebooks.*: pip install .*\[gguf\]"):
         make_llm(path)
     assert facts_of(path).format == f"GGUF {kind}"
 
