@@ -115,10 +115,10 @@ def mutate_value(value: Any, draw: random.Random) -> Any:
         elif kind == 2 and isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
             holder[key] += draw.choice([-1, 1, 2, 1000])
         elif kind == 3 and isinstance(holder[key], list):
-            holder[key] = holder[key] * draw.choice([2, 3, 50]) + [draw.choice(VALUES)]
+            holder[key] = holder[key] * draw.choice([2, 3, 50]) + [copy.deepcopy(draw.choice(VALUES))]
         elif kind == 3 and isinstance(holder[key], dict):
             name = other[1] if isinstance(other[1], str) else "a"
-            holder[key][name] = draw.choice(VALUES)
+            holder[key][name] = copy.deepcopy(draw.choice(VALUES))
         elif kind == 4 and isinstance(holder, dict):
             holder[draw.choice(["", "a", "type", "\u4e00", str(key) * 2])] = holder.pop(key)
         else:
