@@ -199,7 +199,10 @@ def _arguments(reader: Reader, say: Callable[[str], None]) -> Steps[bool]:
         return (yield from reader.value(say))
     text, is_complete = yield from reader.whole_value()
     value = parsed(text) if is_complete else text
-    say((without_surrogates(value) if isinstance(value, str) else text if value is not None else "") or "{}")
+    if value is None or value == "":
+        say("{}")
+    else:
+        say(without_surrogates(value) if isinstance(value, str) and isinstance(parsed(value), dict) else text)
     return is_complete
 
 
@@ -318,7 +321,11 @@ def _python_arguments(reader: Reader, name: str) -> Steps[bool]:
         separator = ", "
         yield from reader.space()
         text, is_complete = yield from reader.whole_value()
-        reader.arguments(from_python(text) if is_complete else text)
+        if is_complete:
+            text = from_python(text)
+        elif text[:1] in ("'", '"'):
+            text = json_text(text[1:])[:-1]
+        reader.arguments(text)
         if not is_complete or ((yield from reader.space()) != ")" and not (yield from reader.literal(","))):
             return False
     if separator == "{":

@@ -16,8 +16,8 @@ Steps = Generator[None, None, Value]
 
 _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[\w.-]{0,256}")
-_STRUCTURE = re.compile(r"""["'(){}\[\]<]""")
-_END_OF_SCALAR = re.compile(r"""[\s,:;"'(){}\[\]<]""")
+_STRUCTURE = re.compile(r"""["'(){}\[\]<`]""")
+_END_OF_SCALAR = re.compile(r"""[\s,:;"'(){}\[\]<`]""")
 _IN_STRING = {quote: re.compile(rf"\\(?:.|\Z)|{quote}", re.DOTALL) for quote in "\"'"}
 
 
@@ -150,13 +150,15 @@ class Reader:
     def value(self, say: Callable[[str], None], depth: int = 0) -> Steps[bool]:
         """Reads a value of JSON or Python, and says its text as it arrives. Whether it is complete.
 
-        Only strings and brackets are looked at. A "<" outside of strings ends a broken value: a marker follows.
+        Only strings and brackets are looked at. A "<" or "`" outside of strings ends a broken value: a marker follows.
+        White space at the end of a broken value is not read.
         depth: the number of brackets of the value that have been read before
         """
         quote = ""
         is_scalar = False
+        num_spaces = 0  # that are held back
         while True:
-            index = self._position
+            index = self._position + num_spaces
             result: bool | None = None
             while result is None and index < len(self._text):
                 pattern = _IN_STRING[quote] if quote else _STRUCTURE if depth else _END_OF_SCALAR
@@ -177,8 +179,10 @@ class Reader:
                     quote = found if found in "\"'" else ""
                     depth += (found in "([{") - (found in ")]}")
                     result = None if depth or quote else True
-            if index > self._position:
-                say(self._take(index))
+            text = self._text[self._position : index]
+            num_spaces = 0 if quote or result else len(text) - len(text.rstrip())
+            if len(text) > num_spaces:
+                say(self._take(index - num_spaces))
             if result is not None or self.is_complete:
                 return result or (is_scalar and result is None)
             yield

@@ -111,6 +111,7 @@ def test_text_without_a_call_is_content_as_it_is(name: str):
         ("hermes", "", "<tool_call>"),
         ("hermes", '<tool_call>{"arguments": ', "{"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "\\"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {', " "),
         ("qwen3_coder", "", "<tool_call>"),
         ("qwen3_coder", "", "<function="),
         ("qwen3_coder", "<function=f><parameter=a>", "\n"),

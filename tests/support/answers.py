@@ -108,6 +108,12 @@ SAMPLES = [
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
         [PARIS],
     ),
+    Sample(
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather\n<parameter=city>Paris</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=now</function>\n</tool_call>",
+        [PARIS, NOW],
+    ),
     Sample("qwen3_coder", "<tool_call> now\n<function=now>\n</function>\n</tool_call>", [NOW]),
     Sample(
         "seed_oss",
@@ -297,6 +303,7 @@ SAMPLES = [
     ),
     Sample("gigachat3", 'I look.<|function_call|>{"name": "now", "arguments": {}}</s>', [NOW], "I look."),
     Sample("gigachat3", "A function call, <|message_sep|>or none</s>", [], "A function call, or none"),
+    Sample("granite", '[{"name": "now", "arguments": "a text"}]', [("now", "a text")]),
     Sample("granite", '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]', [PARIS]),
     Sample(
         "granite-20b-fc",
