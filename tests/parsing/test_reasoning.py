@@ -38,6 +38,8 @@ _ANSWERS = [
     ("mistral", False, "[THINK]I think.[/THINK]Paris.", "I think.", "Paris."),
     ("seed_oss", True, "I think.</seed:think>Paris.", "I think.", "Paris."),
     ("hunyuan_a13b", False, "<think>\nI\n</think>\n<answer>\nParis\n</answer>", "I", "Paris"),
+    ("hunyuan_a13b", False, "<think>\nI\n</think>\nParis", "I", "Paris"),
+    ("step3", True, "<think>I think.</think>Paris.", "I think.", "Paris."),
     ("hunyuan_a13b", False, "<think>\n\n</think>\n<answer>\nParis\n\n</answer>", "", "Paris\n"),
     ("ernie45", True, "I think.\n</think>\n\n<response>\nParis\n</response>\n", "I think.\n", "\n\n\nParis\n\n"),
     (

@@ -179,6 +179,11 @@ SAMPLES = [
     ),
     Sample("lfm2", "<|tool_call_start|>[]<|tool_call_end|>", [], "<|tool_call_start|>[]<|tool_call_end|>"),
     Sample("lfm2", "<|tool_call_start|>[now()]<|tool_call_end|> [now()]<|tool_call_end|>\nDone.", [NOW], "\nDone."),
+    Sample(
+        "lfm2",
+        "<|tool_call_start|>[now()]<|tool_call_end|>\n<|tool_call_start|>[get_weather(city='Paris')]<|tool_call_end|>",
+        [NOW, PARIS],
+    ),
     Sample("lfm2", "<|tool_call_start|>[now()]<|tool_call_end|>[1] says it.", [NOW], "[1] says it."),
     Sample("lfm2", "<|tool_call_start|>[now()]<|tool_call_end|>now()<|tool_call_end|>", [NOW], "now()"),
     Sample(
@@ -280,6 +285,13 @@ SAMPLES = [
         [NOW, NOW],
         " and ",
     ),
+    Sample("kimi_k2", "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>", [NOW]),
+    Sample(
+        "kimi_k2",
+        "<|tool_call_begin|>functions.now<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        [],
+        "<|tool_call_begin|>functions.now<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    ),
     Sample("kimi_k2", "<|tool_calls_section_begin|>none", [], "<|tool_calls_section_begin|>none"),
     Sample(
         "minimax_m2",
@@ -336,6 +348,7 @@ SAMPLES = [
     ),
     Sample("xlam", '[{"name": "get_weather", "arguments": {"city": "Paris"}}]', [PARIS]),
     Sample("xlam", '<think>I look.</think>\n[{"name": "now", "arguments": {}}]', [NOW], "<think>I look.</think>"),
+    Sample("xlam", '<think></think>{"name": "now", "arguments": {}}', [NOW], "<think></think>"),
     Sample("xlam", '[TOOL_CALLS][{"name": "now", "arguments": {}}]\nDone.', [NOW], "\nDone."),
     Sample("xlam", 'So: ```\n[{"name": "now", "arguments": {}}]\n```', [NOW], "So: "),
     Sample("xlam", "<think>Hm</think> [1] ```\n[2]\n```", [], "<think>Hm</think> [1] ```\n[2]\n```"),
