@@ -18,20 +18,31 @@ def answer_parser(
     *,
     starts_in_thinking: bool = False,
     tool_choice: str | Mapping[str, Any] = "auto",
+    is_constrained: bool = False,
+    is_promoted: bool = False,
 ) -> Parser | None:
     """The parser of one answer, None if all of its text is content.
 
     reasoning, tools: names in REASONING and TOOLS, None for an answer whose reasoning or tool calls are not looked for
     definitions: the request's tools. starts_in_thinking: ReasoningFormat.is_open of the prompt
     tool_choice: as in the request; "none" looks for no calls
+    is_constrained: a grammar decides the form of what follows the thinking, and begins to do so at its end marker alone
+    is_promoted: ReasoningFormat.is_promoted of the request
     """
     thinking = REASONING[reasoning] if reasoning else None
     calls = TOOLS[tools] if tools and tool_choice == "auto" else None
-    parsers = [thinking.make(starts_in_thinking)] if thinking else []
-    if tool_choice not in ("auto", "none"):
+    is_forced = tool_choice not in ("auto", "none")
+    is_free = not is_constrained and not is_forced
+    parsers: list[Parser] = []
+    strays: tuple[str, ...] = ()
+    if thinking:
+        calls_end = is_free and (calls is not None or not thinking.ends_for_tools)
+        strays = thinking.end if calls_end and thinking.implicit_ends else ()
+        parsers.append(thinking.make(starts_in_thinking, calls_end, is_promoted and is_free))
+    if is_forced:
         parsers.append(forced_calls(tool_choice))
     elif calls and not (calls.whole and thinking and thinking.whole):
-        parsers.append(calls.make(definitions))
+        parsers.append(calls.make(definitions, strays))
     return _Chain(*parsers) if len(parsers) > 1 else parsers[0] if parsers else None
 
 

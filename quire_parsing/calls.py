@@ -8,11 +8,22 @@ import msgspec
 
 from quire_parsing.events import Parser
 from quire_parsing.reader import Parsing, Reader, Steps
-from quire_parsing.values import STRING, from_python, json_text, parameter_types, parsed, typed, without_surrogates
+from quire_parsing.values import (
+    ALL_TYPES,
+    STRING,
+    from_python,
+    json_text,
+    parameter_types,
+    parsed,
+    typed,
+    with_quotes_escaped,
+    without_surrogates,
+)
 
 Types = Mapping[str, Mapping[str, frozenset[str]]]  # function → parameter → the JSON types that it may have
 
 _LONGEST_HEADER = 300  # characters
+_LONGEST_ECHO = 4000
 _KEY = re.compile(r'\s*([^"<]*)(?:"\s+string="(\w+))?')  # city</arg_key>, or city" string="true
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("type", "id")
@@ -22,10 +33,16 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a family of models writes tool calls.
 
     begin, end: markers around a call. sections: markers that stand before the first of several calls
-    bare: the characters that begin a call without a marker, at the beginning of the answer
+    bare: the characters that begin a call without a marker, at the beginning of the answer, or after a text in `leads`
+    leads: texts of the content, behind which a call may begin without a marker
+    noise: special tokens that are not content
+    echoes: the model may repeat the text of a call behind it, and end it with another `end` marker
     body: reads a call, from behind the `begin` marker
     header: for some bodies, what stands between the marker and the arguments: a pattern with the groups "name" and "id"
     parameter: for the body `tagged`: the marker before a parameter's name, those behind it, those behind the value
+    tells_strings: behind a parameter's name stands string="true" or "false", or nothing, which means "false"
+    wrappers: parameters in which the model may write all arguments as an object, if the function has no such parameter
+    ids: the form of the ids that the chat template needs, with {name} and {index}; "" if any will do
     sign: text by which a chat template tells the format, if there are no markers, or if others have the same
     needs_special_tokens: the markers may be special tokens, which must not be left out of the text
     whole: reads whole answers in place of `read_calls`, for a format in which reasoning and calls are one
@@ -36,33 +53,78 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     end: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
     bare: str = ""
+    leads: tuple[str, ...] = ()
+    noise: tuple[str, ...] = ()
+    echoes: bool = False
     header: str = ""
     parameter: tuple[str, tuple[str, ...], tuple[str, ...]] = ("", (), ())
+    tells_strings: bool = False
+    wrappers: tuple[str, ...] = ()
+    ids: str = ""
     sign: str = ""
     needs_special_tokens: bool = True
     whole: Callable[[Reader], Steps[None]] | None = None
 
-    def make(self, tools: Sequence[Mapping[str, Any]] = ()) -> Parser:
-        """A parser of one answer. tools: the definitions in the request, whose types decide how some values are read"""
-        return Parsing(self.whole) if self.whole else Parsing(read_calls, self, parameter_types(tools))
+    def make(self, tools: Sequence[Mapping[str, Any]] = (), noise: tuple[str, ...] = ()) -> Parser:
+        """A parser of one answer.
+
+        tools: the definitions in the request, whose types decide how some values are read. noise: more of it
+        """
+        if self.whole:
+            return Parsing(self.whole)
+        format = msgspec.structs.replace(self, noise=(*self.noise, *noise)) if noise else self
+        return Parsing(read_calls, format, parameter_types(tools))
 
 
 def read_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     """Reads an answer: content, and calls in it."""
-    reader.hold("", True)
-    char = yield from reader.space()
-    if char and char in format.bare and format.body:
-        yield from format.body(reader, format, types)
+    yield from _bare_call(reader, format, types)
     while True:
         ends = format.end if reader.num_calls and not reader.is_attempt else ()
         reader.give_up()
-        marker = yield from reader.until((*format.begin, *format.sections, *ends), reader.content)
+        markers = (*format.begin, *format.sections, *format.leads, *format.noise, *ends)
+        marker = yield from reader.until(markers, reader.content)
         if marker is None:
             return reader.end()
-        if marker not in ends:
-            reader.hold(reader.unread(marker) if marker[-1] in format.bare else marker, marker in format.begin)
-        if reader.is_attempt and format.body:
-            yield from format.body(reader, format, types)
+        if marker in ends:
+            reader.discard()
+            yield from _echo(reader, format)
+        elif marker in format.noise:
+            reader.hold("", False)
+        elif marker in format.leads:
+            reader.content(marker)
+            yield from _bare_call(reader, format, types)
+        elif marker in format.sections:
+            reader.hold(marker, False)
+            if found := (yield from reader.before((*format.begin, *format.sections), _LONGEST_HEADER)):
+                reader.hold(found[0], False)  # a call follows, so it is not content
+        else:
+            reader.hold(reader.unread(marker) if marker[-1] in format.bare else marker, True)
+            if format.body:
+                yield from format.body(reader, format, types)
+
+
+def _bare_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
+    """Reads a call that begins without a marker, if one does."""
+    reader.hold("", True)
+    char = yield from reader.space()
+    if not char or char not in format.bare or not format.body:
+        return
+    if not (yield from reader.before((*format.begin, *format.sections), 0)):
+        yield from format.body(reader, format, types)
+
+
+def _echo(reader: Reader, format: ToolFormat) -> Steps[None]:
+    """Skips the repeated text of a call."""
+    if not format.echoes:
+        return
+    reader.hold("", True)
+    if (yield from reader.space()) == "[":
+        found = yield from reader.before((*format.begin, *format.end), _LONGEST_ECHO)
+        if found and found[1] in format.end:
+            yield from reader.literal(found[1])
+            return reader.discard()
+    reader.give_up()
 
 
 def json_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
@@ -97,7 +159,8 @@ def _json_call(reader: Reader, is_bare: bool) -> Steps[bool]:
     num_calls = reader.num_calls
     separator = "{"
     while (yield from reader.literal(separator)):
-        yield from reader.space()
+        if (yield from reader.space()) != '"':
+            return False
         key = parsed((yield from reader.whole_value())[0])
         yield from reader.space()
         if not isinstance(key, str) or not (yield from reader.literal(":")):
@@ -113,8 +176,11 @@ def _json_call(reader: Reader, is_bare: bool) -> Steps[bool]:
             if early and is_complete:
                 reader.call(name)
                 reader.arguments("".join(early))
+        elif is_bare and key not in _OTHER_KEYS and num_calls == reader.num_calls:
+            reader.give_up()
+            return (yield from reader.value(reader.content, depth=1)) and False  # what is in it is no call either
         else:
-            is_complete = (not is_bare or key in _OTHER_KEYS) and (yield from reader.whole_value())[1]
+            is_complete = (yield from reader.whole_value())[1]
         if not is_complete:
             return False
         separator = ","
@@ -133,7 +199,10 @@ def _arguments(reader: Reader, say: Callable[[str], None]) -> Steps[bool]:
         return (yield from reader.value(say))
     text, is_complete = yield from reader.whole_value()
     value = parsed(text) if is_complete else text
-    say((without_surrogates(value) if isinstance(value, str) else text if value is not None else "") or "{}")
+    if value is None or value == "":
+        say("{}")
+    else:
+        say(without_surrogates(value) if isinstance(value, str) and isinstance(parsed(value), dict) else text)
     return is_complete
 
 
@@ -144,6 +213,7 @@ def tagged_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]
     if header is None:
         return
     reader.call(header["name"])
+    properties = types.get(header["name"], {})
     separator = "{"
     marker: str | None = ""
     while marker is not None:
@@ -154,27 +224,62 @@ def tagged_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]
         elif found := (yield from reader.before(key_ends, _LONGEST_HEADER)):
             yield from reader.literal(found[1])
             key, is_string = _KEY.findall(found[0])[0]
-            reader.arguments(f"{separator}{json_text(key)}: ")
+            if separator == "{" and key in format.wrappers and properties and key not in properties:
+                marker = yield from _wrapped(reader, format, properties, key)
+                if marker is None or not marker.endswith(opening):
+                    return
+            else:
+                reader.arguments(f"{separator}{json_text(key)}: ")
+                may_be_json = format.tells_strings and is_string != "true"
+                allowed = properties.get(key, ALL_TYPES if may_be_json else STRING)
+                if is_string == "true" and allowed == ALL_TYPES:
+                    allowed = STRING
+                marker = yield from _tagged_value(reader, allowed, value_ends, may_be_json)
             separator = ", "
-            allowed = STRING if is_string == "true" else types.get(header["name"], {}).get(key, STRING)
-            marker = yield from _tagged_value(reader, allowed, value_ends)
         else:
             reader.content(marker)
             marker = ""
 
 
-def _tagged_value(reader: Reader, types: frozenset[str], ends: tuple[str, ...]) -> Steps[str | None]:
-    """Reads a value up to a marker, which is returned. A string is told as it arrives, other values whole."""
+def _tagged_value(reader: Reader, types: frozenset[str], ends: tuple[str, ...], may_be_json: bool) -> Steps[str | None]:
+    """Reads a value up to a marker, which is returned. A string is told as it arrives, other values whole.
+
+    may_be_json: even a string may be written as JSON
+    """
     pieces: list[str] = []
-    is_string = types == STRING
+    is_string = types == STRING and not may_be_json
     reader.arguments('"' * is_string)
     marker = yield from reader.until(
         ends, (lambda text: reader.arguments(json_text(text)[1:-1])) if is_string else pieces.append
     )
     text = "".join(pieces)
     if marker:
-        text = '"' if is_string else typed(text, types)
+        text = '"' if is_string else typed(text, types, may_be_json)
     reader.arguments(text)
+    return marker
+
+
+def _wrapped(
+    reader: Reader, format: ToolFormat, properties: Mapping[str, frozenset[str]], key: str
+) -> Steps[str | None]:
+    """Reads the value of a parameter that may hold all arguments, and up to a marker behind it, which is returned. If
+    it holds them, and no other parameter follows, they are the arguments."""
+    opening, _, value_ends = format.parameter
+    pieces: list[str] = []
+    marker = yield from reader.until(value_ends, pieces.append)
+    text = "".join(pieces)
+    if marker and not marker.endswith((opening, *format.end)):
+        marker = yield from reader.until((opening, *format.end), reader.content)
+    has_more = marker is None or marker.endswith(opening)
+    inner = None if has_more else parsed(text)
+    if isinstance(inner, dict) and inner.keys() <= properties.keys():
+        members = [
+            f"{json_text(name)}: {typed(value if isinstance(value, str) else json_text(value), properties[name])}"
+            for name, value in inner.items()
+        ]
+        reader.arguments("{" + ", ".join(members) + "}")
+    else:
+        reader.arguments(f"{{{json_text(key)}: {typed(text, ALL_TYPES, True)}" + ("" if has_more else "}"))
     return marker
 
 
@@ -195,6 +300,13 @@ def pythonic_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[No
             return
 
 
+def pythonic_block(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
+    """Reads calls in Python up to the end marker at once, and finds the ends of strings that contain their own quotes:
+    [f(command='sed -n '1,9p' a.py')]."""
+    if (yield from reader.rewrite(format.end, with_quotes_escaped)):
+        yield from pythonic_calls(reader, format, types)
+
+
 def _python_arguments(reader: Reader, name: str) -> Steps[bool]:
     """Reads keyword arguments up to ")". Whether they are complete."""
     separator = "{"
@@ -209,7 +321,11 @@ def _python_arguments(reader: Reader, name: str) -> Steps[bool]:
         separator = ", "
         yield from reader.space()
         text, is_complete = yield from reader.whole_value()
-        reader.arguments(from_python(text) if is_complete else text)
+        if is_complete:
+            text = from_python(text)
+        elif text[:1] in ("'", '"'):
+            text = json_text(text[1:])[:-1]
+        reader.arguments(text)
         if not is_complete or ((yield from reader.space()) != ")" and not (yield from reader.literal(","))):
             return False
     if separator == "{":

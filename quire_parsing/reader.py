@@ -16,8 +16,8 @@ Steps = Generator[None, None, Value]
 
 _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[\w.-]{0,256}")
-_STRUCTURE = re.compile(r"""["'(){}\[\]<]""")
-_END_OF_SCALAR = re.compile(r"""[\s,:;"'(){}\[\]<]""")
+_STRUCTURE = re.compile(r"""["'(){}\[\]<`]""")
+_END_OF_SCALAR = re.compile(r"""[\s,:;"'(){}\[\]<`]""")
 _IN_STRING = {quote: re.compile(rf"\\(?:.|\Z)|{quote}", re.DOTALL) for quote in "\"'"}
 
 
@@ -115,12 +115,14 @@ class Reader:
     def before(self, markers: tuple[str, ...], limit: int) -> Steps[tuple[str, str] | None]:
         """The text before the next marker, and the marker, which is not read. None, and nothing is read, if that text
         is longer than the limit."""
+        searched = 0
         while True:
-            start, marker = self._find(markers)
+            start, marker = self._find(markers, searched)
             if start - self._position > limit or (self.is_complete and not marker):
                 return None
             if marker:
                 return self._take(start), marker
+            searched = start - self._position
             yield
 
     def literal(self, text: str) -> Steps[bool]:
@@ -145,16 +147,18 @@ class Reader:
                 return self._text[self._position : self._position + 1]
             yield
 
-    def value(self, say: Callable[[str], None]) -> Steps[bool]:
+    def value(self, say: Callable[[str], None], depth: int = 0) -> Steps[bool]:
         """Reads a value of JSON or Python, and says its text as it arrives. Whether it is complete.
 
-        Only strings and brackets are looked at. A "<" outside of strings ends a broken value: a marker follows.
+        Only strings and brackets are looked at. A "<" or "`" outside of strings ends a broken value: a marker follows.
+        White space at the end of a broken value is not read.
+        depth: the number of brackets of the value that have been read before
         """
-        depth = 0
         quote = ""
         is_scalar = False
+        num_spaces = 0  # that are held back
         while True:
-            index = self._position
+            index = self._position + num_spaces
             result: bool | None = None
             while result is None and index < len(self._text):
                 pattern = _IN_STRING[quote] if quote else _STRUCTURE if depth else _END_OF_SCALAR
@@ -175,8 +179,10 @@ class Reader:
                     quote = found if found in "\"'" else ""
                     depth += (found in "([{") - (found in ")]}")
                     result = None if depth or quote else True
-            if index > self._position:
-                say(self._take(index))
+            text = self._text[self._position : index]
+            num_spaces = 0 if quote or result else len(text) - len(text.rstrip())
+            if len(text) > num_spaces:
+                say(self._take(index - num_spaces))
             if result is not None or self.is_complete:
                 return result or (is_scalar and result is None)
             yield
@@ -187,18 +193,39 @@ class Reader:
         is_complete = yield from self.value(pieces.append)
         return "".join(pieces), is_complete
 
+    def rewrite(self, markers: tuple[str, ...], change: Callable[[str], str | None]) -> Steps[bool]:
+        """Waits for the next of the markers, and changes the text before it, which is not read. Changes nothing if the
+        answer ends without one. False if the change is None."""
+        searched = 0
+        while True:
+            start, marker = self._find(markers, searched)
+            if marker:
+                text = change(self._text[self._position : start])
+                if text is None:
+                    return False
+                self._text = text + self._text[start:]
+                self._position = 0
+            if marker or self.is_complete:
+                return True
+            searched = start - self._position
+            yield
+
     def unread(self, marker: str) -> str:
         """Takes back the last character of a marker that was just read. Returns the rest of the marker."""
         self._position -= 1
         return marker[:-1]
 
-    def _find(self, markers: tuple[str, ...]) -> tuple[int, str]:
-        """(position up to which the text holds no marker, the marker that begins there, or "" if none is complete)"""
+    def _find(self, markers: tuple[str, ...], searched: int = 0) -> tuple[int, str]:
+        """(position up to which the text holds no marker, the marker that begins there, or "" if none is complete)
+
+        searched: the number of characters that are known to hold none
+        """
         complete, part, length = _patterns(markers)
-        match = complete.search(self._text, self._position)
+        begin = self._position + searched
+        match = complete.search(self._text, begin)
         if not self.is_complete:
             # A longer marker may begin at the same character, or another one before it.
-            partial = part.search(self._text, max(self._position, len(self._text) - length))
+            partial = part.search(self._text, max(begin, len(self._text) - length))
             if partial and not (match and match.start() < partial.start()):
                 return partial.start(), ""
         return (match.start(), match[0]) if match else (len(self._text), "")

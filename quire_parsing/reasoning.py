@@ -1,6 +1,7 @@
 """The formats of reasoning, which reasoning.toml lists, by the names that vLLM gives them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -9,15 +10,24 @@ from quire_parsing.harmony import harmony
 from quire_parsing.reader import Parsing, Reader, Steps
 from quire_parsing.tables import formats
 
+_BEFORE_START = ("", "\n", "\n\n", " ")
+
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a family of models marks its thinking.
 
     start, end: markers around it, where there are several spellings the usual one first
     starts_inside: the answer begins within thinking, unless the prompt's end says otherwise
+    starts_anywhere: thinking may also begin within the answer
     closing: the text that ends thinking when its budget is used up; "" if it is end[0]
-    implicit_ends: texts with which a tool call begins, and which end the thinking without its marker
+    implicit_ends: texts with which a tool call begins, and which end the thinking without its marker. Formats with them
+        also leave out markers in the wrong place: a start within thinking, and an end outside of it and of calls
+    ends_for_tools: implicit_ends end the thinking only if the request has tools
+    trims: white space at the end of the thinking is left out
+    on_lines: a line break beside a marker belongs to the marker
     wrapper: markers around the answer, which are left out
+    promotes: if the request's chat_template_kwargs say force_nonempty_content, thinking without an answer becomes the
+        answer as well
     needs_special_tokens: the markers are special tokens, which must not be left out of the text
     whole: reads whole answers, for a format in which reasoning and calls are one
     """
@@ -25,9 +35,14 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     start: tuple[str, ...] = ("<think>",)
     end: tuple[str, ...] = ("</think>",)
     starts_inside: bool = False
+    starts_anywhere: bool = False
     closing: str = ""
     implicit_ends: tuple[str, ...] = ()
+    ends_for_tools: bool = False
+    trims: bool = False
+    on_lines: bool = False
     wrapper: tuple[str, ...] = ()
+    promotes: bool = False
     needs_special_tokens: bool = False
     whole: Callable[[Reader], Steps[None]] | None = None
 
@@ -38,28 +53,93 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
             return True
         return self.starts_inside and not prompt.endswith(self.end)
 
-    def make(self, is_open: bool) -> Parser:
-        """A parser of one answer, which begins within thinking or not."""
-        return Parsing(self.whole) if self.whole else Parsing(read_reasoning, self, is_open)
+    def is_promoted(self, template_arguments: Mapping[str, Any]) -> bool:
+        """Whether thinking without an answer is also the answer, for the chat_template_kwargs of a request."""
+        return self.promotes and template_arguments.get("force_nonempty_content") is True
+
+    def make(self, is_open: bool, calls_end: bool = True, is_promoted: bool = False) -> Parser:
+        """A parser of one answer, which begins within thinking or not.
+
+        calls_end: implicit_ends and starts_anywhere count. is_promoted: see the method
+        """
+        if self.whole:
+            return Parsing(self.whole)
+        format = self if calls_end else msgspec.structs.replace(self, implicit_ends=(), starts_anywhere=False)
+        return Parsing(read_reasoning, format, is_open, is_promoted)
 
 
-def read_reasoning(reader: Reader, format: ReasoningFormat, is_open: bool) -> Steps[None]:
+def read_reasoning(reader: Reader, format: ReasoningFormat, is_thinking: bool, is_promoted: bool) -> Steps[None]:
     """Reads an answer that may begin with thinking."""
+    thoughts = _Thoughts(reader, format.trims)
+    content = _Answer(reader, is_promoted)
+    starts, ends, wrapper = (
+        _with_line_breaks(markers) if format.on_lines else markers
+        for markers in (format.start, format.end, format.wrapper)
+    )
+    if start := (yield from reader.before(tuple(space + start for space in _BEFORE_START for start in starts), 0)):
+        is_thinking = yield from reader.literal(start[1])
+    strays = ends if format.implicit_ends else ()
+    inner_starts = starts if format.implicit_ends else ()
+    later_starts = starts if format.starts_anywhere else ()
+    marker: str | None = ""
+    while marker is not None and marker not in format.implicit_ends:
+        if is_thinking:
+            marker = yield from reader.until((*ends, *format.implicit_ends, *inner_starts), thoughts.add)
+            is_thinking = marker in inner_starts
+        else:
+            markers = (*wrapper, *strays, *later_starts, *format.implicit_ends)
+            marker = yield from reader.until(markers, content.add)
+            is_thinking = marker in later_starts
+    if marker:  # a call follows, in which no marker counts
+        content.add(marker)
+        yield from reader.until((), content.add)
+    if is_promoted and content.is_empty and thoughts.text:
+        reader.events.append(Content(thoughts.text))
 
-    def say(event: type[Reasoning] | type[Content], text: str) -> None:
+
+class _Thoughts:
+    """The thinking. White space at its end is held back, and left out, if the format trims it."""
+
+    def __init__(self, reader: Reader, trims: bool) -> None:
+        self._reader, self._trims = reader, trims
+        self._space: list[str] = []
+        self._pieces: list[str] = []
+
+    def add(self, text: str) -> None:
+        kept = text.rstrip() if self._trims else text
+        if kept:
+            self._pieces.append("".join((*self._space, kept)))
+            self._reader.events.append(Reasoning(self._pieces[-1]))
+            self._space = []
+        self._space.append(text[len(kept) :])
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+
+class _Answer:
+    """The content. White space before it is held back, if thinking is to take its place where it is empty."""
+
+    def __init__(self, reader: Reader, holds_space: bool) -> None:
+        self._reader = reader
+        self._held: list[str] | None = [] if holds_space else None
+        self.is_empty = True
+
+    def add(self, text: str) -> None:
+        self.is_empty = self.is_empty and not text.strip()
+        if self._held is not None:
+            self._held.append(text)
+            if self.is_empty:
+                return
+            text = "".join(self._held)
+            self._held = None
         if text:
-            reader.events.append(event(text))
+            self._reader.events.append(Content(text))
 
-    starts = tuple(space + start for space in ("", "\n", "\n\n", " ") for start in format.start)
-    start = yield from reader.before(starts, 0)
-    if start:
-        yield from reader.literal(start[1])
-    if start or is_open:
-        marker = yield from reader.until((*format.end, *format.implicit_ends), lambda text: say(Reasoning, text))
-        if marker in format.implicit_ends:
-            say(Content, marker)
-    while (yield from reader.until(format.wrapper, lambda text: say(Content, text))):
-        pass
+
+def _with_line_breaks(markers: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(before + marker + behind for marker in markers for before in ("", "\n") for behind in ("", "\n"))
 
 
 REASONING: dict[str, ReasoningFormat] = formats(__file__, ReasoningFormat, (harmony,))

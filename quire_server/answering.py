@@ -31,8 +31,7 @@ PROMPT_END = 256  # characters of a prompt that tell whether the answer begins w
 
 @dataclass
 class FunctionCall:
-    """A tool call of an answer. id: nine letters and digits, as Mistral's chat template demands, unless the model gave
-    the call another. pieces: of its arguments, which are JSON text."""
+    """A tool call of an answer. pieces: of its arguments, which are JSON text."""
 
     id: str
     name: str
@@ -52,6 +51,24 @@ class FunctionCall:
         return value if isinstance(value, dict) else {"arguments": value}
 
 
+@dataclass(frozen=True)
+class CallIds:
+    """Ids of tool calls to which the model gave none: nine letters and digits, as Mistral's chat template demands, or
+    what the model's own chat template demands.
+
+    form: ToolFormat.ids. num_earlier: the number of calls in the conversation
+    """
+
+    form: str = ""
+    num_earlier: int = 0
+
+    def make(self, name: str, index: int) -> str:
+        return self.form.format(name=name, index=self.num_earlier + index) if self.form else uuid4().hex[:9]
+
+
+_ANY_IDS = CallIds()
+
+
 @dataclass
 class Answer:
     """One completion of a chat, as far as it is known.
@@ -60,6 +77,7 @@ class Answer:
     """
 
     index: int
+    ids: CallIds = _ANY_IDS
     texts: dict[type[Event], list[str]] = field(default_factory=lambda: defaultdict(list))  # pieces, by their type
     tool_calls: list[FunctionCall] = field(default_factory=list)
     completion: CompletionOutput | None = None
@@ -86,7 +104,7 @@ class Answer:
             if isinstance(event, Reasoning | Content):
                 self.texts[type(event)].append(event.text)
             elif isinstance(event, ToolCall):
-                self.tool_calls.append(FunctionCall(event.id or uuid4().hex[:9], event.name))
+                self.tool_calls.append(FunctionCall(event.id or self.ids.make(event.name, event.index), event.name))
             else:
                 self.tool_calls[event.index].pieces.append(event.text)
 
@@ -110,10 +128,10 @@ class Answering:
     far as they are known. output: what the engine reported last: the prompt's token ids and logprobs.
     """
 
-    def __init__(self, call: Call, body: ChatRequest, parsers: Sequence[Parser] = ()) -> None:
+    def __init__(self, call: Call, body: ChatRequest, parsers: Sequence[Parser] = (), ids: CallIds = _ANY_IDS) -> None:
         """parsers: of each of n answers; none if their texts are content as they are."""
         self.call, self.body, self.meter = call, body, call.meter()
-        self.answers = [Answer(index) for index in range(body.n or 1)]
+        self.answers = [Answer(index, ids) for index in range(body.n or 1)]
         self.output: RequestOutput | None = None
         self._parsers = parsers
 
@@ -134,8 +152,12 @@ class Answering:
         elif tools and tool_parser is None:
             message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
             raise ApiError(400, f"tools: {message}: this model's chat template tells no format of calls", param="tools")
-        constraint = body.constraint
-        if constraint is not None and constraint.structural_tag is None:
+        ids = _ANY_IDS
+        if choice is not None and tool_parser is not None:
+            num_earlier = sum(len(message.tool_calls or ()) for message in body.messages)
+            ids = CallIds(TOOLS[tool_parser].ids, num_earlier)
+        is_constrained = body.constraint is not None and body.constraint.structural_tag is None
+        if is_constrained:
             tool_parser = None  # a text of this form holds no calls, even if it looks like one
         of_calls = TOOLS[tool_parser] if tool_parser and (choice is None or strict) else None
         of_thinking = REASONING[reasoning] if reasoning else None
@@ -144,15 +166,21 @@ class Answering:
         media = await server.load_media(body, request.state.body)
         prompt = await server.render(body.messages, body, request.state.body, media)
         is_thinking = of_thinking is not None and of_thinking.is_open(prompt[-PROMPT_END:])
+        template_arguments = server.llm.config.model.default_chat_template_kwargs | (body.chat_template_kwargs or {})
+        is_promoted = of_thinking is not None and of_thinking.is_promoted(template_arguments)
         default = server.llm.processor.generation_config.get("max_new_tokens")
         field = None if choice is None and strict is None else "tools"
         prompts = [prompt if media is None else media.prompt(prompt)]
         del prompt  # with truncate_prompt_tokens it can be much longer than what remains of it
         await call.process(prompts, default, bool(body.add_special_tokens), "messages", field, **changes)
-        make = partial(answer_parser, reasoning, tool_parser, tools, starts_in_thinking=is_thinking)
+        begins_at_marker = is_constrained or (strict is not None and choice is not None)
+        make = partial(
+            answer_parser, reasoning, tool_parser, tools, starts_in_thinking=is_thinking,
+            is_constrained=begins_at_marker, is_promoted=is_promoted,
+        )  # fmt: skip
         read_as = "auto" if choice is None or strict else choice
         parsers = [make(tool_choice=read_as) for _ in range(body.n or 1)]
-        return cls(call, body, [parser for parser in parsers if parser is not None])
+        return cls(call, body, [parser for parser in parsers if parser is not None], ids)
 
     async def pieces(self) -> AsyncGenerator[list[Piece]]:
         """The parts of the answers, in the order in which they come. A list may be empty.

@@ -84,12 +84,15 @@ def _echo(answering: Answering) -> str:
 
 
 def _choice(answering: Answering, answer: Answer) -> ChatChoice:
-    """A choice of a whole answer. Its content is null if there are only tool calls or reasoning."""
+    """A choice of a whole answer. Where there is no content, it is null if the model called tools by itself, or if its
+    format of thinking is known; otherwise "", as in vLLM."""
     completion = answer.completion
     assert completion is not None
     content = _echo(answering) + (answer.content or "")
+    may_be_null = answer.tool_calls or answering.call.server.llm.frontend.reasoning is not None
+    empty = None if may_be_null and answering.body.forced_choice is None else ""
     message = AssistantMessage(
-        role=_role(answering), content=content or (None if answer.tool_calls or answer.reasoning else ""), refusal=None,
+        role=_role(answering), content=content or empty, refusal=None,
         annotations=None, audio=None, function_call=None, reasoning=answer.reasoning,
     )  # fmt: skip
     if answer.reasoning is not None:

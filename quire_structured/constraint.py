@@ -115,12 +115,12 @@ class Constraint:
         limits = self._thinking
         if limits is None:
             return
-        longest = max(map(len, (limits.end_ids, limits.start_ids, limits.closing_ids)))
+        longest = max(map(len, (limits.end_ids, limits.start_ids, limits.closing_ids, *limits.call_ids)))
         self._tail = [*self._tail, token_id][-longest:]
         self._num_thinking += self._is_thinking
         if limits.start_ids and self._tail[-len(limits.start_ids) :] == limits.start_ids:
             self._is_thinking, self._num_thinking = True, 0
-        elif self._is_thinking and self._tail[-len(limits.end_ids) :] == limits.end_ids:
+        elif any(self._tail[-len(ids) :] == ids for ids in (limits.end_ids, *limits.call_ids)):
             self._is_thinking = False
 
     def _find_forced(self) -> None:

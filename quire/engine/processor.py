@@ -326,7 +326,10 @@ class Processor:
         is_over = prompt.endswith(reasoning.end)  # as with enable_thinking=False
         # An answer that is written in channels is not in the last one at its beginning.
         is_open = reasoning.is_open(prompt) or (reasoning.whole is not None and not is_over)
-        return ThinkingLimits(end_ids, [] if is_over else start_ids, is_open, budget, closing_ids)
+        # A grammar waits for the end marker; a call does not end the thinking before it.
+        calls = reasoning.implicit_ends if params.structured_outputs is None else ()
+        call_ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in calls]
+        return ThinkingLimits(end_ids, [] if is_over else start_ids, is_open, budget, closing_ids, call_ids)
 
     def tokenize(
         self, prompt: Prompt, add_special_tokens: bool, keep: int | None, from_left: bool

@@ -93,7 +93,7 @@ class ThinkingLimits(msgspec.Struct, array_like=True, omit_defaults=True):
 
     end_ids, start_ids: the tokens of the markers. is_open: the output begins inside the thinking. budget: the number of
     tokens of thinking after which it is closed; None for no limit. closing_ids: the tokens that close it, which end
-    with end_ids; [] for end_ids alone.
+    with end_ids; [] for end_ids alone. call_ids: of each text with which a tool call begins, and which ends it, too.
     """
 
     end_ids: list[int]
@@ -101,3 +101,4 @@ class ThinkingLimits(msgspec.Struct, array_like=True, omit_defaults=True):
     is_open: bool = False
     budget: int | None = None
     closing_ids: list[int] = []
+    call_ids: list[list[int]] = []

@@ -31,7 +31,8 @@ def limits(subject: Processor, prompt: str, params: SamplingParams) -> ThinkingL
 
 def test_an_answer_begins_as_the_prompt_ends(thinker):
     start, end = (thinker.tokenizer.encode(text, add_special_tokens=False) for text in ("<think>", "</think>"))
-    assert limits(thinker, "Hello<think>\n", BUDGET) == ThinkingLimits(end, start, True, 5)
+    calls = [thinker.tokenizer.encode("<tool_call>", add_special_tokens=False)]
+    assert limits(thinker, "Hello<think>\n", BUDGET) == ThinkingLimits(end, start, True, 5, [], calls)
     assert limits(thinker, "Hello", CONSTRAINED) == ThinkingLimits(end, start, False)
     assert limits(thinker, "Hello<think>\n\n</think>\n\n", CONSTRAINED) == ThinkingLimits(end, [], False)
     always = processor("deepseek_r1")

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from quire_parsing.answer import answer_parser
+from quire_parsing.events import Parser
 from quire_parsing.formats import TOOLS
 from quire_parsing.reasoning import REASONING
 from support.answers import DEFINITIONS, SAMPLES
@@ -27,6 +28,45 @@ def _broken(generator: random.Random, name: str) -> str:
         place = generator.randrange(len(characters) + 1)
         characters[place : place + generator.choice([0, 1, 10, 1000])] = generator.choice([[], atoms[:1], *atoms])
     return "".join(characters)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", sorted(REASONING))
+def test_any_split_of_thinking_and_calls_gives_the_same_events(name: str):
+    format = REASONING[name]
+    generator = random.Random(name)
+    tools = name if name in TOOLS else "hermes"
+    calls = [sample.text for sample in SAMPLES if sample.format == tools]
+    atoms = [
+        *format.start,
+        *format.end,
+        *format.implicit_ends,
+        *format.wrapper,
+        *calls,
+        " ",
+        "\n",
+        "\n\n",
+        "a",
+        "<",
+        "b c",
+    ]
+    for number in range(60):
+        text = "".join(generator.choices(atoms, k=generator.randrange(1, 9)))[: generator.choice([None, -1, -2, -9])]
+
+        def parsed(cuts: list[int], text: str = text, number: int = number) -> Parsed:
+            def make() -> Parser:
+                parser = answer_parser(
+                    name, tools if number % 3 else None, DEFINITIONS, starts_in_thinking=number % 2 == 0,
+                    is_constrained=number % 7 == 0, is_promoted=number % 5 == 0,
+                )  # fmt: skip
+                assert parser is not None
+                return parser
+
+            return parse(make, parts_of(text, cuts))
+
+        whole = parsed([])
+        assert parsed(list(range(len(text)))) == whole
+        assert parsed([generator.randrange(len(text) + 1) for _ in range(3)]) == whole
 
 
 @pytest.mark.sampled(2)
@@ -55,7 +95,8 @@ def test_text_without_a_call_is_content_as_it_is(name: str):
         text = _broken(generator, name)
         parsed = parse(lambda: TOOLS[name].make(DEFINITIONS), parts_of(text, range(0, len(text), 3)))
         if not parsed.calls:
-            assert parsed.content == text
+            noise = "|".join(map(re.escape, TOOLS[name].noise)) or "(?!)"
+            assert re.sub(noise, "", parsed.content) == re.sub(noise, "", text)
 
 
 @pytest.mark.sampled(4)
@@ -70,12 +111,22 @@ def test_text_without_a_call_is_content_as_it_is(name: str):
         ("hermes", "", "<tool_call>"),
         ("hermes", '<tool_call>{"arguments": ', "{"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "\\"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {', " "),
         ("qwen3_coder", "", "<tool_call>"),
         ("qwen3_coder", "", "<function="),
         ("qwen3_coder", "<function=f><parameter=a>", "\n"),
         ("glm45", "<tool_call>edit_file<arg_key>options</arg_key><arg_value>", "[(-"),
         ("glm45", "<tool_call>edit_file<arg_key>options</arg_key><arg_value>", "'\\"),
         ("llama3_json", "", "\n{"),
+        ("llama3_json", "", "{"),
+        ("llama3_json", "", '{"a": '),
+        ("llama3_json", "", '{"a"} '),
+        ("lfm2", "<|tool_call_start|>[f(a='", "'b', "),
+        ("lfm2", "<|tool_call_start|>[f(a=", "{"),
+        ("lfm2", "<|tool_call_start|>[f()]<|tool_call_end|>", "[f()]"),
+        ("deepseek_v4", '<｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="input">', "{"),
+        ("kimi_k2", "", "<|tool_calls_section_begin|>"),
+        ("xlam", "", "</think>["),
         ("pythonic", "[f(a=", "'"),
         ("pythonic", "", "[f("),
         ("mistral", "", "[TOOL_CALLS]f"),

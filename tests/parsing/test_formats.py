@@ -75,7 +75,24 @@ def test_a_call_that_breaks_off_before_its_name_is_known_is_content(name: str, t
 
 def test_a_broken_call_does_not_hide_the_next():
     text = '<tool_call>{"name": "now", "arguments": {"a": </tool_call><tool_call>{"name": "now"}</tool_call>'
-    assert parse(TOOLS["hermes"].make, [text]).calls == [("now", '{"a": '), ("now", "{}")]
+    assert parse(TOOLS["hermes"].make, [text]).calls == [("now", '{"a":'), ("now", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {"a": "b"\n</tool_call>', '{"a": "b"'),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{\n```<｜tool▁call▁end｜>", "{"),
+        ("llama3_json", '{"name": "now", "parameters": {no json}', "{no json}"),
+        ("llama3_json", '{"name": "now", "parameters": {"a": "b\n', '{"a": "b\n'),
+        ("pythonic", "[now(a='b', c='d\n", '{"a": "b", "c": "d\\n'),
+        ("deepseek_v4", '<｜DSML｜invoke name="now"><｜DSML｜parameter name="a">{"b', '{"a": {"b'),
+    ],
+)
+def test_broken_arguments_are_told_as_far_as_they_go(name: str, text: str, arguments: str):
+    for cuts in ([], range(len(text))):
+        parsed = parse(TOOLS[name].make, parts_of(text, cuts))
+        assert (parsed.calls, parsed.content) == ([("now", arguments)], "")
 
 
 def test_the_model_s_own_ids_of_calls_are_told():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from quire.config import ConfigError
 from support.chats import WEATHER, calls_of, message_of
+from support.dictation import Dictation
 from support.server import Host, Service
 
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -135,6 +137,64 @@ def test_calls_behind_thinking_are_calls(speaker, stream):
     message = message_of(say(speaker, "<think>A tool.</think>" + CALLS, tools=[WEATHER], stream=stream))
     assert message["reasoning"] == "A tool."
     assert len(calls_of(message)) == 2
+
+
+@STREAMS
+def test_a_call_ends_thinking_without_an_end_marker(speaker, stream):
+    message = message_of(say(speaker, "<think>A tool." + CALLS[CALLS.index("<tool") :], tools=[WEATHER], stream=stream))
+    assert message["reasoning"] == "A tool."
+    assert message["content"] is None
+    assert len(calls_of(message)) == 2
+    assert message["finish_reason"] == "tool_calls"
+
+
+@STREAMS
+def test_content_is_null_beside_thinking_and_empty_without_a_format_of_it(server, speaker, stream):
+    message = message_of(say(speaker, "<think>Hm.</think>", stream=stream))
+    assert (message["reasoning"], message["content"]) == ("Hm.", None)
+    message = message_of(say(speaker, "<think></think>", stream=stream))
+    assert (message["reasoning"], message["content"]) == (None, None)
+    message = message_of(ask(server, stop=["<"], stream=stream))  # the first character
+    assert message["content"] == (None if stream else "")
+
+
+@STREAMS
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_ids_of_forced_calls_are_those_that_kimi_k2_demands(host: Host, stream, choice):
+    server = host.serve(tool_call_parser="kimi_k2")
+    calls = [
+        {
+            "id": f"functions.get_weather:{index}",
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": "{}"},
+        }
+        for index in range(2)
+    ]
+    conversation = [*QUESTION, {"role": "assistant", "tool_calls": calls}, *QUESTION]
+    fields = {"tools": [WEATHER], "tool_choice": choice, "stream": stream}
+    for messages, index in ((QUESTION, 0), (conversation, 2)):
+        [call, *_] = message_of(ask(server, messages, **fields))["tool_calls"]
+        assert call["id"] == f"functions.get_weather:{index}"
+
+
+@pytest.fixture(scope="module")
+def nemotron() -> Iterator[Service]:
+    host = Host(
+        dtype="float32", kv_cache_memory_bytes=64 << 20, logits_processors=[Dictation], reasoning_parser="nemotron_v3"
+    )
+    yield host.serve()
+    host.close()
+
+
+@pytest.mark.slow
+@STREAMS
+def test_thinking_becomes_the_content_of_an_empty_answer_with_force_nonempty_content(nemotron, stream):
+    forced = {"chat_template_kwargs": {"force_nonempty_content": True}}
+    for fields, content in ((forced, "It rains."), ({}, None)):
+        message = message_of(say(nemotron, "It rains.", stream=stream, **fields))
+        assert (message["reasoning"], message["content"]) == ("It rains.", content)
+    message = message_of(say(nemotron, "It rains.</think>Yes.", stream=stream, **forced))
+    assert (message["reasoning"], message["content"]) == ("It rains.", "Yes.")
 
 
 def test_a_server_for_unknown_calls_refuses_tools_that_may_be_called(host: Host):

@@ -214,6 +214,14 @@ def test_tool_calls_are_blocks_behind_thinking_and_text(parrot, stream):
 
 
 @STREAMS
+def test_tool_calls_end_thinking_without_an_end_marker(parrot, stream):
+    content, reason = said(parrot, "<think>A tool." + CALLS, stream, tools=[TOOL])
+    assert reason == "tool_use"
+    assert [block["type"] for block in content] == ["thinking", "tool_use", "tool_use"]
+    assert content[0]["thinking"].strip() == "A tool."
+
+
+@STREAMS
 def test_only_one_tool_is_called_if_the_request_wants_no_more(parrot, stream):
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     content, _ = said(parrot, CALLS.strip(), stream, tools=[TOOL], tool_choice=choice)

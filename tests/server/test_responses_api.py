@@ -452,6 +452,15 @@ def test_thinking_is_an_item_of_its_own_that_can_be_sent_back(parrot, stream):
     assert stateless.usage.input_tokens == continued.usage.input_tokens
 
 
+@STREAMS
+def test_a_call_ends_thinking_without_an_end_marker(parrot, stream):
+    tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+    text = '<think>A tool.<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+    thought, call = answers_of(client_of(parrot), stream, input=text, tools=[tool]).output
+    assert (thought.type, thought.content[0].text) == ("reasoning", "A tool.")
+    assert (call.type, call.name, call.arguments) == ("function_call", "weather", '{"city": "Paris"}')
+
+
 AGENTS = """
 import asyncio, json, sys
 from agents import Agent, ModelSettings, Runner, function_tool, set_default_openai_client, set_tracing_disabled

@@ -110,6 +110,14 @@ def test_a_budget_without_a_grammar_counts_from_each_start_marker():
     assert advance(subject, 40, 17, 17).forced() == END
 
 
+def test_a_tool_call_ends_the_thinking_and_its_budget():
+    limits = ThinkingLimits(END, START, is_open=True, budget=4, call_ids=[[60], [61, 62]])
+    for call in limits.call_ids:
+        subject = advance(constraint(limits, text=None), 17, *call, 17, 17, 17, 17)
+        assert not subject.is_active
+    assert advance(constraint(limits, text=None), 17, 61, 17, 62).forced() == END
+
+
 def test_replayed_tokens_lead_to_the_same_state_at_every_place():
     chance = random.Random(1)
     for _ in range(200):

@@ -66,6 +66,11 @@ SAMPLES = [
         [("get_weather", {"city": "Zürich 🏔️ é"})],
     ),
     Sample("hermes", "<tool_call>no JSON</tool_call> or", [], "<tool_call>no JSON</tool_call> or"),
+    Sample(
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}\n</tool_call>\n<tool_call>{"name": "now"}',
+        [PARIS, NOW],
+    ),
     Sample("hermes", '<tool_call>{"city": "Paris"}</tool_call>', [], '<tool_call>{"city": "Paris"}</tool_call>'),
     Sample(
         "qwen3_coder",
@@ -94,6 +99,23 @@ SAMPLES = [
     ),
     Sample("qwen3_coder", "Use <function> and <tool_call>.", [], "Use <function> and <tool_call>."),
     Sample(
+        "mimo",
+        "<tool_call><function=get_weather><parameter=city>\nParis\n</parameter></function></tool_call>",
+        [("get_weather", {"city": "\nParis\n"})],
+    ),
+    Sample(
+        "step3p5",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+        [PARIS],
+    ),
+    Sample(
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather\n<parameter=city>Paris</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=now</function>\n</tool_call>",
+        [PARIS, NOW],
+    ),
+    Sample("qwen3_coder", "<tool_call> now\n<function=now>\n</function>\n</tool_call>", [NOW]),
+    Sample(
         "seed_oss",
         "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n</function>\n</seed:tool_call>",
         [PARIS],
@@ -115,6 +137,9 @@ SAMPLES = [
     Sample("llama3_json", '{"name": "Ada", "age": 36}', [], '{"name": "Ada", "age": 36}'),
     Sample("llama3_json", ' {"a": {"name": "now", "parameters": {}}}', [], ' {"a": {"name": "now", "parameters": {}}}'),
     Sample("llama3_json", "<|python_tag|>print(1)", [], "<|python_tag|>print(1)"),
+    Sample("llama3_json", 'So: {"name": "now", "parameters": {}} Do you want more?', [NOW], "So: Do you want more?"),
+    Sample("llama3_json", 'In {x} and {"a": 1}: {"name": "now", "parameters": {}}', [NOW], 'In {x} and {"a": 1}: '),
+    Sample("llama3_json", '{"name": "now"} {"parameters": {}} {', [], '{"name": "now"} {"parameters": {}} {'),
     Sample(
         "pythonic",
         "[get_weather(city='Paris', days=3, celsius=True), now()]",
@@ -135,6 +160,32 @@ SAMPLES = [
         "I look.\n",
     ),
     Sample("lfm2", '<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>Wait.', [PARIS], "Wait."),
+    Sample(
+        "lfm2",
+        "<|tool_call_start|> [edit_file(path='sed -n '1,9p' a.py', lines={07, 1_0}, options={}, from=00.5)]"
+        "<|tool_call_end|>",
+        [("edit_file", {"path": "sed -n '1,9p' a.py", "lines": [7, 10], "options": {}, "from": 0.5})],
+    ),
+    Sample(
+        "lfm2",
+        """<|tool_call_start|>[edit_file(text='python3 -c "import a\nf(b='\\,'))"'), now()]<|tool_call_end|>""",
+        [("edit_file", {"text": """python3 -c "import a\nf(b='\\,'))\""""}), NOW],
+    ),
+    Sample(
+        "lfm2",
+        "<|tool_call_start|>[edit_file(path='a 'b', c', text='d')]<|tool_call_end|>",  # ends at either of two quotes
+        [],
+        "<|tool_call_start|>[edit_file(path='a 'b', c', text='d')]<|tool_call_end|>",
+    ),
+    Sample("lfm2", "<|tool_call_start|>[]<|tool_call_end|>", [], "<|tool_call_start|>[]<|tool_call_end|>"),
+    Sample("lfm2", "<|tool_call_start|>[now()]<|tool_call_end|> [now()]<|tool_call_end|>\nDone.", [NOW], "\nDone."),
+    Sample(
+        "lfm2",
+        "<|tool_call_start|>[now()]<|tool_call_end|>\n<|tool_call_start|>[get_weather(city='Paris')]<|tool_call_end|>",
+        [NOW, PARIS],
+    ),
+    Sample("lfm2", "<|tool_call_start|>[now()]<|tool_call_end|>[1] says it.", [NOW], "[1] says it."),
+    Sample("lfm2", "<|tool_call_start|>[now()]<|tool_call_end|>now()<|tool_call_end|>", [NOW], "now()"),
     Sample(
         "mistral",
         '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]',
@@ -178,6 +229,35 @@ SAMPLES = [
         [PARIS],
     ),
     Sample(
+        "deepseek_v4",
+        '<｜DSML｜toolcalls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="days" string="true">5'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="limit" string="false">5.0</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="city">"Paris"</｜DSML｜parameter>\n<｜DSML｜parameter name="other" string="true">5'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="more" string="false">{"a": 1}</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="rest">as it is\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>\nDone.',
+        [
+            (
+                "get_weather",
+                {"days": 5, "limit": 5, "city": "Paris", "other": "5", "more": {"a": 1}, "rest": "as it is\n"},
+            )
+        ],
+        "\nDone.",
+    ),
+    Sample(
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="arguments" '
+        'string="false">{"city": "Paris", "days": "3"}</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="input">{"town": "Paris"}</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="input">{"city": "Paris"}'
+        '</｜DSML｜parameter><｜DSML｜parameter name="days">3</｜DSML｜parameter>\n</｜DSML｜invoke>'
+        "</｜DSML｜function_calls>",
+        [
+            ("get_weather", {"city": "Paris", "days": 3}),
+            ("get_weather", {"input": {"town": "Paris"}}),
+            ("get_weather", {"input": {"city": "Paris"}, "days": 3}),
+        ],
+    ),
+    Sample(
         "glm45",
         "I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days"
         "</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
@@ -199,6 +279,21 @@ SAMPLES = [
         "I look.",
     ),
     Sample(
+        "kimi_k2",
+        "<|tool_calls_section_begin|> so \n<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>"
+        "<|tool_call_end|> and <|tool_call_begin|>now:1<|tool_call_argument_begin|>{}<|tool_calls_section_end|>",
+        [NOW, NOW],
+        " and ",
+    ),
+    Sample("kimi_k2", "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>", [NOW]),
+    Sample(
+        "kimi_k2",
+        "<|tool_call_begin|>functions.now<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        [],
+        "<|tool_call_begin|>functions.now<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    ),
+    Sample("kimi_k2", "<|tool_calls_section_begin|>none", [], "<|tool_calls_section_begin|>none"),
+    Sample(
         "minimax_m2",
         '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
         '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
@@ -213,8 +308,14 @@ SAMPLES = [
         [PARIS, NOW],
     ),
     Sample(
-        "gigachat3", 'I look.function call{"name": "get_weather", "arguments": {"city": "Paris"}}', [PARIS], "I look."
+        "gigachat3",
+        'I look.<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "get_weather", "arguments": {"city": "Paris"}}',
+        [PARIS],
+        "I look.",
     ),
+    Sample("gigachat3", 'I look.<|function_call|>{"name": "now", "arguments": {}}</s>', [NOW], "I look."),
+    Sample("gigachat3", "A function call, <|message_sep|>or none</s>", [], "A function call, or none"),
+    Sample("granite", '[{"name": "now", "arguments": "a text"}]', [("now", "a text")]),
     Sample("granite", '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]', [PARIS]),
     Sample(
         "granite-20b-fc",
@@ -246,6 +347,11 @@ SAMPLES = [
         [PARIS, NOW],
     ),
     Sample("xlam", '[{"name": "get_weather", "arguments": {"city": "Paris"}}]', [PARIS]),
+    Sample("xlam", '<think>I look.</think>\n[{"name": "now", "arguments": {}}]', [NOW], "<think>I look.</think>"),
+    Sample("xlam", '<think></think>{"name": "now", "arguments": {}}', [NOW], "<think></think>"),
+    Sample("xlam", '[TOOL_CALLS][{"name": "now", "arguments": {}}]\nDone.', [NOW], "\nDone."),
+    Sample("xlam", 'So: ```\n[{"name": "now", "arguments": {}}]\n```', [NOW], "So: "),
+    Sample("xlam", "<think>Hm</think> [1] ```\n[2]\n```", [], "<think>Hm</think> [1] ```\n[2]\n```"),
     Sample("xlam", 'So:\n```json\n[{"name": "now", "arguments": {}}]\n```', [NOW], "So:\n"),
     Sample("openai", "Plain text.", [], "Plain text."),
     Sample(
