@@ -97,7 +97,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     add_error_handlers(app)
     # The last one added is the first to see a request.
     sizes = {"limit": config.max_body_bytes, "total_limit": config.max_total_body_bytes}
-    app.add_middleware(BodyLimit, **sizes, seconds=config.body_timeout)
+    preparing = app.state.server.preparing
+    app.add_middleware(BodyLimit, **sizes, seconds=config.body_timeout, preparing=preparing)
     if config.api_key:
         app.add_middleware(ApiKeys, keys=config.api_key, open_paths=() if config.disable_ui else page.OPEN_PATHS)
     if config.allowed_origins:
