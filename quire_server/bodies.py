@@ -75,7 +75,7 @@ class HeldBody:
         The turn is kept until `pause` or `release`, since what was made of the body takes memory. Raises ApiError if
         the client leaves meanwhile.
         """
-        if self._size < LARGE_BODY:
+        if self._size < self._bodies.large:
             return function(*arguments)
         if not self._has_turn:
             await (self.unless_left(self._take_turn()) if self._bodies.turns.locked() else self._take_turn())
@@ -125,10 +125,12 @@ class BodyLimit:
     request's HeldBody is in its state.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, total_limit: int, seconds: float, preparing: Preparing) -> None:
-        """seconds: of a body's Arrival."""
+    def __init__(
+        self, app: ASGIApp, limit: int, total_limit: int, seconds: float, preparing: Preparing, large: int = LARGE_BODY
+    ) -> None:
+        """seconds: of a body's Arrival. large: bytes of a body that is processed in a thread."""
         self.app, self.limit, self.total_limit, self._seconds = app, limit, max(limit, total_limit), seconds
-        self.in_hand, self.preparing = 0, preparing
+        self.in_hand, self.preparing, self.large = 0, preparing, large
         # Parsing and tokenizing a large body takes much memory and a core, so few are worked on at a time.
         self.turns = asyncio.Semaphore(max(2, (os.cpu_count() or 1) // 4))
         self._trimming: asyncio.TimerHandle | None = None

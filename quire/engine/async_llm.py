@@ -91,6 +91,7 @@ class AsyncLLM:
             core.kill()
             raise
         self.processor = self.frontend.processor
+        self._long_prompt = min(LONG_PROMPT, self.frontend.tokenizer.longest_quick or LONG_PROMPT)
         self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler)
         name = served_name or self.config.model.model or "quire"
         lora = self.config.lora
@@ -410,7 +411,7 @@ class AsyncLLM:
         arguments = (request_id, prompt, params, priority, add_special_tokens, adapter)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         has_media = isinstance(prompt, dict) and not MEDIA_FIELDS.isdisjoint(prompt)
-        if has_media or (isinstance(text, str) and len(text) > LONG_PROMPT):
+        if has_media or (isinstance(text, str) and len(text) > self._long_prompt):
             return await asyncio.to_thread(self.processor.process, *arguments)
         return self.processor.process(*arguments)
 
