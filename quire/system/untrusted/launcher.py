@@ -9,6 +9,7 @@ It has one thread, and reads orders from a socket to the pool (SOCK_SEQPACKET, a
 and reports ["started", id, pid], ["ended", id, wait status] and ["failed", id or key, text]. It ends with its parent.
 """
 
+import ctypes
 import gc
 import os
 import selectors
@@ -90,6 +91,8 @@ class _Launcher:
                 self._prepared[key] = resolve(function)(*msgspec.msgpack.decode(receive(link)))
             except Exception as error:
                 self._failures[key] = error_text(error)[:_TEXT]
+        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc keeps what was freed
+            trim(0)
         self._report("prepared", key)
 
     def _run(self, identity: int, function: str, key: str, limits: dict[str, Any], link: socket.socket) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+import quire
 from quire.messages.errors import error_text
 from quire.system.untrusted.launcher import HEADER, PACKET
 from quire.system.untrusted.limits import MIB, BusyError, LimitExceededError, Limits, WorkerError
@@ -32,6 +33,7 @@ logger = logging.getLogger("quire")
 _LOOK_SECONDS = 0.05  # between looks at the time that jobs have used
 _CHUNK = 1 << 20  # bytes that are read at once
 _LAUNCHER = "quire.system.untrusted.launcher"
+_PACKAGES = os.path.dirname(next(iter(quire.__path__)))  # the folder of quire and its sibling packages
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")  # and PYTHON*, no secrets
 
 
@@ -246,13 +248,14 @@ class Service:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment |= {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+        environment["PYTHONPATH"] = os.pathsep.join([_PACKAGES, *map(os.path.abspath, sys.path)])
         # A process that forks must have a single thread, and a job needs no more than one.
         threads = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
         environment |= dict.fromkeys(threads, "1") | {"MALLOC_ARENA_MAX": "1"}
         command = [
             sys.executable,
             "-P",
+            "-S",  # the path has all packages already, and editable installations would import much
             "-m",
             "quire.system.untrusted.launcher",
             str(theirs.fileno()),
