@@ -122,7 +122,7 @@ def test_a_job_inherits_no_descriptor_no_secret_and_no_large_module(pool, monkey
     assert len(facts["descriptors"]) == 5  # three standard streams, the socket and the listing
     assert "HF_TOKEN" not in facts["environment"]
     assert not facts["modules"]
-    assert facts["nice"] > os.nice(0)
+    assert facts["nice"] == os.nice(0)
     end(fresh)
 
 
@@ -233,6 +233,18 @@ def test_a_killed_launcher_fails_its_jobs_and_is_replaced():
         job.result(LONGEST)
     eventually(lambda: not is_alive(pid))
     assert run(pool, "process")[1] != launcher
+    end(pool)
+
+
+def test_only_a_job_that_takes_longer_than_usual_gets_a_lower_priority():
+    pool = UntrustedPool()
+    _, launcher = run(pool, "process")
+    job = submit(pool, "loop")
+    eventually(lambda: children(launcher))
+    (pid,) = children(launcher)
+    eventually(lambda: os.getpriority(os.PRIO_PROCESS, pid) == os.nice(0) + 5)
+    assert run(pool, "facts")["nice"] == os.nice(0)
+    job.cancel()
     end(pool)
 
 
