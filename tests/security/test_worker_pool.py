@@ -283,6 +283,16 @@ def test_all_processes_end_with_a_parent_that_is_killed():
     eventually(lambda: not is_alive(launcher) and not is_alive(job))
 
 
+def test_the_modules_of_grammars_bring_no_large_ones():
+    code = (
+        "import sys, quire.system.untrusted.launcher, quire_structured.guidance, quire_structured.workers\n"
+        "print({'numpy', 'hashlib', 'asyncio', 'logging', 'concurrent'} & sys.modules.keys())\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-S", "-c", code]
+    assert subprocess.run(command, capture_output=True, env=environment, text=True).stdout == "set()\n"
+
+
 def test_a_process_has_one_shared_pool_and_a_fork_has_its_own():
     pool = shared_pool()
     assert shared_pool() is pool

@@ -22,11 +22,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-import quire
 from quire.messages.errors import error_text
 from quire.system.untrusted.launcher import HEADER, PACKET
 from quire.system.untrusted.limits import MIB, BusyError, LimitExceededError, Limits, WorkerError
@@ -37,7 +37,7 @@ _LOOK_SECONDS = 0.05  # between looks at the time that jobs have used
 _NICE = 5  # of slow jobs: behind the threads of the engine, if these need all processors
 _CHUNK = 1 << 20  # bytes that are read at once
 _LAUNCHER = "quire.system.untrusted.launcher"
-_PACKAGES = os.path.dirname(next(iter(quire.__path__)))  # the folder of quire and its sibling packages
+_PACKAGES = str(Path(__file__).parents[3])  # the folder of quire and its sibling packages
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")  # and PYTHON*, no secrets
 
 
