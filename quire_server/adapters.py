@@ -14,6 +14,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.messages.errors import error_text
 from quire.messages.lora import Adapter, LoRARequest
 from quire.metrics.logging import logger
+from quire.system.untrusted.limits import BusyError
 from quire_server.errors import ApiError
 from quire_server.fields import Name, check_name
 from quire_server.folders import folder_below
@@ -59,11 +60,11 @@ class Adapters:
                 raise ConfigError(f"lora_modules: the name {request.lora_name!r} is taken")
             try:
                 await self._add(request)
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, BusyError) as error:
                 raise ConfigError(f"lora_modules: {request.lora_name}: {error_text(error)}") from error
 
     async def load(self, name: str, path: str, in_place: bool) -> None:
-        """Load an adapter from a folder below `lora_folder`. Raises ApiError."""
+        """Load an adapter from a folder below `lora_folder`. Raises ApiError, or BusyError, which is a 503."""
         self._check_allowed()
         if name in self._model_names:
             raise ApiError(400, f"{name[:200]!r} is the name of the model", param="lora_name")

@@ -32,7 +32,7 @@ from quire_server import (
 )
 from quire_server.adapters import Adapters
 from quire_server.adapters import router as adapter_router
-from quire_server.bodies import BodyLimit
+from quire_server.bodies import LARGE_BODY, BodyLimit
 from quire_server.errors import add_error_handlers
 from quire_server.generation import Server
 from quire_server.media import MediaLoader
@@ -97,7 +97,9 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     add_error_handlers(app)
     # The last one added is the first to see a request.
     sizes = {"limit": config.max_body_bytes, "total_limit": config.max_total_body_bytes}
-    app.add_middleware(BodyLimit, **sizes, seconds=config.body_timeout)
+    preparing = app.state.server.preparing
+    large = min(LARGE_BODY, llm.get_tokenizer().longest_quick or LARGE_BODY)
+    app.add_middleware(BodyLimit, **sizes, seconds=config.body_timeout, preparing=preparing, large=large)
     if config.api_key:
         app.add_middleware(ApiKeys, keys=config.api_key, open_paths=() if config.disable_ui else page.OPEN_PATHS)
     if config.allowed_origins:

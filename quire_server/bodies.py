@@ -7,7 +7,8 @@ import asyncio
 import ctypes
 import gc
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,6 +20,32 @@ from quire_server.middleware import header
 T = TypeVar("T")
 LARGE_BODY = 20_000  # bytes; larger bodies are processed in a thread, a few at a time
 TRIM_SECONDS = 1.0  # memory is returned to the system at most this often
+
+
+class Preparing:
+    """The requests that wait for a turn or for a job, so the engine does not have them yet. A server that ends fails
+    them with an error."""
+
+    def __init__(self) -> None:
+        self._ends: set[asyncio.Future[ApiError]] = set()
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @contextmanager
+    def end(self) -> Iterator[asyncio.Future[ApiError]]:
+        """While a request waits: the error with which it should end, when there is one."""
+        end: asyncio.Future[ApiError] = asyncio.get_running_loop().create_future()
+        self._ends.add(end)
+        try:
+            yield end
+        finally:
+            self._ends.discard(end)
+
+    def fail(self, error: ApiError) -> None:
+        for end in self._ends:
+            if not end.done():
+                end.set_result(error)
 
 
 class HeldBody:
@@ -48,7 +75,7 @@ class HeldBody:
         The turn is kept until `pause` or `release`, since what was made of the body takes memory. Raises ApiError if
         the client leaves meanwhile.
         """
-        if self._size < LARGE_BODY:
+        if self._size < self._bodies.large:
             return function(*arguments)
         if not self._has_turn:
             await (self.unless_left(self._take_turn()) if self._bodies.turns.locked() else self._take_turn())
@@ -65,16 +92,18 @@ class HeldBody:
             self._has_turn = False
 
     async def unless_left(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of work for this request alone. It is cancelled if the client leaves. Raises ApiError then."""
+        """The result of work for this request alone. It is cancelled if the client leaves, or if the server ends.
+        Raises ApiError then."""
         working, leaving = asyncio.create_task(work), asyncio.create_task(self._left())
-        try:
-            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise ApiError(499, "the client closed the connection")
-            return working.result()
-        finally:
-            working.cancel()
-            leaving.cancel()
+        with self._bodies.preparing.end() as ended:
+            try:
+                await asyncio.wait((working, leaving, ended), return_when=asyncio.FIRST_COMPLETED)
+                if working.done():
+                    return working.result()
+                raise ended.result() if ended.done() else ApiError(499, "the client closed the connection")
+            finally:
+                working.cancel()
+                leaving.cancel()
 
     async def _left(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -96,10 +125,12 @@ class BodyLimit:
     request's HeldBody is in its state.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, total_limit: int, seconds: float) -> None:
-        """seconds: of a body's Arrival."""
+    def __init__(
+        self, app: ASGIApp, limit: int, total_limit: int, seconds: float, preparing: Preparing, large: int = LARGE_BODY
+    ) -> None:
+        """seconds: of a body's Arrival. large: bytes of a body that is processed in a thread."""
         self.app, self.limit, self.total_limit, self._seconds = app, limit, max(limit, total_limit), seconds
-        self.in_hand = 0
+        self.in_hand, self.preparing, self.large = 0, preparing, large
         # Parsing and tokenizing a large body takes much memory and a core, so few are worked on at a time.
         self.turns = asyncio.Semaphore(max(2, (os.cpu_count() or 1) // 4))
         self._trimming: asyncio.TimerHandle | None = None

@@ -19,6 +19,7 @@ from quire.metrics.logging import logger
 from quire.system.ending import end_if_told, end_signals
 from quire_server.connections import limited_protocol
 from quire_server.listening import Acceptor
+from quire_server.warning_limit import WarningLimit
 
 LAST_WORDS_SECONDS = 2.0  # in which clients may read the errors with which their requests end
 
@@ -37,6 +38,9 @@ class DrainingServer(uvicorn.Server, ABC):
         self._acceptors: list[Acceptor] = []
         of_uvicorn = logging.getLogger("uvicorn")
         of_uvicorn.handlers, of_uvicorn.propagate = [*logger.handlers], False
+        of_connections = logging.getLogger("uvicorn.error")
+        if not any(isinstance(each, WarningLimit) for each in of_connections.filters):
+            of_connections.addFilter(WarningLimit())
         same = "ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"
         options |= {name: getattr(config, name) for name in same.split()}
         options = {"log_level": config.uvicorn_log_level, "log_config": None, "access_log": False, **options}

@@ -15,6 +15,7 @@ from starlette.types import Scope
 from quire.engine.processor import PromptTooLongError
 from quire.messages.errors import EngineDeadError, error_text
 from quire.metrics.logging import logger
+from quire.system.untrusted.limits import BusyError
 from quire_server.fields import TABLES
 
 MAX_FIELD = 100  # characters of a field's name in an error
@@ -151,6 +152,8 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(error.status_code, error.detail, code=_CODES.get(error.status_code), headers=error.headers)
     if isinstance(error, EngineDeadError):
         return ApiError(503, error_text(error), code="engine_dead")
+    if isinstance(error, BusyError):
+        return ApiError(503, error_text(error), code="server_overloaded", headers={"Retry-After": "1"})
     exception: Exception = error
     if not logger.isEnabledFor(logging.DEBUG):
         exception = _Unquoted(type(error).__qualname__).with_traceback(error.__traceback__)

@@ -19,7 +19,7 @@ from quire.messages.outputs import CompletionOutput, RequestOutput, SpecDecodeMe
 from quire.messages.sampling_params import SamplingParams
 from quire.metrics.logging import logger
 from quire_server.adapters import Adapters
-from quire_server.bodies import HeldBody
+from quire_server.bodies import HeldBody, Preparing
 from quire_server.errors import ApiError, bad_value
 from quire_server.media import ChatMedia, MediaLoader
 from quire_server.messages import Message, has_media, json_of
@@ -51,8 +51,10 @@ class Server:
     log: RequestLog
     media: MediaLoader
     calls: set["PromptCall"] = field(default_factory=set)  # those that run
+    preparing: Preparing = field(default_factory=Preparing)  # those that wait for what comes before
     created: int = field(default_factory=lambda: int(time.time()))
     _reported: set[str] = field(default_factory=set)
+    _is_ending: bool = False  # the time to drain is over
 
     @property
     def names(self) -> list[str]:
@@ -74,10 +76,11 @@ class Server:
                 logger.warning("Ignored a field that is not known: %.64r", name)
         return body.model or self.model_names[0]
 
-    def admit(self) -> None:
-        """Raises ApiError if no request may begin now, and EngineDeadError if the engine has failed for good."""
+    def admit(self, is_new: bool = True) -> None:
+        """Raises ApiError if no request may begin now, and EngineDeadError if the engine has failed for good. is_new:
+        whether it has just arrived; a server that drains lets older ones run."""
         self.llm.client.check()
-        if self.app.state.draining:
+        if self._is_ending or (is_new and self.app.state.draining):
             message = "the server is shutting down"
             raise ApiError(503, message, code="shutting_down", headers={"Retry-After": "5"})
         limit, waiting = self.config.max_waiting_requests, self._num_waiting()
@@ -85,9 +88,14 @@ class Server:
             message = f"{waiting} requests are waiting; the server lets {limit} wait"
             raise ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
 
+    def count_running(self) -> int:
+        return len(self.calls) + len(self.preparing)
+
     def end_calls(self) -> None:
         """End all running requests because the server shuts down. Each client gets an error, streams included."""
         error = ApiError(503, "the server is shutting down", code="shutting_down")
+        self._is_ending = True
+        self.preparing.fail(error)
         for call in list(self.calls):
             call.end(error)
 
@@ -157,7 +165,7 @@ class PromptCall:
         Raises ApiError, EngineDeadError.
         """
         server, timeout = self.server, self.server.config.request_timeout
-        server.admit()  # again, since other requests may have arrived while this one was tokenized
+        server.admit(is_new=False)  # again, since others may have arrived while this one was tokenized
         server.log.received(self._log_id, self._requests)
         loop = asyncio.get_running_loop()
         watcher = asyncio.create_task(self._watch())

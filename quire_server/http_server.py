@@ -85,7 +85,7 @@ class _Server(DrainingServer):
         self.app.state.draining = True
 
     def count_running(self) -> int:
-        return 0 if self.engine_failed else len(self.app.state.server.calls)
+        return 0 if self.engine_failed else self.app.state.server.count_running()
 
     def has_background_work(self) -> bool:
         return bool(self.app.state.responses.runs)

@@ -4,9 +4,9 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from random import Random
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.messages.structured_outputs import StructuredOutputsParams
@@ -17,7 +17,9 @@ from quire_structured.references import Schema
 from quire_structured.schema import rewritten
 from quire_structured.structural_tag import as_lark, structural_tag
 
-if TYPE_CHECKING:  # imports the library of tokenizers
+if TYPE_CHECKING:  # imports the library of tokenizers; and worker processes, which fill no masks, go without numpy
+    import numpy as np
+
     from quire_structured.vocabulary import Vocabulary
 
 MAX_CHOICES = 10_000
@@ -88,7 +90,7 @@ class GuidanceBackend(Backend):
             raise ValueError(_reason(matcher.get_error()))
         return GuidanceMatcher(matcher)
 
-    def fill(self, matchers: Sequence[GuidanceMatcher], bits: np.ndarray) -> None:
+    def fill(self, matchers: Sequence[GuidanceMatcher], bits: "np.ndarray") -> None:
         count, words = bits.shape
         if count <= _FEW:
             for row, matcher in enumerate(matchers):
@@ -148,20 +150,33 @@ def _check_length(text: str) -> None:
         raise ValueError(f"the constraint has {len(text)} characters; at most {MAX_TEXT} are supported")
 
 
+def _bit(bits: int, number: int) -> int:
+    """The place of a set bit, by its number among those that are set. Without numpy, see above."""
+    place, size = 0, bits.bit_length()
+    while size > 1:
+        half = size // 2
+        low = bits & ((1 << half) - 1)
+        if number < (count := low.bit_count()):
+            bits, size = low, half
+        else:
+            bits, number = bits >> half, number - count
+            place, size = place + half, size - half
+    return place
+
+
 def _try(matcher: LLMatcher) -> None:
     """Walk through the grammar at random, and come back. Raises ValueError for a grammar that does not work.
 
     Some limits are noticed only when a mask is computed.
     """
-    chance = np.random.default_rng(0)
+    chance = Random(0)
     for _ in range(_TRIAL_TOKENS):
         if matcher.is_error():
             break
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")  # a bit for each token
         if matcher.is_stopped():
             break
-        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-        matcher.consume_token(int(chance.choice(allowed)))
+        matcher.consume_token(_bit(allowed, chance.randrange(allowed.bit_count())))
     reason = _reason(matcher.get_error())
     if matcher.is_stopped() and not matcher.is_accepting() and (not reason or reason.startswith("NoExtension")):
         raise ValueError("no text matches the constraint")

@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,6 +13,8 @@ from quire_structured.backends import load_backend
 from quire_structured.grammar import Backend, TokenTable
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from quire.system.untrusted.pool import UntrustedPool
     from quire_structured.vocabulary import Vocabulary
 
@@ -45,6 +45,8 @@ class GrammarCompiler:
         total_seconds: float | None = None,
     ) -> None:
         """total_seconds: instead of the default, if the options have none."""
+        from hashlib import sha256  # here, since the worker processes need neither
+
         from quire.system.untrusted.service import Preparation
 
         self._pool, self._options, self._total_seconds = pool, options, total_seconds

@@ -41,6 +41,7 @@ from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.metrics.engine import EngineMetrics
 from quire.metrics.logging import logger
 from quire.models.heads.resolve import with_files
+from quire.system.untrusted.limits import BusyError
 from quire.text.tokenizer import Tokenizer
 
 SLICE = 32  # outputs of a step that are detokenized before other callers get a turn
@@ -90,6 +91,7 @@ class AsyncLLM:
             core.kill()
             raise
         self.processor = self.frontend.processor
+        self._long_prompt = min(LONG_PROMPT, self.frontend.tokenizer.longest_quick or LONG_PROMPT)
         self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler)
         name = served_name or self.config.model.model or "quire"
         lora = self.config.lora
@@ -165,19 +167,24 @@ class AsyncLLM:
 
     async def add_lora(self, lora_request: LoRARequest) -> Adapter:
         """Load an adapter into all cores before its first request, which would do so otherwise. Raises ValueError if it
-        cannot be used."""
+        cannot be used, BusyError if other requests took the time that its patterns had."""
         adapter = await asyncio.to_thread(self.frontend.adapter, lora_request)
         assert adapter is not None
         await asyncio.gather(*(self._load(adapter, core) for core in self.client.ready))
         return adapter
 
     async def _load(self, adapter: Adapter, core: int) -> None:
+        await self._compute("adapter", [0], core, adapter)
+
+    async def _compute(self, name: str, prompt: Prompt, core: int, adapter: Adapter | None) -> None:
+        """Have a core compute a prompt. Raises ValueError or BusyError if it cannot."""
         params = SamplingParams(temperature=0, max_tokens=1)
-        request = await self.process(f"adapter-{token_hex(8)}", [0], params, adapter=adapter)
+        request = await self.process(f"{name}-{token_hex(8)}", prompt, params, adapter=adapter)
         async with aclosing(self.run([request], core)) as outputs:
             async for output in outputs:
-                if output.outputs[0].finish_reason in ("bad_request", "overloaded", "error"):
-                    raise ValueError(output.outputs[0].stop_reason)
+                reason, error = output.outputs[0].finish_reason, output.outputs[0].stop_reason
+                if reason in ("bad_request", "overloaded", "error"):
+                    raise (BusyError if reason == "overloaded" else ValueError)(error)
 
     def abort(self, request_id: str) -> bool:
         """End a request; its reader gets the output so far. Returns False for an unknown or finished request."""
@@ -328,15 +335,10 @@ class AsyncLLM:
         return True
 
     async def _pin(self, prefix: PinPrefix, core: int) -> None:
-        params = SamplingParams(temperature=0, max_tokens=1)
         prompt: Any = {"prompt_token_ids": prefix.token_ids}
         if prefix.cache_salt is not None:
             prompt["cache_salt"] = prefix.cache_salt
-        request = await self.process(f"{prefix.id}-{token_hex(4)}", prompt, params, adapter=prefix.adapter)
-        async with aclosing(self.run([request], core)) as outputs:
-            async for output in outputs:
-                if output.outputs[0].finish_reason in ("bad_request", "overloaded", "error"):
-                    raise ValueError(output.outputs[0].stop_reason)
+        await self._compute(prefix.id, prompt, core, prefix.adapter)
         await self.client.carry_out_at(core, prefix)
         if prefix.id not in self.prefixes:  # deleted meanwhile
             await self.client.carry_out_at(core, UnpinPrefix(prefix.id))
@@ -349,7 +351,7 @@ class AsyncLLM:
                 for prefix in list(self.prefixes.values()):
                     try:
                         await self._pin(prefix, core)
-                    except (ValueError, EngineDeadError) as error:
+                    except (ValueError, BusyError, EngineDeadError) as error:
                         logger.warning("The prefix %s is not pinned any more: %s", prefix.id, error_text(error))
 
         if self.prefixes:
@@ -409,7 +411,7 @@ class AsyncLLM:
         arguments = (request_id, prompt, params, priority, add_special_tokens, adapter)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         has_media = isinstance(prompt, dict) and not MEDIA_FIELDS.isdisjoint(prompt)
-        if has_media or (isinstance(text, str) and len(text) > LONG_PROMPT):
+        if has_media or (isinstance(text, str) and len(text) > self._long_prompt):
             return await asyncio.to_thread(self.processor.process, *arguments)
         return self.processor.process(*arguments)
 

@@ -274,7 +274,7 @@ class EngineCore:
         if not flight.step.rows or flight.step.epoch < self.scheduler.epoch:
             return []  # a dummy step, or one skipped after a refusal, which the scheduler has withdrawn already
         outputs = self.scheduler.update(result)
-        if result.was_skipped:
+        if result.refusals:
             _log_failures(outputs)
         return outputs
 
@@ -424,5 +424,5 @@ class EngineCore:
 def _log_failures(outputs: list[EngineCoreOutput]) -> None:
     """Bad requests are their clients' failures, and the reasons may quote them."""
     for output in outputs:
-        if output.finish_reason not in (FinishReason.BAD_REQUEST, FinishReason.OVERLOADED):
+        if output.finish_reason is FinishReason.ERROR:
             logger.error("Request %s failed: %s", output.request_id, output.stop_reason)

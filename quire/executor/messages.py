@@ -96,10 +96,12 @@ class Result(msgspec.Struct, array_like=True, tag=True):
 
 
 class Loaded(msgspec.Struct, array_like=True, tag=True):
-    """The rank has carried out an order with a key while steps ran, or cannot, for the given reason."""
+    """The rank has carried out an order with a key while steps ran, or cannot, for the given reason. is_busy: it can
+    later."""
 
     key: str
     problem: str | None = None
+    is_busy: bool = False
 
 
 class Changed(msgspec.Struct, array_like=True, tag=True):

@@ -24,6 +24,7 @@ from quire.messages.transfers import Transfer
 from quire.metrics.logging import log_options
 from quire.parallel.mesh import open_meeting
 from quire.parallel.sizes import MeshSizes
+from quire.system.untrusted.limits import BusyError
 
 
 class MultiprocExecutor(Executor):
@@ -244,11 +245,12 @@ class _Ranks:
             if loaded is None or len(replies) < len(self.all):
                 return
             del self._loading[reply.key]
-        problem = next((reply.problem for reply in replies if reply.problem is not None), None)
-        if problem is None:
-            loaded.set_result(None)
+        problems = [reply for reply in replies if reply.problem is not None]
+        if problems:
+            problem = min(problems, key=lambda reply: reply.is_busy)
+            loaded.set_exception((BusyError if problem.is_busy else ValueError)(problem.problem))
         else:
-            loaded.set_exception(ValueError(problem))
+            loaded.set_result(None)
 
     def _note_changed(self, reply: messages.Changed) -> None:
         with self._lock:

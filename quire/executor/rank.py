@@ -30,6 +30,7 @@ from quire.metrics.logging import configure_logging
 from quire.system import lean_torch
 from quire.system.garbage import skip_last_collection
 from quire.system.stacks import FOLDER_VARIABLE, offer_stacks
+from quire.system.untrusted.limits import BusyError, WorkerError
 
 if TYPE_CHECKING:
     from quire.worker.worker import Worker
@@ -140,13 +141,13 @@ def _begin(link: Link, key: str, work: Callable[[], None]) -> None:
     """Do what the order with the key asks for on a thread, and report that to the executor."""
 
     def run() -> None:
-        problem = None
+        loaded = messages.Loaded(key)
         try:
             work()
         except Exception as error:
-            problem = error_text(error)
+            loaded = messages.Loaded(key, error_text(error), isinstance(error, BusyError | WorkerError))
         with contextlib.suppress(OSError):
-            link.send(messages.encode(messages.Loaded(key, problem)))
+            link.send(messages.encode(loaded))
 
     threading.Thread(target=run, daemon=True).start()
 

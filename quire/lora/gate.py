@@ -1,5 +1,7 @@
 """Where adapters are: on disk, in CPU memory, or in a slot of the model. Requests wait until theirs has a slot."""
 
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,6 +12,10 @@ from quire.messages.engine import EngineCoreRequest
 from quire.messages.errors import error_text
 from quire.messages.lora import Adapter
 from quire.messages.step import AdapterPlace
+from quire.system.untrusted.limits import BusyError, WorkerError
+
+_BUSY = (BusyError, WorkerError)
+_RETRY_SECONDS = 1.0  # what the clients are told that got a 503
 
 
 class Memory(Protocol):
@@ -25,11 +31,22 @@ class Memory(Protocol):
 @dataclass
 class _Loaded:
     """An adapter in CPU memory, or on its way there. users: the requests that have passed the gate and have not ended,
-    which keep it in its slot."""
+    which keep it in its slot. ended: when loading ended."""
 
     loading: Future[None]
+    ended: float = math.inf
     slot: int | None = None
     users: set[str] = field(default_factory=set)
+
+    @property
+    def may_load_again(self) -> bool:
+        """Whether it was not loaded since other requests took the time, and those that waited for it have failed."""
+        if not self.loading.done() or time.monotonic() < self.ended + _RETRY_SECONDS:
+            return False
+        return isinstance(self.loading.exception(), _BUSY)
+
+    def note_end(self, _: Future[None]) -> None:
+        self.ended = time.monotonic()
 
 
 class AdapterGate:
@@ -50,17 +67,21 @@ class AdapterGate:
         self._wake = wake
 
     def ready(self, request: EngineCoreRequest) -> bool:
-        """Whether the request's adapter has a slot. Raises ValueError with the reason if it cannot be loaded."""
+        """Whether the request's adapter has a slot. Raises ValueError with the reason if it cannot be loaded, and
+        BusyError if a request that comes later may load it."""
         if request.adapter is None:
             return True
-        adapter = self._adapters.get(request.adapter.key) or self._load(request.adapter)
+        adapter = self._adapters.get(request.adapter.key)
+        if adapter is None or adapter.may_load_again:
+            adapter = self._load(request.adapter)
         if adapter is None:
             return False
         self._adapters.move_to_end(request.adapter.key)
         if not adapter.loading.done():
             return False
         if (error := adapter.loading.exception()) is not None:
-            raise ValueError(f"adapter {request.adapter.name!r} cannot be used: {error_text(error)}")
+            kind = BusyError if isinstance(error, _BUSY) else ValueError
+            raise kind(f"adapter {request.adapter.name!r} cannot be used: {error_text(error)}")
         if adapter.slot is None and not self._give_slot(adapter):
             return False
         adapter.users.add(request.request_id)
@@ -81,6 +102,7 @@ class AdapterGate:
                 self._wake()
 
     def _load(self, wanted: Adapter) -> _Loaded | None:
+        self._adapters.pop(wanted.key, None)  # one that was not loaded: it has no slot
         if len(self._adapters) >= self._max_cpu_loras:
             unused = (key for key, a in self._adapters.items() if not a.users and a.loading.done())
             oldest = next(unused, None)
@@ -91,6 +113,7 @@ class AdapterGate:
                 self._free_slots.append(slot)
             self._memory.drop_adapter(oldest)
         adapter = self._adapters[wanted.key] = _Loaded(self._memory.load_adapter(wanted.key, wanted.path))
+        adapter.loading.add_done_callback(adapter.note_end)
         adapter.loading.add_done_callback(lambda future: self._wake())
         return adapter
 

@@ -150,7 +150,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
         drafts that were accepted and one more. The list of a row that did not sample is empty.
     logprobs: of the sampled tokens, for the rows that asked for them.
     prompt_logprobs: of a whole prompt except its first token, when its row samples for the first time.
-    refusals: why a request cannot be run. A step with refusals was not run at all.
+    refusals: why a request cannot be run, or why its results cannot be used. It fails.
     was_skipped: the step was not run, because of its own refusals or those of an earlier step of its epoch.
     draft_token_ids: for each row, the drafts behind its sampled tokens; an empty list if the step asked for none.
     pooled: the results of rows that pool, which end with this step.

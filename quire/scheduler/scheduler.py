@@ -327,13 +327,16 @@ class Scheduler:
         if step.step_id != output.step_id or len(output.sampled_token_ids) != len(requests) * (not output.was_skipped):
             raise ValueError(f"expected the results of step {step.step_id}, got those of step {output.step_id}")
         if output.was_skipped:
-            return self._end_epoch({requests[index]: reason for index, reason in output.refusals.items()})
+            while self._submitted:
+                self.withdraw(self._submitted[-1][0])
+            self.epoch += 1
+            return self._refuse(requests, output.refusals)
         self._submitted.popleft()
         self._is_exhausted = False
         for connector in self.connectors:
             connector.retired(step.step_id)
         self.stats.computed_tokens += sum(step.num_tokens)
-        outputs: list[EngineCoreOutput] = []
+        outputs = self._refuse(requests, output.refusals)
         drafts = step.num_draft_tokens or repeat(0, len(requests))
         if output.pooled:
             outputs += self._pooled(requests, output)
@@ -354,7 +357,7 @@ class Scheduler:
         if output.draft_token_ids and self.speculation is not None:
             self.speculation.receive(requests, output.draft_token_ids)
         if output.logprobs or output.prompt_logprobs:
-            by_id = {request_output.request_id: request_output for request_output in outputs}
+            by_id = {each.request_id: each for each in outputs if each.new_token_ids}
             for index, request in enumerate(requests):
                 if request.request_id in by_id:
                     by_id[request.request_id].logprobs = output.logprobs.get(index)
@@ -409,13 +412,11 @@ class Scheduler:
             self._finish(request)
         return output
 
-    def _end_epoch(self, refusals: dict[Request, str]) -> list[EngineCoreOutput]:
-        """Withdraw all submitted steps, and fail the refused requests with the given reasons."""
-        while self._submitted:
-            self.withdraw(self._submitted[-1][0])
-        self.epoch += 1
+    def _refuse(self, requests: list[Request], refusals: dict[int, str]) -> list[EngineCoreOutput]:
+        """Fail the refused requests of a step, by their index, with the given reasons."""
         outputs = []
-        for request, reason in refusals.items():
+        for index, reason in refusals.items():
+            request = requests[index]
             if request.status is not Status.FINISHED:  # the request may have been aborted since
                 self._finish(request)
                 outputs.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, reason))

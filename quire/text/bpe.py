@@ -17,6 +17,7 @@ SPLITS = {
     for names, expressions in _TABLE.items()
     for name in names.split()
 }
+_MOST_CUTS = 1_000_000_000  # of tokens into two, times their length: vocabularies have a hundredth of that
 _COMPOSED = ("qwen2", "qwen35", "command-r", "mpt", "olmo")  # characters are composed first (NFC)
 
 
@@ -56,9 +57,12 @@ def merges_of(tokens: Iterable[str]) -> list[tuple[str, str]]:
 
     These libraries join the two neighbours whose union has the lowest rank. To reproduce this, a token gets one merge
     for each way to cut it into two tokens. The order of these merges does not matter: wherever a span of a text becomes
-    a token, the same steps with the same last cut produce it as if the span stood alone.
+    a token, the same steps with the same last cut produce it as if the span stood alone. Raises ValueError for tokens
+    that would take minutes.
     """
     tokens = dict.fromkeys(tokens)
+    if sum(len(token) ** 2 for token in tokens) > _MOST_CUTS:
+        raise ValueError("its tokens are too long")
     return [
         (left, right)
         for token in tokens

@@ -13,6 +13,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from quire.text.bpe import completed, merges_of
+from quire.text.tokenizer_check import LONGEST_PIECE, MOST_GROWTH, charsmap_growth
 
 
 class Kind(IntEnum):
@@ -61,7 +62,7 @@ class SentencePieceModel:
         backend = Backend(self._unigram(texts) if self.is_unigram else self._bpe(texts))
         steps: list[normalizers.Normalizer] = [normalizers.Precompiled(self.charsmap)] if self.charsmap else []
         if self.strip_spaces:
-            steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+            steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex("^ | $"), "")]
         if self.dummy_prefix and self.legacy:
             steps.append(normalizers.Prepend("▁"))
         backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
@@ -113,6 +114,12 @@ def read_sentencepiece(data: bytes, config: dict[str, Any]) -> tuple[Backend, di
         raise ValueError("its model is of words or characters; Quire supports SentencePiece's Unigram and BPE")
     if trainer.get(24, 0):
         raise ValueError("treat_whitespace_as_suffix is not supported")
+    charsmap = normalizer.get(2, b"")
+    if charsmap_growth(charsmap) > MOST_GROWTH:
+        message = f"normalizer_spec.precompiled_charsmap may make a text more than {MOST_GROWTH} times as long"
+        raise ValueError(message)
+    if (longest := max((len(piece.text) for piece in pieces), default=0)) > LONGEST_PIECE:
+        raise ValueError(f"it has a piece of {longest:,} characters; at most {LONGEST_PIECE:,} are allowed")
     prefix = config.get("add_prefix_space")
     backend, added = SentencePieceModel(
         pieces,
@@ -122,7 +129,7 @@ def read_sentencepiece(data: bytes, config: dict[str, Any]) -> tuple[Backend, di
         dummy_prefix=bool(normalizer.get(3, 1) if prefix is None else prefix),
         legacy=config.get("legacy") is not False,  # older checkpoints do not state it, and are legacy
         strip_spaces=bool(normalizer.get(4, 1)),
-        charsmap=normalizer.get(2, b""),
+        charsmap=charsmap,
     ).backend(config.get("added_tokens_decoder") or {})
     # The fields 45 to 48, and their defaults.
     tokens = {"unk_token": b"<unk>", "bos_token": b"<s>", "eos_token": b"</s>", "pad_token": b"<pad>"}

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.text.bpe import added_ids, byte_level, completed, family, merges_of
 from quire.text.token_bytes import BYTE_OF_CHARACTER
+from quire.text.tokenizer_check import check_expression
 
 _CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 # The special tokens of the files until 2024, which do not list them.
@@ -59,6 +60,10 @@ def read_tekken(data: bytes, config: dict[str, Any]) -> tuple[Backend, dict[str,
     """Reads tekken.json, and completes the configuration. The special tokens have the first ids, and the others follow
     by rank. BOS is added by default."""
     file = msgspec.json.decode(data, type=_Tekken)
+    try:
+        check_expression(file.config.pattern)
+    except ValueError as error:
+        raise ValueError(f"config.pattern {file.config.pattern[:100]!r} {error}") from error
     size, count = file.config.default_vocab_size, file.config.default_num_special_tokens
     ranked = sorted(file.special_tokens or (), key=lambda token: token.rank)
     specials = [token.token_str for token in ranked] or _EARLY_TEKKEN

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from quire.messages.errors import error_text
 from quire.system.files import MIB, read_bytes
 from quire.text.bpe import read_vocab_and_merges
+from quire.text.encoding import SHORT_TEXT, ConfinedEncoder, text_encoder
 from quire.text.gguf_tokenizer import gguf_tokenizer
 from quire.text.length_bound import LengthBound
 from quire.text.sentencepiece import read_sentencepiece
@@ -60,8 +61,9 @@ class Tokenizer:
         has_bos = framed != plain and framed[:1] == [self.bos_token_id]
         has_eos = framed != plain and framed[-1:] == [self.eos_token_id]
         bos, eos = self.bos_token_id, self.eos_token_id
-        self._prefix = [bos] if config.get("add_bos_token") and bos is not None and not has_bos else []
-        self._suffix = [eos] if config.get("add_eos_token") and eos is not None and not has_eos else []
+        prefix = [bos] if config.get("add_bos_token") and bos is not None and not has_bos else []
+        suffix = [eos] if config.get("add_eos_token") and eos is not None and not has_eos else []
+        self._encoder = text_encoder(backend, prefix, suffix)
 
     @classmethod
     def from_directory(cls, path: Path) -> Self:
@@ -93,45 +95,25 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises ValueError for text that the tokenizer has no tokens for, and for invalid Unicode: a lone surrogate,
-        which JSON's backslash-u escapes can produce."""
-        try:
-            # The batch method lets other threads run meanwhile, even for one text. Without offsets it is faster.
-            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except BaseException as error:
-            if is_fault(error):
-                raise ValueError(_why_not_encoded(text, error)) from error
-            raise
-        return [*self._prefix, *encoding.ids, *self._suffix] if add_special_tokens else encoding.ids
+        which JSON's backslash-u escapes can produce.
+
+        A tokenizer that may take quadratic time encodes longer texts in a worker process. It raises ValueError for one
+        that takes too long, and BusyError while others take the time.
+        """
+        return self._encoder.encode(text, add_special_tokens)
 
     def encode_parts(
         self, first: str, second: str | None, keep: int | None = None, add_special_tokens: bool = True
     ) -> tuple[list[int], list[int]]:
         """Token ids of one text or two with the special tokens between and around them, and for each the number of its
         text, 0 or 1. At most `keep` tokens, by cutting off the ends of the longer text. Raises ValueError."""
-        with _encoding(first if second is None else first + second):
-            return self._encode_parts([first] if second is None else [first, second], keep, add_special_tokens)
+        return self._encoder.encode_parts(first, second, keep, add_special_tokens)
 
-    def _encode_parts(
-        self, texts: list[str], keep: int | None, add_special_tokens: bool
-    ) -> tuple[list[int], list[int]]:
-        parts = [self._backend.encode(text, add_special_tokens=False) for text in texts]
-        is_pair = len(parts) > 1
-        own = len(self._prefix) + len(self._suffix) if add_special_tokens else 0
-        if keep is not None:
-            added = self._backend.num_special_tokens_to_add(is_pair) if add_special_tokens else 0
-            lengths, room = [len(part) for part in parts], max(0, keep - own - added)
-            if sum(lengths) > room:
-                shorter = min(lengths[-1], lengths[0])
-                longer = max(room - shorter, (room + 1) // 2) if is_pair else room
-                for part, length in zip(parts, lengths, strict=True):
-                    cut = longer if length > shorter or not is_pair else max(room - longer, 0)
-                    if length > cut:
-                        part.truncate(cut)
-        made = self._backend.post_process(parts[0], parts[1] if is_pair else None, add_special_tokens)
-        if not own:
-            return made.ids, made.type_ids
-        ids = [*self._prefix, *made.ids, *self._suffix]
-        return ids, [0] * len(self._prefix) + made.type_ids + made.type_ids[-1:] * len(self._suffix)
+    @property
+    def longest_quick(self) -> int | None:
+        """The characters of a text that is encoded quickly in any case. None if that is true of all texts, in
+        proportion to their length."""
+        return SHORT_TEXT if isinstance(self._encoder, ConfinedEncoder) else None
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens, without tokenizing. 0 if the tokenizer allows no bound."""
@@ -139,8 +121,7 @@ class Tokenizer:
 
     def pieces(self, text: str, add_special_tokens: bool) -> list[str]:
         """The tokens of a text as the vocabulary spells them. Parts without a token are spelled as in the text."""
-        with _encoding(text):
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).tokens
+        return self._encoder.pieces(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Raises ValueError if the decoder of the tokenizer fails on these tokens."""
@@ -297,25 +278,6 @@ def read_chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     if isinstance(template, dict):
         return template
     return {} if template is None else {"default": template}
-
-
-@contextmanager
-def _encoding(text: object) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        if is_fault(error):
-            raise ValueError(_why_not_encoded(text, error)) from error
-        raise
-
-
-def _why_not_encoded(text: object, error: BaseException) -> str:
-    if not isinstance(error, TypeError):
-        return f"the tokenizer has no tokens for the text: {error_text(error)}"
-    if not isinstance(text, str):
-        return f"expected text, found {type(text).__name__}"
-    place, surrogate = next((index, ord(char)) for index, char in enumerate(text) if 0xD800 <= ord(char) <= 0xDFFF)
-    return f"the text is not valid Unicode: character {place} is U+{surrogate:04X}, half of a surrogate pair"
 
 
 def _clean_up_spaces(text: str) -> str:

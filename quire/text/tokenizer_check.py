@@ -9,22 +9,28 @@ import base64
 import binascii
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from tokenizers import Tokenizer as Backend
 
 from quire.messages.errors import error_text
 from quire.system.files import MIB, read_bytes
 
 MOST_BYTES = 512 * MIB  # of a file: those of the largest vocabularies have 40
 _MOST_STEPS = 200
-_MOST_GROWTH = 64  # how much longer all steps together may make a text
+MOST_GROWTH = 64  # how much longer all steps together may make a text
 _LONGEST = 10_000  # characters of a pattern or of what replaces it
 _LONGEST_WORD = 1_000  # characters that WordPiece looks at: it takes the square of that
-_LONGEST_PIECE = 2_000  # characters of a piece of a Unigram model
+LONGEST_PIECE = 2_000  # characters of a piece of a Unigram model
 _MANY = 64  # repetitions that count as any number
 _DEEPEST = 50  # groups within groups
+_LONG_WORD = 200  # characters that usual WordPiece models look at, or fewer
+# Alternatives that try all spaces in a row in vain, where the next one takes them.
+_ALL_SPACES = r"\s+(?!\S)"
+_OF_SPACES = {_ALL_SPACES, r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+[\r\n]+"}
 
 
 class _Model(msgspec.Struct):
@@ -64,9 +70,9 @@ def check_tokenizer(path: Path) -> bytes:
         raise ValueError(f"model.max_input_chars_per_word is {word:,}; at most {_LONGEST_WORD:,} are allowed")
     if file.model.type == "Unigram":
         longest = max((len(piece) for piece, _ in msgspec.json.decode(data, type=_UnigramFile).model.vocab), default=0)
-        if longest > _LONGEST_PIECE:
+        if longest > LONGEST_PIECE:
             raise ValueError(
-                f"model.vocab has a piece of {longest:,} characters; at most {_LONGEST_PIECE:,} are allowed"
+                f"model.vocab has a piece of {longest:,} characters; at most {LONGEST_PIECE:,} are allowed"
             )
     return data
 
@@ -86,9 +92,11 @@ def _check_steps(name: str, part: Any) -> None:
                 check_expression(expression)
             except ValueError as error:
                 raise ValueError(f"{path}.pattern {expression[:100]!r} {error_text(error)}") from error
+            if name == "decoder" and is_quadratic(expression):
+                raise ValueError(f"{path}.pattern {expression[:100]!r} could take quadratic time")
         growth *= _growth(step)
-        if growth > _MOST_GROWTH:
-            raise ValueError(f"{path} may make a text more than {_MOST_GROWTH} times as long, with the steps before it")
+        if growth > MOST_GROWTH:
+            raise ValueError(f"{path} may make a text more than {MOST_GROWTH} times as long, with the steps before it")
         for token in (
             (step.get("special_tokens") or {}).values() if isinstance(step.get("special_tokens"), dict) else ()
         ):
@@ -124,14 +132,18 @@ def _growth(step: dict[str, Any]) -> float:
 
 
 def _charsmap_growth(text: Any) -> float:
-    """Of SentencePiece's table: a trie, and the texts by which it replaces others, with a zero byte behind each."""
     try:
-        data = base64.b64decode(text or "")
+        return charsmap_growth(base64.b64decode(text or ""))
     except (binascii.Error, ValueError, TypeError):
         return 1.0  # the library refuses it
+
+
+def charsmap_growth(data: bytes) -> float:
+    """How many times as long SentencePiece's table may make a text. It has a trie, and the texts by which it replaces
+    others, with a zero byte behind each."""
     size = int.from_bytes(data[:4], "little")
     longest = max(map(len, data[4 + size :].split(b"\0")), default=1)
-    return 1.0 if longest <= _MOST_GROWTH else float(longest)
+    return 1.0 if longest <= MOST_GROWTH else float(longest)
 
 
 # ---- regular expressions
@@ -157,6 +169,43 @@ class _Part(NamedTuple):
     is_nested: bool = False
 
 
+def has_quadratic_step(backend: Backend) -> bool:
+    """Whether a loaded tokenizer may take quadratic time for a text, as far as its expressions show."""
+    for part in (backend.normalizer, backend.pre_tokenizer):
+        state = msgspec.json.decode(part.__getstate__()) if part is not None else None
+        for _, step in _steps("", state):
+            pattern = step.get("pattern")
+            expression = pattern.get("Regex") if isinstance(pattern, dict) else None
+            if isinstance(expression, str) and is_quadratic(expression):
+                return True
+    return getattr(backend.model, "max_input_chars_per_word", 0) > _LONG_WORD
+
+
+def is_quadratic(text: str) -> bool:
+    """Whether an expression may take the square of a text's length. Those of usual models have a form that could, but
+    one of their alternatives consumes what another one has tried in vain."""
+    if text in _published():
+        return False
+    reader = _Reader(text)
+    alternatives = dict[str, _Part]()
+    while True:
+        start = reader.position
+        part = reader.sequence(0)
+        alternatives[text[start : reader.position]] = part
+        if not text.startswith("|", reader.position):
+            break
+        reader.position += 1
+    slow = {alternative for alternative, part in alternatives.items() if part.slow}
+    return bool(slow) and not (slow <= _OF_SPACES and _ALL_SPACES in alternatives)
+
+
+@cache
+def _published() -> frozenset[str]:
+    from quire.text.bpe import SPLITS
+
+    return frozenset(expression for expressions in SPLITS.values() for expression in expressions)
+
+
 def check_expression(text: str) -> None:
     """Raises ValueError for an expression that may take exponential time, or the cube of a text's length or more.
 
@@ -177,10 +226,10 @@ class _Reader:
     def alternatives(self, depth: int) -> _Part:
         if depth > _DEEPEST:
             raise ValueError(f"has more than {_DEEPEST} groups within groups")
-        parts = [self._sequence(depth)]
+        parts = [self.sequence(depth)]
         while self.text.startswith("|", self.position):
             self.position += 1
-            parts.append(self._sequence(depth))
+            parts.append(self.sequence(depth))
         return _Part(
             any(part.is_empty for part in parts),
             len(parts) > 1 or parts[0].varies,
@@ -189,7 +238,7 @@ class _Reader:
             any(part.is_nested for part in parts),
         )
 
-    def _sequence(self, depth: int) -> _Part:
+    def sequence(self, depth: int) -> _Part:
         parts = list[_Part]()
         while self.position < len(self.text) and self.text[self.position] not in "|)":
             parts.append(self._repeated(depth))

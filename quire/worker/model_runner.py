@@ -101,7 +101,8 @@ class ModelRunner(Runner[_Launched]):
         try:
             if masks is not None:
                 self._apply_masks(launched.logits, masks)
-            sampled = self._sample(launched, ModelRunnerOutput(step_id, [[]] * len(flat.rows)))
+            output = ModelRunnerOutput(step_id, [[]] * len(flat.rows), refusals=self._refused.pop(step_id, {}))
+            sampled = self._sample(launched, output)
         except torch.OutOfMemoryError as error:
             skipped = self.out_of_memory(launched.step, error)
             return lambda: skipped

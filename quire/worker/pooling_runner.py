@@ -77,6 +77,7 @@ class PoolingRunner(Runner[_Launched]):
         launched = self._launched.pop(step_id)
         if isinstance(launched, ModelRunnerOutput):
             return lambda: launched
+        refusals = self._refused.pop(step_id, {})
         shapes = [list(result.shape) for result in launched.results]
         read = self.device.download(torch.cat([result.reshape(-1) for result in launched.results]))
 
@@ -87,7 +88,7 @@ class PoolingRunner(Runner[_Launched]):
                 size = int(np.prod(shape))
                 pooled[index] = Pooled(shape, flat[at : at + size].tobytes())
                 at += size
-            return ModelRunnerOutput(step_id, [[]] * len(shapes), pooled=pooled)
+            return ModelRunnerOutput(step_id, [[]] * len(shapes), refusals=refusals, pooled=pooled)
 
         return output
 

@@ -36,7 +36,6 @@ class Runner(ABC, Generic[Launched]):
     balancer: ExpertBalancer | None = None  # of experts that may move
     clock: StepClock | None = None  # told about each step, if others wait for what it computes
     media: MediaInputs | None = None  # of a model that takes pictures or embeddings
-    ranks_agree: bool = True  # whether all ranks have the same logits, and so skip the same steps
     was_finite: bool = False  # whether a step has shown that the model computes numbers, see check_numbers
     in_lockstep: bool = False  # whether other replicas wait for a forward of each step, also of those without rows
 
@@ -47,6 +46,7 @@ class Runner(ABC, Generic[Launched]):
         self.is_only_rank, self.device = is_only_rank, staging.device
         self._launched: dict[int, Launched | ModelRunnerOutput] = {}  # by step id; a skipped step has its output here
         self._skipped_epoch = -2  # steps of this epoch and of earlier ones are skipped
+        self._refused: dict[int, dict[int, str]] = {}  # by step id: the refusals of a step that was launched
 
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> None:
@@ -67,9 +67,9 @@ class Runner(ABC, Generic[Launched]):
                     self.media.update(step)
                     flat = self.media.place(flat)
                 launched = self.launch(flat, step)
-                is_checked = self.was_finite or self.device.is_async
-                refused = None if is_checked else self._check_numbers(step, self.results_of(launched))
-                self._launched[step.step_id] = refused or launched
+                self._launched[step.step_id] = launched
+                if not self.was_finite and not self.device.is_async:
+                    self._check_numbers(step, self.results_of(launched))
             except torch.OutOfMemoryError as error:
                 self._launched[step.step_id] = self.out_of_memory(step, error)
         if self.clock is not None:
@@ -133,20 +133,21 @@ class Runner(ABC, Generic[Launched]):
         if is_wrong:
             raise ConfigError(self._not_finite())
 
-    def _check_numbers(self, step: SchedulerOutput, results: Sequence[Tensor]) -> ModelRunnerOutput | None:
+    def _check_numbers(self, step: SchedulerOutput, results: Sequence[Tensor]) -> None:
         """Refuse requests whose first results are not finite, until a step has finite ones only.
 
-        A type with too small a range gives NaN from the first step on, so later steps are not checked. Returns the
-        output of the step if it is refused. results: by request, see results_of.
+        A type with too small a range gives NaN from the first step on, so later steps are not checked. The step is not
+        skipped: not all ranks have the results, and those without them are running it. results: by request, see
+        results_of.
         """
         wrong = [index for index, result in enumerate(results) if not _is_finite(result)]
         if not wrong:
             self.was_finite = any(result.numel() for result in results)
-            return None
+            return
         logger.error("The first step failed: %s", message := self._not_finite())
-        if not self.ranks_agree:
-            raise RuntimeError(message)
-        return self._skip(step, dict.fromkeys(wrong, message))
+        self._refused[step.step_id] = dict.fromkeys(wrong, message)
+        for index in wrong:
+            results[index].zero_()  # so that whatever reads them finds numbers
 
     def _not_finite(self) -> str:
         dtype = str(self.model.kernels.target.dtype).removeprefix("torch.")

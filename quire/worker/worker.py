@@ -153,7 +153,7 @@ class Worker:
             self.runner = self._model_runner(config, model, batch, staging, forward, is_only_rank, most_tokens)
         if sees or config.multimodal.enable_prompt_embeds:
             self.runner.media = MediaInputs(model, batch)
-        self.runner.in_lockstep, self.runner.ranks_agree = mesh.dp.size > 1, mesh.size == mesh.tp.size
+        self.runner.in_lockstep = mesh.dp.size > 1
         self.runner.balancer = expert_balancer(model, config.parallel)
         groups = zip(model.kv_specs, self.backends, strict=True)
         pages = [kv_spec.page_bytes(backend.entry_bytes) for kv_spec, backend in groups]

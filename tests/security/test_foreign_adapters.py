@@ -15,16 +15,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.engine.async_llm import AsyncLLM
+from quire.engine.llm import LLM
 from quire.lora import patterns
 from quire.lora.checkpoint import read_adapter
 from quire.lora.files import CONFIG, WEIGHTS, adapter_files
 from quire.lora.patterns import first_matches, values_by_module
-from support.adapters import write_adapter
+from quire.messages.lora import LoRARequest
+from quire.messages.sampling_params import SamplingParams
+from quire.system.untrusted.limits import BusyError
+from quire.system.untrusted.pool import PLACES, shared_pool
+from support.adapters import modules_of, write_adapter
 from support.odd_files import ODD_FILES, replace_file
 from support.server import Host, Service, eventually
 
 MODULES = {f"model.layers.{i}.self_attn.{name}_proj": (8, 8) for i in range(12) for name in ("q", "v")}
 BOMB = ".*" * 14 + "x"
+_LONG = patterns.Limits(cpu_seconds=600.0, memory_bytes=256 << 20, total_seconds=600.0)
 BOMBS = [BOMB, "((m|o|d|e|l|.)*)*!", "(.+.+)+!", "(?:[a-z.0-9_]+)+!"]
 
 
@@ -240,6 +247,37 @@ def test_a_config_with_any_values_is_read_or_refused(tmp_path: Path, quick_limit
     check()
 
 
+# ---- a pool that has too much to do
+
+
+def test_a_request_whose_adapter_finds_the_pool_busy_may_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = patterns.Limits(cpu_seconds=60.0, memory_bytes=256 << 20, total_seconds=0.2)
+    monkeypatch.setattr(patterns, "_LIMITS", limits)
+    llm = LLM(dtype="float32", max_num_seqs=4, kv_cache_memory_bytes=64 << 20, enable_lora=True, max_lora_rank=8)
+    adapter = write_adapter(tmp_path, modules_of(llm), alpha_pattern={"x.*": 4})
+    request = LoRARequest("a", lora_path=str(adapter))
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    others = [shared_pool().submit("support.untrusted_jobs:sleep", 600.0, limits=_LONG) for _ in range(PLACES)]
+    try:
+        with pytest.raises(BusyError, match=r"adapter 'a' cannot be used: it .* for 0.2 s, the limit"):
+            llm.generate(["Once"], params, lora_request=request, use_tqdm=False)
+    finally:
+        for other in others:
+            other.cancel()
+    monkeypatch.setattr(patterns, "_LIMITS", _LONG)
+    eventually(lambda: _is_loaded(llm, request, params))
+
+
+def _is_loaded(llm: LLM, request: LoRARequest, params: SamplingParams) -> bool:
+    try:
+        [output] = llm.generate(["Once"], params, lora_request=request, use_tqdm=False)
+    except BusyError:  # for a second
+        return False
+    return len(output.outputs[0].token_ids) == 2
+
+
 # ---- a server
 
 
@@ -279,6 +317,19 @@ def test_a_client_gets_an_error_and_other_requests_go_on(host: Host, service: Se
     assert "rank_pattern takes too long to match: it needs more than 2 s of processor time" in answer.error["message"]
     assert meanwhile > 1
     eventually(lambda: host.is_idle)
+
+
+def test_a_client_whose_adapter_finds_the_pool_busy_gets_a_503(
+    monkeypatch: pytest.MonkeyPatch, service: Service
+) -> None:
+    async def refuse(self: AsyncLLM, request: LoRARequest) -> None:
+        raise BusyError("adapter 'pipe' cannot be used: it waited for other requests for 20 s, the limit")
+
+    monkeypatch.setattr(AsyncLLM, "add_lora", refuse)
+    answer = load(service, "pipe")
+    assert (answer.status, answer.error["code"]) == (503, "server_overloaded")
+    assert answer.headers["retry-after"] == "1"
+    assert "it waited for other requests" in answer.error["message"]
 
 
 @pytest.mark.slow

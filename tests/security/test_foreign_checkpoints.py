@@ -21,10 +21,14 @@ from quire.engine.llm import LLM
 from quire.loading.errors import ModelNotFoundError
 from quire.loading.hub import bundled_model, resolve
 from quire.loading.weights import WeightError, open_checkpoint
+from quire.system.untrusted.limits import Limits
+from quire.text import encoding
 from quire.text.bpe import SPLITS
 from quire.text.tokenizer import Tokenizer
-from quire.text.tokenizer_check import check_expression
+from quire.text.tokenizer_check import check_expression, is_quadratic
+from support.attacks import attack, check_refused, witness
 from support.odd_files import ODD_FILES, replace_file
+from support.server import Host
 
 
 @pytest.fixture
@@ -196,6 +200,136 @@ def test_the_expressions_of_known_families_are_accepted() -> None:
     for expressions in SPLITS.values():
         for expression in expressions:
             check_expression(expression)
+
+
+# ---- expressions of quadratic time
+
+_SLOW = {"type": "Split", "pattern": {"Regex": "(?:ab)*c|."}, "behavior": "Isolated", "invert": False}
+_MANY_WORDS = "ab" * 200_000  # takes the library minutes
+
+
+def _as_if_slow(checkpoint: Path, pattern: str) -> Tokenizer:
+    """The bundled tokenizer with another step before its own, which changes no split."""
+    own = json.loads((checkpoint / "tokenizer.json").read_text())["pre_tokenizer"]
+    step = _SLOW | {"pattern": {"Regex": pattern}}
+    _change_tokenizer(checkpoint, pre_tokenizer={"type": "Sequence", "pretokenizers": [step, own]})
+    return Tokenizer.from_directory(checkpoint)
+
+
+def test_usual_tokenizers_encode_here() -> None:
+    assert Tokenizer.from_directory(bundled_model()).longest_quick is None
+    for expressions in SPLITS.values():
+        assert not any(map(is_quadratic, expressions))
+    llama = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    assert not is_quadratic(llama)
+    for expression in ("(?:ab)*c|.", r"\s*[\r\n]+|.", "a+b|a+", r"\s+(?!\S)|a*b"):
+        assert is_quadratic(expression)
+
+
+def test_a_long_prompt_of_a_slow_tokenizer_is_bounded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "_LIMITS", Limits(cpu_seconds=0.3, memory_bytes=1 << 30, total_seconds=600.0))
+    tokenizer = _as_if_slow(checkpoint, "(?:ab)*c|.")
+    assert tokenizer.longest_quick == encoding.SHORT_TEXT
+    for method in (tokenizer.encode, tokenizer.encode_parts, tokenizer.pieces):
+        with pytest.raises(ValueError, match=r"the prompt takes too long to tokenize: it needs more than 0.3 s"):
+            method(_MANY_WORDS, None if method == tokenizer.encode_parts else False)
+
+
+@pytest.mark.slow
+def test_a_slow_prompt_is_a_400_and_other_streams_go_on(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_if_slow(checkpoint, "(?:ab)*c|.")
+    host = Host(model=str(checkpoint), dtype="float32", max_num_seqs=4, kv_cache_memory_bytes=64 << 20)
+    try:
+        service = host.serve()
+        monkeypatch.setattr(encoding, "_LIMITS", Limits(cpu_seconds=0.005, memory_bytes=1 << 30, total_seconds=600.0))
+        prompt = "ab" * 3_000
+        messages = [{"role": "user", "content": prompt}]
+        with witness(service):
+            answers = attack(service, "/v1/completions", [{"prompt": prompt, "max_tokens": 1}] * 4)
+            answers += attack(service, "/v1/chat/completions", [{"messages": messages, "max_tokens": 1}] * 4)
+            answers += attack(service, "/tokenize", [{"prompt": prompt}])
+        fields = ["prompt"] * 4 + ["messages"] * 4 + ["prompt"]
+        for answer, field in zip(answers, fields, strict=True):
+            assert "takes too long to tokenize" in check_refused(answer, 400)
+            assert answer.error["param"] == field
+    finally:
+        host.close()
+
+
+def test_a_slow_tokenizer_makes_the_same_tokens(checkpoint: Path) -> None:
+    usual, slow = (
+        Tokenizer.from_directory(bundled_model()),
+        _as_if_slow(checkpoint, "(?:ab)*\0\0|[\0-\U0010ffff]{1,9999}"),
+    )
+    for text in ("Once upon a time", "Once upon a time there was a <|im_start|> dragon.\n" * 100):
+        assert slow.encode(text) == usual.encode(text)
+        assert slow.encode(text, add_special_tokens=False) == usual.encode(text, add_special_tokens=False)
+        assert slow.encode_parts(text, text[::-1], 100) == usual.encode_parts(text, text[::-1], 100)
+        assert slow.pieces(text, False) == usual.pieces(text, False)
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        slow.encode("\ud800" * 3_000)
+
+
+def test_a_slow_expression_of_a_decoder_is_refused(checkpoint: Path) -> None:
+    step = {"type": "Replace", "pattern": {"Regex": "a*b"}, "content": ""}
+    _change_tokenizer(checkpoint, decoder={"type": "Sequence", "decoders": [step]})
+    with pytest.raises(ValueError, match=r"decoder.decoders\[0\].pattern 'a\*b' could take quadratic time"):
+        Tokenizer.from_directory(checkpoint)
+
+
+# ---- SentencePiece and tekken
+
+
+def _field(number: int, value: bytes) -> bytes:
+    size, length = len(value), b""
+    while size >= 128:
+        length += bytes([size & 127 | 128])
+        size >>= 7
+    return bytes([number << 3 | 2]) + length + bytes([size]) + value
+
+
+def _sentencepiece(checkpoint: Path, *pieces: str, charsmap: bytes = b"", is_bpe: bool = False) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    data = b"".join(_field(1, _field(1, piece.encode())) for piece in ("<unk>", "a", *pieces))
+    (checkpoint / "tokenizer.model").write_bytes(
+        data + _field(2, bytes([3 << 3, 1 + is_bpe])) + _field(3, _field(2, charsmap))
+    )
+
+
+@pytest.mark.parametrize(
+    ("pieces", "charsmap", "error"),
+    [
+        (
+            (),
+            base64.b64decode(_charsmap(90)),
+            "normalizer_spec.precompiled_charsmap may make a text more than 64 times",
+        ),
+        (("a" * 2_001,), b"", "it has a piece of 2,001 characters; at most 2,000 are allowed"),
+        (tuple(f"{i}" + "a" * 1_990 for i in range(300)), b"", "its tokens are too long"),
+    ],
+    ids=["table", "piece", "pieces"],
+)
+def test_a_sentencepiece_model_that_bloats_texts_is_refused(
+    checkpoint: Path, pieces: tuple[str, ...], charsmap: bytes, error: str
+) -> None:
+    _sentencepiece(checkpoint, *pieces, charsmap=charsmap, is_bpe=True)
+    with pytest.raises(ValueError, match=f"cannot read .*tokenizer.model: {error}"):
+        Tokenizer.from_directory(checkpoint)
+
+
+def test_spaces_take_a_sentencepiece_model_no_quadratic_time(checkpoint: Path) -> None:
+    _sentencepiece(checkpoint, "▁")
+    tokenizer = Tokenizer.from_directory(checkpoint)
+    assert tokenizer.longest_quick is None
+    assert tokenizer.pieces("   a" + " " * 1_000_000 + "a   ", False) == tokenizer.pieces("a a", False)
+
+
+def test_a_slow_expression_of_tekken_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    config = {"pattern": "(a+)+b", "default_vocab_size": 2, "default_num_special_tokens": 1}
+    (checkpoint / "tekken.json").write_text(json.dumps({"config": config, "vocab": []}))
+    with pytest.raises(ValueError, match=r"tekken.json: config.pattern '\(a\+\)\+b' has a repetition within"):
+        Tokenizer.from_directory(checkpoint)
 
 
 _PART = st.sampled_from(["a", "b", ".", "[ab]", "[^b]", "(?!b)", "$", r"\b", "aa", "ab"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 import socket
 from collections.abc import Iterator
 
@@ -11,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.config import ConfigError, ServerConfig
+from quire_server.warning_limit import WarningLimit
 from support.edge import EdgeHost, answered, send_until_closed, until_closed
 from support.waiting import eventually
 
@@ -247,3 +250,33 @@ def test_limits_without_sense_are_refused(wrong):
     [name] = wrong
     with pytest.raises(ConfigError, match=name):
         ServerConfig.create(**wrong)
+
+
+# ---- the log
+
+
+def test_requests_that_are_no_http_do_not_flood_the_log(edge: EdgeHost, monkeypatch):
+    lines = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("uvicorn.error")
+    monkeypatch.setattr(logger, "filters", [WarningLimit(0.5)])
+    logger.addHandler(handler)
+    try:
+        for _ in range(50):
+            assert answer_to(edge, b"\x16\x03\x01 no HTTP\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+        eventually(lambda: sum(map(_count, lines)) == 50, lambda: lines)
+    finally:
+        logger.removeHandler(handler)
+    assert lines[0] == "Invalid HTTP request received."
+    assert len(lines) < 50
+
+
+def _count(line: str) -> int:
+    """How often the warning came that a line is about."""
+    found = re.search(r"\((\d+) more in the last", line)
+    return 1 if found is None else int(found[1])
+
+
+def test_a_server_limits_how_often_it_warns(edge: EdgeHost):
+    assert any(isinstance(each, WarningLimit) for each in logging.getLogger("uvicorn.error").filters)

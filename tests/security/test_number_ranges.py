@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -12,12 +13,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from quire.config import ConfigError, EngineConfig
+from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
 from quire.loading.hub import bundled_model
 from quire.messages.sampling_params import SamplingParams
 from quire.models.description import describe
 from quire.worker.warm_up import warm_up
-from support.engines import runner_of
+from support.checkpoints import Checkpoints
+from support.engines import run_and_leave_no_core, runner_of
 
 _ONE = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
@@ -25,8 +28,11 @@ _ONE = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 @pytest.fixture(scope="module")
 def large_numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model with hidden states beyond the range of float16, and within that of bfloat16."""
-    folder = tmp_path_factory.mktemp("large") / "model"
-    shutil.copytree(bundled_model(), folder)
+    return _with_large_numbers(bundled_model(), tmp_path_factory.mktemp("large") / "model")
+
+
+def _with_large_numbers(checkpoint: Path, folder: Path) -> Path:
+    shutil.copytree(checkpoint, folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"].float() * 1e6
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -84,6 +90,31 @@ def test_finite_logits_are_checked_once(large_numbers: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_refuse_the_same_step(large_numbers: Path, caplog: pytest.LogCaptureFixture) -> None:
-    llm = LLM(large_numbers, dtype="float16", max_model_len=64, max_num_seqs=4, tensor_parallel_size=2)
+@pytest.mark.parametrize("option", ["tensor", "pipeline", "prefill_context"])
+def test_several_ranks_refuse_as_one_does(large_numbers: Path, caplog: pytest.LogCaptureFixture, option: str) -> None:
+    llm = LLM(large_numbers, dtype="float16", max_model_len=64, max_num_seqs=4, **{f"{option}_parallel_size": 2})
     _check_refusal(llm, caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares_experts", [False, True])
+def test_several_replicas_refuse_as_one_does(checkpoints: Checkpoints, tmp_path: Path, shares_experts: bool) -> None:
+    folder = _with_large_numbers(checkpoints.path("mixtral"), tmp_path / "model")
+
+    async def finish(llm: AsyncLLM, name: str) -> tuple[str | None, str]:
+        async for output in llm.generate({"prompt_token_ids": [5, 7, 9]}, _ONE, name):
+            last = output.outputs[0]
+        return last.finish_reason, str(last.stop_reason)
+
+    async def check() -> None:
+        options = {"dtype": "float16", "max_model_len": 64, "max_num_seqs": 4, "data_parallel_size": 2}
+        llm = AsyncLLM(folder, **options, enable_expert_parallel=shares_experts)
+        try:
+            await llm.start()
+            for turn in range(2):
+                for reason, error in await asyncio.gather(*(finish(llm, f"{turn}-{i}") for i in range(4))):
+                    assert (reason, error[:18]) == ("error", "dtype: in float16,")
+        finally:
+            await llm.shutdown()
+
+    run_and_leave_no_core(check())

@@ -122,7 +122,7 @@ def test_a_job_inherits_no_descriptor_no_secret_and_no_large_module(pool, monkey
     assert len(facts["descriptors"]) == 5  # three standard streams, the socket and the listing
     assert "HF_TOKEN" not in facts["environment"]
     assert not facts["modules"]
-    assert facts["nice"] > os.nice(0)
+    assert facts["nice"] == os.nice(0)
     end(fresh)
 
 
@@ -236,6 +236,18 @@ def test_a_killed_launcher_fails_its_jobs_and_is_replaced():
     end(pool)
 
 
+def test_only_a_job_that_takes_longer_than_usual_gets_a_lower_priority():
+    pool = UntrustedPool()
+    _, launcher = run(pool, "process")
+    job = submit(pool, "loop")
+    eventually(lambda: children(launcher))
+    (pid,) = children(launcher)
+    eventually(lambda: os.getpriority(os.PRIO_PROCESS, pid) == os.nice(0) + 5)
+    assert run(pool, "facts")["nice"] == os.nice(0)
+    job.cancel()
+    end(pool)
+
+
 def children(pid: int) -> list[int]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return [int(child) for child in file.read().split()]
@@ -269,6 +281,16 @@ def test_all_processes_end_with_a_parent_that_is_killed():
         (job,) = children(launcher)
         parent.kill()
     eventually(lambda: not is_alive(launcher) and not is_alive(job))
+
+
+def test_the_modules_of_grammars_bring_no_large_ones():
+    code = (
+        "import sys, quire.system.untrusted.launcher, quire_structured.guidance, quire_structured.workers\n"
+        "print({'numpy', 'hashlib', 'asyncio', 'logging', 'concurrent'} & sys.modules.keys())\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-S", "-c", code]
+    assert subprocess.run(command, capture_output=True, env=environment, text=True).stdout == "set()\n"
 
 
 def test_a_process_has_one_shared_pool_and_a_fork_has_its_own():

@@ -18,7 +18,6 @@ from quire.system.untrusted.limits import Limits
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 # Half of what a thread has, so that what did not overflow here does not do so in the process that uses the result.
 _STACK = 4 << 20
-_NICE = 5  # behind the threads of the engine, if these need all processors
 
 # System calls that fail with EPERM: sockets, programs, other processes, and io_uring, which could do the same.
 _DENIED = {
@@ -79,7 +78,6 @@ def end_with_parent(parent: int) -> None:
 
 def confine(limits: Limits) -> None:
     """Apply the limits to this process, for good. It has used no processor time yet."""
-    os.nice(_NICE)
     if sys.platform == "linux":
         _write("/proc/self/oom_score_adj", "1000")  # the first to go when the machine or the cgroup has no memory
     used = _address_space()

@@ -5,10 +5,12 @@ It has one thread, and reads orders from a socket to the pool (SOCK_SEQPACKET, a
     ["prepare", key, function] + socket    run a function on the arguments that the socket brings, keep its result
     ["run", id, function, key, limits] + socket    fork a job, which reads its arguments from the socket and answers
     ["signal", id, number]                 send a signal to a job
+    ["nice", id, number]                   lower a job's priority, below the launcher's
 
 and reports ["started", id, pid], ["ended", id, wait status] and ["failed", id or key, text]. It ends with its parent.
 """
 
+import ctypes
 import gc
 import os
 import selectors
@@ -90,6 +92,8 @@ class _Launcher:
                 self._prepared[key] = resolve(function)(*msgspec.msgpack.decode(receive(link)))
             except Exception as error:
                 self._failures[key] = error_text(error)[:_TEXT]
+        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc keeps what was freed
+            trim(0)
         self._report("prepared", key)
 
     def _run(self, identity: int, function: str, key: str, limits: dict[str, Any], link: socket.socket) -> None:
@@ -112,6 +116,11 @@ class _Launcher:
     def _signal(self, identity: int, number: int, _: None) -> None:
         if identity in self._jobs:  # its process is at least a zombie, so the number is no other process's
             os.kill(self._jobs[identity], number)
+
+    def _nice(self, identity: int, number: int, _: None) -> None:
+        if identity in self._jobs:
+            number += os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, self._jobs[identity], min(number, 19))
 
     def _reap(self) -> None:
         while self._ids:

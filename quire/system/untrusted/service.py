@@ -4,6 +4,9 @@ At most `slots` jobs run at a time. A job that has run for its slice while other
 when fewer wait, so a quick job is never behind slow ones for long. At most `places` jobs have a process. When these are
 taken and a new job has waited for a tenth of its time, the one that has used most processor time makes room, with a
 BusyError, if it is more than a slice.
+
+A job has the engine's priority for a slice of processor time, and a lower one after that: a quick job ends soon on a
+machine whose processors are all in use, and slow ones leave the processors to the engine.
 """
 
 import contextlib
@@ -19,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -30,8 +34,10 @@ from quire.system.untrusted.limits import MIB, BusyError, LimitExceededError, Li
 logger = logging.getLogger("quire")
 
 _LOOK_SECONDS = 0.05  # between looks at the time that jobs have used
+_NICE = 5  # of slow jobs: behind the threads of the engine, if these need all processors
 _CHUNK = 1 << 20  # bytes that are read at once
 _LAUNCHER = "quire.system.untrusted.launcher"
+_PACKAGES = str(Path(__file__).parents[3])  # the folder of quire and its sibling packages
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")  # and PYTHON*, no secrets
 
 
@@ -64,6 +70,7 @@ class Job:
         self.pid = 0  # 0 before it has a process
         self.resumed = 0.0  # when it got its slot, or its process started
         self.failure: Exception | None = None  # why it was killed
+        self.next_look = float("inf")  # when its processor time is looked at, until it counts as slow
 
 
 class Jobs(Protocol):
@@ -107,6 +114,7 @@ class Service:
                     self._next_deadline = min(self._next_deadline, job.deadline)
                 now = time.monotonic()
                 self._check_limits(now)
+                self._look(now)
                 self._share_slots(now)
                 if self._waiting or self._jobs:
                     idle_since = now
@@ -130,6 +138,7 @@ class Service:
         if not self._waiting and not self._jobs:
             return max(0.0, idle_since + self._pool.idle_seconds - now)
         times = [self._next_deadline, *(self._deadline(job) for job in self._jobs.values() if job.failure is None)]
+        times += [job.next_look for job in self._running]
         if self._waiting or self._stopped:
             times += [_slice_end(job) for job in self._running if _slice_end(job) > now]
         if self._waiting and len(self._jobs) >= self._pool.places:
@@ -149,6 +158,15 @@ class Service:
             elif job.failure is None and now >= self._deadline(job):
                 limit = f"{job.limits.total_seconds:g} s"
                 self._kill(job, BusyError(f"it took more than {limit}, including the time it waited for others"))
+
+    def _look(self, now: float) -> None:
+        """Lower the priority of jobs that have used more processor time than usual ones need."""
+        for job in self._running:
+            if now >= job.next_look:
+                left = job.limits.slice_seconds - _processor_seconds(job.pid)
+                job.next_look = now + max(left, _LOOK_SECONDS) if left > 0 else float("inf")
+                if left <= 0:
+                    self._order("nice", job.identity, _NICE)
 
     def _deadline(self, job: Job) -> float:
         """When its time is over. Its clock stands still during its preparation."""
@@ -246,13 +264,14 @@ class Service:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment |= {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+        environment["PYTHONPATH"] = os.pathsep.join([_PACKAGES, *map(os.path.abspath, sys.path)])
         # A process that forks must have a single thread, and a job needs no more than one.
         threads = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
         environment |= dict.fromkeys(threads, "1") | {"MALLOC_ARENA_MAX": "1"}
         command = [
             sys.executable,
             "-P",
+            "-S",  # the path has all packages already, and editable installations would import much
             "-m",
             "quire.system.untrusted.launcher",
             str(theirs.fileno()),
@@ -367,6 +386,7 @@ class Service:
                     job.deadline += now - max(began, job.submitted)
         elif (job := self._jobs[identity]) is not None and name == "started":
             job.pid, job.resumed = fields[0], now
+            job.next_look = now + job.limits.slice_seconds
         else:
             del self._jobs[identity]
             self._leave_slot(job)
