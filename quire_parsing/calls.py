@@ -35,6 +35,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     begin, end: markers around a call. sections: markers that stand before the first of several calls
     bare: the characters that begin a call without a marker, at the beginning of the answer, or after a text in `leads`
     leads: texts of the content, behind which a call may begin without a marker
+    fences: beginnings of blocks of JSON, which are calls if they name a function of the request
     noise: special tokens that are not content
     echoes: the model may repeat the text of a call behind it, and end it with another `end` marker
     body: reads a call, from behind the `begin` marker
@@ -54,6 +55,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     sections: tuple[str, ...] = ()
     bare: str = ""
     leads: tuple[str, ...] = ()
+    fences: tuple[str, ...] = ()
     noise: tuple[str, ...] = ()
     echoes: bool = False
     header: str = ""
@@ -82,7 +84,8 @@ def read_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     while True:
         ends = format.end if reader.num_calls and not reader.is_attempt else ()
         reader.give_up()
-        markers = (*format.begin, *format.sections, *format.leads, *format.noise, *ends)
+        fences = format.fences if types else ()
+        markers = (*format.begin, *format.sections, *format.leads, *format.noise, *fences, *ends)
         marker = yield from reader.until(markers, reader.content)
         if marker is None:
             return reader.end()
@@ -91,6 +94,9 @@ def read_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
             yield from _echo(reader, format)
         elif marker in format.noise:
             reader.hold("", False)
+        elif marker in fences:
+            reader.hold(marker, True)
+            yield from _fenced_call(reader, types)
         elif marker in format.leads:
             reader.content(marker)
             yield from _bare_call(reader, format, types)
@@ -112,6 +118,16 @@ def _bare_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
         return
     if not (yield from reader.before((*format.begin, *format.sections), 0)):
         yield from format.body(reader, format, types)
+
+
+def _fenced_call(reader: Reader, types: Types) -> Steps[None]:
+    """Reads a block of JSON up to its end, if it is a call."""
+    yield from reader.space()
+    if (yield from _json_call(reader, True, types)):
+        reader.hold("", True)
+        yield from reader.space()
+        if (yield from reader.literal("```")):
+            reader.discard()
 
 
 def _echo(reader: Reader, format: ToolFormat) -> Steps[None]:
@@ -152,8 +168,9 @@ def json_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
             yield from reader.space()
 
 
-def _json_call(reader: Reader, is_bare: bool) -> Steps[bool]:
-    """Reads an object that is a call. Whether it is one, and complete."""
+def _json_call(reader: Reader, is_bare: bool, known: Types | None = None) -> Steps[bool]:
+    """Reads an object that is a call. Whether it is one, and complete. known: the functions that it may name, if only
+    they are calls."""
     name: Any = None
     early: list[str] = []  # arguments that come before the name
     num_calls = reader.num_calls
@@ -173,6 +190,7 @@ def _json_call(reader: Reader, is_bare: bool) -> Steps[bool]:
         elif key == "name" and not name:
             name = parsed((yield from reader.whole_value())[0])
             is_complete = isinstance(name, str) and name.isprintable() and name != ""
+            is_complete = is_complete and (known is None or name in known)
             if early and is_complete:
                 reader.call(name)
                 reader.arguments("".join(early))

@@ -190,3 +190,19 @@ def test_special_tokens_stand_for_themselves():
     assert not takes([2, *ids("g12"), 3])
     assert not takes([2, *ids("f12<|done|>")])
     assert not takes([*ids("Hi"), 3])
+
+
+def test_a_block_of_json_that_names_a_function_is_a_call(backend, tokenizer):
+    """As Qwen2.5-Coder writes it; other blocks are free."""
+    tag = STRICT["hermes"].tag(tools(), "auto", True, "auto")
+    block = '```json\n{\n  "name": "%s",\n  "arguments": %s\n}\n```'
+    assert accepts(backend, tokenizer, tag, "I look.\n" + block % ("go.to", '{"at": [1]}'))
+    assert not accepts(backend, tokenizer, tag, block % ("go.to", '{"at": "here"}'))
+    assert accepts(backend, tokenizer, tag, block % ("my-package", '{"at": "here"}'))
+    assert read("hermes", "I look.\n" + block % ("go.to", '{\n    "at": [1]\n  }'), tools())[1] == [
+        ("go.to", {"at": [1]})
+    ]
+    package = '```json\n{\n  "name": "my-package",\n  "version": "1.0"\n}\n```'
+    assert read("hermes", package, tools()) == (package, [])
+    assert read("hermes", block % ("my-package", "{}"), tools()) == (block % ("my-package", "{}"), [])
+    assert read("hermes", block % ("go.to", "{}"), []) == (block % ("go.to", "{}"), [])
