@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +19,9 @@ from quire.lora.checkpoint import read_adapter
 from quire.lora.files import CONFIG, WEIGHTS, adapter_files
 from quire.lora.patterns import first_matches, values_by_module
 from support.adapters import write_adapter
+from support.attacks import check_refused, steady_memory, witness
 from support.odd_files import ODD_FILES, replace_file
-from support.server import Host, Service, eventually
+from support.server import Answer, Host, Service, eventually
 
 MODULES = {f"model.layers.{i}.self_attn.{name}_proj": (8, 8) for i in range(12) for name in ("q", "v")}
 BOMB = ".*" * 14 + "x"
@@ -251,38 +251,34 @@ def host() -> Iterator[Host]:
 
 
 @pytest.fixture(scope="module")
-def service(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Service:
+def service(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("adapters")
     write(folder / "bomb", rank_pattern={BOMB: 4})
     write(folder / "pipe")
     replace_file(folder / "pipe" / WEIGHTS[0], "pipe")
-    return host.serve(enable_admin_api=True, lora_folder=str(folder))
+    write(folder / "usual", rank_pattern={".*q_proj": 4})
+    service = host.serve(enable_admin_api=True, lora_folder=str(folder))
+    with steady_memory(lambda: load(service, "usual")):
+        yield service
 
 
-def load(service: Service, path: str) -> Any:
+def load(service: Service, path: str) -> Answer:
     return service.post("/v1/load_lora_adapter", {"lora_name": path, "lora_path": path})
 
 
 @pytest.mark.slow
 def test_a_client_gets_an_error_and_other_requests_go_on(host: Host, service: Service) -> None:
-    answers = list[Any]()
-    loading = threading.Thread(target=lambda: answers.append(load(service, "bomb")))
-    loading.start()
-    meanwhile = 0
-    while loading.is_alive():
-        service.complete("Once", max_tokens=8)
-        meanwhile += 1
-    loading.join()
-    [answer] = answers
-    assert answer.status == 400
+    with witness(service):
+        answer = load(service, "bomb")
+    assert "rank_pattern takes too long to match: it needs more than 2 s of processor time" in check_refused(
+        answer, 400
+    )
     assert answer.error["param"] == "lora_path"
-    assert "rank_pattern takes too long to match: it needs more than 2 s of processor time" in answer.error["message"]
-    assert meanwhile > 1
     eventually(lambda: host.is_idle)
 
 
 @pytest.mark.slow
 def test_a_client_gets_an_error_for_a_pipe(service: Service) -> None:
-    answer = load(service, "pipe")
-    assert answer.status == 400
-    assert f"{WEIGHTS[0]} is a named pipe" in answer.error["message"]
+    with witness(service):
+        answer = load(service, "pipe")
+    assert f"{WEIGHTS[0]} is a named pipe" in check_refused(answer, 400)

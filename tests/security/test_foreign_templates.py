@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from quire.loading.hub import bundled_model
 from quire.text import chat_template
 from quire.text.chat_template import ChatTemplateError, render, render_here
+from support.attacks import attack, check_refused, steady_memory, witness
 from support.server import Host, Service, eventually
 
 CHAT = [{"role": "user", "content": "Hello"}]
@@ -304,8 +304,16 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     host.close()
 
 
-def _post(service: Service, **fields: Any) -> Any:
-    return service.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 4, **fields})
+@pytest.fixture(scope="module")
+def service(host: Host) -> Iterator[Service]:
+    service = host.serve(trust_request_chat_template=True)
+    usual = [_chat(), _chat(chat_template=RARE["center"])]
+    with steady_memory(lambda: attack(service, "/v1/chat/completions", usual)):
+        yield service
+
+
+def _chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": CHAT, "max_tokens": 4, **fields}
 
 
 @pytest.mark.slow
@@ -318,18 +326,11 @@ def _post(service: Service, **fields: Any) -> Any:
     ],
     ids=["the model's template", "a request's template", "a large text"],
 )
-def test_a_client_gets_an_error_while_others_are_answered(host: Host, fields: dict[str, Any], param: str) -> None:
-    service = host.serve(trust_request_chat_template=True)
-    answers = list[Any]()
-    attack = threading.Thread(target=lambda: answers.append(_post(service, **fields)))
-    attack.start()
-    others = 0
-    while attack.is_alive():
-        assert _post(service).status == 200
-        others += 1
-    attack.join()
-    [answer] = answers
-    assert answer.status == 400
-    assert answer.error["param"] == param
-    assert others > 0
+def test_a_client_gets_an_error_while_others_are_answered(
+    host: Host, service: Service, quick_limit: None, fields: dict[str, Any], param: str
+) -> None:
+    with witness(service):
+        for answer in attack(service, "/v1/chat/completions", [_chat(**fields)] * 2):
+            check_refused(answer, 400)
+            assert answer.error["param"] == param
     eventually(lambda: host.is_idle)

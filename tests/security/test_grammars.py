@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from support.attacks import as_response_format, as_tool, attack, body, check_refused, witness
+from support.attacks import as_response_format, as_tool, attack, body, check_refused, steady_memory, witness
 from support.server import Host, Service
 from support.waiting import LONGEST
 
@@ -36,8 +36,11 @@ def host() -> Iterator[Host]:
 
 
 @pytest.fixture(scope="module")
-def server(host: Host) -> Service:
-    return host.serve()
+def server(host: Host) -> Iterator[Service]:
+    server = host.serve()
+    usual = [body(json=ONE), body(regex="(a|b)+"), body(grammar='start: "a" | "b"'), body(json=NAMES)]
+    with steady_memory(lambda: attack(server, "/v1/completions", usual)):
+        yield server
 
 
 @pytest.fixture(autouse=True)
