@@ -23,6 +23,7 @@ from quire.loading.hub import local_model
 from quire.lora.files import CONFIG
 from quire_multimodal.decoding import Kind
 from support.attack_variants import ADAPTER_FIELDS, CONSTRAINTS, TEMPLATES, damaged, heads
+from support.attacks import attack as attack_together
 from support.attacks import body, check_refused, steady_memory, witness
 from support.edge import until_closed
 from support.media_bombs import data_url
@@ -134,9 +135,18 @@ def attack(target: Target, kind: str, number: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_generated_attack_harms_the_server(server: tuple[Server, Target], kind: str) -> None:
     subject, target = server
-    core = subject.core
     with witness(target.client):
         attack(target, kind, ATTACKS // len(KINDS))
-    assert subject.core == core
+    assert subject.metric("engine_restarts_total") == 0
     assert "Traceback" not in subject.log
     subject.wait_until_idle()
+
+
+@pytest.mark.parametrize("template", ["{{ 'ab c' * 4000000 }}", "{{ 'a ' * 60000 }}"])
+def test_a_template_that_makes_a_large_prompt_is_refused(server: tuple[Server, Target], template: str) -> None:
+    _, target = server
+    chat = {"messages": CHAT, "chat_template": template}
+    with witness(target.client):
+        for answer in attack_together(target.client, "/v1/chat/completions", [{**chat, "max_tokens": 2}] * 4):
+            message = check_refused(answer, 400, 503)
+            assert answer.status == 503 or "max_model_len" in message
