@@ -45,7 +45,8 @@ class Clocks:
     """Clocks of the family and of the machine, in seconds.
 
     waits: how long each thread of a server waited for a processor. used: processor time of the family. busy: processor
-    time of all processes of the machine. stolen: what the hypervisor gave to other machines.
+    time of all processes of the machine. stolen: time for which a virtual machine did not run, whose processors then
+    neither worked nor were idle.
     """
 
     waits: Mapping[str, float]
@@ -63,7 +64,8 @@ class Clocks:
                     waits |= _waits(process.pid)  # but not of worker processes, which always wait
         machine = psutil.cpu_times()
         busy = machine.user + machine.nice + machine.system
-        return cls(waits, used, busy, machine.steal)
+        passed = busy + machine.irq + machine.softirq + machine.idle + machine.iowait
+        return cls(waits, used, busy, time.monotonic() - passed / (os.cpu_count() or 1))
 
     def lost_since(self, before: Self) -> float:
         """Seconds that other programs of the machine took from the family's threads.
@@ -73,7 +75,7 @@ class Clocks:
         """
         waited = sum(max(0.0, wait - before.waits.get(thread, 0.0)) for thread, wait in self.waits.items())
         others = (self.busy - before.busy) - (self.used - before.used)
-        return max(0.0, min(waited, others)) + self.stolen - before.stolen
+        return max(0.0, min(waited, others)) + max(0.0, self.stolen - before.stolen)
 
 
 def _waits(pid: int) -> dict[str, float]:

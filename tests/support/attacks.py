@@ -26,9 +26,10 @@ Stream = Callable[[], AbstractContextManager[socket.socket]]
 class Witness:
     """A second client, which streams answers while others attack.
 
-    Its gaps are times without a token, without the time for which the machine was busy with other programs: a token
-    that is late on a machine with much to do is no fault. A thread of the server that computes, sleeps, waits for a
-    lock, or waits for a processor that the server's own worker processes use, makes a gap on any machine.
+    Its gaps are times without a token, less the time that other programs and other virtual machines took
+    (Clocks.lost_since): a token that is late on a machine with much to do is no fault. A thread of the server that
+    computes, sleeps, waits for a lock, or waits for a processor that the server's own worker processes use, makes a gap
+    on any machine.
 
     baseline: the longest gap of the first answer, before the attack, in seconds. gap: the longest gap since then.
     longest_wait: the longest time without a token, whatever was the reason.
