@@ -250,6 +250,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     prompt = await server.render(chat.messages, chat, held, media)
     try:
         server.llm.processor.check_length(prompt)
+        await held.run(server.llm.processor.check_count, prompt)
         if media is None:
             token_ids = await held.run(server.llm.get_tokenizer().encode, prompt, False)
         else:

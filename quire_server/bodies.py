@@ -69,6 +69,13 @@ class HeldBody:
         self._bodies.in_hand += growth
         self._size += growth
 
+    def grow_to_prompt(self, size: int) -> None:
+        """Count the prompt that was rendered from the body, with `size` characters, if it is larger than the body. A
+        template can make a large prompt of a small body, which is then processed as large bodies are."""
+        growth = max(0, size - self._size)
+        self._bodies.in_hand += growth
+        self._size += growth
+
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that works on the body. For a large body it runs in a thread, after waiting for a turn.
 

@@ -34,7 +34,9 @@ async def render(
         raise ApiError(400, "chat_template should be a Jinja template", param="chat_template")
     try:
         rendering, prompt = await held.run(_begin, frontend, messages, body, media)
-        return str(prompt if prompt is not None else await held.unless_left(rendering.run_apart()))
+        prompt = str(prompt if prompt is not None else await held.unless_left(rendering.run_apart()))
+        held.grow_to_prompt(len(prompt))
+        return prompt
     except BusyError as error:
         text = f"rendering the chat template: {error_text(error)}"
         raise ApiError(503, text, code="server_overloaded", headers={"Retry-After": "1"}) from error

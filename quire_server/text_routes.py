@@ -32,6 +32,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
 
 def _tokenize(server: Server, text: str, add_special_tokens: bool, return_strings: bool) -> Response:
+    server.llm.processor.check_count(text)
     tokenizer = server.llm.get_tokenizer()
     token_ids = tokenizer.encode(text, add_special_tokens)
     answer: Tokens = {

@@ -68,10 +68,12 @@ class PoolingProcessor:
             text, tokenizer = _text_of(prompt), self.processor.tokenizer
             if text is not None and keep is not None:  # special tokens stay at the end
                 fields = prompt if isinstance(prompt, dict) else {}
-                token_ids = tokenizer.encode_parts(text, None, keep, add_special_tokens)[0]
+                part = self.processor.cut(text, keep, from_left=False)
+                token_ids = tokenizer.encode_parts(part, None, keep, add_special_tokens)[0]
                 prompt = {**fields, "prompt_token_ids": token_ids}
             elif text is not None and len(text) > longest:
                 self._check_room(tokenizer.fewest_tokens(text), "at least ")
+                self.processor.check_count(text)
             text, token_ids, salt = self.processor.tokenize(prompt, add_special_tokens, keep, False)
         kinds = self.token_types if isinstance(prompt, Pair) else 1
         self.processor.check_tokens(token_ids, self.processor.vocab_size * max(1, kinds))
@@ -125,6 +127,9 @@ class PoolingProcessor:
         return {**prompt, "prompt": prefix + text} if isinstance(prompt, dict) else prefix + text
 
     def _pair(self, pair: Pair, keep: int | None) -> list[int]:
+        if keep is None:
+            for text in (pair.first, pair.second):
+                self.processor.check_count(text)
         token_ids, kinds = self.processor.tokenizer.encode_parts(pair.first, pair.second, keep)
         if self.token_types > 1:  # see Decoder.embed
             size = self.processor.vocab_size

@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -17,6 +18,7 @@ from quire.messages.media import MediaItem
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured_outputs import ThinkingLimits
 from quire.options.kv_transfer import KVTransferOptions
+from quire.text.long_texts import end_with
 from quire.text.tokenizer import Tokenizer
 from quire_parsing.reasoning import ReasoningFormat
 
@@ -150,6 +152,7 @@ class Processor:
         params = params.clone()  # a clone is checked again: the caller may have changed fields since
         self._check_params(params)
         self.check_length(prompt, params)
+        self.check_count(prompt, params)
         keep, from_left = self._kept_tokens(params), params.truncation_side != "right"
         media, rotary, encoded = list[MediaItem](), b"", None
         if self._texts is not None:
@@ -234,6 +237,22 @@ class Processor:
                     f"the prompt has {len(text)} characters, which are {fewest} tokens or more and leave no room for "
                     f"output: max_model_len is {self.max_model_len}"
                 )
+
+    def check_count(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
+        """Raises PromptTooLongError for a long text with too many tokens, as soon as so many are found. This takes as
+        long as tokenizing them. The arguments are those of `check_length`."""
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if self._texts is not None or (params is not None and params.truncate_prompt_tokens is not None):
+            return
+        if isinstance(text, str) and len(self.cut(text, self.max_model_len, from_left=False)) < len(text):
+            raise PromptTooLongError(f"the prompt has {len(text)} characters, and the first of them are more tokens "
+                                     f"than max_model_len, which is {self.max_model_len}")  # fmt: skip
+
+    def cut(self, text: str, keep: int, from_left: bool) -> str:
+        """The part of a text that has the kept tokens. Tokens near a cut may differ from those of the whole text, so
+        the text is cut far away from the kept tokens."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        return end_with(encode, text, keep + CUT_MARGIN, from_left)
 
     def _check_room(self, num_tokens: int) -> None:
         if num_tokens >= self.max_model_len:
@@ -383,9 +402,10 @@ class Processor:
     def _encode(self, text: str, add_special_tokens: bool, keep: int | None, from_left: bool) -> list[int]:
         bound = self.tokenizer.length_bound if keep is not None and len(text) > self.max_model_len else None
         if keep is not None and bound is not None and bound.counts_spaces:
-            # Only this part of a long text can be kept. Tokens near the cut may differ from those of the whole text, so
-            # the text is cut far away from the kept tokens.
+            # Only this part of a long text can be kept.
             text = _end(text, (keep + CUT_MARGIN) * bound.bytes_per_token, from_left)
+        if keep is not None:
+            text = self.cut(text, keep, from_left)
         token_ids: list[int] = _end(self.tokenizer.encode(text, add_special_tokens), keep, from_left)
         return token_ids
 

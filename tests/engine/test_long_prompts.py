@@ -11,6 +11,7 @@ from quire.engine.frontend import Frontend
 from quire.engine.processor import CUT_MARGIN, Processor, PromptTooLongError
 from quire.loading.hub import bundled_model
 from quire.messages.sampling_params import SamplingParams
+from quire.text.long_texts import PART
 
 WORDS = "Once upon a time there was a small engine. " * 40
 
@@ -34,6 +35,35 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(processor, mo
 def test_token_ids_that_cannot_fit_are_counted_first(processor):
     with pytest.raises(PromptTooLongError, match="has 3000000 tokens"):
         processor.process("a", {"prompt_token_ids": ["not", "looked", "at"] * 1_000_000}, SamplingParams())
+
+
+@pytest.fixture
+def without_bound(processor, monkeypatch) -> None:
+    """A tokenizer whose tokens may have any length, so that it has to count them. It gets no long texts."""
+    encode = processor.tokenizer.encode
+
+    def encode_short(text: str, add_special_tokens: bool = True) -> list[int]:
+        assert len(text) <= 2 * PART
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(processor.tokenizer, "length_bound", None)
+    monkeypatch.setattr(processor.tokenizer, "encode", encode_short)
+
+
+@pytest.mark.parametrize("prompt", ["x y " * 5_000_000, {"prompt": "中" * 10_000_000}])
+def test_a_text_that_cannot_fit_is_refused_when_enough_tokens_are_counted(processor, without_bound, prompt):
+    with pytest.raises(PromptTooLongError, match=r"0000000 characters, and the first of them are more tokens than max"):
+        processor.process("a", prompt, SamplingParams())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_only_the_end_that_is_kept_is_tokenized_without_a_bound(processor, without_bound, side):
+    words = " ".join(f"word{i}" for i in range(300_000))
+    params = SamplingParams(truncate_prompt_tokens=100, truncation_side=side)
+    kept = processor.process("a", words, params).prompt_token_ids
+    part = words[-10_000:] if side == "left" else words[:10_000]
+    whole = processor.tokenizer.encode(part)
+    assert kept == (whole[-100:] if side == "left" else whole[:100])
 
 
 @settings(max_examples=15, deadline=None)

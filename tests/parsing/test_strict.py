@@ -199,9 +199,8 @@ def test_a_block_of_json_that_names_a_function_is_a_call(backend, tokenizer):
     assert accepts(backend, tokenizer, tag, "I look.\n" + block % ("go.to", '{"at": [1]}'))
     assert not accepts(backend, tokenizer, tag, block % ("go.to", '{"at": "here"}'))
     assert accepts(backend, tokenizer, tag, block % ("my-package", '{"at": "here"}'))
-    assert read("hermes", "I look.\n" + block % ("go.to", '{\n    "at": [1]\n  }'), tools())[1] == [
-        ("go.to", {"at": [1]})
-    ]
+    indented = block % ("go.to", '{\n    "at": [1]\n  }')
+    assert read("hermes", f"I look.\n{indented}", tools())[1] == [("go.to", {"at": [1]})]
     package = '```json\n{\n  "name": "my-package",\n  "version": "1.0"\n}\n```'
     assert read("hermes", package, tools()) == (package, [])
     assert read("hermes", block % ("my-package", "{}"), tools()) == (block % ("my-package", "{}"), [])

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 
 from quire.system.folders import scratch_folder
 from quire_server.arrival import RATE, Arrival, BodyTimeoutError
+from support.attacks import steady_memory, witness_of
 from support.edge import send_until_closed, until_closed
 from support.route import Proxy, StandIn, stand_ins
 from support.waiting import LONGEST, eventually
@@ -67,23 +70,39 @@ def test_a_server_that_nohup_started_outlives_its_terminal(server: StandIn):
 # ---- heads and bodies of a real process
 
 
-def test_the_proxy_bounds_heads_and_bodies(server: StandIn):
+def send_stream(handler: Any) -> None:
+    handler.begin_chunks()
+    for data in ["a"] * 20 + ["[DONE]"]:
+        handler.send_chunk(f"data: {data}\n\n".encode())
+        time.sleep(0.005)
+    handler.send_chunk(b"")
+
+
+def test_the_proxy_bounds_heads_and_bodies_and_another_stream_goes_on(server: StandIn):
+    server.reply = send_stream
+    stream = b"GET /v1/stream HTTP/1.1\r\nHost: x\r\n\r\n"
     options = ("--header-timeout", "0.3", "--body-timeout", "0.3", "--h11-max-header-count", "20")
     with Proxy(server.url, options=options) as proxy:
 
-        def answer_to(data: bytes, more: bytes = b"") -> bytes:
+        @contextmanager
+        def connection(data: bytes) -> Iterator[socket.socket]:
             with socket.create_connection(proxy.host_and_port, timeout=LONGEST) as raw:
                 raw.sendall(data)
+                yield raw
+
+        def answer_to(data: bytes, more: bytes = b"") -> bytes:
+            with connection(data) as raw:
                 if more:
                     send_until_closed(raw, more, 64 << 20)
                 return until_closed(raw)
 
         head = b"POST /v1/a HTTP/1.1\r\nHost: x\r\n"
-        assert answer_to(head).startswith(b"HTTP/1.1 408 ")
-        assert answer_to(head + b"Content-Length: 5\r\n\r\na").startswith(b"HTTP/1.1 408 ")
-        assert answer_to(head + b"a: b\r\n" * 30 + b"\r\n").startswith(b"HTTP/1.1 431 ")
-        answer_to(head + b"X: ", b"x" * 65536)
-        assert not server.received
+        with steady_memory(lambda: answer_to(head)), witness_of(lambda: connection(stream)):
+            assert answer_to(head).startswith(b"HTTP/1.1 408 ")
+            assert answer_to(head + b"Content-Length: 5\r\n\r\na").startswith(b"HTTP/1.1 408 ")
+            assert answer_to(head + b"a: b\r\n" * 30 + b"\r\n").startswith(b"HTTP/1.1 431 ")
+            answer_to(head + b"X: ", b"x" * 65536)
+        assert {received.path for received in server.received} == {"/v1/stream"}
         assert proxy.request("GET", "/v1/a").status == 200
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +25,10 @@ from quire.messages.sampling_params import SamplingParams
 from quire.system.untrusted.limits import BusyError
 from quire.system.untrusted.pool import PLACES, shared_pool
 from support.adapters import modules_of, write_adapter
+from support.attack_variants import JSON
+from support.attacks import check_refused, steady_memory, witness
 from support.odd_files import ODD_FILES, replace_file
-from support.server import Host, Service, eventually
+from support.server import Answer, Host, Service, eventually
 
 MODULES = {f"model.layers.{i}.self_attn.{name}_proj": (8, 8) for i in range(12) for name in ("q", "v")}
 BOMB = ".*" * 14 + "x"
@@ -223,20 +224,13 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
             read_adapter(adapter)
 
 
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-
-
 def test_a_config_with_any_values_is_read_or_refused(tmp_path: Path, quick_limit: None) -> None:
     adapter = write(tmp_path)
     original = json.loads((adapter / CONFIG).read_text())
     names = st.sampled_from([*original, "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "modules_to_save"])
 
     @settings(max_examples=25, deadline=None, derandomize=True)
-    @given(st.dictionaries(names, _JSON, min_size=1, max_size=3))
+    @given(st.dictionaries(names, JSON, min_size=1, max_size=3))
     def check(changes: dict[str, Any]) -> None:
         (adapter / CONFIG).write_text(json.dumps(original | changes))
         try:
@@ -289,33 +283,29 @@ def host() -> Iterator[Host]:
 
 
 @pytest.fixture(scope="module")
-def service(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Service:
+def service(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("adapters")
     write(folder / "bomb", rank_pattern={BOMB: 4})
     write(folder / "pipe")
     replace_file(folder / "pipe" / WEIGHTS[0], "pipe")
-    return host.serve(enable_admin_api=True, lora_folder=str(folder))
+    write(folder / "usual", rank_pattern={".*q_proj": 4})
+    service = host.serve(enable_admin_api=True, lora_folder=str(folder))
+    with steady_memory(lambda: load(service, "usual")):
+        yield service
 
 
-def load(service: Service, path: str) -> Any:
+def load(service: Service, path: str) -> Answer:
     return service.post("/v1/load_lora_adapter", {"lora_name": path, "lora_path": path})
 
 
 @pytest.mark.slow
 def test_a_client_gets_an_error_and_other_requests_go_on(host: Host, service: Service) -> None:
-    answers = list[Any]()
-    loading = threading.Thread(target=lambda: answers.append(load(service, "bomb")))
-    loading.start()
-    meanwhile = 0
-    while loading.is_alive():
-        service.complete("Once", max_tokens=8)
-        meanwhile += 1
-    loading.join()
-    [answer] = answers
-    assert answer.status == 400
-    assert answer.error["param"] == "lora_path"
-    assert "rank_pattern takes too long to match: it needs more than 2 s of processor time" in answer.error["message"]
-    assert meanwhile > 1
+    with witness(service):
+        answer = load(service, "bomb")
+    message = check_refused(answer, 400, 503)
+    if answer.status == 400:  # not on a machine that leaves it no time
+        assert "rank_pattern takes too long to match: it needs more than 2 s of processor time" in message
+        assert answer.error["param"] == "lora_path"
     eventually(lambda: host.is_idle)
 
 
@@ -334,6 +324,6 @@ def test_a_client_whose_adapter_finds_the_pool_busy_gets_a_503(
 
 @pytest.mark.slow
 def test_a_client_gets_an_error_for_a_pipe(service: Service) -> None:
-    answer = load(service, "pipe")
-    assert answer.status == 400
-    assert f"{WEIGHTS[0]} is a named pipe" in answer.error["message"]
+    with witness(service):
+        answer = load(service, "pipe")
+    assert f"{WEIGHTS[0]} is a named pipe" in check_refused(answer, 400)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -13,11 +12,12 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from quire.loading.hub import bundled_model
 from quire.text import chat_template
 from quire.text.chat_template import ChatTemplateError, render, render_here
+from support.attack_variants import TEMPLATES
+from support.attacks import attack, check_refused, steady_memory, witness
 from support.server import Host, Service, eventually
 
 CHAT = [{"role": "user", "content": "Hello"}]
@@ -209,65 +209,6 @@ def test_errors_in_a_worker_process_have_the_same_text() -> None:
 
 # ---- generated templates
 
-_ATOM = st.sampled_from(
-    ["'ab'", "5", "messages", "[1, 'a']", "('x', 2)", "{'a': 1}", "ns.x", "i", "none", "y", "'\\n'", "''"]
-)
-_FILTER = st.sampled_from(
-    [
-        "upper",
-        "list",
-        "string",
-        "join('-')",
-        "length",
-        "tojson",
-        "replace('a', 'bb')",
-        "indent(3)",
-        "default('d', true)",
-        "map('string')",
-        "select",
-        "first",
-        "sort",
-        "unique",
-        "reverse",
-        "items",
-        "center(9)",
-        "batch(2)",
-        "int",
-        "trim",
-    ]
-)
-_EXPRESSION = st.recursive(
-    _ATOM,
-    lambda e: (
-        st.tuples(e, st.sampled_from(["+", "*", "~", "-", "%", "==", "in", "and", "or", "**", "//"]), e).map(
-            lambda parts: f"({' '.join(parts)})"
-        )
-        | st.tuples(e, _FILTER).map(lambda parts: f"({parts[0]} | {parts[1]})")
-        | st.lists(e, max_size=3).map(lambda items: f"[{', '.join(items)}]")
-        | e.map(lambda inner: f"(ns.x ~ {inner})[:2]")
-        | e.map(lambda inner: f"f({inner})")
-    ),
-    max_leaves=8,
-)
-_STATEMENT = st.recursive(
-    _EXPRESSION.map(lambda e: f"{{{{ {e} }}}}")
-    | _EXPRESSION.map(lambda e: f"{{% set ns.x = {e} %}}")
-    | st.text("ab \n", max_size=3),
-    lambda s: (
-        st.tuples(_EXPRESSION, st.lists(s, max_size=3)).map(
-            lambda p: f"{{% for i in {p[0]} %}}{''.join(p[1])}{{% endfor %}}"
-        )
-        | st.tuples(_EXPRESSION, s, s).map(lambda p: f"{{% if {p[0]} %}}{p[1]}{{% else %}}{p[2]}{{% endif %}}")
-        | st.tuples(st.sampled_from(["5", "30", "900"]), s).map(
-            lambda p: f"{{% for i in range({p[0]}) %}}{p[1]}{{% endfor %}}"
-        )
-    ),
-    max_leaves=6,
-)
-_TEMPLATE = st.lists(_STATEMENT, min_size=1, max_size=4).map(
-    lambda parts: "{% set ns = namespace(x=1) %}{% macro f(y) %}<{{ y }}>{% endmacro %}" + "".join(parts)
-)
-
 
 def _check_equal(template: str) -> None:
     """What is rendered within bounds is what is rendered without; what is not is not compared, since it may not end."""
@@ -277,14 +218,14 @@ def _check_equal(template: str) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(_TEMPLATE)
+@given(TEMPLATES)
 def test_a_generated_template_is_rendered_as_without_bounds(template: str) -> None:
     _check_equal(template)
 
 
 @pytest.mark.nightly
 @settings(max_examples=20_000, deadline=None)
-@given(_TEMPLATE)
+@given(TEMPLATES)
 def test_many_generated_templates_are_rendered_as_without_bounds(template: str) -> None:
     _check_equal(template)
 
@@ -304,8 +245,16 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     host.close()
 
 
-def _post(service: Service, **fields: Any) -> Any:
-    return service.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 4, **fields})
+@pytest.fixture(scope="module")
+def service(host: Host) -> Iterator[Service]:
+    service = host.serve(trust_request_chat_template=True)
+    usual = [_chat(), _chat(chat_template=RARE["center"])]
+    with steady_memory(lambda: attack(service, "/v1/chat/completions", usual)):
+        yield service
+
+
+def _chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": CHAT, "max_tokens": 4, **fields}
 
 
 @pytest.mark.slow
@@ -318,18 +267,11 @@ def _post(service: Service, **fields: Any) -> Any:
     ],
     ids=["the model's template", "a request's template", "a large text"],
 )
-def test_a_client_gets_an_error_while_others_are_answered(host: Host, fields: dict[str, Any], param: str) -> None:
-    service = host.serve(trust_request_chat_template=True)
-    answers = list[Any]()
-    attack = threading.Thread(target=lambda: answers.append(_post(service, **fields)))
-    attack.start()
-    others = 0
-    while attack.is_alive():
-        assert _post(service).status == 200
-        others += 1
-    attack.join()
-    [answer] = answers
-    assert answer.status == 400
-    assert answer.error["param"] == param
-    assert others > 0
+def test_a_client_gets_an_error_while_others_are_answered(
+    host: Host, service: Service, quick_limit: None, fields: dict[str, Any], param: str
+) -> None:
+    with witness(service):
+        for answer in attack(service, "/v1/chat/completions", [_chat(**fields)] * 2):
+            check_refused(answer, 400)
+            assert answer.error["param"] == param
     eventually(lambda: host.is_idle)

@@ -7,13 +7,15 @@ import logging
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from quire.config import ConfigError, ServerConfig
 from quire_server.warning_limit import WarningLimit
+from support.attack_variants import heads
+from support.attacks import Witness, steady_memory, witness_of
 from support.edge import EdgeHost, answered, send_until_closed, until_closed
 from support.waiting import eventually
 
@@ -27,7 +29,7 @@ PARSERS = ["httptools", "h11"]
 def edge(request: pytest.FixtureRequest) -> Iterator[EdgeHost]:
     """With the default limits, but for those of time."""
     host = EdgeHost(request.param, header_timeout=600, timeout_keep_alive=600)
-    yield host
+    yield from steady(host)
     host.close()
 
 
@@ -35,8 +37,24 @@ def edge(request: pytest.FixtureRequest) -> Iterator[EdgeHost]:
 def hasty(request: pytest.FixtureRequest) -> Iterator[EdgeHost]:
     """With short times."""
     host = EdgeHost(request.param, header_timeout=0.3, timeout_keep_alive=0.3)
-    yield host
+    yield from steady(host)
     host.close()
+
+
+def steady(host: EdgeHost) -> Iterator[EdgeHost]:
+    """Used by tests that must leave no memory behind."""
+
+    def usual() -> None:
+        with host.connection(GET + b"Connection: close\r\n\r\n") as raw:
+            assert answered(raw) == (200, b"ok")
+
+    with steady_memory(usual):
+        yield host
+
+
+def edge_witness(edge: EdgeHost) -> AbstractContextManager[Witness]:
+    """A second client, which reads streams."""
+    return witness_of(lambda: edge.connection(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"))
 
 
 def answer_to(edge: EdgeHost, data: bytes) -> bytes:
@@ -57,7 +75,7 @@ def answer_to(edge: EdgeHost, data: bytes) -> bytes:
 )
 @pytest.mark.parametrize("begin", [b"GET /", GET, GET + b"X-Long: "], ids=["in the URL", "in a name", "in a value"])
 def test_an_endless_head_is_refused_when_it_exceeds_the_limit(edge: EdgeHost, begin, piece):
-    with edge.connection(begin) as raw:
+    with edge_witness(edge), edge.connection(begin) as raw:
         sent = send_until_closed(raw, piece, 64 << 20)
         answer = until_closed(raw)
     assert sent < 16 << 20  # what the buffers of both sides hold
@@ -68,11 +86,12 @@ def test_an_endless_head_is_refused_when_it_exceeds_the_limit(edge: EdgeHost, be
 def test_a_head_is_refused_with_the_limits_that_would_be_allowed(edge: EdgeHost):
     large = GET + b"".join(b"X-%d: %s\r\n" % (i, b"a" * 4000) for i in range(20)) + b"\r\n"
     many = GET + b"".join(b"X-%d: a\r\n" % i for i in range(101)) + b"\r\n"
-    for data in (large, many):
-        answer = answer_to(edge, data)
-        assert answer.startswith(b"HTTP/1.1 431 ")
-        assert b"65536 bytes and 100 headers at most" in answer
-        assert b'"headers_too_large"' in answer
+    with edge_witness(edge):
+        for data in (large, many):
+            answer = answer_to(edge, data)
+            assert answer.startswith(b"HTTP/1.1 431 ")
+            assert b"65536 bytes and 100 headers at most" in answer
+            assert b'"headers_too_large"' in answer
 
 
 def test_a_head_just_below_the_limits_is_accepted(edge: EdgeHost):
@@ -86,7 +105,7 @@ def test_a_head_just_below_the_limits_is_accepted(edge: EdgeHost):
 
 def test_headers_behind_the_body_count_too(edge: EdgeHost):
     head = b"POST /read HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
-    with edge.connection(head) as raw:
+    with edge_witness(edge), edge.connection(head) as raw:
         send_until_closed(raw, b"a: b\r\n" * 1000, 16 << 20)
         assert not until_closed(raw).startswith(b"HTTP/1.1 200")
     eventually(lambda: edge.connections == 0)
@@ -94,7 +113,7 @@ def test_headers_behind_the_body_count_too(edge: EdgeHost):
 
 def test_an_endless_extension_of_a_chunk_is_refused(edge: EdgeHost):
     head = b"POST /read HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;"
-    with edge.connection(head) as raw:
+    with edge_witness(edge), edge.connection(head) as raw:
         assert send_until_closed(raw, b"x" * 65536, 64 << 20) < 16 << 20
     eventually(lambda: edge.connections == 0)
 
@@ -129,7 +148,7 @@ def test_what_is_no_http_gets_an_error_in_the_usual_shape(edge: EdgeHost):
 
 def test_half_sent_heads_are_closed(hasty: EdgeHost):
     halves = [b"", b"G", b"GET /", GET, GET + b"X-", GET + b"X-Half: a", b"\r\n\r\n"]
-    with contextlib.ExitStack() as stack:
+    with edge_witness(hasty), contextlib.ExitStack() as stack:
         raws = [(half, stack.enter_context(hasty.connection(half))) for half in halves * 15]
         for half, raw in raws:
             answer = until_closed(raw)
@@ -138,7 +157,7 @@ def test_half_sent_heads_are_closed(hasty: EdgeHost):
 
 
 def test_a_head_that_comes_byte_by_byte_has_no_more_time(hasty: EdgeHost):
-    with hasty.connection(GET) as raw:
+    with edge_witness(hasty), hasty.connection(GET) as raw:
         raw.settimeout(0.05)
         answer = b""
         with contextlib.suppress(ConnectionError):
@@ -159,7 +178,7 @@ def test_an_idle_connection_is_closed(hasty: EdgeHost):
 def test_a_body_that_nobody_reads_does_not_keep_a_connection(hasty: EdgeHost):
     """As one that comes behind a 401."""
     for head in (b"Content-Length: 1000000000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"):
-        with hasty.connection(POST + head) as raw:
+        with edge_witness(hasty), hasty.connection(POST + head) as raw:
             raw.settimeout(0.05)
             closed = False
             while not closed:  # a client that sends all the time
@@ -192,44 +211,27 @@ def test_a_refused_connection_ends_even_if_its_client_reads_and_closes_nothing(h
 # ---- generated
 
 
-Head = tuple[bytes, list[tuple[bytes, bytes]], int, bytes]
-LINES = [b"GET / HTTP/1.1\r\n", b"POST /read HTTP/1.1\r\n", b"PRI * HTTP/2.0\r\n", b"", b"\r\n"]
-NAMES = [b"Host", b"Content-Length", b"Transfer-Encoding", b"Connection", b"Upgrade", b"X", b"Expect"]
-VALUES = [b"x", b"5", b"chunked", b"upgrade", b"h2c", b"-1", b"100-continue", b"LONG", b"\x00", b""]
-ENDS = [b"\r\n", b"", b"\r\nhello", b"\r\n5\r\nhello\r\n0\r\n\r\n", b"\n\n"]
-HEADS = st.tuples(
-    st.sampled_from(LINES),
-    st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(VALUES)), max_size=6),
-    st.sampled_from([1, 1, 1, 30, 2000]),
-    st.sampled_from(ENDS),
-)
-
-
-def check_that_nothing_stays(hasty: EdgeHost, head: Head) -> None:
-    """head: the first line, headers, how often these come, and what is behind them."""
-    line, fields, repeated, end = head
-    headers = b"".join(name + b": " + value + b"\r\n" for name, value in fields) * repeated
+def check_that_nothing_stays(hasty: EdgeHost, head: bytes) -> None:
     with hasty.connection() as raw:
         with contextlib.suppress(OSError):
-            raw.sendall(line + headers.replace(b"LONG", b"a" * 70_000) + end)
+            raw.sendall(head)
             raw.shutdown(socket.SHUT_WR)
         until_closed(raw)
     with hasty.connection(GET + b"\r\n") as raw:
         assert answered(raw) == (200, b"ok")
-    eventually(lambda: hasty.connections <= 1)
+    eventually(lambda: hasty.connections <= 2)  # that of the last request, and of the second client
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(head=HEADS)
-def test_no_beginning_of_a_connection_stays_or_harms_others(hasty: EdgeHost, head):
-    check_that_nothing_stays(hasty, head)
+@pytest.mark.parametrize("count", [15, pytest.param(2000, marks=pytest.mark.nightly)])
+def test_no_beginning_of_a_connection_stays_or_harms_others(hasty: EdgeHost, count: int):
+    @settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(head=heads(b"/read"))
+    def check(head: bytes) -> None:
+        check_that_nothing_stays(hasty, head)
 
-
-@pytest.mark.nightly
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(head=HEADS)
-def test_none_of_many_beginnings_stays_or_harms_others(hasty: EdgeHost, head):
-    check_that_nothing_stays(hasty, head)
+    with edge_witness(hasty):
+        check()
+    eventually(lambda: hasty.connections == 0)
 
 
 # ---- options

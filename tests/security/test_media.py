@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from quire.system.untrusted.limits import MIB, BusyError, Limits
@@ -18,7 +16,9 @@ from quire_multimodal import decoding
 from quire_multimodal.decoding import Encoded, ItemCache, decoded, refusal
 from quire_multimodal.families.base import Prepared
 from quire_multimodal.pictures import MediaError
-from support.media_bombs import data_url, gif, jpeg_of_scans, png, wav
+from support.attack_variants import damaged
+from support.attacks import steady_memory, witness
+from support.media_bombs import data_url, gif, jpeg_of_scans, png, saved, wav
 from support.server import Answer, Host, Service, eventually
 
 
@@ -30,8 +30,11 @@ def host() -> Iterator[Host]:
 
 
 @pytest.fixture(scope="module")
-def server(host: Host) -> Service:
-    return host.serve()
+def server(host: Host) -> Iterator[Service]:
+    server = host.serve()
+    files = [saved(Image.new("RGB", (40, 40))), jpeg_of_scans(1500, 2)]
+    with steady_memory(lambda: [ask(server, data_url(file)) for file in files]):
+        yield server
 
 
 @pytest.fixture
@@ -54,12 +57,6 @@ def worked(kind: decoding.Kind, *files: bytes) -> object:
         return decoded(kind, encoded.submit().result())
     except ValueError as error:
         raise refusal(error) from error
-
-
-def saved(image: Image.Image, kind: str = "PNG") -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind)
-    return file.getvalue()
 
 
 # ---- what is decoded is what it was
@@ -118,7 +115,7 @@ def test_a_sound_of_absurd_duration_is_refused(seconds):
 
 def test_the_client_gets_a_400_and_others_are_served_meanwhile(short, server: Service):
     bomb = data_url(jpeg_of_scans(1500, 2000), "image/jpeg")
-    with ThreadPoolExecutor(4) as pool:
+    with witness(server), ThreadPoolExecutor(4) as pool:
         bombs = [pool.submit(ask, server, bomb) for _ in range(4)]
         large = {"prompt": "x" * 30_000, "max_tokens": 1}
         assert server.post("/v1/completions", large).status == 400  # large bodies have their turns
@@ -156,15 +153,16 @@ def test_a_client_that_leaves_ends_its_job_and_gives_its_turn_back(monkeypatch, 
     data = jpeg_of_scans(2000, 200_000)
     assert len(data) > 20_000
     content = [{"type": "image_url", "image_url": {"url": data_url(data)}}]
-    for _ in range(3):
-        with server.connection("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}):
-            count = len(jobs)
-            eventually(lambda count=count: len(jobs) > count)
-            layer = server.app.middleware_stack
-            while not hasattr(layer, "turns"):
-                layer = layer.app
-            assert not layer.turns.locked()
-        eventually(lambda: jobs[-1].cancelled())
+    with witness(server):
+        for _ in range(3):
+            with server.connection("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}):
+                count = len(jobs)
+                eventually(lambda count=count: len(jobs) > count)
+                layer = server.app.middleware_stack
+                while not hasattr(layer, "turns"):
+                    layer = layer.app
+                assert not layer.turns.locked()
+            eventually(lambda: jobs[-1].cancelled())
     assert ask(server, data_url(saved(Image.new("RGB", (22, 20))))).status == 200
 
 
@@ -213,25 +211,6 @@ def test_settings_and_files_are_told_apart():
 
 
 # ---- generated
-
-
-NOISE = Image.effect_noise((16, 16), 80).convert("RGB")
-FILES: list[tuple[decoding.Kind, bytes]] = [
-    *(("image", saved(NOISE, kind)) for kind in ("PNG", "JPEG", "WEBP", "BMP")),
-    ("video", gif(3, 16)),
-    ("image", jpeg_of_scans(32, 3)),
-    ("audio", wav(0.01)),
-]
-
-
-@st.composite
-def damaged(draw: st.DrawFn) -> tuple[decoding.Kind, bytes]:
-    """A file with changed bytes, perhaps cut."""
-    kind, data = draw(st.sampled_from(FILES))
-    changed = bytearray(data)
-    for share, value in draw(st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), max_size=8)):
-        changed[int(share * len(data))] = value
-    return kind, bytes(changed[: int(draw(st.sampled_from([1.0, 1.0, 0.9, 0.5, 0.01])) * len(data))])
 
 
 def check_that_it_ends(file: tuple[decoding.Kind, bytes]) -> None:

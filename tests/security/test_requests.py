@@ -3,6 +3,7 @@ streams."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 
 from quire.config import ConfigError
 from quire_server.batch import _fields
+from support.attacks import body, steady_memory, witness
 from support.server import Host, Service, eventually
 
 DEEP = "[" * 100_000
@@ -26,8 +28,11 @@ def host() -> Iterator[Host]:
 
 
 @pytest.fixture(scope="module")
-def server(host: Host) -> Service:
-    return host.serve(response_store="memory")
+def server(host: Host) -> Iterator[Service]:
+    server = host.serve(response_store="memory")
+    usual = [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": chat("[]")})]
+    with steady_memory(lambda: [server.post(path, {**body, "max_tokens": 1}) for path, body in usual]):
+        yield server
 
 
 # ---- deep JSON: a 400 that names the field, on each API
@@ -43,7 +48,6 @@ def items(arguments: str) -> list[dict]:
     return [{"role": "user", "content": "a"}, call]
 
 
-@pytest.mark.parametrize("arguments", [DEEP, OBJECTS, '{"a": ' + DEEP, "[" * 5000 + "]" * 5000], ids=lambda a: a[:7])
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
@@ -53,10 +57,12 @@ def items(arguments: str) -> list[dict]:
     ],
     ids=["chat", "tokenize", "responses"],
 )
-def test_arguments_that_are_nested_too_deeply_are_refused(server: Service, path, body, field, arguments):
-    answer = server.post(path, body(arguments))
-    assert (answer.status, answer.error["param"]) == (400, field)
-    assert len(answer.body) < 1000
+def test_arguments_that_are_nested_too_deeply_are_refused(server: Service, path, body, field):
+    with witness(server):
+        for arguments in (DEEP, OBJECTS, '{"a": ' + DEEP, "[" * 5000 + "]" * 5000):
+            answer = server.post(path, body(arguments))
+            assert (answer.status, answer.error["param"]) == (400, field)
+            assert len(answer.body) < 1000
 
 
 @pytest.mark.parametrize(
@@ -75,33 +81,34 @@ def test_arguments_that_are_nested_too_deeply_are_refused(server: Service, path,
         "/abort_requests",
     ],
 )
-@pytest.mark.parametrize("field", ["prompt", "messages", "tools", "unknown"])
-def test_bodies_that_are_nested_too_deeply_are_refused(server: Service, path, field):
-    for inner in (DEEP, OBJECTS):
-        body = f'{{"{field}": {inner}'.encode()
-        answer = server.request("POST", path, body, Content_Type="application/json")
-        assert answer.status == 400
-        assert b"recursion limit" in answer.body
+def test_bodies_that_are_nested_too_deeply_are_refused(server: Service, path):
+    with witness(server):
+        for field, inner in itertools.product(["prompt", "messages", "tools", "unknown"], [DEEP, OBJECTS]):
+            body = f'{{"{field}": {inner}'.encode()
+            answer = server.request("POST", path, body, Content_Type="application/json")
+            assert answer.status == 400
+            assert b"recursion limit" in answer.body
 
 
-@pytest.mark.parametrize("text", [DEEP, OBJECTS])
-def test_schemas_and_tags_as_text_are_refused(server: Service, text):
-    body = {"prompt": "a", "max_tokens": 1}
-    answer = server.post("/v1/completions", {**body, "structured_outputs": {"json": text}})
-    assert (answer.status, answer.error["param"]) == (400, "structured_outputs")
-    answer = server.post("/v1/completions", {**body, "structured_outputs": {"structural_tag": text}})
-    assert (answer.status, answer.error["param"]) == (400, "structured_outputs")
+def test_schemas_and_tags_as_text_are_refused(server: Service):
+    with witness(server):
+        for field, text in itertools.product(["json", "structural_tag"], [DEEP, OBJECTS]):
+            answer = server.post("/v1/completions", body(**{field: text}))
+            assert (answer.status, answer.error["param"]) == (400, "structured_outputs")
 
 
 def test_a_key_of_a_megabyte_is_not_repeated_in_the_error(server: Service):
     name = "x" * 1_000_000
-    answer = server.post("/v1/completions", {"prompt": "a", "metadata": {}, "vllm_xargs": {name: {name: 1 << 70}}})
-    assert answer.status == 400
-    assert len(answer.body) < 2000
     part = {"type": "text", "text": {name: 1}}
-    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]})
-    assert answer.status == 400
-    assert len(answer.body) < 2000
+    attacks = {
+        "/v1/completions": {"prompt": "a", "metadata": {}, "vllm_xargs": {name: {name: 1 << 70}}},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": [part]}]},
+    }
+    with witness(server):
+        for path, attack in attacks.items():
+            answer = server.post(path, attack)
+            assert answer.status == 400
+            assert len(answer.body) < 2000
 
 
 def test_lines_of_a_batch_are_read_as_bodies_are():

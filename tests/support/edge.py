@@ -19,7 +19,7 @@ from support.waiting import LONGEST, eventually
 class Edge(DrainingServer):
     """A server of an application that answers `ok`, without a look at the body, unless the path says otherwise.
 
-    /read answers with the size of the body. /wait answers when `go` is set.
+    /read answers with the size of the body. /wait answers when `go` is set. /stream answers with a stream of events.
     """
 
     def __init__(self, config: ServerConfig, go: asyncio.Event) -> None:
@@ -39,6 +39,9 @@ class Edge(DrainingServer):
                 size += len(message.get("body", b""))
                 more = message.get("more_body", False)
             text = str(size).encode()
+        elif scope["path"] == "/stream":
+            await _stream(send)
+            return
         headers = [(b"content-length", str(len(text)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": text})
@@ -48,6 +51,14 @@ class Edge(DrainingServer):
 
     def end_running(self) -> None:
         self.go.set()
+
+
+async def _stream(send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for data in ["a"] * 20 + ["[DONE]"]:
+        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+        await asyncio.sleep(0.005)
+    await send({"type": "http.response.body", "body": b""})
 
 
 class EdgeHost:

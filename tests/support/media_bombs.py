@@ -24,20 +24,25 @@ def png(width: int, height: int, data: bytes | None = None) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
 
 
+def saved(image: Image.Image, kind: str = "PNG") -> bytes:
+    """The file of a picture."""
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
 def jpeg_of_scans(size: int, scans: int) -> bytes:
     """A progressive picture of size x size pixels, whose last scan comes again and again: each visits all blocks."""
-    saved = io.BytesIO()
-    Image.new("RGB", (size, size), (90, 20, 200)).save(saved, "JPEG", progressive=True, quality=50)
-    data = saved.getvalue()
+    file = io.BytesIO()
+    Image.new("RGB", (size, size), (90, 20, 200)).save(file, "JPEG", progressive=True, quality=50)
+    data = file.getvalue()
     last = data.rindex(b"\xff\xda")
     return data[:last] + data[last:-2] * scans + data[-2:]
 
 
 def gif(frames: int, size: int = 2) -> bytes:
     """An animation."""
-    saved = io.BytesIO()
-    Image.new("P", (size, size)).save(saved, "GIF")
-    data = saved.getvalue()
+    data = saved(Image.new("P", (size, size)), "GIF")
     start = data.index(b",", 13 + 3 * 2 ** ((data[10] & 7) + 1))
     return data[:start] + data[start:-1] * frames + b";"
 

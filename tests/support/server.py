@@ -53,10 +53,9 @@ class Answer:
 
 
 @dataclass
-class Service:
-    """A running application."""
+class Client:
+    """A client of the server at a port."""
 
-    app: FastAPI
     port: int
 
     @property
@@ -107,6 +106,13 @@ class Service:
             yield raw
 
 
+@dataclass
+class Service(Client):
+    """A running application."""
+
+    app: FastAPI
+
+
 def request(url: str, method: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=LONGEST)
@@ -144,7 +150,7 @@ class Host:
         if send_buffer:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.run(self._serve(app, listening))
-        return Service(app, listening.getsockname()[1])
+        return Service(listening.getsockname()[1], app)
 
     async def _serve(self, app: FastAPI, listening: socket.socket) -> None:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))

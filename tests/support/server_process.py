@@ -18,6 +18,7 @@ from typing import Self
 
 import psutil
 
+from support.server import Client
 from support.waiting import LONGEST, eventually
 
 
@@ -74,6 +75,10 @@ class Server:
     def host_and_port(self) -> tuple[str, int]:
         host, port = self.url.split("//")[1].rsplit(":", 1)
         return host, int(port)
+
+    @property
+    def client(self) -> Client:
+        return Client(self.host_and_port[1])
 
     @property
     def core(self) -> psutil.Process:
