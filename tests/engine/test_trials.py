@@ -9,8 +9,8 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.trials import read_journal
 from quire.engine.core_client import LONG_RUN, MAX_LOSSES, CoreClient, _Unfinished
+from quire.engine.trials import read_journal
 from quire.messages.engine import CoreDied, EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from support.engines import core_request, make_llm
