@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.fault_requests import PROMPTS, SMALL, completion, has_torch, post, processes, schema_request, streams
+from support.fault_requests import SMALL, has_torch, post, processes, schema_request, streams
 from support.server import request
 from support.server_process import Server
 from support.waiting import eventually
@@ -55,12 +55,12 @@ def clock(tmp_path: Path) -> Clock:
 def test_streams_caches_and_connections_do_not_notice(clock: Clock, tmp_path: Path):
     limits = ["--request-timeout", "600", "--timeout-keep-alive", "60", "--kv-offloading-path", str(tmp_path / "tier")]
     with Server(*SMALL, *limits, "--tensor-parallel-size", "2", **clock.environment) as server:
-        expected = [completion(server, prompt, 400) for prompt in PROMPTS]
         kept = http.client.HTTPConnection(*server.host_and_port)
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor(64) as pool:
+            expected = [answer.result() for answer in streams(server, pool, 200)]
             answers = []
             for number, offset in enumerate(JUMPS):
-                answers += streams(server, pool)
+                answers += streams(server, pool, 200)
                 clock.jump(offset)
                 assert abs(_created(kept) - time.time() - {"+": 1, "-": -1}[offset[0]] * int(offset[1]) * DAY) < 600
                 assert schema_request(server, f"a{number}").status == 200

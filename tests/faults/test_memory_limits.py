@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from support.cgroups import MEMORY, Cgroup, cgroup
-from support.fault_requests import PROMPTS, SMALL, completion, processes, streams
+from support.fault_requests import SMALL, processes, streams
 from support.server_process import Server
 from support.waiting import eventually
 
@@ -26,15 +26,15 @@ def num_kills(limited: Cgroup) -> int:
 
 def test_streams_go_on_when_linux_ends_a_rank_that_exceeds_its_memory():
     ranks = ["--tensor-parallel-size", "2"]
-    with cgroup("memory", MEMORY, 1 << 20) as limited, Server(*SMALL, *ranks) as server, ThreadPoolExecutor() as pool:
-        expected = [completion(server, prompt, 400) for prompt in PROMPTS]
+    with cgroup("memory", MEMORY, 1 << 20) as limited, Server(*SMALL, *ranks) as server, ThreadPoolExecutor(64) as pool:
+        expected = [answer.result() for answer in streams(server, pool, 200)]
         victim = processes(server, "quire.executor.rank")[-1]
-        answers = streams(server, pool)
+        answers = streams(server, pool, 200)
         eventually(lambda: server.metric("num_requests_running") > 0)
         (limited.folder / "cgroup.procs").write_text(str(victim.pid))  # from here on, new memory is counted
         began = time.monotonic()
         while not num_kills(limited):
-            answers += streams(server, pool)  # what takes more memory
+            answers += streams(server, pool, 200)  # what takes more memory
             time.sleep(0.5)
         print(f"killed {time.monotonic() - began:.1f} s after the limit was set")
         assert [answer.result() for answer in answers] == expected * (len(answers) // len(expected))

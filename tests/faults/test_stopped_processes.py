@@ -41,7 +41,7 @@ def apis(server: Server) -> list[psutil.Process]:
 
 
 def test_streams_go_on_after_a_pause_of_the_front_end(expected: list[str]):
-    with Server(*SMALL) as server, ThreadPoolExecutor() as pool:
+    with Server(*SMALL) as server, ThreadPoolExecutor(16) as pool:
         core = server.core.pid
         answers = streams(server, pool)
         eventually(lambda: server.metric("generation_tokens_total") > 0)
@@ -63,7 +63,7 @@ def test_streams_go_on_after_a_pause_of_the_front_end(expected: list[str]):
     ids=["core", "core of two", "core of ranks", "rank"],
 )
 def test_a_stopped_core_or_rank_is_replaced_and_streams_go_on(expected: list[str], part: str, arguments: list[str]):
-    with Server(*SMALL, *arguments) as server, ThreadPoolExecutor() as pool:
+    with Server(*SMALL, *arguments) as server, ThreadPoolExecutor(16) as pool:
         victim = processes(server, part)[-1]
         answers = streams(server, pool)
         eventually(lambda: "generation_tokens_total" in server.get("/metrics")[1])
@@ -76,7 +76,7 @@ def test_a_stopped_core_or_rank_is_replaced_and_streams_go_on(expected: list[str
 
 
 def test_the_parent_of_api_processes_may_be_stopped_while_they_serve(expected: list[str]):
-    with Server(*SMALL, "--api-server-count", "2") as server, ThreadPoolExecutor() as pool:
+    with Server(*SMALL, "--api-server-count", "2") as server, ThreadPoolExecutor(16) as pool:
         with stopped(psutil.Process(server.process.pid)):
             answers = streams(server, pool)
             time.sleep(STOPPED_SECONDS)
@@ -87,7 +87,7 @@ def test_the_parent_of_api_processes_may_be_stopped_while_they_serve(expected: l
 
 
 def test_while_an_api_process_is_stopped_the_other_one_serves(expected: list[str]):
-    with Server(*SMALL, "--api-server-count", "2") as server, ThreadPoolExecutor() as pool:
+    with Server(*SMALL, "--api-server-count", "2") as server, ThreadPoolExecutor(16) as pool:
         answers = streams(server, pool)
         with stopped(apis(server)[0]):
             for prompt, text in zip(PROMPTS, expected, strict=True):
@@ -104,7 +104,7 @@ def test_a_server_with_a_stopped_api_process_ends_when_it_is_told_to():
 
 
 def test_streams_go_on_after_a_pause_of_the_proxy(expected: list[str]):
-    with Server(*SMALL) as server, Proxy(server.url) as proxy, ThreadPoolExecutor() as pool:
+    with Server(*SMALL) as server, Proxy(server.url) as proxy, ThreadPoolExecutor(16) as pool:
         proxy.wait_for_backends(1)
         answers = streams(proxy, pool)
         with stopped(psutil.Process(proxy.process.pid)):
@@ -114,7 +114,7 @@ def test_streams_go_on_after_a_pause_of_the_proxy(expected: list[str]):
 
 
 def test_a_stopped_launcher_of_worker_processes_is_replaced(expected: list[str]):
-    with Server(*SMALL) as server, ThreadPoolExecutor() as pool:
+    with Server(*SMALL) as server, ThreadPoolExecutor(16) as pool:
         assert schema_request(server, "first").status == 200
         [launcher] = processes(server, "untrusted.launcher")
         launcher.suspend()
