@@ -61,16 +61,14 @@ class Counts:
         return fits and self.memory < before.memory + MOST_GROWTH
 
 
-async def ask(server: Server, number: int, statuses: Counter[Any]) -> None:
+async def ask(session: aiohttp.ClientSession, server: Server, number: int, statuses: Counter[Any]) -> None:
     body = {"prompt": f"Story {number}", "max_tokens": 8, "ignore_eos": True, "stream": bool(number % 2)}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
-        timeout = aiohttp.ClientTimeout(total=None)
-        try:
-            async with session.post(f"{server.url}/v1/completions", json=body, timeout=timeout) as response:
-                text = await response.text()
-        except aiohttp.ClientError as error:
-            statuses[type(error).__name__] += 1
-            return
+    try:
+        async with session.post(f"{server.url}/v1/completions", json=body) as response:
+            text = await response.text()
+    except aiohttp.ClientError as error:
+        statuses[repr(error)] += 1
+        return
     is_whole = response.status != 200 or not number % 2 or text.endswith("data: [DONE]\n\n")
     statuses[response.status if is_whole else "broken"] += 1
 
@@ -94,7 +92,10 @@ async def ask_all(server: Server, count: int) -> Counter[Any]:
     while not waits:
         await asyncio.sleep(0.01)
     began = time.monotonic()
-    await asyncio.wait_for(asyncio.gather(*(ask(server, number, statuses) for number in range(count))), LONGEST)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+        asked = [ask(session, server, number, statuses) for number in range(count)]
+        await asyncio.wait_for(asyncio.gather(*asked), LONGEST)
     seconds = time.monotonic() - began
     end.set()
     await watching
