@@ -70,4 +70,4 @@ def _memory(error: OSError) -> int:
     return os.memfd_create("quire-metrics")
 
 
-prometheus_client.values.MmapedDict = SharedValues  # type: ignore[misc]
+prometheus_client.values.MmapedDict = SharedValues  # type: ignore[attr-defined]

@@ -54,7 +54,7 @@ def clock(tmp_path: Path) -> Clock:
 
 def test_streams_caches_and_connections_do_not_notice(clock: Clock, tmp_path: Path):
     limits = ["--request-timeout", "600", "--timeout-keep-alive", "60", "--kv-offloading-path", str(tmp_path / "tier")]
-    with Server(*SMALL, *limits, "--tensor-parallel-size", "2", **clock.environment) as server:
+    with Server(*SMALL, *limits, **clock.environment) as server:
         kept = http.client.HTTPConnection(*server.host_and_port)
         with ThreadPoolExecutor(64) as pool:
             expected = [answer.result() for answer in streams(server, pool, 200)]
