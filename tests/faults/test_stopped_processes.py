@@ -11,7 +11,16 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from support.fault_requests import PROMPTS, SMALL, completion, has_torch, processes, schema_request, streams
+from support.fault_requests import (
+    PROMPTS,
+    SMALL,
+    completion,
+    grammar_seconds,
+    has_torch,
+    processes,
+    schema_request,
+    streams,
+)
 from support.route import Proxy
 from support.server_process import Server
 from support.waiting import LONGEST, eventually
@@ -114,7 +123,7 @@ def test_streams_go_on_after_a_pause_of_the_proxy(expected: list[str]):
 
 
 def test_a_stopped_launcher_of_worker_processes_is_replaced(expected: list[str]):
-    with Server(*SMALL) as server, ThreadPoolExecutor(16) as pool:
+    with Server(*SMALL, *grammar_seconds(60)) as server, ThreadPoolExecutor(16) as pool:
         assert schema_request(server, "first").status == 200
         [launcher] = processes(server, "untrusted.launcher")
         launcher.suspend()
@@ -129,7 +138,7 @@ def test_a_stopped_launcher_of_worker_processes_is_replaced(expected: list[str])
 
 
 def test_a_stopped_job_of_the_worker_processes_fails_alone():
-    with Server(*SMALL) as server, ThreadPoolExecutor(16) as pool:
+    with Server(*SMALL, *grammar_seconds(60)) as server, ThreadPoolExecutor(16) as pool:
         assert schema_request(server, "first").status == 200
         [launcher] = processes(server, "untrusted.launcher")
         victim = None
@@ -153,8 +162,9 @@ def _stop_one(launcher: psutil.Process) -> psutil.Process | None:
     for job in launcher.children():
         try:
             job.send_signal(signal.SIGSTOP)
-            if job.status() == psutil.STATUS_STOPPED:
-                return job
+            while (status := job.status()) != psutil.STATUS_ZOMBIE:
+                if status == psutil.STATUS_STOPPED:
+                    return job
         except psutil.NoSuchProcess:
             continue
     return None

@@ -37,6 +37,11 @@ def streams(server: Server, pool: ThreadPoolExecutor, tokens: int = 400) -> list
     return [pool.submit(completion, server, prompt, tokens, stream=True) for prompt in PROMPTS]
 
 
+def grammar_seconds(seconds: int) -> tuple[str, ...]:
+    """Arguments of a server that gives a grammar this time. The default is short for a busy machine."""
+    return ("--structured-outputs-config", json.dumps({"total_seconds": seconds}))
+
+
 def schema_request(server: Server, name: str) -> Answer:
     """A request whose grammar a process of the untrusted pool compiles. Each name is a new grammar."""
     schema = {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
