@@ -19,6 +19,7 @@ from support.server_process import Server
 from support.waiting import LONGEST, eventually
 
 FEW = ("--max-num-seqs", "4")
+PATIENT = ("--header-timeout", "600", "--timeout-keep-alive", "600")  # the clients of a busy machine are slow
 MOST_GROWTH = 100e6  # bytes of memory
 MANY = 2000
 
@@ -104,7 +105,7 @@ async def ask_all(server: Server, count: int) -> Counter[Any]:
 
 
 def check(count: int, *arguments: str, files: tuple[int, int] | None = None) -> Counter[Any]:
-    with Server(*SMALL, *FEW, *arguments, files=files) as server:
+    with Server(*SMALL, *FEW, *PATIENT, *arguments, files=files) as server:
         asyncio.run(ask_all(server, 50))
         server.wait_until_idle()
         before = Counts.of(server)
