@@ -73,6 +73,8 @@ class TorchTrace:
         plain = part.with_suffix(".tmp")
         try:
             recorded.export_chrome_trace(str(plain))
+            if not plain.exists():  # torch only logs that it failed
+                raise OSError(f"torch_profiler_dir {folder}: the trace cannot be written; is the disk full?")
             if self._options.torch_profiler_use_gzip:  # torch compresses line by line, which takes ten times as long
                 with plain.open("rb") as source, gzip.open(part, "wb", compresslevel=5) as target:
                     shutil.copyfileobj(source, target, 1 << 20)
@@ -80,7 +82,7 @@ class TorchTrace:
                 plain.rename(part)
             part.replace(file)
         finally:
-            for left in (plain, part):
+            for left in (plain, part, plain.with_name(f"{plain.name}.tmp")):
                 left.unlink(missing_ok=True)
         if self._options.torch_profiler_dump_cuda_time_total and torch.cuda.is_available():
             table = recorded.key_averages().table(sort_by="self_cuda_time_total", row_limit=100)

@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import json
+import time
 
 import aiohttp
 
 from quire.messages.errors import error_text
 from quire_route.config import RouteConfig
 from quire_route.fleet import Backend, Fleet
+
+_LATE_SECONDS = 1.0  # when a check timed out so much later than it should, this process was stopped
 
 
 class HealthChecks:
@@ -43,12 +46,15 @@ class HealthChecks:
             await self._check(backend)
 
     async def _check(self, backend: Backend) -> None:
+        began = time.monotonic()
         reason, silent = await self._failure(backend)
         if reason is None:
             self._failures[backend] = 0
             self._fleet.join(backend)
             await self._ask_load(backend)
             return
+        if silent and time.monotonic() - began > self._config.health_check_timeout + _LATE_SECONDS:
+            return  # that says nothing of the server
         self._failures[backend] += 1
         if self._failures[backend] >= self._config.health_failure_threshold:
             self._fleet.leave(backend, reason)

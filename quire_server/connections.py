@@ -21,6 +21,7 @@ else:
 
 HEADERS_TOO_LARGE = 431
 TIMED_OUT = 408
+_SETTLE_SECONDS = 0.05  # in which a loop that stood still reads what has arrived meanwhile, before a time is over
 
 
 class HeadError(Exception):
@@ -86,18 +87,24 @@ class _Guarded(_Base):
         self._refuse(HTTPStatus.BAD_REQUEST, msg, "invalid_http")
 
     def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(_SETTLE_SECONDS, self._end_keep_alive)
+
+    def _end_keep_alive(self) -> None:
         super().timeout_keep_alive_handler()
         # A client that does not read its answer would hold the connection further.
         self.loop.call_later(self.limits.header_timeout, self.transport.abort)
 
     def _watch(self) -> None:
         if self._timer is None:
-            self._timer = self.loop.call_later(self.limits.header_timeout, self._time_out)
+            self._timer = self.loop.call_later(self.limits.header_timeout, self._settle)
 
     def _unwatch(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _settle(self) -> None:
+        self._timer = self.loop.call_later(_SETTLE_SECONDS, self._time_out)
 
     def _time_out(self) -> None:
         self._timer = None

@@ -57,11 +57,15 @@ def listening_socket(config: ServerConfig) -> socket.socket:
         except OSError as error:
             raise ConfigError(f"ssl_ca_certs or ssl_ciphers cannot be used: {error_text(error)}") from error
     if config.uds is not None:
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(config.uds).st_mode):  # left behind by a server that has ended
-                os.unlink(config.uds)
         unix = socket.socket(socket.AF_UNIX)
-        unix.bind(config.uds)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_ISSOCK(os.stat(config.uds).st_mode):  # left behind by a server that has ended
+                    os.unlink(config.uds)
+            unix.bind(config.uds)
+        except OSError as error:
+            unix.close()
+            raise ConfigError(f"uds={config.uds!r} cannot be made: {error_text(error)}") from error
         return unix
     try:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]

@@ -11,7 +11,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from quire.engine.core_client import CoreClient
+from quire.messages.errors import error_text
 from quire.metrics.exposition import SHARED_FOLDER, are_shared
+from quire.metrics.logging import logger
 
 _SUMMED = (
     "process_virtual_memory_bytes",
@@ -23,7 +25,10 @@ _SUMMED = (
 
 def write_pid(name: str, pid: int | None) -> None:
     """Tell all API processes of another process, with the name that its metrics have."""
-    (Path(os.environ[SHARED_FOLDER]) / f"{name}.pid").write_text(str(pid or ""), encoding="ascii")
+    try:
+        (Path(os.environ[SHARED_FOLDER]) / f"{name}.pid").write_text(str(pid or ""), encoding="ascii")
+    except OSError as error:
+        logger.warning("The metrics of %s as a process are not shown: %s", name, error_text(error))
 
 
 def server_processes(client: CoreClient) -> dict[str, int]:

@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -189,3 +190,4 @@ class ApiProcesses:
         for api in self._apis.values():
             if api.process.pid is not None and api.process.is_alive():
                 os.kill(api.process.pid, number)
+                os.kill(api.process.pid, signal.SIGCONT)  # it may have been stopped

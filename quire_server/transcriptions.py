@@ -12,6 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
@@ -30,6 +31,7 @@ from quire_server.routing import stream_answers, validated
 from quire_server.streams import EventStream
 
 router = APIRouter()
+MultiPartParser.spool_max_size = 1 << 62  # no file: the limits of bodies count memory, and the disk may be full
 _TIME = re.compile(r"<\|\d+\.\d\d\|>")
 MOST_FIELDS = 100  # of a form
 MOST_ROOM = 2  # the text before a transcript may take one of so many parts of the model's context

@@ -18,6 +18,7 @@ from quire.config import ConfigError, EngineConfig
 from quire.engine.core_process import JOURNAL, PATIENCE_SECONDS, core_address, run_core
 from quire.engine.fellows import Fellows, LocalMeetings, Meetings
 from quire.engine.progress import Watchdog
+from quire.engine.trials import read_journal
 from quire.kvcache.kept_memory import KeptMemory
 from quire.messages import engine as messages
 from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreReady, CoreUp
@@ -71,10 +72,7 @@ class _Process:
 
     def on_trial(self) -> str | None:
         """The id of the request that was on trial when the core was lost, see TrialGate."""
-        try:
-            return (self._folder / JOURNAL).read_text() or None
-        except OSError:
-            return None
+        return read_journal(self._folder / JOURNAL)
 
     def log_stacks(self) -> None:
         """Log where the threads of the core and of its ranks are."""

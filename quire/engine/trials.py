@@ -1,9 +1,12 @@
 """Finds the request that makes cores fail: those that may be the cause are run one after another."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from quire.messages.engine import EngineCoreRequest
+from quire.messages.errors import error_text
+from quire.metrics.logging import logger
 from quire.scheduler.request import Request
 
 
@@ -61,7 +64,22 @@ class TrialGate:
 
     def _put_on_trial(self, request_id: str | None) -> None:
         self._on_trial = request_id
-        if self.journal is not None and request_id is not None:
-            self.journal.write_text(request_id)
-        elif self.journal is not None:
-            self.journal.unlink(missing_ok=True)
+        if self.journal is not None:
+            write_journal(self.journal, request_id)
+
+
+def write_journal(journal: Path, request_id: str | None) -> None:
+    """The journal is a symbolic link that points to the id, since a link can be made on a full disk, too."""
+    try:
+        journal.unlink(missing_ok=True)
+        if request_id is not None:
+            journal.symlink_to(request_id)
+    except OSError as error:
+        logger.error("A request on trial cannot be written to %s: %s", journal, error_text(error))
+
+
+def read_journal(journal: Path) -> str | None:
+    """The id of the request on trial."""
+    with contextlib.suppress(OSError):
+        return str(journal.readlink())
+    return None

@@ -114,7 +114,8 @@ class DiskStore(Store):
         handle = _open(path, os.O_RDONLY)
         try:
             size = os.preadv(handle, [self._from_disk.memory], 0)
-            os.utime(handle)  # it is the last to be deleted now
+            with contextlib.suppress(OSError):  # the disk may be read-only
+                os.utime(handle)  # it is the last to be deleted now
         finally:
             os.close(handle)
         expected = _HEADER.pack(_MAGIC, *key, self._block_bytes, self._from_disk.checksum(self._block_bytes))

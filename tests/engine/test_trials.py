@@ -10,6 +10,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.core_client import LONG_RUN, MAX_LOSSES, CoreClient, _Unfinished
+from quire.engine.trials import read_journal
 from quire.messages.engine import CoreDied, EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from support.engines import core_request, make_llm
@@ -35,8 +36,7 @@ def add(llm, name: str, trial: int = 0) -> None:
 
 
 def on_trial(core: EngineCore) -> str:
-    path = core.trials.journal
-    return path.read_text() if path.exists() else ""
+    return read_journal(core.trials.journal) or ""
 
 
 def history(core: EngineCore) -> list[tuple[str, list[str]]]:

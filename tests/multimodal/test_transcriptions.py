@@ -110,6 +110,12 @@ def test_openais_client_gets_what_the_offline_engine_says(client, llm):
     assert ask(client, language="de", response_format="text") == answer.text + "\n"
 
 
+def test_a_large_file_needs_no_disk(client, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/missing")
+    large = encoded(np.zeros(90_000), rate=RATE, subtype="DOUBLE") + bytes(1 << 20)  # some seconds, and what is ignored
+    assert ask(client, large, language="en").usage.seconds == 6
+
+
 def test_a_prompt_comes_before_the_transcript(client, llm):
     before = [PREVIOUS, *llm.frontend.tokenizer.encode(" Names: Quire.", False)]
     [output] = outputs(llm, [sound(1)], [*before, SOT, EN, TRANSCRIBE, NO_TIMES])

@@ -35,6 +35,8 @@ logger = logging.getLogger("quire")
 
 _LOOK_SECONDS = 0.05  # between looks at the time that jobs have used
 _NICE = 5  # of slow jobs: behind the threads of the engine, if these need all processors
+_SILENCE_SECONDS = 5.0  # in which a launcher reports the end of a job that it should kill
+_PREPARATION_SECONDS = 300.0  # after which a preparation has failed
 _CHUNK = 1 << 20  # bytes that are read at once
 _LAUNCHER = "quire.system.untrusted.launcher"
 _PACKAGES = str(Path(__file__).parents[3])  # the folder of quire and its sibling packages
@@ -71,6 +73,7 @@ class Job:
         self.resumed = 0.0  # when it got its slot, or its process started
         self.failure: Exception | None = None  # why it was killed
         self.next_look = float("inf")  # when its processor time is looked at, until it counts as slow
+        self.killed = 0.0  # when it was killed
 
 
 class Jobs(Protocol):
@@ -120,7 +123,10 @@ class Service:
                     idle_since = now
                 elif now >= idle_since + pool.idle_seconds and pool.retire():
                     return
-                self._handle(self._selector.select(self._pause(now, idle_since)))
+                events = self._selector.select(self._pause(now, idle_since))
+                self._handle(events)
+                if not events and time.monotonic() > self._end_of_silence:  # all reports have been read
+                    self._lose_launcher("does not respond")
         except BaseException as error:
             logger.exception("The pool of worker processes failed")
             pool.retire(force=True)
@@ -139,6 +145,7 @@ class Service:
             return max(0.0, idle_since + self._pool.idle_seconds - now)
         times = [self._next_deadline, *(self._deadline(job) for job in self._jobs.values() if job.failure is None)]
         times += [job.next_look for job in self._running]
+        times.append(self._end_of_silence)
         if self._waiting or self._stopped:
             times += [_slice_end(job) for job in self._running if _slice_end(job) > now]
         if self._waiting and len(self._jobs) >= self._pool.places:
@@ -211,7 +218,7 @@ class Service:
 
     def _kill(self, job: Job, failure: Exception) -> None:
         """It keeps its place until the launcher reports its end."""
-        job.failure = failure
+        job.failure, job.killed = failure, time.monotonic()
         self._order("signal", job.identity, int(signal.SIGKILL))
         self._leave_slot(job)
         _fail(job, failure)
@@ -262,6 +269,7 @@ class Service:
         if not sys.executable:
             raise WorkerError("worker processes need a Python interpreter, and sys.executable names none")
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine.setblocking(False)  # a launcher that was stopped reads nothing
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment |= {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
         environment["PYTHONPATH"] = os.pathsep.join([_PACKAGES, *map(os.path.abspath, sys.path)])
@@ -304,6 +312,24 @@ class Service:
         self._links.clear()
         self._prepared.clear()
         self._launcher = self._control = None
+
+    @property
+    def _end_of_silence(self) -> float:
+        """When a launcher that has not reported hangs, or was stopped."""
+        if preparing := [began for began in self._prepared.values() if began is not None]:
+            return min(preparing) + _PREPARATION_SECONDS
+        killed = (job.killed for job in self._jobs.values() if job.failure is not None)
+        return min(killed, default=float("inf")) + _SILENCE_SECONDS
+
+    def _lose_launcher(self, reason: str) -> None:
+        """The next job starts another one."""
+        logger.error("The launcher of the worker processes %s; its jobs fail", reason)
+        self._end_launcher()
+        for job in self._jobs.values():
+            _fail(job, WorkerError(f"the launcher of the worker processes {reason}"))
+        self._jobs.clear()
+        self._running.clear()
+        self._stopped.clear()
 
     def _close(self, link: socket.socket) -> None:
         if link.fileno() >= 0:
@@ -368,12 +394,7 @@ class Service:
         except OSError:
             data = b""
         if not data:
-            self._end_launcher()
-            for job in self._jobs.values():
-                _fail(job, WorkerError("the launcher of the worker processes has ended"))
-            self._jobs.clear()
-            self._running.clear()
-            self._stopped.clear()
+            self._lose_launcher("has ended")
             return
         name, identity, *fields = msgspec.msgpack.decode(data)
         now = time.monotonic()
