@@ -38,6 +38,7 @@ from quire_server.generation import Server
 from quire_server.media import MediaLoader
 from quire_server.middleware import ApiKeys, RootPath, add_middleware
 from quire_server.observability import PROBES, HttpMetrics, Observability
+from quire_server.origins import OriginGuard
 from quire_server.process_metrics import ProcessMetrics, server_processes
 from quire_server.request_log import RequestLog
 from quire_server.tracing import begin_tracing
@@ -100,6 +101,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     app.add_middleware(BodyLimit, **sizes, seconds=config.body_timeout)
     if config.api_key:
         app.add_middleware(ApiKeys, keys=config.api_key, open_paths=() if config.disable_ui else page.OPEN_PATHS)
+    app.add_middleware(OriginGuard, allowed=config.allowed_origins)
     if config.allowed_origins:
         allowed: Any = {
             f"allow_{kind}": getattr(config, f"allowed_{kind}") for kind in ("origins", "methods", "headers")

@@ -360,17 +360,13 @@ def test_what_is_no_json_object_is_refused(server, path):
         assert (answer.status, answer.error["type"]) == (400, "invalid_request_error"), name
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_body_that_is_not_declared_as_json_is_refused(server, path):
-    for kind in (None, "", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "json"):
-        headers = {} if kind is None else {"Content_Type": kind}
-        answer = server.request("POST", path, b'{"prompt": "a"}', **headers)
-        assert (answer.status, answer.error["param"]) == (415, "Content-Type"), kind
-
-
-@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "APPLICATION/JSON", "application/problem+json"])
-def test_json_may_be_declared_in_other_words(server, kind):
-    assert server.request("POST", "/v1/completions", json.dumps(COMPLETION).encode(), Content_Type=kind).status == 200
+@pytest.mark.parametrize("kind", [None, "", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_a_body_is_read_as_json_whatever_its_content_type_is(server, kind):
+    headers = {} if kind is None else {"Content_Type": kind}
+    assert server.request("POST", "/v1/completions", json.dumps(COMPLETION).encode(), **headers).status == 200
+    for path in PATHS:
+        answer = server.request("POST", path, b"no JSON", **headers)
+        assert (answer.status, answer.error["code"]) == (400, "invalid_json"), path
 
 
 @pytest.mark.sampled(2)
