@@ -32,9 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if local_model(name) is not None:
         raise ValueError(f"{name} is a local file or folder, which comes before a model of that name on the hub")
+    from quire.loading.formats import weight_files
     from quire_cli.models import report
     from quire_cli.models.cache import cache_folder, complete_snapshot, folder_of
-    from quire_cli.models.formats import weight_files
     from quire_cli.models.machine import this_machine
     from quire_cli.models.remote import HubUnreachableError, ask_hub, describe, progress_bars
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.loading.errors import ModelNotFoundError
+from quire.loading.formats import weight_files
 from quire.loading.hub import gguf_files, gguf_kinds, read_json, split_kind
 from quire_cli.models.facts import local_files
-from quire_cli.models.formats import weight_files
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, HFCacheInfo
