@@ -12,6 +12,7 @@ from uuid import uuid4
 from fastapi import Request
 from pydantic_core import from_json
 
+from quire.engine.processor import Prompt
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire_parsing.answer import answer_parser
 from quire_parsing.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall
@@ -116,8 +117,9 @@ class Answering:
         self._parsers = parsers
 
     @classmethod
-    async def begin(cls, request: Request, body: ChatRequest, prefix: str) -> Self:
-        """Render and tokenize the conversation. prefix: of the id of the response. Raises ApiError."""
+    async def begin(cls, request: Request, body: ChatRequest, prefix: str, before: Sequence[int] = ()) -> Self:
+        """Render and tokenize the conversation. prefix: of the id of the response. before: tokens to put before those
+        of the conversation, which then has no media. Raises ApiError."""
         server: Server = request.app.state.server
         call = Call(server, request, body, prefix)
         tools, choice = body.definitions, body.forced_choice
@@ -141,9 +143,12 @@ class Answering:
         is_thinking = of_thinking is not None and of_thinking.is_open(prompt[-PROMPT_END:])
         default = server.llm.processor.generation_config.get("max_new_tokens")
         field = None if choice is None else "tools"
-        prompts = [prompt if media is None else media.prompt(prompt)]
+        special = bool(body.add_special_tokens)
+        prompts: list[Prompt] = [prompt if media is None else media.prompt(prompt)]
+        if before:
+            prompts = [[*before, *await request.state.body.run(server.llm.get_tokenizer().encode, prompt, special)]]
         del prompt  # with truncate_prompt_tokens it can be much longer than what remains of it
-        await call.process(prompts, default, bool(body.add_special_tokens), "messages", field, **changes)
+        await call.process(prompts, default, special, "messages", field, **changes)
         make = partial(answer_parser, reasoning, tool_parser, tools, starts_in_thinking=is_thinking)
         parsers = [make(tool_choice=choice or "auto") for _ in range(body.n or 1)]
         return cls(call, body, [parser for parser in parsers if parser is not None])

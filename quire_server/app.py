@@ -68,6 +68,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     adapters = Adapters(llm, config, model_names)
     log = RequestLog(config)
     app.state.server = Server(llm, config, model_names, _tool_parser(config, llm), app, adapters, log, MediaLoader(llm))
+    app.state.ollama = ollama.State(llm, model_names)
     app.state.draining = False
     app.state.responses = responses_api.Responses(config)
     processes = ProcessMetrics(partial(server_processes, llm.client), llm.config.parallel.ranks > 1)
@@ -95,6 +96,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
         app.state.live = Live(llm, lambda: bool(app.state.draining))
         app.include_router(page.router)
         routes += page.router.routes
+    else:
+        app.include_router(ollama.heartbeat)
     add_error_handlers(app)
     # The last one added is the first to see a request.
     sizes = {"limit": config.max_body_bytes, "total_limit": config.max_total_body_bytes}

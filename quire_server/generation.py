@@ -21,6 +21,7 @@ from quire.metrics.logging import logger
 from quire_server.adapters import Adapters
 from quire_server.bodies import HeldBody
 from quire_server.errors import ApiError, bad_value
+from quire_server.keep_alive import KeepAlive
 from quire_server.media import ChatMedia, MediaLoader
 from quire_server.messages import Message, has_media, json_of
 from quire_server.middleware import owner_of
@@ -53,6 +54,9 @@ class Server:
     calls: set["PromptCall"] = field(default_factory=set)  # those that run
     created: int = field(default_factory=lambda: int(time.time()))
     _reported: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.keep_alive = KeepAlive(self.llm, self.config)
 
     @property
     def names(self) -> list[str]:
@@ -104,7 +108,7 @@ class Server:
     ) -> str:
         """The prompt of a conversation. media: what `load_media` made of the messages; without it, they must not have
         any. Raises ApiError."""
-        may_bring_template = self.config.trust_request_chat_template
+        may_bring_template = self.config.trust_request_chat_template or body.trusts_template
         return await render(self.llm.frontend, messages, body, held, media, may_bring_template)
 
     async def load_media(self, body: ChatRequest, held: HeldBody) -> ChatMedia | None:
@@ -165,6 +169,9 @@ class PromptCall:
         server.calls.add(self)
         whole: list[RequestOutput] = []
         try:
+            await server.keep_alive.begin()
+            if self._ended_by is not None:  # while the engine woke up
+                raise self._ended_by
             async with aclosing(server.llm.run(self._requests, whole=whole)) as outputs:
                 async for output in outputs:
                     for completion in output.outputs:
@@ -172,6 +179,7 @@ class PromptCall:
                     yield output
         finally:
             server.calls.discard(self)
+            server.keep_alive.end()
             self.summary.count(whole, self._came_at)
             if self.trace is not None:
                 self.trace.ran(self._requests, whole, self._came_at)

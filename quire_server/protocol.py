@@ -6,7 +6,7 @@ listed nowhere is ignored, and logged once.
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from quire.engine.processor import Prompt, PromptFields
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -260,6 +260,16 @@ class Rendering(Body):
     documents: Objects | None = Field(None, description="Variable of the template.")
     reasoning_effort: str | None = Field(None, description="The same.")
     mm_processor_kwargs: dict[str, Any] | None = Field(None, description="Settings of the preprocessing of pictures.")
+
+    _trusts_template: bool = PrivateAttr(False)
+
+    @property
+    def trusts_template(self) -> bool:
+        """Whether chat_template comes from the operator, and not from the request."""
+        return self._trusts_template
+
+    def trust_template(self) -> None:
+        self._trusts_template = True
 
     @property
     def tool_objects(self) -> list[dict[str, Any]]:
