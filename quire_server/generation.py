@@ -51,8 +51,9 @@ class Server:
     log: RequestLog
     media: MediaLoader
     calls: set["PromptCall"] = field(default_factory=set)  # those that run
+    takes_later_system_messages: bool | None = None  # whether the chat template renders them, once that is known
     created: int = field(default_factory=lambda: int(time.time()))
-    _reported: set[str] = field(default_factory=set)
+    _reported: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def names(self) -> list[str]:
@@ -69,10 +70,16 @@ class Server:
             raise ApiError(400, f"{name} {why}", param=name, code="unsupported_parameter")
         for name in body.unknown():
             (body.model_extra or {}).pop(name, None)  # it may be large
-            if name not in self._reported and len(self._reported) < MAX_REPORTED:
-                self._reported.add(name)
-                logger.warning("Ignored a field that is not known: %.64r", name)
+            self._report("a field that is not known", name)
+        for kind in body.hosted_tools():
+            self._report("tools of a type that this server does not have", kind)
         return body.model or self.model_names[0]
+
+    def _report(self, what: str, name: str) -> None:
+        """Log once that a part of a request was ignored."""
+        if (what, name) not in self._reported and len(self._reported) < MAX_REPORTED:
+            self._reported.add((what, name))
+            logger.warning("Ignored %s: %.64r", what, name)
 
     def admit(self) -> None:
         """Raises ApiError if no request may begin now, and EngineDeadError if the engine has failed for good."""
@@ -84,6 +91,11 @@ class Server:
         if limit is not None and waiting is not None and waiting >= limit:
             message = f"{waiting} requests are waiting; the server lets {limit} wait"
             raise ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+
+    def longest_output(self, max_tokens: int) -> int:
+        """max_tokens, or the longest output that a request may ask for if that is less."""
+        limits = self.llm.max_model_len, self.config.max_generated_tokens
+        return min(max_tokens, *(limit for limit in limits if limit is not None))
 
     def end_calls(self) -> None:
         """End all running requests because the server shuts down. Each client gets an error, streams included."""
@@ -249,6 +261,7 @@ class Call(PromptCall):
         asked = given.get("max_tokens")
         given["max_tokens"] = self._max_tokens(given.get("max_tokens"), default_max_tokens, len(prompts))
         self._check_sizes()
+        self._check_length(0, asked)
         try:
             params = await held.run(partial(processor.default_sampling_params, **given))
             for prompt in prompts:
@@ -323,15 +336,21 @@ class Call(PromptCall):
         return min(share, share if default is None else default) if given is None else max(given, 1)
 
     def _check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        """Raises ApiError if the client asks for more tokens than fit behind the prompt."""
-        limit, total = self.server.llm.max_model_len, num_prompt_tokens + (max_tokens or 0)
-        if total > limit:
+        """Raises ApiError if the client asks for more tokens than the context has, or with --strict-max-tokens, for
+        more than fit behind the prompt."""
+        limit, max_tokens = self.server.llm.max_model_len, max_tokens or 0
+        field, code = self.body.max_tokens_field, "context_length_exceeded"
+        if self.server.config.strict_max_tokens and num_prompt_tokens + max_tokens > limit:
             message = (
                 f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} output "
-                f"tokens and your prompt contains {num_prompt_tokens} input tokens, for a total of {total} tokens. "
+                f"tokens and your prompt contains {num_prompt_tokens} input tokens, for a total of "
+                f"{num_prompt_tokens + max_tokens} tokens. "
                 "Please reduce the length of the input prompt or the number of requested output tokens."
             )
-            raise ApiError(400, message, param=self.body.max_tokens_field, code="context_length_exceeded")
+            raise ApiError(400, message, param=field, code=code)
+        if max_tokens > limit:
+            message = f"{field} is {max_tokens}, but this model's maximum context length is {limit} tokens"
+            raise ApiError(400, message, param=field, code=code)
 
     def _check(self, completion: CompletionOutput) -> None:
         super()._check(completion)

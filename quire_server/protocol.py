@@ -61,6 +61,10 @@ class Body(BaseModel):
         """Fields that are neither read nor known to have no effect."""
         return [name for name in self.model_extra or () if name not in WITHOUT_EFFECT]
 
+    def hosted_tools(self) -> list[str]:
+        """The types of tools that are left out, since they do not run at the client."""
+        return []
+
 
 def _asks_for_nothing(name: str, value: Any) -> bool:
     return value is None or value is False or value in ("", [], {}) or value in _NEUTRAL.get(name, [])
