@@ -126,18 +126,23 @@ def _event_delta(event: Event, answer: Answer) -> dict[str, Any]:
     if isinstance(event, Content):
         return {"content": event.text}
     if isinstance(event, ToolCall):  # as OpenAI does, the name comes first, and then pieces of the arguments
-        call = _tool_call(FunctionCall(answer.tool_calls[event.index].id, event.name))
+        begun = answer.tool_calls[event.index]
+        call = _tool_call(FunctionCall(begun.id, event.name, begun.is_custom))
         return {"tool_calls": [{"index": event.index, **call}]}
+    if answer.tool_calls[event.index].is_custom:
+        return {"tool_calls": [{"index": event.index, "custom": {"input": event.text}}]}
     return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
 
 
 def _finish_reason(answering: Answering, answer: Answer) -> str | None:
     """As OpenAI and vLLM do, "stop" and not "tool_calls" if the request named the tool."""
     reason = answer.finish_reason
-    return "stop" if reason == "tool_calls" and isinstance(answering.body.forced_choice, dict) else reason
+    return "stop" if reason == "tool_calls" and answering.body.named_tool is not None else reason
 
 
 def _tool_call(call: FunctionCall) -> ChatToolCall:
+    if call.is_custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 

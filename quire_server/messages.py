@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from quire.text.chat_template import TEXT_PARTS
+from quire_server.custom_tools import as_functions
 from quire_server.fields import Objects, fail
 
 # The types of content parts that are pictures or other media: the field that says where it is.
@@ -82,7 +83,7 @@ class Message(BaseModel):
     )
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Objects | None = None
+    tool_calls: Annotated[Objects, AfterValidator(as_functions)] | None = None
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]

@@ -4,13 +4,14 @@ Every field of vLLM's that could change the answer is built, or refused with a 4
 listed nowhere is ignored, and logged once.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from quire.engine.processor import Prompt, PromptFields
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.messages.structured_outputs import StructuredOutputsParams
+from quire_server.custom_tools import CustomTool, NamedCustomTool
 from quire_server.fields import (
     MAX_INT,
     TABLES,
@@ -253,6 +254,23 @@ class CompletionRequest(Generation):
         return self.refused(UNSUPPORTED)
 
 
+class HostedTool(BaseModel):
+    """A tool that would run at the server, which has none."""
+
+    type: str
+
+
+def _kind_of_tool(value: Any) -> str:
+    kind = value.get("type", "function") if isinstance(value, dict) else getattr(value, "type", "function")
+    return kind if kind in ("function", "custom") or not isinstance(kind, str) else "hosted"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("function")] | Annotated[CustomTool, Tag("custom")] | Annotated[HostedTool, Tag("hosted")],
+    Discriminator(_kind_of_tool, "tool", "The type of a tool should be a string: function or custom"),
+]
+
+
 class Rendering(Body):
     """How the chat template renders a conversation."""
 
@@ -260,15 +278,29 @@ class Rendering(Body):
     continue_final_message: bool | None = Field(None, description="End within the last message, to go on with it.")
     chat_template: str | None = Field(None, description="Only if the server trusts templates of requests.")
     chat_template_kwargs: TemplateArguments | None = None
-    tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
+    tools: list[AnyTool] | None = Field(
+        None, description="Functions and custom tools that the model may call. Those of other types are left out."
+    )
     documents: Objects | None = Field(None, description="Variable of the template.")
     reasoning_effort: str | None = Field(None, description="The same.")
     mm_processor_kwargs: dict[str, Any] | None = Field(None, description="Settings of the preprocessing of pictures.")
 
     @property
+    def usable_tools(self) -> list[Tool | CustomTool]:
+        return [tool for tool in self.tools or () if not isinstance(tool, HostedTool)]
+
+    @property
     def tool_objects(self) -> list[dict[str, Any]]:
-        """The tools as JSON objects."""
-        return [{"type": tool.type, **tool.model_dump(exclude_unset=True)} for tool in self.tools or ()]
+        """The tools as JSON objects: functions, which also stand for custom tools."""
+        return [
+            {"type": "function", **tool.model_dump(exclude_unset=True)}
+            if isinstance(tool, Tool)
+            else {"type": "function", "function": tool.function.model_dump(exclude_none=True)}
+            for tool in self.usable_tools
+        ]
+
+    def hosted_tools(self) -> list[str]:
+        return [tool.type for tool in self.tools or () if isinstance(tool, HostedTool)]
 
 
 class ChatRequest(Generation, Rendering):
@@ -279,7 +311,7 @@ class ChatRequest(Generation, Rendering):
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = Field(None, description="Only with logprobs.")
     return_prompt_text: bool | None = Field(None, description="The text that the chat template made of the messages.")
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | None = Field(
         None,
         description="Whether the model may call tools (auto, the default), must (required), or must call this one.",
     )
@@ -287,11 +319,38 @@ class ChatRequest(Generation, Rendering):
     include_reasoning: bool | None = Field(None, description="false leaves the model's thinking out.")
 
     @property
+    def named_tool(self) -> str | None:
+        """The name of the tool that the answer must call."""
+        if isinstance(self.tool_choice, NamedTool):
+            return self.tool_choice.function.name
+        return self.tool_choice.custom.name if isinstance(self.tool_choice, NamedCustomTool) else None
+
+    @property
     def forced_choice(self) -> str | dict[str, Any] | None:
         """The tool_choice of an answer that must consist of calls: "required", or one that names a tool."""
         if isinstance(self.tool_choice, NamedTool):
             return self.tool_choice.model_dump()
+        if (tool := self.forced_custom_tool) is not None:
+            return {"type": "custom", "custom": {"name": tool.custom.name}}
         return "required" if self.tool_choice == "required" else None
+
+    @property
+    def forced_custom_tool(self) -> CustomTool | None:
+        """The custom tool of whose input the whole answer consists: one that the request names, or the only tool that
+        must be called, if its input has a grammar, which a list of calls in JSON could not follow."""
+        tools = self.usable_tools
+        if isinstance(self.tool_choice, NamedCustomTool):
+            found = [tool for tool in tools if tool.function.name == self.named_tool]
+        else:
+            found = tools if self.tool_choice == "required" and len(tools) == 1 else []
+        [tool] = found[:1] or [None]
+        is_forced = isinstance(tool, CustomTool) and (self.named_tool is not None or tool.grammar is not None)
+        return tool if is_forced and isinstance(tool, CustomTool) else None
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """The names of the custom tools."""
+        return frozenset(tool.custom.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
@@ -320,11 +379,11 @@ class ChatRequest(Generation, Rendering):
             return "top_logprobs", "is only allowed when logprobs is true"
         if self.logprob_token_ids is not None and not self.logprobs:
             return "logprob_token_ids", "is only allowed when logprobs is true"
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            if all(tool.function.name != name for tool in self.tools or ()):
+        if (name := self.named_tool) is not None:
+            kind = Tool if isinstance(self.tool_choice, NamedTool) else CustomTool
+            if all(tool.function.name != name for tool in self.usable_tools if isinstance(tool, kind)):
                 return "tool_choice", f"names {name!r}, which is none of the tools"
-        if self.tool_choice == "required" and not self.tools:
+        if self.tool_choice == "required" and not self.usable_tools:
             return "tool_choice", "is 'required', but there are no tools"
         return self.refused(UNSUPPORTED_IN_CHAT)
 

@@ -77,8 +77,9 @@ class ChatLogprobs(TypedDict):
 
 class ChatToolCall(TypedDict):
     id: str
-    type: Literal["function"]
-    function: dict[str, str]  # name, arguments
+    type: Literal["function", "custom"]
+    function: NotRequired[dict[str, str]]  # name, arguments
+    custom: NotRequired[dict[str, str]]  # name, input
 
 
 class AssistantMessage(TypedDict):

@@ -66,7 +66,7 @@ BOTH: list[tuple[Any, ...]] = [
     ("max_tokens", "-1"),
     ("max_tokens", 1.5),
     ("max_tokens", HUGE),
-    ("max_tokens", 2048),
+    ("max_tokens", 2049),
     ("max_tokens", False),
     ("min_tokens", -1),
     ("min_tokens", 2),  # more than max_tokens
@@ -247,7 +247,7 @@ OF_CHAT: list[tuple[Any, ...]] = [
     ("tools", [{"type": "function"}], "tools[0].function"),
     ("tools", [{"type": "function", "function": {"name": 5}}], "tools[0].function.name"),
     ("tools", [{"type": "function", "function": {"name": "f", "parameters": 5}}], "tools[0].function.parameters"),
-    ("tools", [{"type": "retrieval", "function": {"name": "f"}}], "tools[0].type"),
+    ("tools", [{"type": 5, "function": {"name": "f"}}], "tools[0]"),
     ("tool_choice", "perhaps"),
     ("tool_choice", "required"),
     ("tool_choice", {"type": "function"}, "tool_choice.function"),
