@@ -283,7 +283,9 @@ async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
             events = []
             if not begun:
                 begun = True
-                events = [_event("message_start", message=_message(answering, [], (None, None))), _event("ping")]
+                message = _message(answering, [], (None, None))
+                message["usage"]["output_tokens"] = 0
+                events = [_event("message_start", message=message), _event("ping")]
             for event in (event for piece in pieces for event in piece.events):
                 kind, start, delta = _block(event, answering.answers[0])
                 if start is not None and (kind != block or kind == "tool_use"):

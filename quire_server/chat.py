@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from quire_parsing.events import Content, Event, Reasoning, ToolCall
 from quire_server.answering import Answer, Answering, FunctionCall, Piece
-from quire_server.errors import json_response
+from quire_server.errors import ApiError, json_response
 from quire_server.generation import Chunks
 from quire_server.logprobs import prompt_logprobs
 from quire_server.messages import text_of
@@ -23,6 +23,8 @@ router = APIRouter(route_class=StrictRoute)
 
 @router.post("/v1/chat/completions", responses=stream_answers(ChatResponse), response_model=None)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    if body.tools == []:
+        raise ApiError(400, "tools should have at least one tool, or be left out", param="tools")
     answering = await Answering.begin(request, body, "chatcmpl")
     if body.stream:
         return await EventStream.begin(_stream(answering), answering.call.keep_alive_interval)
@@ -45,10 +47,11 @@ async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
                 begun, indices, extra = True, range(body.n or 1), _prompt_keys(answering)
                 for index in indices:
                     first = _delta(index, {"role": _role(answering), "content": ""})
-                    events.append(chunks.event(first, meter, **extra))
+                    events.append(chunks.event(first, meter, at_start=True, **extra))
                     extra = {}
                 if echo := _echo(answering):
-                    events += [chunks.event(_delta(index, {"content": echo}), meter) for index in indices]
+                    echoed = [_delta(index, {"content": echo}) for index in indices]
+                    events += [chunks.event(choice, meter, at_start=True) for choice in echoed]
             events += [chunks.event(choice, meter) for choice in choices]
             if events:
                 yield b"".join(events)

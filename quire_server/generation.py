@@ -407,6 +407,13 @@ class Meter:
         return {"speculative_decoding": drafts[0].to_dict()} if len(drafts) == 1 else None
 
     @property
+    def usage_at_start(self) -> Usage:
+        """The usage before the first token of the answer."""
+        usage = self.usage
+        usage.pop("completion_tokens_details", None)
+        return {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+
+    @property
     def usage(self) -> Usage:
         prompt_tokens = sum(tokens for tokens, _ in self._prompts.values())
         usage: Usage = {
@@ -437,10 +444,13 @@ class Chunks:
         self._with_usage = call.body.include_usage or call.server.config.enable_force_include_usage
         self._continuous = self._with_usage and options is not None and bool(options.continuous_usage_stats)
 
-    def event(self, choice: Mapping[str, Any], meter: Meter, **extra: Any) -> bytes:
+    def event(self, choice: Mapping[str, Any], meter: Meter, *, at_start: bool = False, **extra: Any) -> bytes:
+        """at_start: the event comes before the first token of the answer."""
         usage = b""
-        if self._with_usage:
-            usage = b',"usage":' + (msgspec.json.encode(meter.usage) if self._continuous else b"null")
+        if self._continuous:
+            usage = b',"usage":' + msgspec.json.encode(meter.usage_at_start if at_start else meter.usage)
+        elif self._with_usage:
+            usage = b',"usage":null'
         fields = b"," + msgspec.json.encode(extra)[1:-1] if extra else b""
         return b"".join((self._head, b',"choices":[', msgspec.json.encode(choice), b"]", usage, fields, b"}\n\n"))
 

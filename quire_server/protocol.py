@@ -17,6 +17,7 @@ from quire_server.fields import (
     TABLES,
     CompressionRatio,
     Count,
+    Effort,
     ExtraArguments,
     LogitBias,
     Logprobs,
@@ -282,7 +283,7 @@ class Rendering(Body):
         None, description="Functions and custom tools that the model may call. Those of other types are left out."
     )
     documents: Objects | None = Field(None, description="Variable of the template.")
-    reasoning_effort: str | None = Field(None, description="The same.")
+    reasoning_effort: Effort | None = Field(None, description="The same.")
     mm_processor_kwargs: dict[str, Any] | None = Field(None, description="Settings of the preprocessing of pictures.")
 
     @property

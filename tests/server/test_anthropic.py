@@ -43,6 +43,8 @@ def message_of(events):
         "message_start", "ping", "message_delta", "message_stop",
     ]  # fmt: skip
     message, content = start["message"], []
+    assert message["usage"]["output_tokens"] == 0
+    assert message["usage"]["input_tokens"] == end["usage"]["input_tokens"]
     assert message["content"] == []
     assert (message["stop_reason"], message["stop_sequence"]) == (None, None)
     open_block = None

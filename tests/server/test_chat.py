@@ -78,6 +78,17 @@ def test_two_answers_of_the_bundled_model_need_no_temperature(server):
     assert len(answer.json["choices"]) == 2
 
 
+def test_continuous_usage_begins_at_zero(server):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = ask(server, max_tokens=4, ignore_eos=True, stream=True, stream_options=options)
+    usages = [event["usage"] for event in events]
+    assert usages[0]["completion_tokens"] == 0
+    assert usages[0]["total_tokens"] == usages[0]["prompt_tokens"] == usages[-1]["prompt_tokens"]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+
+
 FIELDS_OF_LENGTH = pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 
 

@@ -98,8 +98,10 @@ BOTH: list[tuple[Any, ...]] = [
     ("prompt_logprobs", -1),
     ("prompt_logprobs", HUGE),
     ("prompt_logprobs", "all"),
+    ("prompt_logprobs", "2"),
     ("truncate_prompt_tokens", 0),
     ("truncate_prompt_tokens", -2),
+    ("truncate_prompt_tokens", 2049),
     ("truncate_prompt_tokens", 99999),
     ("logprob_token_ids", [1]),  # without logprobs
     ("logprob_token_ids", []),
@@ -184,7 +186,7 @@ OF_COMPLETIONS: list[tuple[Any, ...]] = [
     ("logprobs", "all"),
     ("logprobs", -2),
     ("logprobs", 21),
-    ("logprobs", "21"),
+    ("logprobs", "2"),
     ("echo", "loud"),
     ("max_tokens", 0),
 ]
@@ -229,6 +231,7 @@ OF_CHAT: list[tuple[Any, ...]] = [
     ("logprobs", "many"),
     ("top_logprobs", 3),  # without logprobs
     ("top_logprobs", "3"),
+    ("top_logprobs", "many"),
     ("top_logprobs", -2),
     ("max_completion_tokens", 0),
     ("max_completion_tokens", "five"),
@@ -243,6 +246,7 @@ OF_CHAT: list[tuple[Any, ...]] = [
     ("chat_template_kwargs", {"messages": []}),
     ("documents", "x"),
     ("tools", "x"),
+    ("tools", []),
     ("tools", [5], "tools[0]"),
     ("tools", [{"type": "function"}], "tools[0].function"),
     ("tools", [{"type": "function", "function": {"name": 5}}], "tools[0].function.name"),
@@ -256,6 +260,7 @@ OF_CHAT: list[tuple[Any, ...]] = [
     ("function_call", "auto"),
     ("audio", {"voice": "x"}),
     ("reasoning_effort", 5),
+    ("reasoning_effort", "extreme"),
     ("include_reasoning", "perhaps"),
     ("parallel_tool_calls", 5),
 ]
