@@ -97,7 +97,9 @@ def _choice(answering: Answering, answer: Answer) -> ChatChoice:
     )  # fmt: skip
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning
-    if answer.tool_calls:
+    if answer.tool_calls and answering.body.answers_functions:
+        message["function_call"] = _function_call(answer.tool_calls[0])
+    elif answer.tool_calls:
         message["tool_calls"] = [_tool_call(call) for call in answer.tool_calls]
     return ChatChoice(
         index=answer.index, message=message, logprobs=answering.logprobs(completion),
@@ -110,7 +112,7 @@ def _choice(answering: Answering, answer: Answer) -> ChatChoice:
 def _deltas(answering: Answering, piece: Piece) -> list[dict[str, Any]]:
     """A chunk's choice for each event of a piece. Logprobs and token ids are in the first, how it ended in the last."""
     completion, body, answer = piece.completion, answering.body, piece.answer
-    deltas = [_delta(answer.index, _event_delta(event, answer)) for event in piece.events]
+    deltas = [_delta(answer.index, _event_delta(event, answer, body.answers_functions)) for event in piece.events]
     if not deltas and (completion.finish_reason or body.logprobs or body.return_token_ids):
         deltas = [_delta(answer.index, {} if answer.tool_calls else {"content": ""})]
     if deltas:
@@ -123,15 +125,19 @@ def _deltas(answering: Answering, piece: Piece) -> list[dict[str, Any]]:
     return deltas
 
 
-def _event_delta(event: Event, answer: Answer) -> dict[str, Any]:
+def _event_delta(event: Event, answer: Answer, as_function: bool) -> dict[str, Any]:
     if isinstance(event, Reasoning):
         return {"reasoning": event.text, "reasoning_content": event.text}
     if isinstance(event, Content):
         return {"content": event.text}
     if isinstance(event, ToolCall):  # as OpenAI does, the name comes first, and then pieces of the arguments
+        if as_function:
+            return {"function_call": {"name": event.name, "arguments": ""}}
         begun = answer.tool_calls[event.index]
         call = _tool_call(FunctionCall(begun.id, event.name, begun.is_custom))
         return {"tool_calls": [{"index": event.index, **call}]}
+    if as_function:
+        return {"function_call": {"arguments": event.text}}
     if answer.tool_calls[event.index].is_custom:
         return {"tool_calls": [{"index": event.index, "custom": {"input": event.text}}]}
     return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
@@ -140,13 +146,21 @@ def _event_delta(event: Event, answer: Answer) -> dict[str, Any]:
 def _finish_reason(answering: Answering, answer: Answer) -> str | None:
     """As OpenAI and vLLM do, "stop" and not "tool_calls" if the request named the tool."""
     reason = answer.finish_reason
-    return "stop" if reason == "tool_calls" and answering.body.named_tool is not None else reason
+    if reason != "tool_calls":
+        return reason
+    if answering.body.named_tool is not None:
+        return "stop"
+    return "function_call" if answering.body.answers_functions else reason
 
 
 def _tool_call(call: FunctionCall) -> ChatToolCall:
     if call.is_custom:
         return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _function_call(call: FunctionCall) -> dict[str, str]:
+    return {"name": call.name, "arguments": call.arguments}
 
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from quire.metrics.logging import logger
 from quire_server.adapters import Adapters
 from quire_server.bodies import HeldBody
 from quire_server.errors import ApiError, bad_value
+from quire_server.fill_in_middle import FillInMiddle
 from quire_server.media import ChatMedia, MediaLoader
 from quire_server.messages import Message, has_media, json_of
 from quire_server.middleware import owner_of
@@ -91,6 +92,11 @@ class Server:
         if limit is not None and waiting is not None and waiting >= limit:
             message = f"{waiting} requests are waiting; the server lets {limit} wait"
             raise ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+
+    @cached_property
+    def fill_in_middle(self) -> FillInMiddle | None:
+        """How the model reads prompts with a gap, None if it does not."""
+        return FillInMiddle.of(self.llm.get_tokenizer())
 
     def longest_output(self, max_tokens: int) -> int:
         """max_tokens, or the longest output that a request may ask for if that is less."""
@@ -322,9 +328,10 @@ class Call(PromptCall):
 
     def _max_tokens(self, given: int | None, default: int | None, num_prompts: int) -> int | None:
         """Raises ApiError for more sequences or tokens than a request may ask for."""
-        num_sequences = num_prompts * (self.body.n or 1)
+        count = self.body.num_generated
+        num_sequences = num_prompts * count
         if num_sequences > MAX_SEQUENCES:
-            message = f"{num_prompts} prompts of n={self.body.n or 1} completions: at most {MAX_SEQUENCES} are allowed"
+            message = f"{num_prompts} prompts of n={count} completions: at most {MAX_SEQUENCES} are allowed"
             raise ApiError(400, message, param="n")
         limit = self.server.config.max_generated_tokens
         if limit is None:

@@ -86,7 +86,23 @@ class Message(BaseModel):
     tool_calls: Annotated[Objects, AfterValidator(as_functions)] | None = None
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+def _with_tool_calls(messages: list[Message]) -> list[Message]:
+    """The messages, with function_call and the role function, OpenAI's older forms, as calls and results of tools."""
+    call_id = None
+    for index, message in enumerate(messages):
+        call = (message.model_extra or {}).pop("function_call", None)
+        if call is not None and not message.tool_calls:
+            if not isinstance(call, dict) or not all(isinstance(call.get(key), str) for key in ("name", "arguments")):
+                raise fail("call", "function_call should be an object with the keys name and arguments")
+            call_id = f"call{index:05}"  # nine letters and digits, as Mistral's chat template demands
+            message.tool_calls = [{"id": call_id, "type": "function", "function": call}]
+        elif message.role == "function":
+            message.role = "tool"
+            message.tool_call_id = message.tool_call_id or call_id
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), AfterValidator(_with_tool_calls)]
 
 
 def json_of(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -4,9 +4,9 @@ Every field of vLLM's that could change the answer is built, or refused with a 4
 listed nowhere is ignored, and logged once.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from quire.engine.processor import Prompt, PromptFields
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -19,6 +19,8 @@ from quire_server.fields import (
     Count,
     Effort,
     ExtraArguments,
+    Function,
+    FunctionName,
     LogitBias,
     Logprobs,
     NamedTool,
@@ -154,6 +156,11 @@ class Generation(PromptBody):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def num_generated(self) -> int:
+        """Completions that are generated for each prompt, of which n are returned."""
+        return self.n or 1
+
+    @property
     def max_tokens_field(self) -> str:
         """The name of the field that bounds the output."""
         return "max_tokens"
@@ -220,7 +227,10 @@ class CompletionRequest(Generation):
     max_tokens: Count | None = Field(None, description="16 if left out; 0 needs echo.")
     echo: bool | None = Field(None, description="Begin with the prompt; its logprobs as well, if asked for.")
     logprobs: Logprobs | None = Field(None, description="Logprobs of so many of the likeliest tokens at each place.")
-    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Only equal to n.")
+    suffix: str | None = Field(None, description="What stands behind the text, for models that fill gaps.")
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_N, description="Generate so many completions and return the n likeliest; not in a stream."
+    )
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -234,16 +244,28 @@ class CompletionRequest(Generation):
     def drop_prompt(self) -> None:
         self.prompt, self.prompt_embeds = "", None
 
+    @property
+    def num_generated(self) -> int:
+        return max(super().num_generated, self.best_of or 1)
+
     def given(self) -> dict[str, Any]:
-        values = super().given()
+        values = super().given() | {"n": self.num_generated}
+        if self.num_generated > (self.n or 1):
+            values.setdefault("logprobs", 0)  # for the likelihood
         if self.echo and self.logprobs is not None:
             counts = (self.logprobs, self.prompt_logprobs or 0)
             values["prompt_logprobs"] = -1 if -1 in counts else max(counts)
         return values
 
     def unsupported(self) -> tuple[str, str] | None:
-        if self.best_of not in (None, self.n or 1):
-            return "best_of", "is not supported, unless it equals n"
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            return "best_of", "should be at least n"
+        if self.stream and self.num_generated > (self.n or 1):
+            return "best_of", "above n cannot be streamed"
+        if self.suffix:
+            for name in ("echo", "prompt_embeds", "truncate_prompt_tokens"):
+                if getattr(self, name):
+                    return name, "cannot be used with suffix"
         if self.logprob_token_ids is not None and (self.logprobs is None or self.max_tokens == 0):
             return "logprob_token_ids", "needs logprobs, and a max_tokens above 0"
         if self.prompt_embeds and self.echo:
@@ -318,6 +340,26 @@ class ChatRequest(Generation, Rendering):
     )
     parallel_tool_calls: bool | None = Field(None, description="false allows one call in an answer.")
     include_reasoning: bool | None = Field(None, description="false leaves the model's thinking out.")
+    functions: list[Function] | None = Field(None, min_length=1, description="The older form of tools.")
+    function_call: Literal["none", "auto"] | FunctionName | None = Field(
+        None, description="The older form of tool_choice, with functions."
+    )
+    _answers_functions: bool = PrivateAttr(False)
+
+    @model_validator(mode="after")
+    def _translate_functions(self) -> Self:
+        if self.functions and not self.tools and self.tool_choice is None:
+            self._answers_functions = True
+            self.tools = [Tool(function=function) for function in self.functions]
+            self.parallel_tool_calls = False
+            choice = self.function_call
+            self.tool_choice = NamedTool(function=choice) if isinstance(choice, FunctionName) else choice
+        return self
+
+    @property
+    def answers_functions(self) -> bool:
+        """Whether calls are told in the older form: function_call in place of tool_calls."""
+        return self._answers_functions
 
     @property
     def named_tool(self) -> str | None:
@@ -364,7 +406,7 @@ class ChatRequest(Generation, Rendering):
 
     def drop_prompt(self) -> None:
         self.messages = self.messages[-1:]  # with echo, the answer begins with it
-        self.tools = self.documents = self.chat_template_kwargs = None
+        self.tools = self.functions = self.documents = self.chat_template_kwargs = None
 
     def given(self) -> dict[str, Any]:
         values = super().given()
@@ -380,10 +422,17 @@ class ChatRequest(Generation, Rendering):
             return "top_logprobs", "is only allowed when logprobs is true"
         if self.logprob_token_ids is not None and not self.logprobs:
             return "logprob_token_ids", "is only allowed when logprobs is true"
+        if self.functions and not self.answers_functions:
+            return "functions", "and tools exclude each other"
+        if self.function_call is not None and not self.functions:
+            return "function_call", "is only allowed with functions"
+        if self.structured_outputs is not None and self.named_tool is not None:
+            return "structured_outputs", "cannot be used with a tool_choice that names a tool"
         if (name := self.named_tool) is not None:
+            field = "function_call" if self.answers_functions else "tool_choice"
             kind = Tool if isinstance(self.tool_choice, NamedTool) else CustomTool
             if all(tool.function.name != name for tool in self.usable_tools if isinstance(tool, kind)):
-                return "tool_choice", f"names {name!r}, which is none of the tools"
+                return field, f"names {name!r}, which is none of the tools"
         if self.tool_choice == "required" and not self.usable_tools:
             return "tool_choice", "is 'required', but there are no tools"
         return self.refused(UNSUPPORTED_IN_CHAT)

@@ -88,7 +88,7 @@ class AssistantMessage(TypedDict):
     refusal: None
     annotations: None
     audio: None
-    function_call: None
+    function_call: dict[str, str] | None  # name, arguments
     reasoning: str | None
     reasoning_content: NotRequired[str]  # the older name of reasoning
     tool_calls: NotRequired[list[ChatToolCall]]
