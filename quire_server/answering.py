@@ -19,6 +19,7 @@ from quire_parsing.events import Content, Event, Parser, Reasoning, ToolArgument
 from quire_parsing.forced import forced_calls_schema
 from quire_parsing.formats import TOOLS
 from quire_parsing.reasoning import REASONING
+from quire_server.custom_tools import CustomInputs
 from quire_server.errors import ApiError
 from quire_server.generation import Call, Server
 from quire_server.logprobs import chat_logprobs
@@ -31,10 +32,12 @@ PROMPT_END = 256  # characters of a prompt that tell whether the answer begins w
 @dataclass
 class FunctionCall:
     """A tool call of an answer. id: nine letters and digits, as Mistral's chat template demands, unless the model gave
-    the call another. pieces: of its arguments, which are JSON text."""
+    the call another. is_custom: it calls a custom tool. pieces: of its arguments, which are JSON text, or of the input
+    of a custom tool."""
 
     id: str
     name: str
+    is_custom: bool = False
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -55,10 +58,12 @@ class FunctionCall:
 class Answer:
     """One completion of a chat, as far as it is known.
 
-    completion: its latest part, which is the whole completion if the request is not streamed.
+    completion: its latest part, which is the whole completion if the request is not streamed. custom_names: of the
+    custom tools that it may call.
     """
 
     index: int
+    custom_names: frozenset[str] = frozenset()
     texts: dict[type[Event], list[str]] = field(default_factory=lambda: defaultdict(list))  # pieces, by their type
     tool_calls: list[FunctionCall] = field(default_factory=list)
     completion: CompletionOutput | None = None
@@ -85,7 +90,9 @@ class Answer:
             if isinstance(event, Reasoning | Content):
                 self.texts[type(event)].append(event.text)
             elif isinstance(event, ToolCall):
-                self.tool_calls.append(FunctionCall(event.id or uuid4().hex[:9], event.name))
+                self.tool_calls.append(
+                    FunctionCall(event.id or uuid4().hex[:9], event.name, event.name in self.custom_names)
+                )
             else:
                 self.tool_calls[event.index].pieces.append(event.text)
 
@@ -109,10 +116,19 @@ class Answering:
     far as they are known. output: what the engine reported last: the prompt's token ids and logprobs.
     """
 
-    def __init__(self, call: Call, body: ChatRequest, parsers: Sequence[Parser] = ()) -> None:
-        """parsers: of each of n answers; none if their texts are content as they are."""
+    def __init__(
+        self,
+        call: Call,
+        body: ChatRequest,
+        parsers: Sequence[Parser] = (),
+        is_forced: bool = False,
+        custom_names: frozenset[str] = frozenset(),
+    ) -> None:
+        """parsers: of each of n answers; none if their texts are content as they are. is_forced: the answers must
+        consist of calls. custom_names: of the custom tools that they may call."""
         self.call, self.body, self.meter = call, body, call.meter()
-        self.answers = [Answer(index) for index in range(body.n or 1)]
+        self._is_forced = is_forced
+        self.answers = [Answer(index, custom_names) for index in range(body.n or 1)]
         self.output: RequestOutput | None = None
         self._parsers = parsers
 
@@ -122,10 +138,13 @@ class Answering:
         of the conversation, which then has no media. Raises ApiError."""
         server: Server = request.app.state.server
         call = Call(server, request, body, prefix)
-        tools, choice = body.definitions, body.forced_choice
+        tools, choice, custom_names = body.definitions, body.forced_choice, body.custom_names
         reasoning, tool_parser = server.llm.frontend.reasoning, server.tool_parser if tools else None
         changes: dict[str, Any] = {}
-        if choice is not None:
+        custom = body.forced_custom_tool
+        if custom is not None:
+            changes["structured_outputs"] = custom.constraint
+        elif choice is not None:
             schema = forced_calls_schema(tools, choice, body.parallel_tool_calls is not False)
             changes["structured_outputs"] = {"json": schema}
         elif tools and tool_parser is None:
@@ -150,8 +169,11 @@ class Answering:
         del prompt  # with truncate_prompt_tokens it can be much longer than what remains of it
         await call.process(prompts, default, special, "messages", field, **changes)
         make = partial(answer_parser, reasoning, tool_parser, tools, starts_in_thinking=is_thinking)
-        parsers = [make(tool_choice=choice or "auto") for _ in range(body.n or 1)]
-        return cls(call, body, [parser for parser in parsers if parser is not None])
+        made = [make(tool_choice=choice or "auto") for _ in range(body.n or 1)]
+        parsers: list[Parser] = [parser for parser in made if parser is not None]
+        if custom_names and custom is None:
+            parsers = [CustomInputs(parser, custom_names) for parser in parsers]
+        return cls(call, body, parsers, choice is not None, custom_names)
 
     async def pieces(self) -> AsyncGenerator[list[Piece]]:
         """The parts of the answers, in the order in which they come. A list may be empty.
@@ -201,7 +223,7 @@ class Answering:
         if isinstance(event, Reasoning):
             return self.body.include_reasoning is not False
         if isinstance(event, Content):  # of an answer that must consist of calls, it is one that was cut off
-            return self.body.forced_choice is None
+            return not self._is_forced
         return event.index == 0 or self.body.parallel_tool_calls is not False
 
 

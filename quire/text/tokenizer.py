@@ -104,15 +104,28 @@ class Tokenizer:
         return [*self._prefix, *encoding.ids, *self._suffix] if add_special_tokens else encoding.ids
 
     def encode_parts(
-        self, first: str, second: str | None, keep: int | None = None, add_special_tokens: bool = True
+        self,
+        first: str,
+        second: str | None,
+        keep: int | None = None,
+        add_special_tokens: bool = True,
+        from_left: bool = False,
     ) -> tuple[list[int], list[int]]:
         """Token ids of one text or two with the special tokens between and around them, and for each the number of its
-        text, 0 or 1. At most `keep` tokens, by cutting off the ends of the longer text. Raises ValueError."""
+        text, 0 or 1. At most `keep` tokens, by cutting off the end of the longer text, with from_left its beginning.
+        Raises ValueError."""
         with _encoding(first if second is None else first + second):
-            return self._encode_parts([first] if second is None else [first, second], keep, add_special_tokens)
+            texts = [first] if second is None else [first, second]
+            return self._encode_parts(texts, keep, add_special_tokens, "left" if from_left else "right")
+
+    def shortened(self, text: str, most: int) -> str:
+        """The beginning of a text, of at most so many tokens. Raises ValueError."""
+        with _encoding(text):
+            offsets = self._backend.encode(text, add_special_tokens=False).offsets
+        return text if len(offsets) <= most else text[: offsets[most - 1][1]]
 
     def _encode_parts(
-        self, texts: list[str], keep: int | None, add_special_tokens: bool
+        self, texts: list[str], keep: int | None, add_special_tokens: bool, side: str
     ) -> tuple[list[int], list[int]]:
         parts = [self._backend.encode(text, add_special_tokens=False) for text in texts]
         is_pair = len(parts) > 1
@@ -126,7 +139,7 @@ class Tokenizer:
                 for part, length in zip(parts, lengths, strict=True):
                     cut = longer if length > shorter or not is_pair else max(room - longer, 0)
                     if length > cut:
-                        part.truncate(cut)
+                        part.truncate(cut, direction=side)
         made = self._backend.post_process(parts[0], parts[1] if is_pair else None, add_special_tokens)
         if not own:
             return made.ids, made.type_ids

@@ -11,11 +11,12 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from quire.engine.processor import Prompt
 from quire.messages.outputs import CompletionOutput
 from quire_parsing.events import Content, Reasoning
 from quire_server.answering import Answering, FunctionCall
 from quire_server.errors import ApiError, json_response
-from quire_server.fields import TABLES, Logprobs, Objects, TokenIds
+from quire_server.fields import Logprobs, Objects, TokenIds
 from quire_server.generation import Call, Server
 from quire_server.ollama.bodies import OPTIONS, KeptModel, OllamaRoute
 from quire_server.ollama.lines import LineStream, line
@@ -40,10 +41,6 @@ class Generation(KeptModel):
         if self.think and server.llm.frontend.reasoning is None:
             raise ApiError(400, f"think: the model {name!r} does not support thinking", param="think")
         return name
-
-    def unsupported(self) -> tuple[str, str] | None:
-        given, refused = self.model_extra or {}, TABLES["ollama"]["refused"]
-        return next(((name, why) for name, why in refused.items() if given.get(name)), None)
 
     def translated(self, messages: list[dict[str, Any]], template: str | None = None, **extra: Any) -> ChatRequest:
         """With the defaults of a created model. template: of the request itself. Raises ApiError."""
@@ -83,6 +80,7 @@ _PICTURE = re.compile(r"(messages\[\d+\])\.content\[\d+\]\.image_url")  # in tra
 
 class GenerateRequest(Generation):
     prompt: str | None = None
+    suffix: str | None = Field(None, description="Fill the gap before it, without the chat template.")
     images: Images | None = None
     system: str | None = None
     template: str | None = Field(None, description="A Jinja template, if the server trusts templates of requests.")
@@ -90,10 +88,11 @@ class GenerateRequest(Generation):
     raw: bool | None = Field(None, description="Continue the prompt as it is, without the chat template.")
 
     def unsupported(self) -> tuple[str, str] | None:
-        if self.raw and self.images:
-            return "images", "cannot be used with raw, since the chat template says where pictures are"
-        if self.raw and self.context:
-            return "context", "cannot be used with raw"
+        without_template = next((name for name in ("raw", "suffix") if getattr(self, name)), None)
+        if without_template and self.images:
+            return "images", f"cannot be used with {without_template}: the chat template says where pictures are"
+        if without_template and self.context:
+            return "context", f"cannot be used with {without_template}"
         if self.images and self.context:
             return "context", "cannot be used with images; send the messages of the conversation to /api/chat"
         if self.template and is_go_template(self.template):
@@ -111,7 +110,7 @@ class OllamaChatRequest(Generation):
     tools: Objects | None = None
 
     def chat(self, template: str | None = None) -> ChatRequest:
-        return self.translated(self.begun(self.messages or ()), template, tools=self.tools)
+        return self.translated(self.begun(self.messages or ()), template, tools=self.tools or None)
 
 
 _STREAM = stream_answers(dict[str, Any], dict[str, str], LineStream.media_type)
@@ -120,17 +119,27 @@ _STREAM = stream_answers(dict[str, Any], dict[str, str], LineStream.media_type)
 @router.post("/api/generate", responses=_STREAM, response_model=None)
 async def answer_prompt(body: GenerateRequest, request: Request) -> Response:
     server: Server = request.app.state.server
-    reply, raw, prompt = Reply(body.accepted(request), is_chat=False, has_context=not body.raw), body.raw, body.prompt
+    uses_template, suffix, prompt = not (body.raw or body.suffix), body.suffix, body.prompt
+    reply = Reply(body.accepted(request), is_chat=False, has_context=uses_template)
     if not prompt:
         return await _load(reply, body, server)
     context = _checked(body.context or [], server)
     chat = await request.state.body.run(body.chat)
     del body  # it may be large
-    if not raw:
+    if uses_template:
         return await reply.send(await _begin(request, chat, "gen", "images", context))
     call = Call(server, request, chat, "gen")
     limit = server.llm.processor.generation_config.get("max_new_tokens")
-    await call.process([prompt], limit, True, "prompt")
+    prompts: list[Prompt] = [prompt]
+    changes: dict[str, Any] = {}
+    if suffix:
+        fill = server.fill_in_middle
+        if fill is None:
+            message = "suffix: the tokenizer of this model has no tokens for prompts with a gap"
+            raise ApiError(400, message, param="suffix")
+        prompts = [await request.state.body.run(fill.prompt, prompt, suffix, True)]
+        changes = {"stop_token_ids": fill.ends}
+    await call.process(prompts, limit, True, "prompt", **changes)
     return await reply.send(Answering(call, chat))
 
 

@@ -132,6 +132,7 @@ def _capabilities(server: Server) -> list[str]:
         "completion": llm.processor.generates,
         "embedding": llm.frontend.pooling is not None and "embed" in llm.frontend.pooling.description.tasks,
         "vision": media is not None and "image" in media.placeholders,
+        "insert": server.fill_in_middle,
         "tools": server.tool_parser,
         "thinking": llm.frontend.reasoning,
     }

@@ -210,6 +210,11 @@ def test_clients_find_out_whether_the_server_is_there(server, host: Host):
     assert server.get("/api/version").json["version"].count(".") == 2
 
 
+def test_an_empty_list_of_tools_is_none(server):
+    """The package for Python always sends one."""
+    assert ask(server, "/api/chat", messages=[USER], tools=[], stream=False)[0]
+
+
 def test_calls_and_results_of_tools_become_openais_messages(server):
     call = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
     messages = [
@@ -297,6 +302,7 @@ GENERATE_ERRORS = [
     ({"context": ["a"]}, "context[0]"),
     ({"context": [10**6]}, "context"),
     ({"context": [1], "raw": True}, "context"),
+    ({"images": ["aGk="], "suffix": "b"}, "images"),
     ({"images": ["aGk="]}, "images"),
     ({"raw": "maybe"}, "raw"),
 ]

@@ -45,7 +45,7 @@ told = client.messages.create(messages=turns, **call)
 
 counted = client.messages.count_tokens(**{name: body[name] for name in ("model", "system", "messages")})
 try:
-    client.messages.create(**{**body, "max_tokens": 5000})
+    client.messages.create(**{**body, "max_tokens": 0})
 except APIStatusError as error:
     refused = [type(error).__name__, error.status_code, error.body["error"]["type"]]
 print(json.dumps({
@@ -57,7 +57,10 @@ print(json.dumps({
     "refused": refused,
     "called": [called.stop_reason, called.content[0].name, called.content[0].input],
     "told": told.content[0].text,
-    "models": [model.id for model in client.models.list()],
+    "models": [[model.id, model.display_name, model.type] for model in client.models.list()],
+    "long": client.messages.create(**{**body, "max_tokens": 8192, "stop_sequences": [" "]}).stop_reason,
+    "beta": client.beta.messages.create(**body, betas=["context-management-2025-06-27"],
+        context_management={"edits": [{"type": "clear_tool_uses_20250919"}]}).content[0].text,
 }))
 """
 
@@ -79,4 +82,6 @@ def test_the_anthropic_package_works(host: Host, server: Service):
     assert result["refused"] == ["BadRequestError", 400, "invalid_request_error"]
     assert result["called"] == ["tool_use", "get_weather", {"city": "Paris"}]
     assert "sunny" in result["told"]
-    assert result["models"] == ["demo"]
+    assert result["models"] == [["demo", "demo", "model"]]
+    assert result["long"] == "stop_sequence"
+    assert result["beta"] == expected(server, "Be brief.")
