@@ -32,10 +32,9 @@ class KeepAlive:
         return self._until
 
     def keep(self, seconds: float | None) -> None:
-        """Go to sleep when nothing has run for so many seconds. None: never."""
+        """Go to sleep so many seconds after the last of the requests that run or are about to. None: never."""
         if self._has_effect:
             self._seconds = seconds
-            self._plan()
 
     async def begin(self) -> None:
         """A request is about to run. Waits until the engine is awake."""
@@ -53,6 +52,7 @@ class KeepAlive:
     async def unload(self) -> None:
         """Go to sleep as soon as nothing runs. Returns at once, or when the engine sleeps if nothing runs now."""
         self.keep(0)
+        self._plan()
         if self._waiting is not None:
             await asyncio.wait([self._waiting])
 

@@ -10,8 +10,9 @@ from starlette.responses import Response
 from quire_server.errors import json_response
 from quire_server.fields import Positive, Strings
 from quire_server.ollama.bodies import ANSWERS, KeptModel, OllamaRoute
-from quire_server.pooling import EmbeddingRequest, PoolingCall, Values
+from quire_server.pooling import EmbeddingRequest, PoolingCall
 from quire_server.routing import validated
+from quire_server.vectors import Values
 
 
 class EmbedRoute(OllamaRoute):
