@@ -290,6 +290,7 @@ class ServerConfig(HttpLimits):
     tool_strict_level: Literal["auto", "function", "parameter"] = "auto"
     enable_force_include_usage: bool = False
     return_tokens_as_token_ids: bool = False
+    strict_max_tokens: bool = False
     disable_fastapi_docs: bool = False
     disable_ui: bool = False
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "warning"

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from quire.config import GROUPS, OPTIONS, TYPES, ConfigError, ServerConfig, canonical_name, read_option
 from quire.messages.errors import error_text
-from quire_cli.models.short_names import resolve_name
+from quire_cli.models.short_names import BUNDLED, created_model, resolve_name
 from quire_cli.parser import OPTION_DEST as _DEST
 from quire_cli.parser import HelpAll, MergeJson, Parser
 
@@ -99,13 +99,18 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The engine options given in a file or as flags, for `LLM(model, **options)`.
 
     If only the file names a model, it is written to `arguments.model`. A short name there is replaced with the name of
-    the repository, and kept as `arguments.short_name`. Raises ValueError for an unknown name.
+    the repository, and kept as `arguments.short_name`; the name of a created model with what it stands for, and kept as
+    `arguments.created`. Raises ValueError for an unknown name.
     """
     options = _given(arguments)
     from_file = options.pop("model", None)
     model = arguments.model or from_file
-    arguments.model = resolve_name(model) if isinstance(model, str) else model
-    if arguments.model not in (None, model):
+    created = None if model is None else created_model(model, options.get("download_dir"))
+    if created is not None:
+        arguments.model, arguments.created = created.base, created.name
+    elif isinstance(model, str):
+        arguments.model = resolve_name(model)
+    if created is None and arguments.model not in (None, model):
         arguments.short_name = model
     return {name: value for name, value in options.items() if name not in OPTIONS[ServerConfig]}
 
@@ -113,9 +118,13 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The server options given in a file or as flags, for `ServerConfig.create(**options)`.
 
-    If `engine_options` has found a short name of the model, the server has it as a second name, unless it has others.
+    If `engine_options` has found a short name of the model or a created model, the server has it as a second name,
+    unless it has others.
     """
     given = {name: value for name, value in _given(arguments).items() if name in OPTIONS[ServerConfig]}
+    if name := getattr(arguments, "created", None):
+        model = arguments.model or BUNDLED
+        return {"served_model_name": [name] if model.endswith(".gguf") else [model, name], **given}
     if short_name := getattr(arguments, "short_name", None):
         return {"served_model_name": [arguments.model, short_name], **given}
     return given

@@ -6,9 +6,11 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config import ModelConfig
+from quire.loading.created import CreatedModel, CreatedModels
 from quire.loading.hub import bundled_model
 from quire_cli.flags import add_flags, engine_options
 from quire_cli.models.short_names import BUNDLED, listed_names, short_name_of
@@ -47,7 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     from quire_cli.models.cache import cached_models
 
     arguments.model = None
-    lines = [_bundled(), *map(_line, cached_models(engine_options(arguments).get("download_dir")))]
+    download_dir = engine_options(arguments).get("download_dir")
+    created = CreatedModels(download_dir).all().values()
+    lines = [_bundled(), *map(_line, cached_models(download_dir)), *map(_created, created)]
     if arguments.json:
         print(json.dumps([asdict(line) for line in lines], indent=1))
     else:
@@ -78,6 +82,14 @@ def _line(model: "CachedModel") -> Line:
     used = datetime.fromtimestamp(model.last_used, UTC).isoformat(timespec="seconds")
     partial = snapshot is None or lacks_weights(snapshot)
     return Line(model.name, short_name_of(model.name), format, parameters, model.size, used, partial)
+
+
+def _created(model: CreatedModel) -> Line:
+    """A model that a client of Ollama's API has created. Without a GGUF file of its own, it takes no room."""
+    file = Path(model.base or "")
+    size = file.stat().st_size if file.suffix == ".gguf" and file.is_file() else 0
+    made = datetime.fromtimestamp(model.created, UTC).isoformat(timespec="seconds")
+    return Line(model.name, None, f"from {model.source}", None, size, made, False)
 
 
 def _as_text(lines: list[Line]) -> str:

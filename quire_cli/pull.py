@@ -1,13 +1,13 @@
 """`quire pull`: download a model, after saying what it is and how fast it would run on this machine."""
 
 import argparse
+import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
 
 from quire.config import ModelConfig
 from quire.loading.hub import local_model, resolve
@@ -22,6 +22,7 @@ HELP = "download a model, and say first how fast it would run here"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     complete_models(parser.add_argument("model", metavar="MODEL", help="short name or Hugging Face id"))
     parser.add_argument("--dry-run", action="store_true", help="only say what would be downloaded")
+    parser.add_argument("--json", action="store_true", help="print the progress as lines of JSON, and nothing else")
     add_flags(parser, ModelConfig, ("revision", "download_dir", "hf_token"))
 
 
@@ -29,17 +30,25 @@ def run(arguments: argparse.Namespace) -> int:
     options = engine_options(arguments)
     name: str | None = arguments.model
     if name is None:
+        if arguments.json:
+            print(json.dumps({"status": "success"}))
+            return 0
         print("The bundled model comes with Quire; there is nothing to download.")
         return 0
     if local_model(name) is not None:
         raise ValueError(f"{name} is a local file or folder, which comes before a model of that name on the hub")
+    revision, folder, token = (options.get(key) for key in ("revision", "download_dir", "hf_token"))
+    if arguments.json:
+        if arguments.dry_run:
+            raise ValueError("dry_run and --json exclude each other")
+        return _print_progress(name, revision, folder, token)
+    from quire.loading.formats import weight_files
     from quire_cli.models import report
     from quire_cli.models.cache import cache_folder, complete_snapshot, folder_of
-    from quire_cli.models.formats import weight_files
     from quire_cli.models.machine import this_machine
+    from quire_cli.models.place import check_place
     from quire_cli.models.remote import HubUnreachableError, ask_hub, describe, progress_bars
 
-    revision, folder, token = (options.get(key) for key in ("revision", "download_dir", "hf_token"))
     try:
         remote = ask_hub(name, revision, token)
     except HubUnreachableError as error:
@@ -59,13 +68,21 @@ def run(arguments: argparse.Namespace) -> int:
     if facts.problem is not None:
         raise ValueError(f"nothing is downloaded, since Quire cannot run this model: {facts.problem}")
     print(f"\n{report.on_this_machine(facts, this_machine())}", flush=True)
-    _check_place(cache_folder(folder), size)
+    check_place(cache_folder(folder), size)
     if arguments.dry_run:
         return 0
     with progress_bars(shown=sys.stderr.isatty()), _ended_by_ctrl_c():
         path = resolve(remote.full_name, revision, folder, token)
     use = "chat" if facts.footprint and facts.footprint.generates and facts.chat_template else "serve"
     print(f"\nIt is in {path}\nTo use it: quire {use} {short_name or remote.full_name}")
+    return 0
+
+
+def _print_progress(name: str, revision: str | None, download_dir: str | None, token: Any) -> int:
+    from quire_cli.models.download import download
+
+    for line in download(name, revision, download_dir, token):
+        print(json.dumps(line), flush=True)
     return 0
 
 
@@ -83,14 +100,3 @@ def _ended_by_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _check_place(folder: Path, size: int) -> None:
-    """Raises OSError if so many bytes cannot be written to this folder, which need not exist yet."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise OSError(f"nothing can be written to {existing}; download_dir takes another folder")
-    if free < size:
-        raise OSError(f"{size_text(size)} are to be downloaded, but only {size_text(free)} are free in {existing}; "
-                      "download_dir takes another folder")  # fmt: skip

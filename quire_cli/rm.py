@@ -6,6 +6,7 @@ import os
 import sys
 
 from quire.config import ModelConfig
+from quire.loading.created import CreatedModels
 from quire.loading.hub import split_kind
 from quire_cli.flags import add_flags, engine_options
 from quire_cli.models.short_names import BUNDLED, short_name_of, short_names
@@ -17,6 +18,7 @@ HELP = "delete models from the hub's cache"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="short name or Hugging Face id")
     parser.add_argument("-y", "--yes", action="store_true", help="delete without a question")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     add_flags(parser, ModelConfig, ("download_dir",))
 
 
@@ -25,20 +27,33 @@ def run(arguments: argparse.Namespace) -> int:
     download_dir = engine_options(arguments).get("download_dir")
     from quire_cli.models.cache import cached_models, delete, delete_files, files_of_kind, has_other_weights
 
+    created = CreatedModels(download_dir)
     cached = {model.name: model for model in cached_models(download_dir)}
     chosen = {}  # name, perhaps with a kind → the model, and those of its files to delete if it is not the whole model
+    names = []  # of created models
     for given in arguments.models:
+        if given.removesuffix(":latest") in created.all():
+            names.append(given.removesuffix(":latest"))
+            continue
         name, kind = split_kind(_cached_name(given, list(cached)))
         files = [] if kind is None else files_of_kind(cached[name], kind)
         if kind is not None and not files:
             raise ValueError(f"{given} is not in the hub's cache; quire list shows what is there")
         is_part = kind is not None and has_other_weights(cached[name], kind)
         chosen[f"{name}:{kind}" if is_part else name] = cached[name], files if is_part else []
-    sizes = {name: sum(file.stat().st_size for file in files) or model.size for name, (model, files) in chosen.items()}
+    sizes = dict.fromkeys(names, 0)
+    sizes |= {name: sum(file.stat().st_size for file in files) or model.size for name, (model, files) in chosen.items()}
+    if arguments.dry_run:
+        for name, size in sizes.items():
+            print(f"{name} ({size_text(size)}) would be deleted.")
+        return 0
     if not arguments.yes and not _agreed(", ".join(f"{name} ({size_text(size)})" for name, size in sizes.items())):
         print("Nothing is deleted.")
         return 1
     freed = 0
+    for name in names:
+        created.delete(name)
+        print(f"{name} is deleted.")
     for name, (model, files) in chosen.items():
         freed += delete_files(files) if files else delete(model, download_dir)
         print(f"{name} is deleted.")

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from quire.layers.specs import MoESpec
+from quire.models.parameters import Share
 from quire.models.spec import DecoderSpec
 from quire.parallel.sizes import balanced_parts
-from quire_plan.sizes import Footprint, Share
+from quire_plan.sizes import Footprint
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 """Routes for models, health, version, load and metrics, and two that are meant for operators alone."""
 
-from fastapi import APIRouter, Request
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response
 
 from quire._version import __version__
@@ -37,19 +40,55 @@ def _card(server: Server, name: str) -> ModelCard:
     }
 
 
+def _anthropic_card(server: Server, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(server.created, UTC)
+    return {"type": "model", "id": name, "display_name": name, "created_at": f"{created:%Y-%m-%dT%H:%M:%SZ}"}
+
+
+def _anthropic_page(server: Server, limit: int, after_id: str | None, before_id: str | None) -> dict[str, Any]:
+    """Anthropic's list of models, of which a page is shown. Raises ApiError."""
+    names, pages = server.names, {"after_id": after_id, "before_id": before_id}
+    for field, name in pages.items():
+        if name is not None and name not in names:
+            raise ApiError(400, f"{field}: no model has the id {name[:200]!r}", param=field)
+    begin = 0 if after_id is None else names.index(after_id) + 1
+    end = len(names) if before_id is None else names.index(before_id)
+    found = names[begin:end]
+    shown = found[:limit] if before_id is None else found[-limit:]
+    return {
+        "data": [_anthropic_card(server, name) for name in shown],
+        "has_more": len(shown) < len(found),
+        "first_id": shown[0] if shown else None,
+        "last_id": shown[-1] if shown else None,
+    }
+
+
+_ANTHROPIC = Header(alias="anthropic-version", description="Sent by Anthropic's clients, who get their own form.")
+
+
 @router.get("/v1/models", responses=answers(ModelList), response_model=None)
-async def list_models(request: Request) -> Response:
+async def list_models(
+    request: Request,
+    anthropic_version: Annotated[str | None, _ANTHROPIC] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Models on a page of Anthropic's list.")] = 20,
+    after_id: str | None = None,
+    before_id: str | None = None,
+) -> Response:
     server = _server(request)
+    if anthropic_version is not None:
+        return json_response(_anthropic_page(server, limit, after_id, before_id))
     listed: ModelList = {"object": "list", "data": [_card(server, name) for name in server.names]}
     return json_response(listed)
 
 
 @router.get("/v1/models/{model:path}", responses=answers(ModelCard), response_model=None)
-async def retrieve_model(model: str, request: Request) -> Response:
+async def retrieve_model(
+    model: str, request: Request, anthropic_version: Annotated[str | None, _ANTHROPIC] = None
+) -> Response:
     server = _server(request)
     if model not in server.names:
         raise ApiError(404, f"the model {model[:200]!r} does not exist", param="model", code="model_not_found")
-    return json_response(_card(server, model))
+    return json_response((_card if anthropic_version is None else _anthropic_card)(server, model))
 
 
 @router.get("/health", responses=_HEALTH, response_class=Response)

@@ -13,6 +13,7 @@ from uuid import uuid4
 from fastapi import Request
 from pydantic_core import from_json
 
+from quire.engine.processor import Prompt
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire_parsing.answer import answer_parser
 from quire_parsing.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall
@@ -20,6 +21,7 @@ from quire_parsing.forced import forced_calls_schema
 from quire_parsing.formats import TOOLS
 from quire_parsing.reasoning import REASONING
 from quire_parsing.strict import STRICT
+from quire_server.custom_tools import CustomInputs
 from quire_server.errors import ApiError
 from quire_server.generation import Call, Server
 from quire_server.logprobs import chat_logprobs
@@ -31,10 +33,12 @@ PROMPT_END = 256  # characters of a prompt that tell whether the answer begins w
 
 @dataclass
 class FunctionCall:
-    """A tool call of an answer. pieces: of its arguments, which are JSON text."""
+    """A tool call of an answer. is_custom: it calls a custom tool. pieces: of its arguments, which are JSON text, or of
+    the input of a custom tool."""
 
     id: str
     name: str
+    is_custom: bool = False
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -73,11 +77,13 @@ _ANY_IDS = CallIds()
 class Answer:
     """One completion of a chat, as far as it is known.
 
-    completion: its latest part, which is the whole completion if the request is not streamed.
+    completion: its latest part, which is the whole completion if the request is not streamed. custom_names: of the
+    custom tools that it may call.
     """
 
     index: int
     ids: CallIds = _ANY_IDS
+    custom_names: frozenset[str] = frozenset()
     texts: dict[type[Event], list[str]] = field(default_factory=lambda: defaultdict(list))  # pieces, by their type
     tool_calls: list[FunctionCall] = field(default_factory=list)
     completion: CompletionOutput | None = None
@@ -104,7 +110,8 @@ class Answer:
             if isinstance(event, Reasoning | Content):
                 self.texts[type(event)].append(event.text)
             elif isinstance(event, ToolCall):
-                self.tool_calls.append(FunctionCall(event.id or self.ids.make(event.name, event.index), event.name))
+                id = event.id or self.ids.make(event.name, event.index)
+                self.tool_calls.append(FunctionCall(id, event.name, event.name in self.custom_names))
             else:
                 self.tool_calls[event.index].pieces.append(event.text)
 
@@ -128,23 +135,37 @@ class Answering:
     far as they are known. output: what the engine reported last: the prompt's token ids and logprobs.
     """
 
-    def __init__(self, call: Call, body: ChatRequest, parsers: Sequence[Parser] = (), ids: CallIds = _ANY_IDS) -> None:
-        """parsers: of each of n answers; none if their texts are content as they are."""
+    def __init__(
+        self,
+        call: Call,
+        body: ChatRequest,
+        parsers: Sequence[Parser] = (),
+        is_forced: bool = False,
+        custom_names: frozenset[str] = frozenset(),
+        ids: CallIds = _ANY_IDS,
+    ) -> None:
+        """parsers: of each of n answers; none if their texts are content as they are. is_forced: the answers must
+        consist of calls. custom_names: of the custom tools that they may call."""
         self.call, self.body, self.meter = call, body, call.meter()
-        self.answers = [Answer(index, ids) for index in range(body.n or 1)]
+        self._is_forced = is_forced
+        self.answers = [Answer(index, ids, custom_names) for index in range(body.n or 1)]
         self.output: RequestOutput | None = None
         self._parsers = parsers
 
     @classmethod
-    async def begin(cls, request: Request, body: ChatRequest, prefix: str) -> Self:
-        """Render and tokenize the conversation. prefix: of the id of the response. Raises ApiError."""
+    async def begin(cls, request: Request, body: ChatRequest, prefix: str, before: Sequence[int] = ()) -> Self:
+        """Render and tokenize the conversation. prefix: of the id of the response. before: tokens to put before those
+        of the conversation, which then has no media. Raises ApiError."""
         server: Server = request.app.state.server
         call = Call(server, request, body, prefix)
-        tools, choice = body.definitions, body.forced_choice
+        tools, choice, custom_names = body.definitions, body.forced_choice, body.custom_names
         reasoning, tool_parser = server.llm.frontend.reasoning, server.tool_parser if tools else None
         changes: dict[str, Any] = {}
-        strict = _strict_calls(server, body, tools, choice or "auto")
-        if strict is not None:
+        custom = body.forced_custom_tool
+        strict = _strict_calls(server, body, tools, choice or "auto") if custom is None else None
+        if custom is not None:
+            changes["structured_outputs"] = custom.constraint
+        elif strict is not None:
             changes["structured_outputs"] = {"structural_tag": strict}
         elif choice is not None:
             schema = forced_calls_schema(tools, choice, body.parallel_tool_calls is not False)
@@ -170,17 +191,23 @@ class Answering:
         is_promoted = of_thinking is not None and of_thinking.is_promoted(template_arguments)
         default = server.llm.processor.generation_config.get("max_new_tokens")
         field = None if choice is None and strict is None else "tools"
-        prompts = [prompt if media is None else media.prompt(prompt)]
+        special = bool(body.add_special_tokens)
+        prompts: list[Prompt] = [prompt if media is None else media.prompt(prompt)]
+        if before:
+            prompts = [[*before, *await request.state.body.run(server.llm.get_tokenizer().encode, prompt, special)]]
         del prompt  # with truncate_prompt_tokens it can be much longer than what remains of it
-        await call.process(prompts, default, bool(body.add_special_tokens), "messages", field, **changes)
+        await call.process(prompts, default, special, "messages", field, **changes)
         begins_at_marker = is_constrained or (strict is not None and choice is not None)
         make = partial(
             answer_parser, reasoning, tool_parser, tools, starts_in_thinking=is_thinking,
             is_constrained=begins_at_marker, is_promoted=is_promoted,
         )  # fmt: skip
         read_as = "auto" if choice is None or strict else choice
-        parsers = [make(tool_choice=read_as) for _ in range(body.n or 1)]
-        return cls(call, body, [parser for parser in parsers if parser is not None], ids)
+        made = [make(tool_choice=read_as) for _ in range(body.n or 1)]
+        parsers: list[Parser] = [parser for parser in made if parser is not None]
+        if custom_names and custom is None:
+            parsers = [CustomInputs(parser, custom_names) for parser in parsers]
+        return cls(call, body, parsers, choice is not None, custom_names, ids)
 
     async def pieces(self) -> AsyncGenerator[list[Piece]]:
         """The parts of the answers, in the order in which they come. A list may be empty.
@@ -230,7 +257,7 @@ class Answering:
         if isinstance(event, Reasoning):
             return self.body.include_reasoning is not False
         if isinstance(event, Content):  # of an answer that must consist of calls, it is one that was cut off
-            return self.body.forced_choice is None
+            return not self._is_forced
         return event.index == 0 or self.body.parallel_tool_calls is not False
 
 

@@ -1,7 +1,7 @@
 """POST /v1/messages, POST /v1/messages/count_tokens: Anthropic's API. Bodies become chat requests."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
@@ -11,13 +11,16 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from quire.metrics.logging import logger
 from quire_parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from quire_server.answering import Answer, Answering
+from quire_server.anthropic_blocks import AnyTool, HostedTool, InputMessage, Text, TextBlock, Tool, system_message
 from quire_server.bodies import HeldBody
 from quire_server.errors import ApiError, bad_value, json_response
-from quire_server.fields import TABLES, Positive, Strings
+from quire_server.fields import TABLES, ExtraArguments, Positive, Strings, TemplateArguments
 from quire_server.generation import Server
-from quire_server.protocol import Body, ChatRequest
+from quire_server.messages import Message
+from quire_server.protocol import Body, ChatRequest, Rendering
 from quire_server.routing import StrictRoute, answers, stream_answers, validated
 from quire_server.streams import EventStream
 
@@ -29,111 +32,14 @@ class AnthropicRoute(StrictRoute):
 router = APIRouter(route_class=AnthropicRoute)
 # Fields of ChatRequest, and their names in a body of this API.
 _SAMPLING = {"stop": "stop_sequences"} | {
-    name: name for name in "max_tokens stream temperature top_p top_k kv_transfer_params".split()
+    name: name
+    for name in """max_tokens stream temperature top_p top_k kv_transfer_params cache_salt vllm_xargs
+        chat_template_kwargs""".split()
 }
+_REFUSED: dict[str, str] = TABLES["anthropic"]["refused"]
+_WITHOUT_EFFECT = frozenset(TABLES["anthropic"]["without_effect"].split())
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}  # others are "end_turn"
-
-
-class TextBlock(BaseModel):
-    type: Literal["text"]
-    text: str
-
-
-class ThinkingBlock(BaseModel):
-    """Redacted thinking has no text. It is ignored, since only Anthropic's own models can read it."""
-
-    type: Literal["thinking", "redacted_thinking"]
-    thinking: str = ""
-
-
-class ToolUseBlock(BaseModel):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class Base64Source(BaseModel):
-    type: Literal["base64"]
-    media_type: str
-    data: str
-
-    @property
-    def where(self) -> str:
-        return f"data:{self.media_type};base64,{self.data}"
-
-
-class UrlSource(BaseModel):
-    type: Literal["url"]
-    url: str
-
-    @property
-    def where(self) -> str:
-        return self.url
-
-
-class ImageBlock(BaseModel):
-    type: Literal["image"]
-    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
-
-
-Text = str | Annotated[list[TextBlock], Field(fail_fast=True)]
-Seen = TextBlock | ImageBlock
-
-
-class ToolResultBlock(BaseModel):
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | Annotated[list[Annotated[Seen, Field(discriminator="type")]], Field(fail_fast=True)] | None = None
-
-
-Block = Annotated[Seen | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
-
-
-class InputMessage(BaseModel):
-    role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(fail_fast=True)]
-
-    def translated(self, tool_names: dict[str, str]) -> Iterator[dict[str, Any]]:
-        """OpenAI's messages. tool_names: of the tool calls so far, by their ids, to which this message's are added."""
-        if isinstance(self.content, str):
-            yield {"role": self.role, "content": self.content}
-            return
-        parts, calls, thoughts = [], [], []
-        for block in self.content:
-            if isinstance(block, ToolResultBlock):
-                name = tool_names.get(block.tool_use_id)
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": _text(block.content)}
-            elif isinstance(block, ToolUseBlock):
-                tool_names[block.id] = block.name
-                function = {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()}
-                calls.append({"id": block.id, "type": "function", "function": function})
-            elif isinstance(block, ThinkingBlock):
-                thoughts += [block.thinking] if block.thinking else []
-            else:
-                parts.append(_part(block))
-        if parts or calls or thoughts or not self.content:
-            message = {"role": self.role, "content": parts, "tool_calls": calls or None}
-            yield {**message, "reasoning": "\n".join(thoughts) or None}
-
-
-def _part(block: Seen) -> dict[str, Any]:
-    if isinstance(block, ImageBlock):
-        return {"type": "image_url", "image_url": {"url": block.source.where}}
-    return block.model_dump()
-
-
-def _text(text: str | Sequence[Seen] | None) -> str | list[dict[str, Any]]:
-    return text or "" if text is None or isinstance(text, str) else [_part(block) for block in text]
-
-
-class Tool(BaseModel):
-    type: Literal["custom"] | None = Field(None, exclude=True, description="Only tools of the client.")
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any] = Field(serialization_alias="parameters")
-    strict: bool | None = None
 
 
 class ToolChoice(BaseModel):
@@ -164,10 +70,35 @@ class CountTokensRequest(Body):
         description="If the last one is the assistant's, the answer goes on with it."
     )
     system: Text | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = Field(
+        None, description="Those of other types than custom are ignored."
+    )
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = Field(None, description="Default: as the chat template does.")
     output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = Field(None, description="The older name of output_config.format.")
+    chat_template_kwargs: TemplateArguments | None = None
+
+    def unsupported(self) -> tuple[str, str] | None:
+        given = self.model_extra or {}
+        return next(((name, why) for name, why in _REFUSED.items() if given.get(name)), None)
+
+    def unknown(self) -> list[str]:
+        return [name for name in super().unknown() if name not in _WITHOUT_EFFECT]
+
+    def hosted_tools(self) -> list[str]:
+        return [tool.type for tool in self.tools or () if isinstance(tool, HostedTool)]
+
+    @property
+    def has_later_system_messages(self) -> bool:
+        return any(message.role == "system" for message in self.messages)
+
+    def merge_system_messages(self) -> None:
+        """Move the system messages of the conversation to its beginning, for templates that take them only there."""
+        moved = [text for message in self.messages if message.role == "system" for text in message.texts]
+        system = [TextBlock(type="text", text=self.system)] if isinstance(self.system, str) else self.system or []
+        self.system = [*system, *(TextBlock(type="text", text=text) for text in moved)]
+        self.messages = [message for message in self.messages if message.role != "system"]
 
     def chat(self) -> ChatRequest:
         """Raises ApiError."""
@@ -177,8 +108,9 @@ class CountTokensRequest(Body):
         if self.messages[-1].role == "assistant":
             fields["continue_final_message"] = True
         if self.tools:
-            functions = [tool.model_dump(by_alias=True, exclude_none=True) for tool in self.tools]
-            fields["tools"] = [{"type": "function", "function": function} for function in functions]
+            own = [tool for tool in self.tools if isinstance(tool, Tool)]
+            functions = [tool.model_dump(by_alias=True, exclude_none=True) for tool in own]
+            fields["tools"] = [{"type": "function", "function": function} for function in functions] or None
         if choice is not None and choice.type == "tool" and choice.name is None:
             raise ApiError(400, "tool_choice.name: Field required", param="tool_choice.name")
         if choice is not None:
@@ -186,18 +118,19 @@ class CountTokensRequest(Body):
             fields["tool_choice"] = _TOOL_CHOICES.get(choice.type, named)
             fields["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
         if thinking is not None:
-            fields["chat_template_kwargs"] = {"enable_thinking": thinking.type != "disabled"}
+            switch = {"enable_thinking": thinking.type != "disabled"}
+            fields["chat_template_kwargs"] = switch | (self.chat_template_kwargs or {})
             fields["thinking_token_budget"] = thinking.budget_tokens if thinking.type == "enabled" else None
-        if self.output_config is not None:
-            fields["reasoning_effort"] = self.output_config.effort
-            if (wanted := self.output_config.format) is not None:
-                schema = {"name": "output", "schema": wanted.schema_, "strict": True}
-                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        config = self.output_config or OutputConfig()
+        fields["reasoning_effort"] = config.effort
+        if (wanted := config.format or self.output_format) is not None:
+            schema = {"name": "output", "schema": wanted.schema_, "strict": True}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return validated(ChatRequest, fields)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
-        if self.system:
-            yield {"role": "system", "content": _text(self.system)}
+        if (system := system_message(self.system)) is not None:
+            yield system
         tool_names: dict[str, str] = {}
         for message in self.messages:
             yield from message.translated(tool_names)
@@ -211,8 +144,8 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     kv_transfer_params: dict[str, Any] | None = Field(None, description="See docs/disaggregation.md.")
-    metadata: dict[str, Any] | None = Field(None, description="Ignored.")
-    service_tier: str | None = Field(None, description="Ignored.")
+    cache_salt: str | None = Field(None, min_length=1, description="Share cached prefixes with the same salt only.")
+    vllm_xargs: ExtraArguments | None = Field(None, description="extra_args for plugins that process logits.")
 
 
 class MessageAnswer(TypedDict):
@@ -239,12 +172,38 @@ class MessageStream(EventStream):
     keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
+async def _chat(body: CountTokensRequest, server: Server, held: HeldBody) -> ChatRequest:
+    """Raises ApiError."""
+    server.accept(body)
+    if body.has_later_system_messages and not await _takes_later_system_messages(server, held):
+        body.merge_system_messages()
+    chat: ChatRequest = await held.run(body.chat)
+    return chat
+
+
+async def _takes_later_system_messages(server: Server, held: HeldBody) -> bool:
+    """Whether the chat template renders system messages that are not the first one."""
+    if server.takes_later_system_messages is None:
+        roles = ("system", "user", "system", "user")
+        try:
+            await server.render([Message(role=role, content="a") for role in roles], Rendering(), held)
+            server.takes_later_system_messages = True
+        except ApiError as error:
+            if error.status_code != 400:
+                raise
+            server.takes_later_system_messages = False
+            logger.warning(
+                "The chat template takes system messages only at the beginning, so those of /v1/messages are moved "
+                "there. Behind a new one, no prefix is found in the cache"
+            )
+    return server.takes_later_system_messages
+
+
 @router.post("/v1/messages/count_tokens", responses=answers(dict[str, int], ErrorAnswer), response_model=None)
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     server: Server = request.app.state.server
     held: HeldBody = request.state.body
-    server.accept(body)
-    chat = await held.run(body.chat)
+    chat = await _chat(body, server, held)
     server.accept(chat)
     media = await server.load_media(chat, held)
     prompt = await server.render(chat.messages, chat, held, media)
@@ -262,8 +221,10 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
 
 @router.post("/v1/messages", responses=stream_answers(MessageAnswer, ErrorAnswer), response_model=None)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
-    request.app.state.server.accept(body)
-    chat = await request.state.body.run(body.chat)
+    server: Server = request.app.state.server
+    if not server.config.strict_max_tokens:
+        body.max_tokens = server.longest_output(body.max_tokens)
+    chat = await _chat(body, server, request.state.body)
     del body  # it may be large
     answering = await Answering.begin(request, chat, "msg")
     if chat.stream:
@@ -323,7 +284,9 @@ async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
             events = []
             if not begun:
                 begun = True
-                events = [_event("message_start", message=_message(answering, [], (None, None))), _event("ping")]
+                message = _message(answering, [], (None, None))
+                message["usage"]["output_tokens"] = 0
+                events = [_event("message_start", message=message), _event("ping")]
             for event in (event for piece in pieces for event in piece.events):
                 kind, start, delta = _block(event, answering.answers[0])
                 if start is not None and (kind != block or kind == "tool_use"):

@@ -38,6 +38,7 @@ from quire_server.generation import Server
 from quire_server.media import MediaLoader
 from quire_server.middleware import ApiKeys, RootPath, add_middleware
 from quire_server.observability import PROBES, HttpMetrics, Observability
+from quire_server.origins import OriginGuard
 from quire_server.process_metrics import ProcessMetrics, server_processes
 from quire_server.request_log import RequestLog
 from quire_server.tracing import begin_tracing
@@ -67,6 +68,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     adapters = Adapters(llm, config, model_names)
     log = RequestLog(config)
     app.state.server = Server(llm, config, model_names, _tool_parser(config, llm), app, adapters, log, MediaLoader(llm))
+    app.state.ollama = ollama.State(llm, model_names)
     app.state.draining = False
     app.state.responses = responses_api.Responses(config)
     processes = ProcessMetrics(partial(server_processes, llm.client), llm.config.parallel.ranks > 1)
@@ -94,6 +96,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
         app.state.live = Live(llm, lambda: bool(app.state.draining))
         app.include_router(page.router)
         routes += page.router.routes
+    else:
+        app.include_router(ollama.heartbeat)
     add_error_handlers(app)
     # The last one added is the first to see a request.
     sizes = {"limit": config.max_body_bytes, "total_limit": config.max_total_body_bytes}
@@ -102,6 +106,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     app.add_middleware(BodyLimit, **sizes, seconds=config.body_timeout, preparing=preparing, large=large)
     if config.api_key:
         app.add_middleware(ApiKeys, keys=config.api_key, open_paths=() if config.disable_ui else page.OPEN_PATHS)
+    app.add_middleware(OriginGuard, allowed=config.allowed_origins)
     if config.allowed_origins:
         allowed: Any = {
             f"allow_{kind}": getattr(config, f"allowed_{kind}") for kind in ("origins", "methods", "headers")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire_server.arrival import Arrival, BodyTimeoutError
-from quire_server.errors import ApiError, error_response
+from quire_server.errors import ApiError, error_response, path_in
 from quire_server.middleware import header
 
 T = TypeVar("T")
@@ -125,6 +125,9 @@ class HeldBody:
         self._size = 0
 
 
+STREAMED = "/api/blobs/"  # below this path, bodies are written to the disk as they come, and so are not in hand
+
+
 class BodyLimit:
     """413 for a body of more than `limit` bytes, 503 if all bodies in hand would have more than `total_limit`.
 
@@ -148,6 +151,7 @@ class BodyLimit:
             return
         held = HeldBody(self, receive)
         arrival, received, ended = Arrival(self._seconds), 0, False
+        is_streamed = path_in(scope).startswith(STREAMED)
 
         async def counting_receive() -> Message:
             nonlocal received, ended
@@ -159,14 +163,15 @@ class BodyLimit:
                 headers = {"Connection": "close"}
                 raise ApiError(408, str(error), code="body_timeout", headers=headers) from None
             received += len(message.get("body", b""))
-            held.grow(received)
+            if not is_streamed:
+                held.grow(received)
             ended = not message.get("more_body", False)
             return message
 
         declared = header(scope, b"content-length") or b"0"
         try:
             # Refused at once, but not counted: clients that only announce bodies would keep others out.
-            held.check(int(declared[:20]) if declared.isdigit() else 0)
+            held.check(int(declared[:20]) if declared.isdigit() and not is_streamed else 0)
         except ApiError as error:
             await error_response(error, scope)(scope, receive, send)
             return

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from quire_parsing.events import Content, Event, Reasoning, ToolCall
 from quire_server.answering import Answer, Answering, FunctionCall, Piece
-from quire_server.errors import json_response
+from quire_server.errors import ApiError, json_response
 from quire_server.generation import Chunks
 from quire_server.logprobs import prompt_logprobs
 from quire_server.messages import text_of
@@ -23,6 +23,8 @@ router = APIRouter(route_class=StrictRoute)
 
 @router.post("/v1/chat/completions", responses=stream_answers(ChatResponse), response_model=None)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    if body.tools == []:
+        raise ApiError(400, "tools should have at least one tool, or be left out", param="tools")
     answering = await Answering.begin(request, body, "chatcmpl")
     if body.stream:
         return await EventStream.begin(_stream(answering), answering.call.keep_alive_interval)
@@ -45,10 +47,11 @@ async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
                 begun, indices, extra = True, range(body.n or 1), _prompt_keys(answering)
                 for index in indices:
                     first = _delta(index, {"role": _role(answering), "content": ""})
-                    events.append(chunks.event(first, meter, **extra))
+                    events.append(chunks.event(first, meter, at_start=True, **extra))
                     extra = {}
                 if echo := _echo(answering):
-                    events += [chunks.event(_delta(index, {"content": echo}), meter) for index in indices]
+                    echoed = [_delta(index, {"content": echo}) for index in indices]
+                    events += [chunks.event(choice, meter, at_start=True) for choice in echoed]
             events += [chunks.event(choice, meter) for choice in choices]
             if events:
                 yield b"".join(events)
@@ -97,7 +100,9 @@ def _choice(answering: Answering, answer: Answer) -> ChatChoice:
     )  # fmt: skip
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning
-    if answer.tool_calls:
+    if answer.tool_calls and answering.body.answers_functions:
+        message["function_call"] = _function_call(answer.tool_calls[0])
+    elif answer.tool_calls:
         message["tool_calls"] = [_tool_call(call) for call in answer.tool_calls]
     return ChatChoice(
         index=answer.index, message=message, logprobs=answering.logprobs(completion),
@@ -110,7 +115,7 @@ def _choice(answering: Answering, answer: Answer) -> ChatChoice:
 def _deltas(answering: Answering, piece: Piece) -> list[dict[str, Any]]:
     """A chunk's choice for each event of a piece. Logprobs and token ids are in the first, how it ended in the last."""
     completion, body, answer = piece.completion, answering.body, piece.answer
-    deltas = [_delta(answer.index, _event_delta(event, answer)) for event in piece.events]
+    deltas = [_delta(answer.index, _event_delta(event, answer, body.answers_functions)) for event in piece.events]
     if not deltas and (completion.finish_reason or body.logprobs or body.return_token_ids):
         deltas = [_delta(answer.index, {} if answer.tool_calls else {"content": ""})]
     if deltas:
@@ -123,25 +128,42 @@ def _deltas(answering: Answering, piece: Piece) -> list[dict[str, Any]]:
     return deltas
 
 
-def _event_delta(event: Event, answer: Answer) -> dict[str, Any]:
+def _event_delta(event: Event, answer: Answer, as_function: bool) -> dict[str, Any]:
     if isinstance(event, Reasoning):
         return {"reasoning": event.text, "reasoning_content": event.text}
     if isinstance(event, Content):
         return {"content": event.text}
     if isinstance(event, ToolCall):  # as OpenAI does, the name comes first, and then pieces of the arguments
-        call = _tool_call(FunctionCall(answer.tool_calls[event.index].id, event.name))
+        if as_function:
+            return {"function_call": {"name": event.name, "arguments": ""}}
+        begun = answer.tool_calls[event.index]
+        call = _tool_call(FunctionCall(begun.id, event.name, begun.is_custom))
         return {"tool_calls": [{"index": event.index, **call}]}
+    if as_function:
+        return {"function_call": {"arguments": event.text}}
+    if answer.tool_calls[event.index].is_custom:
+        return {"tool_calls": [{"index": event.index, "custom": {"input": event.text}}]}
     return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
 
 
 def _finish_reason(answering: Answering, answer: Answer) -> str | None:
     """As OpenAI and vLLM do, "stop" and not "tool_calls" if the request named the tool."""
     reason = answer.finish_reason
-    return "stop" if reason == "tool_calls" and isinstance(answering.body.forced_choice, dict) else reason
+    if reason != "tool_calls":
+        return reason
+    if answering.body.named_tool is not None:
+        return "stop"
+    return "function_call" if answering.body.answers_functions else reason
 
 
 def _tool_call(call: FunctionCall) -> ChatToolCall:
+    if call.is_custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _function_call(call: FunctionCall) -> dict[str, str]:
+    return {"name": call.name, "arguments": call.arguments}
 
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:

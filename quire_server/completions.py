@@ -1,16 +1,17 @@
 """POST /v1/completions"""
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.engine.processor import ProcessedRequest
+from quire.engine.processor import ProcessedRequest, Prompt
 from quire.messages.outputs import CompletionOutput, RequestOutput
-from quire_server.errors import json_response
+from quire_server.errors import ApiError, json_response
+from quire_server.fill_in_middle import FillInMiddle
 from quire_server.generation import Call, Chunks
 from quire_server.logprobs import completion_logprobs, prompt_logprobs
 from quire_server.protocol import CompletionRequest
@@ -26,12 +27,34 @@ _NULLS: Any = {"prompt_logprobs": None, "routed_experts": None, "weight_versions
 @router.post("/v1/completions", responses=stream_answers(CompletionResponse), response_model=None)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     call = Call(request.app.state.server, request, body, "cmpl")
-    special = body.add_special_tokens is not False
-    requests = await call.process(body.prompts, DEFAULT_MAX_TOKENS, special, "prompt")
+    special, changes, prompts = body.add_special_tokens is not False, {}, body.prompts
+    if body.suffix:
+        fill = call.server.fill_in_middle
+        if fill is None:
+            message = "suffix: the tokenizer of this model has no tokens for prompts with a gap"
+            raise ApiError(400, message, param="suffix")
+        changes = {} if body.ignore_eos else {"stop_token_ids": [*(body.stop_token_ids or ()), *fill.ends]}
+        prompts = await request.state.body.run(_with_gap, fill, prompts, body.suffix, special)
+    requests = await call.process(prompts, DEFAULT_MAX_TOKENS, special, "prompt", **changes)
     builder = _Choices(call, body, requests)
     if body.stream:
         return await EventStream.begin(builder.stream(), call.keep_alive_interval)
     return json_response(await builder.collect())
+
+
+def _with_gap(fill: FillInMiddle, prompts: Sequence[Any], suffix: str, special: bool) -> list[Prompt]:
+    return [fill.prompt(prompt, suffix, special) for prompt in prompts]
+
+
+def _likeliest(output: RequestOutput, count: int) -> None:
+    """Keep so many of the completions: those whose tokens are the likeliest on average, the best one first."""
+
+    def likelihood(completion: CompletionOutput) -> float:
+        return (completion.cumulative_logprob or 0.0) / max(len(completion.token_ids), 1)
+
+    output.outputs = sorted(output.outputs, key=likelihood, reverse=True)[:count]
+    for index, completion in enumerate(output.outputs):
+        completion.index = index
 
 
 class _Choices:
@@ -50,6 +73,8 @@ class _Choices:
             async for output in outputs:
                 self._cut(output)
                 self.meter.add(output)
+                if self.body.num_generated > self.n:
+                    _likeliest(output, self.n)
                 choices += [{**_NULLS, **self._choice(output, completion, True)} for completion in output.outputs]
         choices.sort(key=lambda choice: choice["index"])
         return self.call.answer("text_completion", choices, self.meter)

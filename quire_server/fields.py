@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from quire.messages.errors import error_text
@@ -25,12 +25,22 @@ Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
 TokenIds = Annotated[list[Count], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-Logprobs = Annotated[int, Field(ge=-1, le=MAX_INT)]
 
 
 def fail(kind: str, message: str) -> PydanticCustomError:
     return PydanticCustomError(kind, message)
 
+
+def _check_number(value: Any) -> Any:
+    """As in vLLM, which compares these numbers before it reads strings as numbers."""
+    if isinstance(value, str):
+        raise fail("number", "Input should be an integer, not a string")
+    return value
+
+
+Logprobs = Annotated[int, BeforeValidator(_check_number), Field(ge=-1, le=MAX_INT)]
+# As in vLLM: OpenAI's degrees, and DeepSeek's max.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 MAX_NAME = 256
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -21,6 +21,8 @@ from quire.metrics.logging import logger
 from quire_server.adapters import Adapters
 from quire_server.bodies import HeldBody, Preparing
 from quire_server.errors import ApiError, bad_value
+from quire_server.fill_in_middle import FillInMiddle
+from quire_server.keep_alive import KeepAlive
 from quire_server.media import ChatMedia, MediaLoader
 from quire_server.messages import Message, has_media, json_of
 from quire_server.middleware import owner_of
@@ -52,9 +54,13 @@ class Server:
     media: MediaLoader
     calls: set["PromptCall"] = field(default_factory=set)  # those that run
     preparing: Preparing = field(default_factory=Preparing)  # those that wait for what comes before
+    takes_later_system_messages: bool | None = None  # whether the chat template renders them, once that is known
     created: int = field(default_factory=lambda: int(time.time()))
-    _reported: set[str] = field(default_factory=set)
+    _reported: set[tuple[str, str]] = field(default_factory=set)
     _is_ending: bool = False  # the time to drain is over
+
+    def __post_init__(self) -> None:
+        self.keep_alive = KeepAlive(self.llm, self.config)
 
     @property
     def names(self) -> list[str]:
@@ -71,10 +77,16 @@ class Server:
             raise ApiError(400, f"{name} {why}", param=name, code="unsupported_parameter")
         for name in body.unknown():
             (body.model_extra or {}).pop(name, None)  # it may be large
-            if name not in self._reported and len(self._reported) < MAX_REPORTED:
-                self._reported.add(name)
-                logger.warning("Ignored a field that is not known: %.64r", name)
+            self._report("a field that is not known", name)
+        for kind in body.hosted_tools():
+            self._report("tools of a type that this server does not have", kind)
         return body.model or self.model_names[0]
+
+    def _report(self, what: str, name: str) -> None:
+        """Log once that a part of a request was ignored."""
+        if (what, name) not in self._reported and len(self._reported) < MAX_REPORTED:
+            self._reported.add((what, name))
+            logger.warning("Ignored %s: %.64r", what, name)
 
     def admit(self, is_new: bool = True) -> None:
         """Raises ApiError if no request may begin now, and EngineDeadError if the engine has failed for good. is_new:
@@ -90,6 +102,16 @@ class Server:
 
     def count_running(self) -> int:
         return len(self.calls) + len(self.preparing)
+
+    @cached_property
+    def fill_in_middle(self) -> FillInMiddle | None:
+        """How the model reads prompts with a gap, None if it does not."""
+        return FillInMiddle.of(self.llm.get_tokenizer())
+
+    def longest_output(self, max_tokens: int) -> int:
+        """max_tokens, or the longest output that a request may ask for if that is less."""
+        limits = self.llm.max_model_len, self.config.max_generated_tokens
+        return min(max_tokens, *(limit for limit in limits if limit is not None))
 
     def end_calls(self) -> None:
         """End all running requests because the server shuts down. Each client gets an error, streams included."""
@@ -112,7 +134,7 @@ class Server:
     ) -> str:
         """The prompt of a conversation. media: what `load_media` made of the messages; without it, they must not have
         any. Raises ApiError."""
-        may_bring_template = self.config.trust_request_chat_template
+        may_bring_template = self.config.trust_request_chat_template or body.trusts_template
         return await render(self.llm.frontend, messages, body, held, media, may_bring_template)
 
     async def load_media(self, body: ChatRequest, held: HeldBody) -> ChatMedia | None:
@@ -173,6 +195,9 @@ class PromptCall:
         server.calls.add(self)
         whole: list[RequestOutput] = []
         try:
+            await server.keep_alive.begin()
+            if self._ended_by is not None:  # while the engine woke up
+                raise self._ended_by
             async with aclosing(server.llm.run(self._requests, whole=whole)) as outputs:
                 async for output in outputs:
                     for completion in output.outputs:
@@ -180,6 +205,7 @@ class PromptCall:
                     yield output
         finally:
             server.calls.discard(self)
+            server.keep_alive.end()
             self.summary.count(whole, self._came_at)
             if self.trace is not None:
                 self.trace.ran(self._requests, whole, self._came_at)
@@ -257,6 +283,7 @@ class Call(PromptCall):
         asked = given.get("max_tokens")
         given["max_tokens"] = self._max_tokens(given.get("max_tokens"), default_max_tokens, len(prompts))
         self._check_sizes()
+        self._check_length(0, asked)
         try:
             params = await held.run(partial(processor.default_sampling_params, name == "messages", **given))
             for prompt in prompts:
@@ -317,9 +344,10 @@ class Call(PromptCall):
 
     def _max_tokens(self, given: int | None, default: int | None, num_prompts: int) -> int | None:
         """Raises ApiError for more sequences or tokens than a request may ask for."""
-        num_sequences = num_prompts * (self.body.n or 1)
+        count = self.body.num_generated
+        num_sequences = num_prompts * count
         if num_sequences > MAX_SEQUENCES:
-            message = f"{num_prompts} prompts of n={self.body.n or 1} completions: at most {MAX_SEQUENCES} are allowed"
+            message = f"{num_prompts} prompts of n={count} completions: at most {MAX_SEQUENCES} are allowed"
             raise ApiError(400, message, param="n")
         limit = self.server.config.max_generated_tokens
         if limit is None:
@@ -331,15 +359,21 @@ class Call(PromptCall):
         return min(share, share if default is None else default) if given is None else max(given, 1)
 
     def _check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        """Raises ApiError if the client asks for more tokens than fit behind the prompt."""
-        limit, total = self.server.llm.max_model_len, num_prompt_tokens + (max_tokens or 0)
-        if total > limit:
+        """Raises ApiError if the client asks for more tokens than the context has, or with --strict-max-tokens, for
+        more than fit behind the prompt."""
+        limit, max_tokens = self.server.llm.max_model_len, max_tokens or 0
+        field, code = self.body.max_tokens_field, "context_length_exceeded"
+        if self.server.config.strict_max_tokens and num_prompt_tokens + max_tokens > limit:
             message = (
                 f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} output "
-                f"tokens and your prompt contains {num_prompt_tokens} input tokens, for a total of {total} tokens. "
+                f"tokens and your prompt contains {num_prompt_tokens} input tokens, for a total of "
+                f"{num_prompt_tokens + max_tokens} tokens. "
                 "Please reduce the length of the input prompt or the number of requested output tokens."
             )
-            raise ApiError(400, message, param=self.body.max_tokens_field, code="context_length_exceeded")
+            raise ApiError(400, message, param=field, code=code)
+        if max_tokens > limit:
+            message = f"{field} is {max_tokens}, but this model's maximum context length is {limit} tokens"
+            raise ApiError(400, message, param=field, code=code)
 
     def _check(self, completion: CompletionOutput) -> None:
         super()._check(completion)
@@ -396,6 +430,13 @@ class Meter:
         return {"speculative_decoding": drafts[0].to_dict()} if len(drafts) == 1 else None
 
     @property
+    def usage_at_start(self) -> Usage:
+        """The usage before the first token of the answer."""
+        usage = self.usage
+        usage.pop("completion_tokens_details", None)
+        return {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+
+    @property
     def usage(self) -> Usage:
         prompt_tokens = sum(tokens for tokens, _ in self._prompts.values())
         usage: Usage = {
@@ -426,10 +467,13 @@ class Chunks:
         self._with_usage = call.body.include_usage or call.server.config.enable_force_include_usage
         self._continuous = self._with_usage and options is not None and bool(options.continuous_usage_stats)
 
-    def event(self, choice: Mapping[str, Any], meter: Meter, **extra: Any) -> bytes:
+    def event(self, choice: Mapping[str, Any], meter: Meter, *, at_start: bool = False, **extra: Any) -> bytes:
+        """at_start: the event comes before the first token of the answer."""
         usage = b""
-        if self._with_usage:
-            usage = b',"usage":' + (msgspec.json.encode(meter.usage) if self._continuous else b"null")
+        if self._continuous:
+            usage = b',"usage":' + msgspec.json.encode(meter.usage_at_start if at_start else meter.usage)
+        elif self._with_usage:
+            usage = b',"usage":null'
         fields = b"," + msgspec.json.encode(extra)[1:-1] if extra else b""
         return b"".join((self._head, b',"choices":[', msgspec.json.encode(choice), b"]", usage, fields, b"}\n\n"))
 

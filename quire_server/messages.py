@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from quire.text.chat_template import TEXT_PARTS
+from quire_server.custom_tools import as_functions
 from quire_server.fields import Objects, fail
 
 # The types of content parts that are pictures or other media: the field that says where it is.
@@ -82,10 +83,26 @@ class Message(BaseModel):
     )
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Objects | None = None
+    tool_calls: Annotated[Objects, AfterValidator(as_functions)] | None = None
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+def _with_tool_calls(messages: list[Message]) -> list[Message]:
+    """The messages, with function_call and the role function, OpenAI's older forms, as calls and results of tools."""
+    call_id = None
+    for index, message in enumerate(messages):
+        call = (message.model_extra or {}).pop("function_call", None)
+        if call is not None and not message.tool_calls:
+            if not isinstance(call, dict) or not all(isinstance(call.get(key), str) for key in ("name", "arguments")):
+                raise fail("call", "function_call should be an object with the keys name and arguments")
+            call_id = f"call{index:05}"  # nine letters and digits, as Mistral's chat template demands
+            message.tool_calls = [{"id": call_id, "type": "function", "function": call}]
+        elif message.role == "function":
+            message.role = "tool"
+            message.tool_call_id = message.tool_call_id or call_id
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), AfterValidator(_with_tool_calls)]
 
 
 def json_of(messages: Sequence[Message]) -> list[dict[str, Any]]:

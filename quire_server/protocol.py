@@ -4,19 +4,23 @@ Every field of vLLM's that could change the answer is built, or refused with a 4
 listed nowhere is ignored, and logged once.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from quire.engine.processor import Prompt, PromptFields
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.messages.structured_outputs import StructuredOutputsParams
+from quire_server.custom_tools import CustomTool, NamedCustomTool
 from quire_server.fields import (
     MAX_INT,
     TABLES,
     CompressionRatio,
     Count,
+    Effort,
     ExtraArguments,
+    Function,
+    FunctionName,
     LogitBias,
     Logprobs,
     NamedTool,
@@ -60,6 +64,10 @@ class Body(BaseModel):
     def unknown(self) -> list[str]:
         """Fields that are neither read nor known to have no effect."""
         return [name for name in self.model_extra or () if name not in WITHOUT_EFFECT]
+
+    def hosted_tools(self) -> list[str]:
+        """The types of tools that are left out, since they do not run at the client."""
+        return []
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:
@@ -148,6 +156,11 @@ class Generation(PromptBody):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def num_generated(self) -> int:
+        """Completions that are generated for each prompt, of which n are returned."""
+        return self.n or 1
+
+    @property
     def max_tokens_field(self) -> str:
         """The name of the field that bounds the output."""
         return "max_tokens"
@@ -214,7 +227,10 @@ class CompletionRequest(Generation):
     max_tokens: Count | None = Field(None, description="16 if left out; 0 needs echo.")
     echo: bool | None = Field(None, description="Begin with the prompt; its logprobs as well, if asked for.")
     logprobs: Logprobs | None = Field(None, description="Logprobs of so many of the likeliest tokens at each place.")
-    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Only equal to n.")
+    suffix: str | None = Field(None, description="What stands behind the text, for models that fill gaps.")
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_N, description="Generate so many completions and return the n likeliest; not in a stream."
+    )
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -228,16 +244,28 @@ class CompletionRequest(Generation):
     def drop_prompt(self) -> None:
         self.prompt, self.prompt_embeds = "", None
 
+    @property
+    def num_generated(self) -> int:
+        return max(super().num_generated, self.best_of or 1)
+
     def given(self) -> dict[str, Any]:
-        values = super().given()
+        values = super().given() | {"n": self.num_generated}
+        if self.num_generated > (self.n or 1):
+            values.setdefault("logprobs", 0)  # for the likelihood
         if self.echo and self.logprobs is not None:
             counts = (self.logprobs, self.prompt_logprobs or 0)
             values["prompt_logprobs"] = -1 if -1 in counts else max(counts)
         return values
 
     def unsupported(self) -> tuple[str, str] | None:
-        if self.best_of not in (None, self.n or 1):
-            return "best_of", "is not supported, unless it equals n"
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            return "best_of", "should be at least n"
+        if self.stream and self.num_generated > (self.n or 1):
+            return "best_of", "above n cannot be streamed"
+        if self.suffix:
+            for name in ("echo", "prompt_embeds", "truncate_prompt_tokens"):
+                if getattr(self, name):
+                    return name, "cannot be used with suffix"
         if self.logprob_token_ids is not None and (self.logprobs is None or self.max_tokens == 0):
             return "logprob_token_ids", "needs logprobs, and a max_tokens above 0"
         if self.prompt_embeds and self.echo:
@@ -249,6 +277,23 @@ class CompletionRequest(Generation):
         return self.refused(UNSUPPORTED)
 
 
+class HostedTool(BaseModel):
+    """A tool that would run at the server, which has none."""
+
+    type: str
+
+
+def _kind_of_tool(value: Any) -> str:
+    kind = value.get("type", "function") if isinstance(value, dict) else getattr(value, "type", "function")
+    return kind if kind in ("function", "custom") or not isinstance(kind, str) else "hosted"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("function")] | Annotated[CustomTool, Tag("custom")] | Annotated[HostedTool, Tag("hosted")],
+    Discriminator(_kind_of_tool, "tool", "The type of a tool should be a string: function or custom"),
+]
+
+
 class Rendering(Body):
     """How the chat template renders a conversation."""
 
@@ -256,15 +301,39 @@ class Rendering(Body):
     continue_final_message: bool | None = Field(None, description="End within the last message, to go on with it.")
     chat_template: str | None = Field(None, description="Only if the server trusts templates of requests.")
     chat_template_kwargs: TemplateArguments | None = None
-    tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
+    tools: list[AnyTool] | None = Field(
+        None, description="Functions and custom tools that the model may call. Those of other types are left out."
+    )
     documents: Objects | None = Field(None, description="Variable of the template.")
-    reasoning_effort: str | None = Field(None, description="The same.")
+    reasoning_effort: Effort | None = Field(None, description="The same.")
     mm_processor_kwargs: dict[str, Any] | None = Field(None, description="Settings of the preprocessing of pictures.")
+
+    _trusts_template: bool = PrivateAttr(False)
+
+    @property
+    def trusts_template(self) -> bool:
+        """Whether chat_template comes from the operator, and not from the request."""
+        return self._trusts_template
+
+    def trust_template(self) -> None:
+        self._trusts_template = True
+
+    @property
+    def usable_tools(self) -> list[Tool | CustomTool]:
+        return [tool for tool in self.tools or () if not isinstance(tool, HostedTool)]
 
     @property
     def tool_objects(self) -> list[dict[str, Any]]:
-        """The tools as JSON objects."""
-        return [{"type": tool.type, **tool.model_dump(exclude_unset=True)} for tool in self.tools or ()]
+        """The tools as JSON objects: functions, which also stand for custom tools."""
+        return [
+            {"type": "function", **tool.model_dump(exclude_unset=True)}
+            if isinstance(tool, Tool)
+            else {"type": "function", "function": tool.function.model_dump(exclude_none=True)}
+            for tool in self.usable_tools
+        ]
+
+    def hosted_tools(self) -> list[str]:
+        return [tool.type for tool in self.tools or () if isinstance(tool, HostedTool)]
 
 
 class ChatRequest(Generation, Rendering):
@@ -275,19 +344,66 @@ class ChatRequest(Generation, Rendering):
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = Field(None, description="Only with logprobs.")
     return_prompt_text: bool | None = Field(None, description="The text that the chat template made of the messages.")
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | None = Field(
         None,
         description="Whether the model may call tools (auto, the default), must (required), or must call this one.",
     )
     parallel_tool_calls: bool | None = Field(None, description="false allows one call in an answer.")
     include_reasoning: bool | None = Field(None, description="false leaves the model's thinking out.")
+    functions: list[Function] | None = Field(None, min_length=1, description="The older form of tools.")
+    function_call: Literal["none", "auto"] | FunctionName | None = Field(
+        None, description="The older form of tool_choice, with functions."
+    )
+    _answers_functions: bool = PrivateAttr(False)
+
+    @model_validator(mode="after")
+    def _translate_functions(self) -> Self:
+        if self.functions and not self.tools and self.tool_choice is None:
+            self._answers_functions = True
+            self.tools = [Tool(function=function) for function in self.functions]
+            self.parallel_tool_calls = False
+            choice = self.function_call
+            self.tool_choice = NamedTool(function=choice) if isinstance(choice, FunctionName) else choice
+        return self
+
+    @property
+    def answers_functions(self) -> bool:
+        """Whether calls are told in the older form: function_call in place of tool_calls."""
+        return self._answers_functions
+
+    @property
+    def named_tool(self) -> str | None:
+        """The name of the tool that the answer must call."""
+        if isinstance(self.tool_choice, NamedTool):
+            return self.tool_choice.function.name
+        return self.tool_choice.custom.name if isinstance(self.tool_choice, NamedCustomTool) else None
 
     @property
     def forced_choice(self) -> str | dict[str, Any] | None:
         """The tool_choice of an answer that must consist of calls: "required", or one that names a tool."""
         if isinstance(self.tool_choice, NamedTool):
             return self.tool_choice.model_dump()
+        if (tool := self.forced_custom_tool) is not None:
+            return {"type": "custom", "custom": {"name": tool.custom.name}}
         return "required" if self.tool_choice == "required" else None
+
+    @property
+    def forced_custom_tool(self) -> CustomTool | None:
+        """The custom tool of whose input the whole answer consists: one that the request names, or the only tool that
+        must be called, if its input has a grammar, which a list of calls in JSON could not follow."""
+        tools = self.usable_tools
+        if isinstance(self.tool_choice, NamedCustomTool):
+            found = [tool for tool in tools if tool.function.name == self.named_tool]
+        else:
+            found = tools if self.tool_choice == "required" and len(tools) == 1 else []
+        [tool] = found[:1] or [None]
+        is_forced = isinstance(tool, CustomTool) and (self.named_tool is not None or tool.grammar is not None)
+        return tool if is_forced and isinstance(tool, CustomTool) else None
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """The names of the custom tools."""
+        return frozenset(tool.custom.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
@@ -300,7 +416,7 @@ class ChatRequest(Generation, Rendering):
 
     def drop_prompt(self) -> None:
         self.messages = self.messages[-1:]  # with echo, the answer begins with it
-        self.tools = self.documents = self.chat_template_kwargs = None
+        self.tools = self.functions = self.documents = self.chat_template_kwargs = None
 
     def given(self) -> dict[str, Any]:
         values = super().given()
@@ -316,11 +432,18 @@ class ChatRequest(Generation, Rendering):
             return "top_logprobs", "is only allowed when logprobs is true"
         if self.logprob_token_ids is not None and not self.logprobs:
             return "logprob_token_ids", "is only allowed when logprobs is true"
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            if all(tool.function.name != name for tool in self.tools or ()):
-                return "tool_choice", f"names {name!r}, which is none of the tools"
-        if self.tool_choice == "required" and not self.tools:
+        if self.functions and not self.answers_functions:
+            return "functions", "and tools exclude each other"
+        if self.function_call is not None and not self.functions:
+            return "function_call", "is only allowed with functions"
+        if self.structured_outputs is not None and self.named_tool is not None:
+            return "structured_outputs", "cannot be used with a tool_choice that names a tool"
+        if (name := self.named_tool) is not None:
+            field = "function_call" if self.answers_functions else "tool_choice"
+            kind = Tool if isinstance(self.tool_choice, NamedTool) else CustomTool
+            if all(tool.function.name != name for tool in self.usable_tools if isinstance(tool, kind)):
+                return field, f"names {name!r}, which is none of the tools"
+        if self.tool_choice == "required" and not self.usable_tools:
             return "tool_choice", "is 'required', but there are no tools"
         return self.refused(UNSUPPORTED_IN_CHAT)
 

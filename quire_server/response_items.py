@@ -1,28 +1,32 @@
-"""The items of /v1/responses: those of a request become chat messages, and the events of an answer become items."""
+"""Requests to /v1/responses: their items become chat messages."""
 
+import base64
 import re
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from quire.text.chat_template import TEXT_PARTS
-from quire_parsing.events import Content, Event, Reasoning, ToolCall
-from quire_server.answering import Answer
 from quire_server.errors import ApiError
-from quire_server.fields import TABLES, FunctionName, Positive, TemplateArguments
+from quire_server.fields import TABLES, Positive, TemplateArguments
 from quire_server.messages import MEDIA_PARTS, ContentPart, Message
 from quire_server.protocol import ChatRequest, Generation
+from quire_server.response_store import new_id
+from quire_server.response_tools import (
+    AllowedTools,
+    AnyTool,
+    Named,
+    NamedChoice,
+    allowed,
+    chosen,
+    function_of,
+    hosted_types,
+    named_tools,
+)
 from quire_server.routing import validated
 
 Item = dict[str, Any]
-
-
-def new_id(prefix: str) -> str:
-    """An id that nobody can guess."""
-    return f"{prefix}_{secrets.token_hex(24)}"
 
 
 class MessageItem(Message):
@@ -52,48 +56,92 @@ class CallOutputItem(_Object):
     output: str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
+class CustomCallItem(_Object):
+    """A call of a custom tool."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+
+
+class CustomOutputItem(_Object):
+    type: Literal["custom_tool_call_output"]
+    call_id: str
+    output: str | Annotated[list[ContentPart], Field(fail_fast=True)]
+
+
+class ShellCallItem(_Object):
+    """A command for the client's shell."""
+
+    type: Literal["local_shell_call"]
+    call_id: str
+    action: dict[str, Any]
+
+
+class ShellOutputItem(_Object):
+    type: Literal["local_shell_call_output"]
+    call_id: str = Field(validation_alias=AliasChoices("call_id", "id"))
+    output: str
+
+
 class ReasoningText(_Object):
     text: str
 
 
 class ReasoningItem(_Object):
-    """What the model thought. Its summary and what is encrypted do not reach the chat template."""
+    """What the model thought. Its summary does not reach the chat template, nor what another server has encrypted."""
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
 
 
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # of ids
+class HostedItem(_Object):
+    """What a tool did that runs at OpenAI's. The model does not see it."""
+
+    type: str
+
+
+_FIELDS = TABLES["responses"]
+_HOSTED = frozenset(_FIELDS["hosted_items"].split())
+PREFIXES: dict[str, str] = _FIELDS["prefixes"]  # of ids
 
 
 def _item_type(value: Any) -> str | None:
-    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
-    return kind if isinstance(kind, str) else None
+    kind = value.get("type") or "message" if isinstance(value, dict) else getattr(value, "type", None)
+    return "hosted" if kind in _HOSTED else kind if isinstance(kind, str) else None
 
 
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_item_type, "item", f"Only items of these types are supported: {', '.join(_PREFIXES)}"),
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[CustomOutputItem, Tag("custom_tool_call_output")]
+    | Annotated[ShellCallItem, Tag("local_shell_call")]
+    | Annotated[ShellOutputItem, Tag("local_shell_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[HostedItem, Tag("hosted")],
+    Discriminator(
+        _item_type, "item", f"Only items of these types are supported: {', '.join([*PREFIXES, *sorted(_HOSTED)])}"
+    ),
 ]
 
-
-class FunctionTool(_Object):
-    type: Literal["function"]
-    name: str = Field(min_length=1)
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object: the arguments.")
+_THINKING = "quire:"  # begins what stands for encrypted thinking
 
 
-class FunctionChoice(FunctionName):
-    type: Literal["function"]
+def encrypted(thinking: str) -> str:
+    """The encrypted_content of a thought: its text in base64, since the client may know it anyway."""
+    return _THINKING + base64.b64encode(thinking.encode()).decode()
 
 
-class AllowedTools(BaseModel):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: list[FunctionChoice]
+def _decrypted(content: str) -> str:
+    """The text of a thought, empty if another server encrypted it."""
+    try:
+        return base64.b64decode(content.removeprefix(_THINKING)).decode() if content.startswith(_THINKING) else ""
+    except ValueError:
+        return ""
 
 
 class TextFormat(_Object):
@@ -111,8 +159,6 @@ class ReasoningOptions(_Object):
 
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
-_FIELDS = TABLES["responses"]
-
 
 class ResponsesRequest(Generation):
     """vLLM's sampling parameters can be sent, too."""
@@ -124,15 +170,17 @@ class ResponsesRequest(Generation):
         None, description="Keep the response, so that it can be read and continued: the default."
     )
     background: bool | None = Field(None, description="Answer at once, and generate meanwhile; needs store.")
-    include: list[str] | None = Field(None, description="message.output_text.logprobs, or others, without effect.")
+    include: list[str] | None = Field(
+        None, description="message.output_text.logprobs, reasoning.encrypted_content, or others, without effect."
+    )
     max_output_tokens: Positive | None = Field(None, description="Default: what the model's context has room for.")
     metadata: Metadata | None = Field(None, max_length=16)
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     stream_options: dict[str, Any] | None = Field(None, description="Without effect.")  # type: ignore[assignment]
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | AllowedTools | None = None
+    tools: list[AnyTool] | None = Field(None, description="Those that run at OpenAI's are left out.")
+    tool_choice: Literal["auto", "none", "required"] | NamedChoice | AllowedTools | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto drops the beginning of a long input."
@@ -153,6 +201,14 @@ class ResponsesRequest(Generation):
     def unknown(self) -> list[str]:
         return [name for name in super().unknown() if name not in _FIELDS["without_effect"].split()]
 
+    def hosted_tools(self) -> list[str]:
+        return hosted_types(self.tools or ())
+
+    @property
+    def named_tools(self) -> dict[str, Named]:
+        """The tools that the model may call, by the names under which it knows them."""
+        return {tool.name: tool for tool in named_tools(self.tools or ())}
+
     def drop_prompt(self) -> None:
         self.input = ""
 
@@ -165,13 +221,12 @@ class ResponsesRequest(Generation):
     def chat(self, items: Iterable[Item]) -> ChatRequest:
         """The request in the terms of chats. items: the conversation, with those of the input. Raises ApiError."""
         given = {name: getattr(self, name) for name in Generation.model_fields if name in self.model_fields_set}
-        tools: list[FunctionTool] = self.tools or []
-        choice: Any = self.tool_choice
+        tools, choice = list(self.named_tools.values()), self.tool_choice
+        forced: Any = choice
         if isinstance(choice, AllowedTools):
-            allowed = {tool.name for tool in choice.tools}
-            tools, choice = [tool for tool in tools if tool.name in allowed], choice.mode
-        elif isinstance(choice, FunctionChoice):
-            choice = {"type": "function", "function": {"name": choice.name}}
+            tools, forced = allowed(choice, tools), choice.mode
+        elif isinstance(choice, NamedChoice):
+            forced = chosen(choice, tools)
         format = self.text and self.text.format and self.text.format.model_dump(by_alias=True, exclude_none=True)
         if format and format["type"] == "json_schema":
             format = {"type": format.pop("type"), "json_schema": format}
@@ -189,11 +244,8 @@ class ResponsesRequest(Generation):
             "logprobs": bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ()),
             "top_logprobs": self.top_logprobs,
             "response_format": format,
-            "tools": [
-                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in tools
-            ]
-            or None,
-            "tool_choice": choice,
+            "tools": [tool.in_chats for tool in tools] or None,
+            "tool_choice": forced,
             "parallel_tool_calls": self.parallel_tool_calls,
         }
         return validated(ChatRequest, {name: value for name, value in fields.items() if value is not None})
@@ -209,7 +261,7 @@ def in_terms_of_responses(error: ApiError) -> ApiError:
 
 def _stored(item: BaseModel) -> Item:
     values = item.model_dump(exclude_none=True)
-    stored = {"id": new_id(_PREFIXES[values["type"]]), "status": "completed", **values}
+    stored = {"id": new_id(PREFIXES.get(values["type"], "item")), "status": "completed", **values}
     if isinstance(item, MessageItem):
         content = values.get("content", "")
         kind = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
@@ -224,18 +276,21 @@ def _messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str,
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
         last: dict[str, Any] = messages[-1] if messages else {"role": None}
-        role = {"function_call_output": "tool", "message": item.get("role")}.get(item["type"], "assistant")
+        role = {"message": item.get("role")}.get(kind := item["type"], "assistant")
         if role == "developer":
             role = "system"
-        if item["type"] == "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
+        if kind in _HOSTED:
+            continue
+        if kind in ("function_call", "custom_tool_call", "local_shell_call"):
             if last["role"] != "assistant":
                 messages.append(last := {"role": role})
-            last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
-        elif item["type"] == "reasoning":
-            messages.append({"role": role, "reasoning": _text(item.get("content", []))})
-        elif item["type"] == "function_call_output":
-            messages.append({"role": role, "tool_call_id": item["call_id"], "content": _content(item["output"])})
+            call = {"id": item["call_id"], "type": "function", "function": function_of(item)}
+            last.setdefault("tool_calls", []).append(call)
+        elif kind == "reasoning":
+            thinking = _text(item.get("content") or ()) or _decrypted(item.get("encrypted_content") or "")
+            messages += [{"role": role, "reasoning": thinking}] if thinking else []
+        elif kind.endswith("_output"):
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])})
         elif role == "assistant" and last.keys() == {"role", "reasoning"}:
             last["content"] = _text(item["content"])
         elif role == "system" == last["role"]:
@@ -263,104 +318,3 @@ def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
             message = f"messages: {part['type']} is taken in messages of users and in outputs of functions only"
             raise ApiError(400, message, param="messages")
     return "\n".join(part[TEXT_PARTS.get(part.get("type", ""), "text")] for part in content)
-
-
-class Events(list[bytes]):
-    """The events of a stream, numbered from 0, that were not taken yet."""
-
-    def __init__(self) -> None:
-        self._number = 0
-
-    def make(self, kind: str, **fields: Any) -> None:
-        data = msgspec.json.encode({"type": kind, "sequence_number": self._number, **fields})
-        self.append(b"event: %s\ndata: %s\n\n" % (kind.encode(), data))
-        self._number += 1
-
-    def take(self) -> bytes:
-        taken = b"".join(self)
-        self.clear()
-        return taken
-
-
-# The type of the item that an event belongs to, and what such an item has before its text.
-_KINDS = {Reasoning: "reasoning", Content: "message"}
-_BLANK: dict[str, Item] = {"reasoning": {"summary": []}, "message": {"role": "assistant"}}
-
-
-class Output:
-    """The output items of a response, built while an answer comes, and the events that tell of them.
-
-    items: those that are complete.
-    """
-
-    def __init__(self, events: Events) -> None:
-        self.items: list[Item] = []
-        self._events = events
-        self._open: Item = {"type": None}  # the item whose text is coming
-        self._texts: list[str] = []  # the pieces of its text
-        self._logprobs: list[Any] = []
-
-    def add(self, event: Event, answer: Answer, logprobs: list[Any]) -> None:
-        """logprobs: of the tokens with which the event came."""
-        kind = _KINDS.get(type(event), "function_call")
-        if isinstance(event, ToolCall):
-            call_id = answer.tool_calls[event.index].id
-            self._begin({"type": kind, "id": new_id("fc"), "call_id": call_id, "name": event.name, "arguments": ""})
-            return
-        if self._open["type"] != kind:
-            self._begin({"type": kind, "id": new_id(_PREFIXES[kind]), **_BLANK[kind]})
-        self._delta(event.text, logprobs if kind == "message" else [])
-
-    def replay(self, item: Item) -> None:
-        """Add a complete item, with its whole text at once."""
-        part = {"text": item["arguments"]} if item["type"] == "function_call" else item["content"][0]
-        self._begin({name: "" if name == "arguments" else value for name, value in item.items()})
-        self._delta(part["text"], part.get("logprobs", []))
-        self.close(item["status"])
-
-    def close(self, status: str = "completed") -> None:
-        """Complete the item whose text was coming, if there is one."""
-        item, text = self._open, "".join(self._texts)
-        if item["type"] is None:
-            return
-        item["status"] = status
-        if item["type"] == "function_call":
-            item["arguments"] = text
-            self._event("function_call_arguments.done", name=item["name"], arguments=text)
-        else:
-            item["content"] = [part := self._part(text)]
-            logprobs = {"logprobs": self._logprobs} if item["type"] == "message" else {}
-            self._event(f"{part['type']}.done", text=text, **logprobs)
-            self._event("content_part.done", part=part)
-        self._events.make("response.output_item.done", output_index=len(self.items), item=item)
-        self.items.append(item)
-        self._open, self._texts, self._logprobs = {"type": None}, [], []
-
-    def _begin(self, item: Item) -> None:
-        self.close()
-        self._open = {**item, "status": "in_progress"}
-        if item["type"] != "function_call":
-            self._open["content"] = []
-        self._events.make("response.output_item.added", output_index=len(self.items), item=self._open)
-        if item["type"] != "function_call":
-            self._event("content_part.added", part=self._part(""))
-
-    def _delta(self, text: str, logprobs: list[Any]) -> None:
-        self._texts.append(text)
-        self._logprobs += logprobs
-        if self._open["type"] == "message":
-            self._event("output_text.delta", delta=text, logprobs=logprobs)
-        elif self._open["type"] == "reasoning":
-            self._event("reasoning_text.delta", delta=text)
-        else:
-            self._event("function_call_arguments.delta", delta=text)
-
-    def _event(self, kind: str, **fields: Any) -> None:
-        if self._open["type"] != "function_call":
-            fields["content_index"] = 0
-        self._events.make(f"response.{kind}", item_id=self._open["id"], output_index=len(self.items), **fields)
-
-    def _part(self, text: str) -> Item:
-        if self._open["type"] == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}

@@ -6,6 +6,9 @@ limit in bytes, and those that were not used for too long.
 """
 
 import asyncio
+import hashlib
+import re
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable
@@ -31,6 +34,24 @@ _TABLES = Path(__file__).with_name("response_tables.sql").read_text(encoding="ut
 _CHAIN = Path(__file__).with_name("response_chain.sql").read_text(encoding="utf-8")  # a response and those before it
 
 T = TypeVar("T")
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody can guess."""
+    return f"{prefix}_{secrets.token_hex(24)}"
+
+
+def is_made(response_id: str) -> bool:
+    """Whether an id has the form of those that the server makes for responses."""
+    return re.fullmatch(r"resp_[0-9a-f]{48}", response_id) is not None
+
+
+def key_of(owner: str, response_id: str) -> str:
+    """What identifies a response in the store. An id that the server made is unique. One that a client chose belongs to
+    its owner, since others may choose the same."""
+    if is_made(response_id):
+        return response_id
+    return "own_" + hashlib.sha256(f"{owner}\n{response_id}".encode()).hexdigest()
 
 
 class StoreError(Exception):
@@ -157,9 +178,9 @@ class ResponseStore:
         size = len(encoded) + ROW_BYTES
         if size > self.max_bytes:
             raise StoreError(f"a response of {size} bytes is larger than the whole store (--response-store-bytes)")
-        response_id, previous = record.response["id"], record.response["previous_response_id"]
-        self._remove("id = ?", response_id)
-        row = (response_id, owner, previous, time.time(), size, encoded)
+        key, previous = key_of(owner, record.response["id"]), record.response["previous_response_id"]
+        self._remove("id = ?", key)
+        row = (key, owner, previous and key_of(owner, previous), time.time(), size, encoded)
         self._execute("INSERT INTO quire_responses VALUES (?, ?, ?, ?, ?, ?)", *row)
         self._execute("UPDATE quire_responses_size SET total = total + ?", size)
         self._trim()
@@ -184,7 +205,7 @@ class ResponseStore:
 
         Their age begins anew. Raises MissingResponseError if the response itself is not stored.
         """
-        rows = self._execute(_CHAIN, response_id, owner, self._oldest, owner).fetchall()
+        rows = self._execute(_CHAIN, key_of(owner, response_id), owner, self._oldest, owner).fetchall()
         if not rows:
             raise MissingResponseError(response_id)
         for row in rows:
@@ -195,7 +216,7 @@ class ResponseStore:
         """Raises MissingResponseError."""
         if self._select(owner, response_id) is None:
             raise MissingResponseError(response_id)
-        self._remove("id = ?", response_id)
+        self._remove("id = ?", key_of(owner, response_id))
 
     @property
     def _oldest(self) -> float:
@@ -204,7 +225,7 @@ class ResponseStore:
 
     def _select(self, owner: str, response_id: str) -> Record | None:
         where = "id = ? AND owner = ? AND used >= ?"
-        parameters = (response_id, owner, self._oldest)
+        parameters = (key_of(owner, response_id), owner, self._oldest)
         row = self._execute(f"SELECT used, record FROM quire_responses WHERE {where}", *parameters).fetchone()
         return None if row is None else _record(*row)
 

@@ -77,8 +77,9 @@ class ChatLogprobs(TypedDict):
 
 class ChatToolCall(TypedDict):
     id: str
-    type: Literal["function"]
-    function: dict[str, str]  # name, arguments
+    type: Literal["function", "custom"]
+    function: NotRequired[dict[str, str]]  # name, arguments
+    custom: NotRequired[dict[str, str]]  # name, input
 
 
 class AssistantMessage(TypedDict):
@@ -87,7 +88,7 @@ class AssistantMessage(TypedDict):
     refusal: None
     annotations: None
     audio: None
-    function_call: None
+    function_call: dict[str, str] | None  # name, arguments
     reasoning: str | None
     reasoning_content: NotRequired[str]  # the older name of reasoning
     tool_calls: NotRequired[list[ChatToolCall]]

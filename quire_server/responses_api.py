@@ -20,8 +20,9 @@ from quire_server.errors import ApiError, api_error, json_response
 from quire_server.fields import TABLES
 from quire_server.generation import Server
 from quire_server.middleware import owner_of
-from quire_server.response_items import Events, Item, Output, ResponsesRequest, in_terms_of_responses, new_id
-from quire_server.response_store import MissingResponseError, Record, StoreError, open_store
+from quire_server.response_items import Item, ResponsesRequest, in_terms_of_responses
+from quire_server.response_output import Events, Output
+from quire_server.response_store import MissingResponseError, Record, StoreError, is_made, key_of, new_id, open_store
 from quire_server.responses import Usage
 from quire_server.routing import StrictRoute, answers, stream_answers
 from quire_server.streams import EventStream
@@ -44,12 +45,12 @@ class Responses:
     def __init__(self, config: ServerConfig) -> None:
         """Raises ConfigError."""
         self.store = open_store(config)
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, Run] = {}  # by their keys in the store
 
     async def call(self, method: Callable[..., T], owner: str, response_id: str, param: str = "response_id") -> T:
         """Call a method of the store. Raises ApiError."""
         try:
-            if re.fullmatch(r"resp_[0-9a-f]{48}", response_id):
+            if re.fullmatch(r"[!-~]{1,128}", response_id):
                 return await self.store.run(method, owner, response_id)
         except MissingResponseError:
             pass
@@ -57,9 +58,20 @@ class Responses:
             raise _unavailable(error) from error
         raise ApiError(404, f"no response has the id {response_id[:100]!r}", param=param, code="response_not_found")
 
+    def run_of(self, owner: str, response_id: str) -> "Run | None":
+        """The response that this server is generating in the background, None if it is not."""
+        run = self.runs.get(key_of(owner, response_id))
+        return run if run is not None and run.owner == owner else None
+
+    def check_id(self, owner: str, chosen: str | None) -> None:
+        """Raises ApiError if a client may not choose this id for a response."""
+        if chosen is not None and is_made(chosen):
+            raise ApiError(400, "request_id: only the server makes ids of this form", param="request_id")
+        if chosen is not None and self.run_of(owner, chosen) is not None:
+            raise ApiError(400, f"request_id: the response {chosen} is being generated", param="request_id")
+
     async def find(self, owner: str, response_id: str) -> Record:
-        run = self.runs.get(response_id)
-        if run is not None and run.owner == owner:
+        if (run := self.run_of(owner, response_id)) is not None:
             return run.record
         record = await self.call(self.store.get, owner, response_id)
         if record.is_running and abs(time.time() - record.used) > LOST_SECONDS:
@@ -102,14 +114,18 @@ class Run:
     record: what will be stored. events: those of its stream, all of them if it runs in the background.
     """
 
-    def __init__(self, responses: Responses, answering: Answering, record: Record, owner: str) -> None:
+    def __init__(
+        self, responses: Responses, answering: Answering, record: Record, owner: str, body: ResponsesRequest
+    ) -> None:
         self.responses, self.answering, self.record, self.owner = responses, answering, record, owner
         self.is_background, self.is_cancelled = bool(record.response["background"]), False
         self.task: asyncio.Task[None] | None = None
         self.log: Callable[[], None] = lambda: None  # of a response in the background, when it has ended
         self.events = Events()
-        self._output = Output(self.events)
+        encrypts = "reasoning.encrypted_content" in (body.include or ())
+        self._output = Output(self.events, body.named_tools, encrypts)
         self._news = asyncio.Condition()
+        self._key = key_of(owner, record.response["id"])
 
     @property
     def response(self) -> dict[str, Any]:
@@ -154,7 +170,7 @@ class Run:
             raise _unavailable(error) from error
         for kind in ("response.created", "response.queued"):
             self.events.make(kind, response=self.response)
-        self.responses.runs[self.response["id"]] = self
+        self.responses.runs[self._key] = self
         self.task = asyncio.create_task(self._generate())
         await asyncio.sleep(0)  # let it begin before the client has an answer: a server that drains admits nothing
 
@@ -166,7 +182,7 @@ class Run:
                     self._news.notify_all()
         finally:
             refreshing.cancel()
-            del self.responses.runs[self.response["id"]]
+            del self.responses.runs[self._key]
             self.log()
             async with self._news:
                 self.task = None
@@ -276,8 +292,8 @@ def _new_response(server: Server, body: ResponsesRequest, answering: Answering) 
     }  # fmt: skip
     status = "queued" if body.background else "in_progress"
     return {
-        "id": new_id("resp"), "object": "response", "created_at": answering.call.created, "status": status,
-        "model": answering.call.model, "output": [], **default,
+        "id": body.request_id or new_id("resp"), "object": "response", "created_at": answering.call.created,
+        "status": status, "model": answering.call.model, "output": [], **default,
         **body.model_dump(include=set(default), by_alias=True, exclude_none=True),
         **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
     }  # fmt: skip
@@ -298,13 +314,14 @@ async def _answer(body: ResponsesRequest, request: Request) -> Response:
     earlier = []
     if body.previous_response_id is not None:
         earlier = await responses.conversation(owner, body.previous_response_id, request.state.body)
+    responses.check_id(owner, body.request_id)
     items = body.items()
     chat = await request.state.body.run(body.chat, [*earlier, *items])
     body.drop_prompt()
     answering = await Answering.begin(Request(request.scope, _never) if body.background else request, chat, "resp")
     response = _new_response(request.app.state.server, body, answering)
     answering.call.id = answering.call.summary.response_id = response["id"]
-    run = Run(responses, answering, Record(response, items if response["store"] else []), owner)
+    run = Run(responses, answering, Record(response, items if response["store"] else []), owner, body)
     if body.background:
         run.log = request.app.state.server.log.later(request.scope)
         await run.start()
@@ -336,7 +353,7 @@ async def retrieve_response(
     record = await responses.find(owner_of(request.scope), response_id)
     if not stream:
         return json_response(record.response)
-    run = responses.runs.get(response_id)
+    run = responses.run_of(owner_of(request.scope), response_id)
     if run is not None:
         return await ResponseStream.begin(run.follow(starting_after), _interval(request))
     if record.is_running:
@@ -362,7 +379,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
         raise ApiError(
             400, "a response that is not generated in the background cannot be cancelled", param="response_id"
         )
-    run = responses.runs.get(response_id)
+    run = responses.run_of(owner, response_id)
     if run is not None and run.task is not None:
         run.cancel()
         await asyncio.wait([run.task])
@@ -379,7 +396,7 @@ async def delete_response(response_id: str, request: Request) -> Response:
     """Forget a response. Those that continue it can be read, but not continued any more."""
     responses, owner = _responses(request), owner_of(request.scope)
     await responses.call(responses.store.delete, owner, response_id)
-    run = responses.runs.get(response_id)
+    run = responses.run_of(owner, response_id)
     if run is not None:
         run.cancel()
     return json_response({"id": response_id, "object": "response", "deleted": True})

@@ -49,32 +49,35 @@ class PoolingProcessor:
         priority: int = 0,
         add_special_tokens: bool = True,
         prompt_name: str | None = None,
+        truncation_side: str | None = None,
     ) -> ProcessedRequest:
         """prompt_name: of a text among the checkpoint's prompts, which is put before the prompt; None for the default
-        one. Raises ValueError or TypeError, whose message names the wrong field."""
+        one. truncation_side: left or right (default), from which truncate_prompt_tokens removes tokens.
+
+        Raises ValueError or TypeError, whose message names the wrong field."""
         params = params or PoolingParams()
         if not isinstance(params, PoolingParams):
             raise TypeError(f"pooling_params must be PoolingParams, got {type(params).__name__}")
         params = msgspec.structs.replace(params)  # a copy, which is checked again
         self._check(params)
         self.processor.check_priority(priority)
-        keep, longest = self._kept_tokens(params), self.processor.max_model_len
+        keep, longest, from_left = self._kept_tokens(params), self.processor.max_model_len, truncation_side == "left"
         text: str | None = None
         salt: str | None = None
         if isinstance(prompt, Pair):
-            text, token_ids = prompt.second, self._pair(prompt, keep)
+            text, token_ids = prompt.second, self._pair(prompt, keep, from_left)
         else:
             prompt = self._with_prompt(prompt, prompt_name)
             text, tokenizer = _text_of(prompt), self.processor.tokenizer
             if text is not None and keep is not None:  # special tokens stay at the end
                 fields = prompt if isinstance(prompt, dict) else {}
-                part = self.processor.cut(text, keep, from_left=False)
-                token_ids = tokenizer.encode_parts(part, None, keep, add_special_tokens)[0]
+                part = self.processor.cut(text, keep, from_left)
+                token_ids = tokenizer.encode_parts(part, None, keep, add_special_tokens, from_left)[0]
                 prompt = {**fields, "prompt_token_ids": token_ids}
             elif text is not None and len(text) > longest:
                 self._check_room(tokenizer.fewest_tokens(text), "at least ")
                 self.processor.check_count(text)
-            text, token_ids, salt = self.processor.tokenize(prompt, add_special_tokens, keep, False)
+            text, token_ids, salt = self.processor.tokenize(prompt, add_special_tokens, keep, from_left)
         kinds = self.token_types if isinstance(prompt, Pair) else 1
         self.processor.check_tokens(token_ids, self.processor.vocab_size * max(1, kinds))
         self._check_room(len(token_ids))
@@ -126,11 +129,12 @@ class PoolingProcessor:
             return prompt
         return {**prompt, "prompt": prefix + text} if isinstance(prompt, dict) else prefix + text
 
-    def _pair(self, pair: Pair, keep: int | None) -> list[int]:
+    def _pair(self, pair: Pair, keep: int | None, from_left: bool) -> list[int]:
         if keep is None:
             for text in (pair.first, pair.second):
                 self.processor.check_count(text)
-        token_ids, kinds = self.processor.tokenizer.encode_parts(pair.first, pair.second, keep)
+        parts = self.processor.tokenizer.encode_parts(pair.first, pair.second, keep, from_left=from_left)
+        token_ids, kinds = parts
         if self.token_types > 1:  # see Decoder.embed
             size = self.processor.vocab_size
             return [token_id + kind * size for token_id, kind in zip(token_ids, kinds, strict=True)]

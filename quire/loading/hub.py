@@ -30,6 +30,13 @@ _JSON = 64 * MIB  # bytes of a file: the index of a model of a trillion paramete
 _READ = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors", ".bin", ".pt", ".gguf")
 
 
+def cache_folder(download_dir: str | None) -> Path:
+    """The folder of downloaded models. download_dir: the option; None for huggingface_hub's own folder."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(os.path.expanduser(download_dir or HF_HUB_CACHE))  # Path's own needs a home, which not every user has
+
+
 def bundled_model() -> Path:
     """The directory of the model that comes with Quire."""
     return Path(str(files("quire.demo") / "model"))

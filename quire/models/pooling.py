@@ -17,10 +17,12 @@ _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForRewar
 @dataclass(frozen=True)
 class PoolingDescription:
     """pooler: see PoolerSpec. prompts, default_prompt, max_tokens: see SentenceTransformer. scores_pairs: whether
-    `score` gives the model both texts at once (a cross-encoder)."""
+    `score` gives the model both texts at once (a cross-encoder). task: the one that is computed unless a request names
+    another."""
 
     pooler: PoolerSpec
     files: SentenceTransformer = field(default_factory=SentenceTransformer)
+    task: str | None = None
 
     @property
     def scores_pairs(self) -> bool:
@@ -31,8 +33,10 @@ class PoolingDescription:
         """vLLM's names of what the model can compute, the usual one first."""
         spec = self.pooler
         if spec.is_classifier:
-            return ["token_classify" if spec.of_each_token else "classify"] + ["score"] * self.scores_pairs
-        return ["token_embed"] if spec.of_each_token else ["embed", "score", "token_embed"]
+            tasks = ["token_classify" if spec.of_each_token else "classify"] + ["score"] * self.scores_pairs
+        else:
+            tasks = ["token_embed"] if spec.of_each_token else ["embed", "score", "token_embed"]
+        return sorted(tasks, key=lambda task: task != self.task)
 
 
 def is_pooling_model(config: HfConfig, directory: Path, options: ModelConfig) -> bool:
@@ -63,14 +67,20 @@ def describe_pooling(config: HfConfig, spec: DecoderSpec, directory: Path, optio
         pooler = PoolerSpec(files.pooling or "all", (), files.layers, normalize=files.normalize)
     else:
         pooler = PoolerSpec("cls" if spec.is_encoder else "last")
-    return PoolingDescription(_with_options(pooler, options.pooler_config), files)
+    given = dict(options.pooler_config)
+    task = given.pop("task", None)
+    description = PoolingDescription(_with_options(pooler, given), files, task)
+    if task is not None and task not in description.tasks:
+        tasks = ", ".join(description.tasks)
+        raise ConfigError(f"pooler_config: task must be one of this model's, which are {tasks}, got {task!r}")
+    return description
 
 
 def _with_options(pooler: PoolerSpec, given: dict[str, Any]) -> PoolerSpec:
     known = {"pooling_type", "seq_pooling_type", "tok_pooling_type", "normalize", "use_activation", "softmax",
              "activation"}  # fmt: skip
     if unknown := sorted(given.keys() - known):
-        raise ConfigError(f"pooler_config has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        raise ConfigError(f"pooler_config has no field {unknown[0]!r}; it has {', '.join(sorted(known | {'task'}))}")
     kind = given.get("pooling_type") or given.get("tok_pooling_type") or given.get("seq_pooling_type")
     if kind is not None:
         if str(kind).upper() not in _POOLING:

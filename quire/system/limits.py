@@ -106,3 +106,8 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
         if ".." in folder.parts or not folder.is_dir():
             folder = mounted
         yield from (f for f in (folder, *folder.parents) if f.is_relative_to(mounted))
+
+
+def has_gpu_driver() -> bool:
+    """Whether this machine may have a GPU: a driver of NVIDIA, of AMD, or under Windows."""
+    return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")))

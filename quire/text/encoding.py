@@ -31,14 +31,21 @@ class TextEncoder:
         return [*self.prefix, *encoding.ids, *self.suffix] if add_special_tokens else encoding.ids
 
     def encode_parts(
-        self, first: str, second: str | None, keep: int | None, add_special_tokens: bool
+        self, first: str, second: str | None, keep: int | None, add_special_tokens: bool, from_left: bool
     ) -> tuple[list[int], list[int]]:
         """See Tokenizer.encode_parts."""
         with _encoding(first if second is None else first + second):
-            return self._encode_parts([first] if second is None else [first, second], keep, add_special_tokens)
+            texts = [first] if second is None else [first, second]
+            return self._encode_parts(texts, keep, add_special_tokens, "left" if from_left else "right")
+
+    def shortened(self, text: str, most: int) -> str:
+        """See Tokenizer.shortened."""
+        with _encoding(text):
+            offsets = self.backend.encode(text, add_special_tokens=False).offsets
+        return text if len(offsets) <= most else text[: offsets[most - 1][1]]
 
     def _encode_parts(
-        self, texts: list[str], keep: int | None, add_special_tokens: bool
+        self, texts: list[str], keep: int | None, add_special_tokens: bool, side: str
     ) -> tuple[list[int], list[int]]:
         parts = [self.backend.encode(text, add_special_tokens=False) for text in texts]
         is_pair = len(parts) > 1
@@ -52,7 +59,7 @@ class TextEncoder:
                 for part, length in zip(parts, lengths, strict=True):
                     cut = longer if length > shorter or not is_pair else max(room - longer, 0)
                     if length > cut:
-                        part.truncate(cut)
+                        part.truncate(cut, direction=side)
         made = self.backend.post_process(parts[0], parts[1] if is_pair else None, add_special_tokens)
         if not own:
             return made.ids, made.type_ids
@@ -83,12 +90,15 @@ class ConfinedEncoder(TextEncoder):
         return list(self._run("encode", text, add_special_tokens))
 
     def encode_parts(
-        self, first: str, second: str | None, keep: int | None, add_special_tokens: bool
+        self, first: str, second: str | None, keep: int | None, add_special_tokens: bool, from_left: bool
     ) -> tuple[list[int], list[int]]:
         if _is_short(first, second):
-            return super().encode_parts(first, second, keep, add_special_tokens)
-        ids, kinds = self._run("encode_parts", first, second, keep, add_special_tokens)
+            return super().encode_parts(first, second, keep, add_special_tokens, from_left)
+        ids, kinds = self._run("encode_parts", first, second, keep, add_special_tokens, from_left)
         return ids, kinds
+
+    def shortened(self, text: str, most: int) -> str:
+        return super().shortened(text, most) if _is_short(text) else str(self._run("shortened", text, most))
 
     def pieces(self, text: str, add_special_tokens: bool) -> list[str]:
         if _is_short(text):

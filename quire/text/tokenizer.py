@@ -103,11 +103,21 @@ class Tokenizer:
         return self._encoder.encode(text, add_special_tokens)
 
     def encode_parts(
-        self, first: str, second: str | None, keep: int | None = None, add_special_tokens: bool = True
+        self,
+        first: str,
+        second: str | None,
+        keep: int | None = None,
+        add_special_tokens: bool = True,
+        from_left: bool = False,
     ) -> tuple[list[int], list[int]]:
         """Token ids of one text or two with the special tokens between and around them, and for each the number of its
-        text, 0 or 1. At most `keep` tokens, by cutting off the ends of the longer text. Raises ValueError."""
-        return self._encoder.encode_parts(first, second, keep, add_special_tokens)
+        text, 0 or 1. At most `keep` tokens, by cutting off the end of the longer text, with from_left its beginning.
+        Raises ValueError."""
+        return self._encoder.encode_parts(first, second, keep, add_special_tokens, from_left)
+
+    def shortened(self, text: str, most: int) -> str:
+        """The beginning of a text, of at most so many tokens. Raises ValueError."""
+        return self._encoder.shortened(text, most)
 
     @property
     def longest_quick(self) -> int | None:

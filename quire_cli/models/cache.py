@@ -2,16 +2,16 @@
 
 import dataclasses
 import logging
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.loading.errors import ModelNotFoundError
+from quire.loading.formats import weight_files
+from quire.loading.hub import cache_folder as cache_folder
 from quire.loading.hub import gguf_files, gguf_kinds, read_json, split_kind
 from quire_cli.models.facts import local_files
-from quire_cli.models.formats import weight_files
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, HFCacheInfo
@@ -54,12 +54,6 @@ class CachedModel:
         files = local_files(snapshot)
         # Only weights count: listing models reads their other files.
         return max((snapshot / name).stat().st_atime for name in weight_files(files) or files or ["."])
-
-
-def cache_folder(download_dir: str | None) -> Path:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(os.path.expanduser(download_dir or HF_HUB_CACHE))  # Path's own needs a home, which not every user has
 
 
 def cached_models(download_dir: str | None) -> list[CachedModel]:

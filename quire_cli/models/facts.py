@@ -10,10 +10,10 @@ from typing import Any
 
 from quire.config import ModelConfig
 from quire.loading.errors import ModelNotFoundError
+from quire.loading.formats import format_of, gguf_bytes, gguf_format, quantization_of, quantized_bytes, weight_files
 from quire.loading.hub import files_of_model, read_json
 from quire.messages.errors import error_text
 from quire.models.spec import DecoderSpec
-from quire_cli.models.formats import format_of, gguf_bytes, gguf_format, quantization_of, quantized_bytes, weight_files
 from quire_plan.sizes import FULL, HALF, Footprint, parameters_of
 
 # What the function that reads the config of an architecture may raise, if a config is not what it expects.

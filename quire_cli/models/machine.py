@@ -1,6 +1,5 @@
 """What this machine has for a model: free memory, and how fast it reads that memory."""
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -9,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config import CacheConfig
-from quire.system.limits import free_on_host, processors
+from quire.system.limits import free_on_host, has_gpu_driver, processors
 
 _BUFFER_BYTES = 32 << 20  # of each thread, twice: more than its part of the caches
 _MOST_THREADS = 32  # as many keep the memory of any machine busy
 _ROUNDS = 7
-_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and under Windows
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Machine:
 
 def this_machine() -> Machine:
     """The GPU that an engine would choose, or the CPU. Takes some tenths of a second, and several seconds for a GPU."""
-    if any(map(os.path.exists, _GPU_DRIVERS)):
+    if has_gpu_driver():
         import torch  # imported only where there may be a GPU, since it takes seconds
 
         if torch.cuda.is_available():

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from quire.loading.errors import ModelNotFoundError, WeightError
+from quire.loading.formats import weight_files
 from quire.loading.gguf import read_part
 from quire.loading.hub import files_of_model, gguf_files, gguf_kinds, split_kind
 from quire.messages.errors import error_text
 from quire.system.folders import private_folder
 from quire_cli.models.facts import Facts, facts_of
-from quire_cli.models.formats import weight_files
 from quire_cli.models.words import size_text
 
 _TIMEOUT = 30.0  # seconds

@@ -6,6 +6,8 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
+from quire.loading.created import CreatedModel, CreatedModels
+
 BUNDLED = "quire-demo"
 
 
@@ -39,6 +41,13 @@ def listed_names() -> dict[str, str]:
 def short_name_of(repository: str) -> str | None:
     """The short name, with its size, of a repository on the hub."""
     return next((name for name, named in listed_names().items() if named == repository), None)
+
+
+def created_model(model: str, download_dir: str | None) -> CreatedModel | None:
+    """The model that a client of Ollama's API has created under this name. A local folder comes first."""
+    if os.path.isdir(model) or model.startswith((".", "~", "/")) or model.endswith(".gguf"):
+        return None
+    return CreatedModels(download_dir).all().get(model.removesuffix(":latest"))
 
 
 def resolve_name(model: str | None) -> str | None:

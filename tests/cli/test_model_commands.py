@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from quire.loading.hub import bundled_model, resolve
-from quire_cli import pull
 from quire_cli.main import main
+from quire_cli.models.place import check_place
 from support.checkpoints import write_checkpoint
 from support.gguf_files import write_gguf
 from support.hub import COMMIT, Hub, Machine, hub_environment
@@ -95,6 +95,21 @@ def test_pull_says_what_a_model_is_and_downloads_what_an_engine_loads(machine):
     assert f"It is in {folder}\n" in said
 
 
+def test_pull_can_print_its_progress_as_json(machine, capsys):
+    lines = [json.loads(line) for line in machine.says(f"pull {OTHER} --json").splitlines()]
+    assert lines[0] == {"status": "pulling manifest"}
+    assert [line["status"] for line in lines[-2:]] == ["verifying sha256 digest", "success"]
+    progress = {line["digest"]: line for line in lines[1:-2]}
+    assert len(progress) == len(NEEDED)
+    assert all(line["completed"] == line["total"] > 0 for line in progress.values())
+    offline = machine.says(f"pull {OTHER} --json", HF_ENDPOINT="http://127.0.0.1:9")
+    assert json.loads(offline.splitlines()[-1]) == {"status": "success"}
+    assert main(["pull", OTHER, "--json", "--dry-run"]) == 1
+    assert "--dry-run and --json exclude each other" in capsys.readouterr().err
+    assert main(["pull", "quire-demo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"status": "success"}
+
+
 @pytest.mark.nightly
 def test_a_second_pull_says_that_the_model_is_there_even_without_the_hub(machine):
     machine.says(f"pull {OTHER} --revision v2")
@@ -146,11 +161,11 @@ def test_a_token_gives_access_to_a_gated_model(machine):
 
 
 def test_a_disk_that_is_too_small_is_noticed_before_the_download(tmp_path: Path):
-    pull._check_place(tmp_path / "not" / "there" / "yet", 1)
+    check_place(tmp_path / "not" / "there" / "yet", 1)
     with pytest.raises(
         OSError, match=r"^1000000 TB are to be downloaded, but only .* are free in .*download_dir takes"
     ):
-        pull._check_place(tmp_path / "not" / "there" / "yet", 10**18)
+        check_place(tmp_path / "not" / "there" / "yet", 10**18)
 
 
 def test_there_may_be_nothing_to_pull(tmp_path: Path, monkeypatch, capsys):
@@ -345,6 +360,8 @@ def test_show_tells_drafters_and_adapters_from_models(capsys):
 
 
 def test_rm_deletes_all_of_a_model_and_nothing_of_others(cache, capsys):
+    assert main(["rm", "qwen3:0.6b", "--dry-run", "--download-dir", str(cache)]) == 0
+    assert capsys.readouterr().out == f"{QWEN} (9.1 MB) would be deleted.\n"
     assert main(["rm", "tiny/demo", "--yes", "--download-dir", str(cache)]) == 0
     assert capsys.readouterr().out == "tiny/demo is deleted.\nThis freed 9.1 MB.\n"
     assert not (cache / "models--tiny--demo").exists()

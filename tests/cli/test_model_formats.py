@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from quire_cli.models.formats import format_of, quantization_of
+from quire.loading.formats import format_of, quantization_of
 from quire_cli.models.words import age_text, count_text, size_text, speed_text
 from support.quantized import FORMATS, FURTHER
 from support.waiting import LONGEST

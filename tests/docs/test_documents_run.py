@@ -55,6 +55,7 @@ BLOCKS_NOT_RUN = {  # a line of a Python block
     'with open("speech.mp3", "rb") as file:': "tests/multimodal/test_transcriptions.py has a tiny Whisper",
 }
 EXTRA = {  # options of a document's servers, for what it says in words
+    "docs/apis.md": "--enable-admin-api",
     "docs/sessions.md": "--enable-admin-api",
     "docs/lora.md": "--enable-admin-api --lora-folder .",
 }

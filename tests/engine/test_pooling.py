@@ -151,10 +151,16 @@ def test_the_bundled_model_embeds_if_it_is_told_to():
     np.testing.assert_allclose(np.linalg.norm(outputs, axis=1), 1, rtol=1e-5)
 
 
+def test_an_option_names_the_usual_task():
+    [output] = LLM(str(minilm()), pooler_config={"task": "token_embed"}).encode([[101, 7592, 102]], use_tqdm=False)
+    assert np.asarray(output.outputs.data).shape == (3, 384)
+
+
 def test_pooling_options_that_do_not_fit_are_errors():
     for options, message in (
         ({"pooler_config": {"pooling_type": "STEP"}}, "pooling_type must be one of CLS, LAST"),
         ({"pooler_config": {"size": 3}}, "pooler_config has no field 'size'"),
+        ({"pooler_config": {"task": "classify"}}, "pooler_config: task must be one of this model's, which are embed"),
         ({"runner": "generate"}, "is an encoder, which cannot generate"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "generates nothing"),
     ):

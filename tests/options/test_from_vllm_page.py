@@ -102,7 +102,6 @@ def refused_fields() -> list[str]:
     return [
         item("completions and chats: ", [f"`{name}`" for name in sorted(UNSUPPORTED)]),
         item("chats: ", [f"`{name}`" for name in sorted(in_chat)]),
-        "- completions: `best_of`, unless it equals `n`",
     ]
 
 

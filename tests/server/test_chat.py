@@ -78,17 +78,43 @@ def test_two_answers_of_the_bundled_model_need_no_temperature(server):
     assert len(answer.json["choices"]) == 2
 
 
-@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-def test_more_tokens_than_the_context_has_room_for_are_refused(server, field):
-    used = ask(server)["usage"]["prompt_tokens"]
+def test_continuous_usage_begins_at_zero(server):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = ask(server, max_tokens=4, ignore_eos=True, stream=True, stream_options=options)
+    usages = [event["usage"] for event in events]
+    assert usages[0]["completion_tokens"] == 0
+    assert usages[0]["total_tokens"] == usages[0]["prompt_tokens"] == usages[-1]["prompt_tokens"]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+
+
+FIELDS_OF_LENGTH = pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+
+
+@FIELDS_OF_LENGTH
+def test_max_tokens_are_shortened_to_what_fits_unless_they_exceed_the_context(server, field):
+    room = 2048 - ask(server)["usage"]["prompt_tokens"]
+    answer = server.post("/v1/chat/completions", {"messages": CHAT, field: 2048, "temperature": 0, "ignore_eos": True})
+    assert answer.json["usage"]["completion_tokens"] == room
+    error = server.post("/v1/chat/completions", {"messages": CHAT, field: 2049}).error
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    assert error["message"] == f"{field} is 2049, but this model's maximum context length is 2048 tokens"
+
+
+@FIELDS_OF_LENGTH
+def test_strictly_more_tokens_than_the_context_has_room_for_are_refused(host, server, field):
+    strict, used = host.serve(strict_max_tokens=True), ask(server)["usage"]["prompt_tokens"]
     room = 2048 - used
-    assert server.post("/v1/chat/completions", {"messages": CHAT, field: room, "stop": [" "]}).status == 200
-    error = server.post("/v1/chat/completions", {"messages": CHAT, field: room + 1}).error
+    assert strict.post("/v1/chat/completions", {"messages": CHAT, field: room, "stop": [" "]}).status == 200
+    error = strict.post("/v1/chat/completions", {"messages": CHAT, field: room + 1}).error
     assert (error["param"], error["code"]) == (field, "context_length_exceeded")
     assert error["message"].startswith(
         f"This model's maximum context length is 2048 tokens. However, you requested {room + 1} output tokens and "
         f"your prompt contains {used} input tokens, for a total of 2049 tokens."
     )
+    message = {"messages": CHAT, "max_tokens": 32_000}
+    assert "maximum context length is 2048" in strict.post("/v1/messages", message).json["error"]["message"]
 
 
 def test_content_may_be_parts_of_text(server):

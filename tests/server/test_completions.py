@@ -104,7 +104,7 @@ def test_null_is_as_if_left_out(server):
 
 def test_strings_are_taken_for_numbers_and_booleans_as_in_vllm(server):
     written = {
-        "temperature": "0.5", "top_p": "0.9", "top_k": "40", "seed": "3", "n": "2", "max_tokens": "5", "logprobs": "1",
+        "temperature": "0.5", "top_p": "0.9", "top_k": "40", "seed": "3", "n": "2", "max_tokens": "5", "logprobs": 1.0,
         "ignore_eos": "true", "stop_token_ids": ["7"], "logit_bias": {"9": "-5"}, "echo": 1, "min_tokens": 2.0,
     }  # fmt: skip
     meant = {
@@ -267,6 +267,22 @@ def test_usage_counts_all_prompts_and_choices(server, offline):
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == count + 20
     assert all(event["usage"] is None for event in events)
+
+
+def test_the_likeliest_of_several_completions_are_returned(server):
+    fields = {"max_tokens": 8, "temperature": 1, "seed": 5, "ignore_eos": True}
+    all_of_them = server.complete(TEXT, n=6, logprobs=0, **fields)["choices"]
+    likelihood = [sum(choice["logprobs"]["token_logprobs"]) for choice in all_of_them]
+    best = sorted(range(6), key=lambda index: -likelihood[index])[:2]
+    answer = server.complete(TEXT, n=2, best_of=6, **fields)
+    assert [choice["text"] for choice in answer["choices"]] == [all_of_them[index]["text"] for index in best]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == 6 * 8
+    assert server.complete(TEXT, n=2, best_of=2, stream=True, **fields)
+    for wrong in ({"best_of": 1, "n": 2}, {"best_of": 3, "stream": True}):
+        refused = server.post("/v1/completions", {"prompt": TEXT, **fields, **wrong})
+        assert (refused.status, refused.error["param"]) == (400, "best_of")
 
 
 def test_continuous_usage_grows(server):

@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[int, str, tuple[str, str, bytes | None, dict[str, str]]
     "unknown model": (404, "/v1/completions", post({**SHORT, "model": "x"}), "the model 'x' does not exist"),
     "wrong method": (405, "/v1/completions", ("PUT", "/v1/completions", b"{}", KEY), "PUT"),
     "large body": (413, "/v1/completions", post({"prompt": "x" * 6000}), "5000 bytes"),
-    "content type": (415, "/tokenize", post({}, "/tokenize", **{"Content-Type": "text/plain"}), "application/json"),
+    "foreign page": (403, "/tokenize", post({}, "/tokenize", Origin="https://a.example"), "--allowed-origins"),
     "no JSON": (400, "/v1/completions", post(b"{"), "not JSON"),
     "validation": (400, "/v1/completions", post({**SHORT, "top_p": "a"}), "top_p"),
     "range": (400, "/v1/completions", post({**SHORT, "temperature": -1}), "temperature"),

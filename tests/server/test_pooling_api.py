@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quire import LLM
+from quire_server.vectors import raw
 from support.minilm import minilm
 from support.server import Host, Service, eventually
 
@@ -108,6 +110,91 @@ def test_coheres_shape(server):
     assert np.array(answer["embeddings"]["float"]).shape == (2, 4)
 
 
+DTYPES = {
+    "float32": (torch.float32, torch.int32),
+    "float16": (torch.float16, torch.int16),
+    "bfloat16": (torch.bfloat16, torch.int16),
+    "fp8_e4m3": (torch.float8_e4m3fn, torch.uint8),
+    "fp8_e5m2": (torch.float8_e5m2, torch.uint8),
+}
+
+
+def bytes_of(values: np.ndarray, dtype: str, endianness: str) -> bytes:
+    kind, whole = DTYPES[dtype]
+    numbers = torch.from_numpy(np.asarray(values, np.float32)).to(kind).view(whole).numpy()
+    return (numbers.byteswap() if endianness == "big" else numbers).tobytes()
+
+
+@pytest.mark.parametrize("endianness", ["native", "little", "big"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embeddings_are_bytes_of_any_type_and_order(server, dtype, endianness):
+    asked = {"input": ["a", "b"], "embed_dtype": dtype, "endianness": endianness}
+    wanted = [bytes_of(vector, dtype, endianness) for vector in embed(server, input=["a", "b"])]
+    answer = post(server, "/v1/embeddings", {**asked, "encoding_format": "base64"})
+    assert [base64.b64decode(item["embedding"]) for item in answer["data"]] == wanted
+    for path in ("/v1/embeddings", "/pooling"):
+        answer = server.post(path, {**asked, "encoding_format": "bytes"})
+        about = json.loads(answer.headers["metadata"])
+        assert answer.headers["content-type"] == "application/octet-stream"
+        assert [answer.body[item["start"] : item["end"]] for item in about["data"]] == wanted
+        assert {(item["embed_dtype"], item["endianness"], *item["shape"]) for item in about["data"]} == {
+            (dtype, endianness, 384)
+        }
+        assert about["usage"]["prompt_tokens"] == 6
+        only = server.post(path, {**asked, "encoding_format": "bytes_only"})
+        assert only.body == b"".join(wanted)
+        assert "metadata" not in only.headers
+
+
+def test_rounding_is_that_of_torch():
+    rng = np.random.default_rng(0)
+    edges = [0, -0.0, 448, 464, 465, -1000, 57344, 61439, 61440, 65519, 65520, 1e6]
+    values = np.concatenate([rng.normal(size=5000) * scale for scale in (1e-3, 1, 300)] + [edges]).astype(np.float32)
+    for dtype in DTYPES:
+        assert raw(values, dtype, "little") == bytes_of(values, dtype, "little"), dtype
+
+
+def test_texts_are_shortened_on_the_side_that_a_request_names(server):
+    text = "dog " * 300 + "cat " * 300
+    left, right = ("cat " * 8).strip(), ("dog " * 8).strip()
+    cut = {"input": text, "truncate_prompt_tokens": 10}
+    np.testing.assert_array_equal(embed(server, **cut, truncation_side="left"), embed(server, input=left))
+    for side in ("right", None):
+        np.testing.assert_array_equal(embed(server, **cut, truncation_side=side), embed(server, input=right))
+    answer = post(server, "/v2/embed", {"texts": [text], "truncate": "START", "max_tokens": 10})
+    np.testing.assert_allclose(answer["embeddings"]["float"], embed(server, input=left), rtol=1e-6)
+    short = server.post("/v2/embed", {"texts": ["a", "a b c d"], "truncate": "NONE", "max_tokens": 5})
+    assert (short.status, short.error["param"]) == (400, "max_tokens")
+    assert post(server, "/v1/embeddings", {"input": "a", "padding": "do_not_pad"})
+
+
+def test_signs_are_packed_as_coheres(server):
+    kinds = ["float", "binary", "ubinary", "base64"]
+    found = post(server, "/v2/embed", {"texts": ["a", "b"], "embedding_types": kinds})["embeddings"]
+    signs = np.packbits(np.array(found["float"]) >= 0, axis=-1).astype(int)
+    assert found["ubinary"] == signs.tolist()
+    assert found["binary"] == (signs - 128).tolist()
+    assert [np.frombuffer(base64.b64decode(text), "<f4").tolist() for text in found["base64"]] == found["float"]
+
+
+def test_inputs_in_parts_are_texts(server):
+    inputs = [{"content": [{"type": "text", "text": "a cat"}, {"type": "text", "text": " sits"}]}]
+    whole = post(server, "/v2/embed", {"texts": ["a cat sits"]})
+    assert post(server, "/v2/embed", {"inputs": inputs})["embeddings"] == whole["embeddings"]
+
+
+def test_texts_of_a_score_are_shortened_one_by_one(server):
+    query, document = "a cat " * 20, "tax law " * 20
+    cut = {"query": query, "documents": [document], "max_tokens_per_query": 2, "max_tokens_per_doc": 4}
+    [result] = post(server, "/rerank", cut)["results"]
+    [same] = post(server, "/rerank", {"query": "a cat", "documents": ["tax law tax law"]})["results"]
+    assert result["relevance_score"] == same["relevance_score"]
+    scored = {"text_1": query, "text_2": document, "max_tokens_per_query": 2, "max_tokens_per_doc": 4}
+    assert post(server, "/score", scored)["data"][0]["score"] == same["relevance_score"]
+    whole = {"query": query, "documents": [document], "max_tokens_per_query": 0}
+    assert post(server, "/rerank", whole)["results"][0]["relevance_score"] != same["relevance_score"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -132,7 +219,24 @@ def test_coheres_shape(server):
         ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents"),
         ("/rerank", {"documents": ["b"]}, "query"),
         ("/v2/embed", {"texts": []}, "texts"),
-        ("/v2/embed", {"texts": ["a"], "truncate": "START"}, "truncate"),
+        ("/v2/embed", {}, "texts"),
+        ("/v2/embed", {"texts": ["a"], "inputs": [{"content": [{"type": "text", "text": "a"}]}]}, "texts"),
+        (
+            "/v2/embed",
+            {"inputs": [{"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "inputs[0].content[0].type",
+        ),
+        ("/v2/embed", {"texts": ["a"], "images": ["x"]}, "images"),
+        ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types[0]"),
+        ("/v2/embed", {"texts": ["a"], "embedding_types": ["binary"], "output_dimension": 12}, "embedding_types"),
+        ("/v1/embeddings", {"input": "a", "embed_dtype": "int8"}, "embed_dtype"),
+        ("/v1/embeddings", {"input": "a", "endianness": "middle"}, "endianness"),
+        ("/v1/embeddings", {"input": "a", "padding": "max_length"}, "padding"),
+        ("/v1/embeddings", {"input": "a", "truncation_side": "middle"}, "truncation_side"),
+        ("/v1/embeddings", {"input": "a", "late_chunking": True}, "late_chunking"),
+        ("/pooling", {"input": "a", "late_chunking_params": {"chunk_size": 3}}, "late_chunking_params"),
+        ("/rerank", {"query": "a", "documents": ["b"], "instruction": "Find."}, "instruction"),
+        ("/score", {"text_1": "a", "text_2": "b", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ("/v1/completions", {"prompt": "a"}, "model"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "model"),
     ],

@@ -28,6 +28,7 @@ from quire_server.response_store import (
     Record,
     ResponseStore,
     StoreError,
+    key_of,
     open_store,
     postgres,
     sqlite,
@@ -216,7 +217,7 @@ class BoundedStore(RuleBasedStateMachine):
         try:
             self.store.delete("owner", name)
         except MissingResponseError:
-            assert name not in self.found
+            assert key_of("owner", name) not in self.found
         self.sizes.pop(name, None)
 
     @rule(name=st.sampled_from("abcdefgh"))
@@ -224,7 +225,7 @@ class BoundedStore(RuleBasedStateMachine):
         try:
             [found] = self.store.chain("owner", name)
         except MissingResponseError:
-            assert name not in self.found
+            assert key_of("owner", name) not in self.found
         else:
             assert len(found.response["text"]) == self.sizes[name]
             self.sizes[name] = self.sizes.pop(name)
@@ -238,7 +239,8 @@ class BoundedStore(RuleBasedStateMachine):
         stored, counted = self.store._execute("SELECT COALESCE(SUM(size), 0), COUNT(*) FROM quire_responses").fetchone()
         [total] = self.store._execute("SELECT total FROM quire_responses_size").fetchone()
         assert stored == total <= 4000
-        assert set(self.found) == set(list(self.sizes)[len(self.sizes) - counted :])
+        kept = list(self.sizes)[len(self.sizes) - counted :]
+        assert set(self.found) == {key_of("owner", name) for name in kept}
 
 
 BoundedStore.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

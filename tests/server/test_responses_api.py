@@ -13,7 +13,8 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from quire_parsing.events import Content, Reasoning, ToolArguments, ToolCall
 from quire_server.answering import Answer, FunctionCall
-from quire_server.response_items import Events, Output, ResponsesRequest
+from quire_server.response_items import ResponsesRequest
+from quire_server.response_output import Events, Output
 from quire_server.response_store import ResponseStore
 from support.client_environment import clients_python, run_client
 from support.postgres import running_postgres
@@ -327,7 +328,9 @@ def test_a_long_input_is_truncated_if_it_may_be(service, client):
         ({"metadata": {"a": "x" * 513}}, "metadata.a"),
         ({"metadata": {str(index): "" for index in range(17)}}, "metadata"),
         ({"truncation": "middle"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": 5}]}, "tools[0]"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+        ({"tools": [{"type": "custom", "name": "a", "format": {"type": "xml"}}]}, "tools[0].format.type"),
         ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
         ({"tool_choice": "some"}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
@@ -552,7 +555,7 @@ def test_items_become_the_messages_of_a_chat():
         {"role": "assistant", "reasoning": "Hm.", "content": "So.", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "a", "content": "1"},
         {"role": "tool", "tool_call_id": "b", "content": "2"},
-        {"role": "assistant", "reasoning": "", "content": "Done."},
+        {"role": "assistant", "content": "Done."},
         {"role": "assistant", "content": "No."},
     ]
 

@@ -32,7 +32,6 @@ FIELDS = {
 REFUSED = {
     "ec_transfer_params": {"a": 1},
     "return_weight_versions": True,
-    "suffix": "end",
     "use_beam_search": True,
     "watermarking": True,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 
 CI = Path(__file__).parents[2] / ".ci"
 ENVIRONMENTS = CI / "environments"
-REQUIREMENTS = Path(__file__).parents[1] / "clients" / "requirements.txt"
+CLIENTS = Path(__file__).parents[1] / "clients"
+REQUIREMENTS = CLIENTS / "requirements.txt"
 VARIABLE = "QUIRE_TEST_CLIENTS_PYTHON"
 
 
@@ -25,6 +27,29 @@ def clients_python() -> Path:
     if given := os.environ.get(VARIABLE):
         return Path(given)
     return _installed(CI / "clients-venv", "--requirement", str(REQUIREMENTS))
+
+
+def clients_node(script: Path) -> list[str | Path]:
+    """The command that runs a script for Node, beside the packages of tests/clients/package.json.
+
+    Skips the test if there is no Node, or if the packages cannot be installed.
+    """
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node is None or npm is None:
+        pytest.skip("node and npm are not installed")
+    directory = CI / "clients-node"
+    complete, wanted = directory / "complete", (CLIENTS / "package.json").read_text()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with directory.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be installing the same
+            if not complete.is_file() or complete.read_text() != wanted:
+                shutil.copy(CLIENTS / "package.json", directory)
+                _run(npm, "install", "--no-audit", "--no-fund", "--prefix", directory)
+                complete.write_text(wanted)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"packages for Node cannot be installed: {(getattr(error, 'stderr', None) or str(error))[-200:]}")
+    return [node, shutil.copy(script, directory)]  # Node looks for packages beside the script
 
 
 def client_python(*packages: str) -> Path:

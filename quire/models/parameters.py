@@ -1,0 +1,197 @@
+"""How many parameters a DecoderSpec stands for, without building the model: all of them, or those of a rank."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from quire.layers.attention_spec import AttentionSpec, HeadShare, LatentAttentionSpec
+from quire.layers.specs import MLPSpec, MoESpec, NormSpec
+from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec
+from quire.models.spec import CachedSpec, DecoderSpec
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of a model: by default, all of it.
+
+    tp: ranks that divide each layer. The share is that of the first of them, and no other rank has a larger one.
+    layers: None for all. expert_ranks: ranks to which the experts are dealt as wholes; 1 if they are divided like the
+    other layers.
+    """
+
+    tp: int = 1
+    layers: range | None = None
+    has_embedding: bool = True
+    has_head: bool = True
+    expert_ranks: int = 1
+
+    @property
+    def group(self) -> Any:
+        """As much of a Communicator as the shape of a layer depends on."""
+        return SimpleNamespace(rank=0, size=self.tp)
+
+    def part(self, size: int) -> int:
+        return -(-size // self.tp)
+
+
+WHOLE = Share()
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The numbers of a model's parameters.
+
+    embedding: the table of token vectors. A token reads one row of it, or all rows if it is the output layer as well
+    (tied). head: an output layer of its own. experts: those of all experts. chosen: those of the experts that one token
+    uses. rest: all others, which each token uses.
+    """
+
+    embedding: int
+    tied: bool
+    head: int
+    experts: int
+    chosen: int
+    rest: int
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.head + self.experts + self.rest
+
+    @property
+    def active(self) -> int:
+        """Those that one token uses."""
+        return self.total - self.experts + self.chosen
+
+    @property
+    def output(self) -> int:
+        """Those of the output layer, whichever table it is."""
+        return self.embedding if self.tied else self.head
+
+
+def parameters_of(spec: DecoderSpec, share: Share = WHOLE) -> Parameters:
+    """chosen: with experts that are dealt to ranks, the average of what a token uses on one of them."""
+    hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
+    table = share.part(spec.vocab_size) * width
+    has_head = spec.names.get("lm_head") is not None and share.has_head
+    is_tied = bool(spec.tie_embeddings) and has_head
+    rest = share.part(spec.vocab_size) if spec.lm_head_bias and has_head else 0
+    rest += _norms(spec, (*(("embedding_norm",) if share.has_embedding else ()),
+                          *(("final_norm",) if share.has_head else ())))  # fmt: skip
+    if share.has_embedding:
+        rest += spec.token_types * hidden
+        if spec.position_offset is not None:
+            rest += (spec.max_positions + spec.position_offset) * hidden
+    if width != hidden:
+        rest += (share.has_embedding + share.has_head) * width * hidden
+    experts = chosen = 0
+    for index in range(spec.num_layers) if share.layers is None else share.layers:
+        of_experts, of_chosen, others = _layer(spec, index, share)
+        experts, chosen, rest = experts + of_experts, chosen + of_chosen, rest + others
+    embedding = table if share.has_embedding or is_tied else 0
+    head = table if has_head and not is_tied else 0
+    return Parameters(embedding, is_tied, head, experts, chosen, rest)
+
+
+def _layer(spec: DecoderSpec, index: int, share: Share) -> tuple[int, int, int]:
+    """The parameters of all experts of a layer, of those that a token uses, and all others."""
+    mlp = spec.mlps[index]
+    before = ("attention_norm",) if index or spec.first_norm else ()
+    rest = _norms(spec, (*before, "attention_post_norm", "mlp_norm", "mlp_post_norm"))
+    for part in spec.cached_in(index):
+        rest += _mixer(part, share)
+        if isinstance(part, MambaSpec) and spec.names.get("dt_norm") is not None:  # with those of B and C
+            rest += _norm(part.norm, part.rank + 2 * part.key_dim)
+    if not isinstance(mlp, MoESpec):
+        return 0, 0, rest + (0 if mlp is None else _mlp(mlp, spec.hidden_size, share))
+    rest += _router(mlp, spec.hidden_size, share)
+    if share.expert_ranks == 1:
+        expert = _mlp(MLPSpec(mlp.intermediate_size, bias=mlp.bias), spec.hidden_size, share)
+        return mlp.num_experts * expert, mlp.top_k * expert, rest
+    expert = _mlp(MLPSpec(mlp.intermediate_size, bias=mlp.bias), spec.hidden_size, WHOLE)
+    return -(-mlp.num_experts // share.expert_ranks) * expert, mlp.top_k * expert // share.expert_ranks, rest
+
+
+def _norm(norm: NormSpec, size: int) -> int:
+    return size * (2 if norm.bias else 1) if norm.affine else 0
+
+
+def _norms(spec: DecoderSpec, roles: Iterable[str]) -> int:
+    return sum(_norm(spec.norm, spec.hidden_size) for role in roles if spec.names.get(role) is not None)
+
+
+def _linear(inputs: int, outputs: int, bias: bool) -> int:
+    return (inputs + bias) * outputs
+
+
+def _mixer(mixer: CachedSpec, share: Share) -> int:
+    if isinstance(mixer, RecurrentSpec):
+        return _recurrent(mixer, share)
+    return _attention(mixer, share) if isinstance(mixer, AttentionSpec) else _latent_attention(mixer, share)
+
+
+def _recurrent(mixer: RecurrentSpec, share: Share) -> int:
+    hidden, shape = mixer.hidden_size, mixer.cache_shape(share.group)
+    heads, channels, values = shape.heads, shape.channels, shape.heads * shape.value_dim
+    if isinstance(mixer, MambaSpec):
+        selected = mixer.rank + 2 * mixer.key_dim
+        total = _linear(hidden, 2 * channels, mixer.bias) + channels * (selected + mixer.rank + hidden)
+        return total + channels * (mixer.conv_width + mixer.conv_bias + mixer.key_dim + 2) + hidden * mixer.bias
+    if isinstance(mixer, Mamba2Spec):
+        total = _linear(hidden, values + channels + heads, mixer.bias) + values * hidden + hidden * mixer.bias
+        return total + channels * (mixer.conv_width + mixer.conv_bias) + 3 * heads + values * mixer.has_norm
+    if isinstance(mixer, RwkvSpec):  # seven mixes with the token before are whole on every rank
+        ranks = (mixer.decay_rank, mixer.rate_rank, mixer.gate_rank, mixer.value_rank)
+        low = sum(_linear(rank, values, True) + hidden * rank for rank in ranks if rank) - values  # no bias of gates
+        return 4 * hidden * values + 7 * hidden + 5 * values + low
+    assert isinstance(mixer, DeltaSpec)
+    total = channels * mixer.conv_width + heads * (1 + mixer.decays) + mixer.value_dim + values * hidden
+    if mixer.projections == "kimi":
+        return total + hidden * (channels + heads) + 2 * (hidden + values) * mixer.value_dim
+    return total + hidden * (channels + values + 2 * heads)
+
+
+def _attention(mixer: AttentionSpec, share: Share) -> int:
+    mine = HeadShare.of(mixer, share.group)
+    dim, heads, kv_heads = mixer.head_dim, len(mine.heads), len(mine.kv_heads)
+    outputs = heads * (2 if mixer.output_gate else 1) + 2 * kv_heads
+    total = _linear(mixer.input_size or mixer.hidden_size, outputs * dim, mixer.qkv_bias)
+    total += heads * dim * mixer.hidden_size + mixer.hidden_size * mixer.output_bias
+    if mixer.sub_norm is not None:
+        total += _norm(mixer.sub_norm, heads * dim)
+    if mixer.qk_norm is not None:
+        total += _norm(mixer.qk_norm, dim * (2 if mixer.qk_norm_over == "head" else heads + kv_heads))
+    return total + (heads if mixer.sinks else 0)
+
+
+def _latent_attention(mixer: LatentAttentionSpec, share: Share) -> int:
+    heads = len(mixer.heads(share.group)[0])
+    queries = heads * (mixer.nope_dim + mixer.rope_dim)
+    if mixer.q_rank is None:
+        total = mixer.hidden_size * queries
+    else:
+        total = _linear(mixer.hidden_size, mixer.q_rank, mixer.bias) + mixer.q_rank * queries
+        total += _norm(mixer.norm, mixer.q_rank)
+    total += _linear(mixer.hidden_size, mixer.kv_rank + mixer.rope_dim, mixer.bias) + _norm(mixer.norm, mixer.kv_rank)
+    total += mixer.kv_rank * heads * (mixer.nope_dim + mixer.value_dim)
+    if mixer.selects and mixer.indexer is not None and mixer.q_rank is not None:  # whole on every rank
+        of_index, dim = mixer.indexer, mixer.indexer.head_dim
+        total += of_index.num_heads * (mixer.q_rank * dim + mixer.hidden_size) + (mixer.hidden_size + 2) * dim
+    return total + heads * mixer.value_dim * mixer.hidden_size + mixer.hidden_size * mixer.bias
+
+
+def _mlp(mlp: MLPSpec, hidden: int, share: Share) -> int:
+    size = share.part(mlp.intermediate_size)
+    down = size * hidden + hidden * (mlp.bias or mlp.down_bias)
+    learned = 2 if mlp.activation == "xielu" else 0
+    if mlp.sub_norm is not None:
+        learned += _norm(mlp.sub_norm, size)
+    return (2 if mlp.gated else 1) * _linear(hidden, size, mlp.bias) + down + learned
+
+
+def _router(mlp: MoESpec, hidden: int, share: Share) -> int:
+    """The parameters of a mixture of experts that every token uses."""
+    total = _linear(hidden, mlp.num_experts, mlp.bias) + (mlp.num_experts if mlp.correction_bias else 0)
+    if mlp.shared is not None:
+        total += _mlp(mlp.shared, hidden, share) + (hidden if mlp.shared_gate else 0)
+    return total

@@ -1,0 +1,10 @@
+"""Templates that clients bring: Jinja's. Ollama's own are Go's."""
+
+import re
+
+_GO = re.compile(r"\{\{-?\s*(\.|\$|(if|else|end|range|with|define|block|template)\b)")
+GO_TEMPLATE = "is a Go template, as Ollama's models have; Quire takes Jinja templates, as Hugging Face's models have"
+
+
+def is_go_template(text: str) -> bool:
+    return _GO.search(text) is not None
