@@ -19,6 +19,7 @@ from quire_server.fields import (
     ExtraArguments,
     LogitBias,
     Logprobs,
+    MediaIO,
     NamedTool,
     Objects,
     Positive,
@@ -260,6 +261,7 @@ class Rendering(Body):
     documents: Objects | None = Field(None, description="Variable of the template.")
     reasoning_effort: str | None = Field(None, description="The same.")
     mm_processor_kwargs: dict[str, Any] | None = Field(None, description="Settings of the preprocessing of pictures.")
+    media_io_kwargs: MediaIO | None = Field(None, description="Only {}: --media-io-kwargs sets it for all requests.")
 
     @property
     def tool_objects(self) -> list[dict[str, Any]]:

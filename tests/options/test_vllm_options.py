@@ -45,8 +45,8 @@ def test_options_that_ask_for_nothing_are_accepted(options):
         "--enable-chunked-prefill --trust-remote-code some/model",
         "--no-enable-lora --tokenizer-mode auto -pp 1 -dp=1",
         "--enable-lora=false --enable_chunked_prefill true",
-        "--swap-space 16 --max-seq-len-to-capture 8192 -O3 --media-io-kwargs.image 0",
-        "--disable-log-requests --disable-cascade-attn --use-v2-block-manager --cudagraph-capture-sizes 1 2 4",
+        "--swap-space 16 --max-seq-len-to-capture 8192 -O3 --no-monokernel",
+        "--disable-log-requests --disable-cascade-attn --use-v2-block-manager --compilation-config 3",
     ],
 )
 def test_they_are_accepted_on_the_command_line(line):
@@ -56,10 +56,14 @@ def test_they_are_accepted_on_the_command_line(line):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("enable_elastic_ep", True, "^enable_elastic_ep is not supported by Quire yet$"),
-        ("max_num_partial_prefills", 2, r"^max_num_partial_prefills=2 is not supported by Quire yet \(supported: 1\)$"),
+        ("enable_elastic_ep", True, "^enable_elastic_ep is not supported by Quire yet: the number of replicas is"),
+        (
+            "max_num_partial_prefills",
+            2,
+            r"^max_num_partial_prefills=2 is not supported by Quire yet \(supported: 1\): ",
+        ),
         ("tokenizer_mode", "mistral", '(supported: "auto" and "hf" and "slow")'),
-        ("enable_chunked_prefill", False, r"\(supported: true\)"),
+        ("preemption_mode", "swap", r"\(supported: \"recompute\"\)"),
         ("max_modle_len", 5, "^unknown option 'max_modle_len'; did you mean 'max_model_len'"),
         ("frobnicate", 1, "^unknown option 'frobnicate'$"),
         ("port", 8000, "port is an option of the server"),
