@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-from quire.options.multimodal import MultiModalConfig
+from quire.options.multimodal import MOST_GIVEN_FRAMES, MultiModalConfig
 from quire_multimodal.decoding import Encoded
 from quire_multimodal.fetch import MOST_BYTES, fetch
-from quire_multimodal.pictures import MOST_GIVEN_FRAMES, MediaError, picture
+from quire_multimodal.pictures import MediaError, picture
 
 # By the type of a part: the modality. The field that says where it is has the name of the type, or of _FIELDS.
 PARTS = {

@@ -20,7 +20,7 @@ from quire.messages.errors import error_text
 from quire.messages.media import Buffer, EncoderLimits, MediaItem, MediaPlace
 from quire.models.spec import MediaSpec
 from quire.options.declaration import ConfigError
-from quire.options.multimodal import MultiModalConfig
+from quire.options.multimodal import MOST_GIVEN_FRAMES, MultiModalConfig
 from quire.text.tokenizer import Tokenizer
 from quire_multimodal.content import MediaPart, Sources, split_content
 from quire_multimodal.decoding import Encoded, ItemCache, decoded, refusal
@@ -29,7 +29,7 @@ from quire_multimodal.encoder_prompts import EncoderPrompts
 from quire_multimodal.families.base import Family, Frames, Kind, Placed, Prepared
 from quire_multimodal.families.text import Texts
 from quire_multimodal.families.whisper import Sounds
-from quire_multimodal.pictures import MOST_GIVEN_FRAMES, MediaError, picture
+from quire_multimodal.pictures import MediaError, picture
 from quire_multimodal.preprocessing import read_settings
 from quire_multimodal.sounds import sound
 from quire_multimodal.speech import Speech

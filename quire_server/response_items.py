@@ -14,7 +14,7 @@ from quire_server.answering import Answer
 from quire_server.errors import ApiError
 from quire_server.fields import TABLES, FunctionName, Positive, TemplateArguments
 from quire_server.messages import MEDIA_PARTS, ContentPart, Message
-from quire_server.protocol import ChatRequest, Generation
+from quire_server.protocol import UNSUPPORTED_IN_CHAT, ChatRequest, Generation
 from quire_server.routing import validated
 
 Item = dict[str, Any]
@@ -148,7 +148,7 @@ class ResponsesRequest(Generation):
             return "n", "is 1 for /v1/responses"
         if self.background and self.store is False:
             return "background", "needs store, so that the response can be read later"
-        return self.refused(_FIELDS["refused"])
+        return self.refused(UNSUPPORTED_IN_CHAT | _FIELDS["refused"])
 
     def unknown(self) -> list[str]:
         return [name for name in super().unknown() if name not in _FIELDS["without_effect"].split()]

@@ -23,8 +23,10 @@ TESTS = Path(__file__).parents[1]
 class Parts:
     """Engines and servers, each of which is started when the first check needs it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, checkpoint: Callable[[str], Path] | None = None) -> None:
+        """checkpoint: makes the tests' checkpoint of a variant."""
         self.folder = folder
+        self._checkpoint = checkpoint
         self._stack = ExitStack()
 
     @cached_property
@@ -44,6 +46,10 @@ class Parts:
     @cached_property
     def server(self) -> Service:
         return self.host.serve(trust_request_chat_template=True, response_store="memory")
+
+    def checkpoint(self, variant: str) -> Path:
+        assert self._checkpoint is not None
+        return self._checkpoint(variant)
 
     def close(self) -> None:
         self._stack.close()
