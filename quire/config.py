@@ -16,6 +16,7 @@ from quire.options.declaration import at_least, check_seconds, check_type, optio
 from quire.options.http import HttpLimits
 from quire.options.kernels import KernelConfig
 from quire.options.lora import LoRAConfig
+from quire.options.metrics import MetricsConfig
 from quire.options.multimodal import MultiModalConfig
 from quire.options.parallel import ParallelConfig as ParallelConfig
 from quire.options.profile import ProfileConfig
@@ -62,9 +63,12 @@ class ModelConfig:
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
     reasoning_parser: str | None = None
     default_chat_template_kwargs: dict[str, Any] = option({}, json=True)
+    reasoning_effort_map: dict[str, str] = option({}, json=True)
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not all(isinstance(effort, str) for effort in self.reasoning_effort_map.values()):
+            raise ConfigError(f"reasoning_effort_map must map texts to texts, got {self.reasoning_effort_map!r}")
         if self.max_model_len != -1:
             at_least(self, 1, "max_model_len")
 
@@ -206,6 +210,7 @@ class EngineConfig:
     multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
     def __post_init__(self) -> None:
         layout = self.layout  # raises ConfigError
