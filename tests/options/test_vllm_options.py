@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
 
-from quire.config import GROUPS, OPTIONS, ConfigError, EngineConfig
+from quire.config import GROUPS, OPTIONS, ConfigError, EngineConfig, ServerConfig, canonical_name
 from quire.options.vllm import FOREIGN, NO_EFFECT, NOT_SUPPORTED, RETIRED, SHORT_FLAGS
 from quire_cli.flags import engine_options
 from quire_cli.main import build_parser, main
@@ -141,3 +142,11 @@ def test_texts_stand_for_sizes_lists_and_objects_in_python_too():
     config = EngineConfig.create(max_model_len="32k", hf_overrides='{"a": 1}', logits_processors='["a:B"]', model=None)
     assert (config.model.max_model_len, config.model.hf_overrides) == (32_000, {"a": 1})
     assert config.sampling.logits_processors == ["a:B"]
+
+
+def test_every_option_of_vllm_is_known():
+    """tests/data/vllm_options.txt has the names of vLLM 0.33's command line."""
+    names = (Path(__file__).parents[1] / "data" / "vllm_options.txt").read_text().split()
+    declared = {name for config in (*GROUPS.values(), ServerConfig) for name in OPTIONS[config]}
+    assert len(names) > 300
+    assert [name for name in names if canonical_name(name) not in declared | set(FOREIGN) | {"log_level"}] == []

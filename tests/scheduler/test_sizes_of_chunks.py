@@ -12,6 +12,7 @@ from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
+from support.engines import make_llm
 
 
 def tokens_of_steps(limits: SchedulerLimits, prompts: list[int]) -> list[list[int]]:
@@ -76,3 +77,19 @@ def test_whole_prompts_and_options_that_divide_them_exclude_each_other(options, 
 def test_more_requests_than_buffers_cannot_run():
     with pytest.raises(ConfigError, match=r"max_num_active_seqs must be at most max_num_seqs \(4\), got 5"):
         EngineConfig.create(max_num_seqs=4, max_num_active_seqs=5)
+
+
+@pytest.mark.texts
+@pytest.mark.parametrize("options", [{}, {"kv_compression": {"ratio": 2.0, "window": 16}}], ids=["plain", "compressed"])
+def test_an_engine_computes_whole_prompts_and_says_the_same(options):
+    prompts = [[5 + (i * j) % 90 for i in range(length)] for j, length in enumerate((100, 90, 120), 1)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    made = []
+    for whole in (False, True):
+        budget = {} if whole else {"max_num_batched_tokens": 48}
+        llm = make_llm(None, max_model_len=128, max_num_seqs=4, enable_chunked_prefill=not whole, **budget, **options)
+        before = llm.core.scheduler.stats.computed_tokens
+        made.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+        assert llm.core.scheduler.stats.computed_tokens > before
+        assert llm.core.scheduler.limits.max_num_batched_tokens == (512 if whole else 48)
+    assert made[0] == made[1]
