@@ -236,9 +236,12 @@ def _recurrent_states(parts: Parts) -> None:
 def _sleep(parts: Parts) -> None:
     llm = llm_of(MODEL)
     before = generate(llm).token_ids
-    llm.sleep()
-    llm.wake_up()
-    assert generate(llm).token_ids == before
+    for level in (1, 2):
+        llm.sleep(level)
+        with pytest.raises(Exception, match="sleep"):
+            generate(llm)
+        llm.wake_up()
+        assert generate(llm).token_ids == before
 
 
 # ---- ranks and replicas
