@@ -38,7 +38,7 @@ def sentences(text: str) -> Iterator[str]:
 
 CLAIMS = [
     (path.stem, sentence)
-    for path in sorted(DOCS.glob("*.md"))
+    for path in sorted([*DOCS.rglob("*.md"), DOCS.parent / "README.md"])
     if path.stem != "history"  # it is about what was
     for sentence in sentences(path.read_text(encoding="utf-8"))
 ]

@@ -129,6 +129,16 @@ def test_flags_are_written_as_vllm_takes_them():
     assert from_line(overrides).model.hf_overrides == {"rope": {"theta": 1e6}, "list": [1, 2], "a": "b"}
 
 
+def test_fields_of_vllms_objects_can_be_given_one_by_one():
+    fields = "-cc.cudagraph_mode=NONE -cc.mode 1 --compilation-config.cudagraph_capture_sizes+ 1,2"
+    config = from_line(fields + " --compilation-config '{\"max_cudagraph_capture_size\": 8}'")
+    assert (config.model.enforce_eager, config.model.torch_compile) == (True, True)
+    assert (config.kernels.cudagraph_capture_sizes, config.kernels.max_cudagraph_capture_size) == ([1, 2], 8)
+    assert from_line("--compilation-config 3") == from_line("--compilation-config.cudagraph_mode FULL")
+    with pytest.raises(ConfigError, match="compilation_config has no field 'modes'"):
+        from_line("-cc.modes 1")
+
+
 def test_names_of_the_server_are_suggested_too():
     with pytest.raises(ConfigError, match="unknown option 'metrics_prefx'; did you mean 'metrics_prefix'"):
         EngineConfig.create(metrics_prefx="a")
