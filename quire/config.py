@@ -9,23 +9,20 @@ from dataclasses import Field, dataclass, field, fields
 from importlib import import_module
 from typing import Any, Literal, Self, get_type_hints
 
+from quire.options.cache import CacheConfig as CacheConfig
 from quire.options.cluster import ClusterConfig, Layout
 from quire.options.declaration import ConfigError as ConfigError
 from quire.options.declaration import at_least, check_seconds, check_type, option, read_value
-from quire.options.experts import BalanceOptions
 from quire.options.http import HttpLimits
 from quire.options.kernels import KernelConfig
-from quire.options.kv_compression import KVCompressionOptions
-from quire.options.kv_events import KVEventOptions
-from quire.options.kv_transfer import KVTransferOptions
 from quire.options.lora import LoRAConfig
+from quire.options.metrics import MetricsConfig
 from quire.options.multimodal import MultiModalConfig
+from quire.options.parallel import ParallelConfig as ParallelConfig
 from quire.options.profile import ProfileConfig
-from quire.options.speculative import SpeculativeOptions
+from quire.options.scheduling import SchedulerConfig as SchedulerConfig
 from quire.options.vllm import FOREIGN, UNSUPPORTED_VALUES, VALUES, translate, unknown
 from quire.options.weights import WeightsConfig
-
-_MAX_NUM_SEQS = 256
 
 # The fields of structured_outputs_config, and their values. The last two are vLLM's, and have no effect.
 STRUCTURED_OUTPUTS: dict[str, tuple[Any, ...]] = {
@@ -66,9 +63,12 @@ class ModelConfig:
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
     reasoning_parser: str | None = None
     default_chat_template_kwargs: dict[str, Any] = option({}, json=True)
+    reasoning_effort_map: dict[str, str] = option({}, json=True)
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not all(isinstance(effort, str) for effort in self.reasoning_effort_map.values()):
+            raise ConfigError(f"reasoning_effort_map must map texts to texts, got {self.reasoning_effort_map!r}")
         if self.max_model_len != -1:
             at_least(self, 1, "max_model_len")
 
@@ -79,106 +79,6 @@ class ModelConfig:
         "auto" is bfloat16 even for a float16 checkpoint, since CPUs multiply bfloat16 faster.
         """
         return {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(self.dtype, self.dtype)
-
-
-@dataclass(frozen=True)
-class CacheConfig:
-    """KV cache."""
-
-    block_size: int = 16
-    mamba_block_size: int | None = None
-    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "int8", "fp8"] = "auto"
-    enable_prefix_caching: bool = True
-    kv_cache_memory_bytes: int | None = option(None, size=True)
-    gpu_memory_utilization: float = 0.9
-    num_gpu_blocks_override: int | None = None
-    kv_cache_pretouch: bool = False
-    pinned_prefix_share: float = 0.25
-    kv_events_config: dict[str, Any] = option({}, json=True)
-    kv_transfer_config: dict[str, Any] = option({}, json=True)
-    kv_compression: dict[str, Any] = option({}, json=True)
-    kv_offloading_size: float | None = None
-    kv_offloading_path: str | None = None
-    kv_offloading_disk_size: int | None = option(None, size=True)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.pinned_prefix_share <= 1:
-            raise ConfigError(f"pinned_prefix_share must be from 0 to 1, got {self.pinned_prefix_share!r}")
-        if self.events is not None and not self.enable_prefix_caching:
-            raise ConfigError("kv_events_config tells what the prefix cache has; leave enable_prefix_caching at true")
-        if self.transfer is not None and not self.enable_prefix_caching:  # or it raises ConfigError
-            raise ConfigError("kv_transfer_config needs enable_prefix_caching: what comes from other engines is found "
-                              "as cached prefixes; leave no_enable_prefix_caching out")  # fmt: skip
-        at_least(self, 1, "block_size", "mamba_block_size", "kv_cache_memory_bytes", "kv_offloading_disk_size")
-        if self.compression is not None and self.kv_cache_dtype in ("int8", "fp8"):  # or it raises ConfigError
-            raise ConfigError(f"kv_compression and kv_cache_dtype={self.kv_cache_dtype!r} exclude each other, since "
-                              "cells of one byte cannot be moved; leave one of the two out")  # fmt: skip
-        if self.kv_offloading_size is not None and not 0 <= self.kv_offloading_size < 2**20:
-            raise ConfigError(f"kv_offloading_size is a number of GiB, got {self.kv_offloading_size!r}")
-        if self.has_tiers and not self.enable_prefix_caching:
-            raise ConfigError("kv_offloading_size and kv_offloading_path need enable_prefix_caching: what they keep is "
-                              "found as cached prefixes; leave no_enable_prefix_caching out")  # fmt: skip
-        if self.kv_offloading_disk_size is not None and self.kv_offloading_path is None:
-            raise ConfigError("kv_offloading_disk_size bounds the folder of kv_offloading_path; give that, too")
-        at_least(self, 2, "num_gpu_blocks_override")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            message = f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
-            raise ConfigError(message)
-
-    @property
-    def events(self) -> KVEventOptions | None:
-        return KVEventOptions.read(self.kv_events_config)
-
-    @property
-    def transfer(self) -> KVTransferOptions | None:
-        return KVTransferOptions.read(self.kv_transfer_config) if self.kv_transfer_config else None
-
-    @property
-    def compression(self) -> KVCompressionOptions | None:
-        return KVCompressionOptions.read(self.kv_compression) if self.kv_compression else None
-
-    @property
-    def has_tiers(self) -> bool:
-        """Whether blocks are kept beyond the pool."""
-        return bool(self.kv_offloading_size) or self.kv_offloading_path is not None
-
-    @property
-    def kv_offloading_bytes(self) -> int:
-        """CPU memory for the blocks of a replica."""
-        return int((self.kv_offloading_size or 0) * 2**30)
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Scheduling."""
-
-    max_num_seqs: int = option(None)
-    max_num_batched_tokens: int | None = option(None, size=True)
-    long_prefill_token_threshold: int = option(0, size=True)
-    max_itl: int | None = None
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    async_scheduling: bool | None = None
-    speculative_config: dict[str, Any] = option({}, json=True, flags=("-sc",))
-    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
-    stream_interval: int = 1
-    watchdog_timeout: float | None = None
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_itl", "stream_interval")
-        at_least(self, 0, "long_prefill_token_threshold")
-        _ = self.speculation  # raises ConfigError
-        check_seconds("watchdog_timeout", self.watchdog_timeout, zero=True)
-        if self.max_num_seqs is None:
-            max_num_seqs = min(_MAX_NUM_SEQS, self.max_num_batched_tokens or _MAX_NUM_SEQS)
-            object.__setattr__(self, "max_num_seqs", max_num_seqs)
-
-    @property
-    def speculation(self) -> SpeculativeOptions | None:
-        return SpeculativeOptions.read(self.speculative_config) if self.speculative_config else None
-
-    def tokens_of_a_step(self, gpu: bool) -> int:
-        """The maximum number of tokens per step, with the device's default if the option is not given."""
-        return self.max_num_batched_tokens or max(8192 if gpu else 512, self.max_num_seqs)
 
 
 @dataclass(frozen=True)
@@ -202,65 +102,6 @@ class SamplingConfig:
                 raise ConfigError(f"structured_outputs_config has no field {name!r}: {names}")
             if value not in accepted:
                 raise ConfigError(f"structured_outputs_config: {name} must be one of {accepted}, got {value!r}")
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """Parallelism."""
-
-    tensor_parallel_size: int = option(1, flags=("-tp",))
-    decode_context_parallel_size: int = option(1, flags=("-dcp",))
-    prefill_context_parallel_size: int = option(1, flags=("-pcp",))
-    pipeline_parallel_size: int = option(1, flags=("-pp",))
-    pipeline_layers: list[int] = option([])
-    enable_sequence_parallel: bool = False
-    disable_custom_all_reduce: bool = False
-    data_parallel_size: int = option(1, flags=("-dp",))
-    data_parallel_routing: Literal["load", "prefix"] = "load"
-    enable_expert_parallel: bool = option(False, flags=("-ep",))
-    all2all_backend: Literal["all_to_all", "deepep_high_throughput"] = "all_to_all"
-    enable_eplb: bool = False
-    eplb_config: dict[str, Any] = option({}, json=True)
-    enable_dbo: bool = False
-    dbo_decode_token_threshold: int = 32
-    dbo_prefill_token_threshold: int = 512
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-        at_least(self, 1, "decode_context_parallel_size", "prefill_context_parallel_size")
-        if self.tensor_parallel_size % self.decode_context_parallel_size:
-            raise ConfigError(f"decode_context_parallel_size={self.decode_context_parallel_size} must divide "
-                              f"tensor_parallel_size={self.tensor_parallel_size}, whose ranks it divides")  # fmt: skip
-        at_least(self, 1, "dbo_decode_token_threshold", "dbo_prefill_token_threshold")
-        _ = self.balance  # raises ConfigError
-        if self.enable_eplb and not self.enable_expert_parallel:
-            raise ConfigError("enable_eplb moves experts between ranks, which needs enable_expert_parallel")
-        if self.enable_dbo and not self.shares_experts:
-            raise ConfigError("enable_dbo hides the exchange of tokens between replicas that share experts; it needs "
-                              "enable_expert_parallel and data_parallel_size of at least 2")  # fmt: skip
-        if self.enable_dbo and self.prefill_context_parallel_size > 1:
-            raise ConfigError("enable_dbo and prefill_context_parallel_size exclude each other, since both divide the "
-                              "tokens of a step; leave one of the two out")  # fmt: skip
-        if self.pipeline_layers and len(self.pipeline_layers) != self.pipeline_parallel_size:
-            raise ConfigError("pipeline_layers must have a number for each of the pipeline_parallel_size="
-                              f"{self.pipeline_parallel_size} stages, got {self.pipeline_layers}")  # fmt: skip
-        if self.enable_sequence_parallel and self.tensor_parallel_size == 1:
-            raise ConfigError("enable_sequence_parallel divides tokens among tensor-parallel ranks; give a "
-                              "tensor_parallel_size of 2 or more, or leave it out")  # fmt: skip
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks of one replica."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
-
-    @property
-    def balance(self) -> BalanceOptions:
-        return BalanceOptions.read(self.eplb_config)
-
-    @property
-    def shares_experts(self) -> bool:
-        """Whether the replicas share experts, and so run their steps together."""
-        return self.enable_expert_parallel and self.data_parallel_size > 1
 
 
 @dataclass(frozen=True)
@@ -371,6 +212,7 @@ class EngineConfig:
     multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
     def __post_init__(self) -> None:
         layout = self.layout  # raises ConfigError

@@ -12,12 +12,15 @@ OPTION_DEST = "option_"  # separates the options of config.py and of vLLM from a
 
 
 class MergeJson(argparse.Action):
-    """Stores a JSON object. If the flag is given again, the new object is merged into the earlier one."""
+    """Stores a JSON object. If the flag is given again, the new object is merged into the earlier one. Another value,
+    which some options of vLLM have, takes its place."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
-        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **values})
+        earlier = getattr(namespace, self.dest, None)
+        merged = {**earlier, **values} if isinstance(earlier, dict) and isinstance(values, dict) else values
+        setattr(namespace, self.dest, merged)
 
 
 class HelpAll(argparse.Action):
@@ -141,7 +144,8 @@ class Parser(argparse.ArgumentParser):
         else:
             nargs = "+" if name in LISTS else None
             nargs = "*" if foreign.accepted == () else nargs
-            self.add_argument(*flags, type=_value, nargs=nargs, metavar="VALUE", **common)
+            action: Any = MergeJson if nargs is None else "store"
+            self.add_argument(*flags, type=_value, nargs=nargs, action=action, metavar="VALUE", **common)
 
 
 def _value(text: str) -> Any:

@@ -29,14 +29,19 @@ def container_of(data: bytes) -> str | None:
     return "avi" if data[:4] == b"RIFF" and data[8:12] == b"AVI " else None
 
 
-def decode_video(data: bytes, most: int = MOST_FRAMES) -> tuple[list[Image.Image], float]:
-    """Evenly spaced frames, `most` at most, upright and in RGB, and how many of them a second has. Raises MediaError.
+def decode_video(data: bytes, most: int = MOST_FRAMES, fps: float = 0.0) -> tuple[list[Image.Image], float]:
+    """Evenly spaced frames, `most` at most, upright and in RGB, and how many of them a second has. fps: how many are
+    taken of a second at most; for no such limit, a number below 0 or 0. Raises MediaError.
 
     Only what lies between a chosen frame and the key frame before it is decoded.
     """
     with _open(data, "video") as (container, stream):
         check_frames(1, stream.codec_context.width, stream.codec_context.height)
         times, keys = _times(container, stream)
+        between = float((times[-1] - times[0]) * stream.time_base) / max(len(times) - 1, 1)  # seconds
+        shown = between * len(times)
+        if fps > 0 and shown:
+            most = min(most, max(1, round(shown * fps)))
         chosen = [times[i] for i in np.linspace(0, len(times) - 1, min(len(times), most)).round().astype(int)]
         check_frames(len(chosen), stream.codec_context.width, stream.codec_context.height)
         frames = list[Image.Image]()
@@ -55,8 +60,6 @@ def decode_video(data: bytes, most: int = MOST_FRAMES) -> tuple[list[Image.Image
                     break
         if not frames:
             raise MediaError("the video is damaged")
-        between = float((times[-1] - times[0]) * stream.time_base) / max(len(times) - 1, 1)  # seconds
-        shown = between * len(times)
     return frames, len(frames) / shown if shown else 1.0
 
 

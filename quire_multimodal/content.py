@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-from quire.options.multimodal import MultiModalConfig
+from quire.options.multimodal import MOST_GIVEN_FRAMES, MultiModalConfig
 from quire_multimodal.decoding import Encoded
 from quire_multimodal.fetch import MOST_BYTES, fetch
-from quire_multimodal.pictures import MOST_GIVEN_FRAMES, MediaError, picture
+from quire_multimodal.pictures import MediaError, picture
 
 # By the type of a part: the modality. The field that says where it is has the name of the type, or of _FIELDS.
 PARTS = {
@@ -80,7 +80,7 @@ class Sources:
         self._sample_rate = sample_rate
         path = options.allowed_local_media_path
         self._folder = None if path is None else Path(path).resolve()
-        self._domains = options.allowed_media_domains
+        self._domains, self._io = options.allowed_media_domains, options.media_io
 
     def read(self, part: MediaPart) -> Any:
         """The Encoded item, or a picture that a program gave. Raises MediaError, which names the part."""
@@ -91,7 +91,7 @@ class Sources:
                 return self._video(part.source)
             if part.modality == "audio":
                 return Encoded("audio", (self._read(part.source),), self._sample_rate)
-            return Encoded("image", (self._read(part.source),))
+            return Encoded("image", (self._read(part.source),), io=self._io)
         except MediaError as error:
             raise MediaError(f"{part.where}: {error}") from error
 
@@ -101,7 +101,7 @@ class Sources:
                 raise MediaError(f"a video has 1 to {MOST_GIVEN_FRAMES} frames, got {count}")
             pieces = url.partition(",")[2].split(",")
             return Encoded("frames", tuple(_from_base64(piece) for piece in pieces))
-        return Encoded("video", (self._read(url),))
+        return Encoded("video", (self._read(url),), io=self._io)
 
     def _read(self, url: str) -> bytes:
         scheme = url[:16].partition(":")[0].lower()

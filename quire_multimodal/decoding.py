@@ -6,7 +6,7 @@ A job gets the bytes of files, and returns samples or pixels as bytes. Python's 
 import contextlib
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from hashlib import sha256
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from PIL import Image
 
+from quire.options.multimodal import MediaIO
 from quire.system.untrusted.limits import MIB, LimitExceededError, Limits
 from quire_multimodal.containers import container_of, decode_video
 from quire_multimodal.families.base import Frames, Prepared
@@ -41,27 +42,29 @@ LIMITS: Mapping[Kind, Limits] = {
     "frames": Limits(15.0, 2048 * MIB, _TOTAL, result_bytes=400 * MIB),
     "audio": Limits(30.0, 1024 * MIB, _TOTAL, result_bytes=400 * MIB),
 }
-CACHE_BYTES = 128 * MIB  # of preprocessed items, which are not decoded again
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """An item that is not decoded yet. kind: frames are those of a video, one file each. sample_rate: of a sound."""
+    """An item that is not decoded yet. kind: frames are those of a video, one file each. sample_rate: of a sound.
+    io: how pictures and videos are decoded."""
 
     kind: Kind
     files: tuple[bytes, ...]
     sample_rate: int = 0
+    io: MediaIO = MediaIO()
 
     def submit(self) -> "Future[Any]":
         """Decode it in a worker process. The result is for `decoded`. Raises BusyError; see UntrustedPool.submit."""
         from quire.system.untrusted.pool import shared_pool
 
         name = f"{__name__}:decode_plain"
-        return shared_pool().submit(name, self.kind, self.files, self.sample_rate, limits=LIMITS[self.kind])
+        settings = self.sample_rate, astuple(self.io)
+        return shared_pool().submit(name, self.kind, self.files, *settings, limits=LIMITS[self.kind])
 
     def decode(self) -> Any:
         """A picture, the Frames of a video, or samples, decoded in this process. Raises MediaError."""
-        return _decode(self.kind, self.files, self.sample_rate)
+        return _decode(self.kind, self.files, self.sample_rate, self.io)
 
     def key(self, kwargs: Mapping[str, Any] | None) -> str:
         """What the preprocessed item depends on, as a hash. kwargs: settings of the preprocessing."""
@@ -91,20 +94,22 @@ def _image(plain: Any) -> Image.Image:
     return Image.frombytes("RGB", (width, height), pixels)
 
 
-def _decode(kind: Kind, files: "tuple[bytes, ...] | list[bytes]", sample_rate: int) -> Any:
+def _decode(kind: Kind, files: "tuple[bytes, ...] | list[bytes]", sample_rate: int, io: MediaIO) -> Any:
     if kind == "image":
-        return decode(files[0])
+        return decode(files[0], io.background)
     if kind == "audio":
         return decode_sound(files[0], sample_rate)
     if kind == "frames":
         return Frames(decode_single_frames(files))
-    return Frames(*(decode_frames if container_of(files[0]) is None else decode_video)(files[0]))
+    read = decode_frames if container_of(files[0]) is None else decode_video
+    return Frames(*read(files[0], io.num_frames, io.fps))
 
 
 class ItemCache:
-    """The preprocessed items that were used last. `most` bytes of them. Its methods may be called on any thread."""
+    """The preprocessed items that were used last, which are not decoded again. `most` bytes of them. Its methods may be
+    called on any thread."""
 
-    def __init__(self, most: int = CACHE_BYTES) -> None:
+    def __init__(self, most: int) -> None:
         self._most, self._size, self._lock = most, 0, Lock()
         self._items: OrderedDict[str, Prepared] = OrderedDict()
 
@@ -131,9 +136,9 @@ def _size(item: Prepared) -> int:
 # ---- in the worker processes
 
 
-def decode_plain(kind: Kind, files: list[bytes], sample_rate: int) -> Any:
-    """Plain data for `decoded`. Raises MediaError."""
-    value = _decode(kind, files, sample_rate)
+def decode_plain(kind: Kind, files: list[bytes], sample_rate: int, io: tuple[Any, ...]) -> Any:
+    """Plain data for `decoded`. io: the fields of MediaIO. Raises MediaError."""
+    value = _decode(kind, files, sample_rate, MediaIO(*io))
     if isinstance(value, Frames):
         return [_pixels(image) for image in value.images], value.fps
     return _pixels(value) if isinstance(value, Image.Image) else value.astype(np.float32, copy=False).tobytes()

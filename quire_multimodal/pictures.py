@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from quire.options.multimodal import MOST_FRAMES, MOST_GIVEN_FRAMES
+
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MOST_PIXELS = 64_000_000  # of one picture: 256 MB while it is decoded
-MOST_FRAMES = 32  # that are taken of a video
-MOST_GIVEN_FRAMES = 8 * MOST_FRAMES  # of a video that is given as single frames
+WHITE = (255, 255, 255)
 MOST_VIDEO_PIXELS = 2 * MOST_PIXELS  # of the frames that are taken
 
 # Pillow's own limit only warns up to twice its value. Ours is checked first.
@@ -22,19 +23,21 @@ class MediaError(ValueError):
     """A picture or another item cannot be used. The message says why, and quotes nothing of its content."""
 
 
-def decode(data: bytes) -> Image.Image:
-    """The picture in an image file, upright and in RGB; of an animation, the first frame. Raises MediaError."""
+def decode(data: bytes, background: tuple[int, int, int] = WHITE) -> Image.Image:
+    """The picture in an image file, upright and in RGB; of an animation, the first frame. background: see to_rgb.
+    Raises MediaError."""
     image = _open(data)
-    return to_rgb(_loaded(image))
+    return to_rgb(_loaded(image), background)
 
 
-def decode_frames(data: bytes, most: int = MOST_FRAMES) -> tuple[list[Image.Image], float]:
+def decode_frames(data: bytes, most: int = MOST_FRAMES, fps: float = 0.0) -> tuple[list[Image.Image], float]:
     """Evenly spaced frames of an animated image (GIF, WebP, PNG), `most` at most, in RGB, and how many of them a second
-    has. Raises MediaError."""
+    has. fps: how many are taken of a second at most; for no such limit, a number below 0 or 0. Raises MediaError."""
     image = _open(data)
     count = int(getattr(image, "n_frames", 1))
     if count * image.width * image.height > 16 * MOST_PIXELS:
         raise MediaError(f"the video has {count} frames of {image.width} x {image.height} pixels, which are too many")
+    most = min(most, _most_of_seconds(image, count, fps)) if fps > 0 else most
     check_frames(min(count, most), image.width, image.height)
     chosen = np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
     frames, milliseconds = [], 0.0
@@ -47,6 +50,13 @@ def decode_frames(data: bytes, most: int = MOST_FRAMES) -> tuple[list[Image.Imag
         milliseconds += float(image.info.get("duration", 0))
     shown = milliseconds * count / len(frames) / 1000  # seconds, as if all were shown as long as the chosen ones
     return frames, len(frames) / shown if shown else 1.0
+
+
+def _most_of_seconds(image: Image.Image, count: int, fps: float) -> int:
+    """How many frames `fps` a second are, at least 1. The time of each frame is in its own part of the file, so that of
+    the first one counts for all."""
+    milliseconds = float(image.info.get("duration", 0)) * count
+    return max(1, round(milliseconds / 1000 * fps)) if milliseconds else count
 
 
 def decode_single_frames(files: Sequence[bytes]) -> list[Image.Image]:
@@ -88,15 +98,15 @@ def _loaded(image: Image.Image) -> Image.Image:
     return image
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """The picture turned upright as its EXIF data says, in RGB. What is transparent becomes white, as in vLLM."""
+def to_rgb(image: Image.Image, background: tuple[int, int, int] = WHITE) -> Image.Image:
+    """The picture turned upright as its EXIF data says, in RGB. background: the colour of what is transparent."""
     image = ImageOps.exif_transpose(image)
     if image.mode == "RGB":
         return image
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
         image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, image).convert("RGB")
+        below = Image.new("RGBA", image.size, (*background, 255))
+        return Image.alpha_composite(below, image).convert("RGB")
     return image.convert("RGB")
 
 

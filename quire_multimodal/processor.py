@@ -20,7 +20,7 @@ from quire.messages.errors import error_text
 from quire.messages.media import Buffer, EncoderLimits, MediaItem, MediaPlace
 from quire.models.spec import MediaSpec
 from quire.options.declaration import ConfigError
-from quire.options.multimodal import MultiModalConfig
+from quire.options.multimodal import MOST_GIVEN_FRAMES, MultiModalConfig
 from quire.text.tokenizer import Tokenizer
 from quire_multimodal.content import MediaPart, Sources, split_content
 from quire_multimodal.decoding import Encoded, ItemCache, decoded, refusal
@@ -29,7 +29,7 @@ from quire_multimodal.encoder_prompts import EncoderPrompts
 from quire_multimodal.families.base import Family, Frames, Kind, Placed, Prepared
 from quire_multimodal.families.text import Texts
 from quire_multimodal.families.whisper import Sounds
-from quire_multimodal.pictures import MOST_GIVEN_FRAMES, MediaError, picture
+from quire_multimodal.pictures import MediaError, picture
 from quire_multimodal.preprocessing import read_settings
 from quire_multimodal.sounds import sound
 from quire_multimodal.speech import Speech
@@ -54,12 +54,12 @@ class MediaProcessor:
         options: MultiModalConfig, hidden_size: int,
     ) -> None:  # fmt: skip
         """spec: None for a model that takes embeddings only. hidden_size: of these."""
-        self.tokenizer, self.limits, self.most_items = tokenizer, limits, options.limit_mm_per_prompt
+        self.tokenizer, self.limits, self._most_items = tokenizer, limits, options.most_items
         self._spec, self._embeds_size = spec, hidden_size if options.enable_prompt_embeds else 0
         self._settings = {**read_settings(directory), **options.mm_processor_kwargs}
         self._family = None if spec is None else self._usable_family(options.mm_processor_kwargs)
         self._sources = Sources(options, 0 if self._family is None else self._family.sample_rate)
-        self._cache = ItemCache()
+        self._cache = ItemCache(int(options.mm_processor_cache_gb * 2**30))
         self.speech: Speech | None = None  # of a model that makes transcripts
         self.texts: EncoderPrompts | None = None  # of a model with an encoder of texts
         if isinstance(self._family, Sounds):
@@ -174,7 +174,7 @@ class MediaProcessor:
         """How many items of a modality a prompt may have. Raises MediaError if the model takes none."""
         if modality not in self.kinds:
             raise MediaError(f"this model takes no {modality}; it takes {', '.join([*self.kinds, 'text'])}")
-        return int(self.most_items.get(modality, MOST_ITEMS))
+        return self._most_items(modality, MOST_ITEMS)
 
     def check_count(self, modality: str, count: int) -> None:
         """Raises MediaError."""

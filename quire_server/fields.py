@@ -206,3 +206,12 @@ def _check_kwargs(value: dict[str, Any]) -> dict[str, Any]:
 
 
 TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_kwargs)]
+
+
+def _check_media_io(value: dict[str, Any]) -> dict[str, Any]:
+    if value:
+        raise fail("media_io", "Only the server's option --media-io-kwargs says how media are decoded")
+    return value
+
+
+MediaIO = Annotated[dict[str, Any], AfterValidator(_check_media_io)]

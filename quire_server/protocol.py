@@ -23,6 +23,7 @@ from quire_server.fields import (
     FunctionName,
     LogitBias,
     Logprobs,
+    MediaIO,
     NamedTool,
     Objects,
     Positive,
@@ -307,6 +308,7 @@ class Rendering(Body):
     documents: Objects | None = Field(None, description="Variable of the template.")
     reasoning_effort: Effort | None = Field(None, description="The same.")
     mm_processor_kwargs: dict[str, Any] | None = Field(None, description="Settings of the preprocessing of pictures.")
+    media_io_kwargs: MediaIO | None = Field(None, description="Only {}: --media-io-kwargs sets it for all requests.")
 
     _trusts_template: bool = PrivateAttr(False)
 

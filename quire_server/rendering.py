@@ -61,10 +61,11 @@ def _begin(
     if media is None and has_media(messages):
         raise ValueError("messages: pictures and other media are not taken here")
     chat: Any = json_of(messages) if media is None else media.messages
-    variables: dict[str, Any] = {name: getattr(body, name) for name in ("documents", "reasoning_effort")}
+    effort = frontend.config.model.reasoning_effort_map.get(body.reasoning_effort or "", body.reasoning_effort)
+    variables: dict[str, Any] = {"documents": body.documents, "reasoning_effort": effort}
     variables["tools"] = body.tool_objects or None
-    if body.reasoning_effort is not None:  # for templates that only have a switch, as in vLLM
-        variables["enable_thinking"] = body.reasoning_effort != "none"
+    if effort is not None:  # for templates that only have a switch, as in vLLM
+        variables["enable_thinking"] = effort != "none"
     arguments: dict[str, Any] = {
         "chat_template": body.chat_template,
         "continue_final_message": bool(body.continue_final_message),

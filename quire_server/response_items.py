@@ -11,7 +11,7 @@ from quire.text.chat_template import TEXT_PARTS
 from quire_server.errors import ApiError
 from quire_server.fields import TABLES, Positive, TemplateArguments
 from quire_server.messages import MEDIA_PARTS, ContentPart, Message
-from quire_server.protocol import ChatRequest, Generation
+from quire_server.protocol import UNSUPPORTED_IN_CHAT, ChatRequest, Generation
 from quire_server.response_store import new_id
 from quire_server.response_tools import (
     AllowedTools,
@@ -196,7 +196,7 @@ class ResponsesRequest(Generation):
             return "n", "is 1 for /v1/responses"
         if self.background and self.store is False:
             return "background", "needs store, so that the response can be read later"
-        return self.refused(_FIELDS["refused"])
+        return self.refused(UNSUPPORTED_IN_CHAT | _FIELDS["refused"])
 
     def unknown(self) -> list[str]:
         return [name for name in super().unknown() if name not in _FIELDS["without_effect"].split()]

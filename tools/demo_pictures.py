@@ -229,8 +229,9 @@ def main() -> None:
     parser.add_argument("colour", choices=COLOURS)
     parser.add_argument("shape", choices=OUTLINES)
     parser.add_argument("file", help="where to write it, such as stars.png")
+    parser.add_argument("--seed", type=int, default=0, help="where the shapes are (default: 0)")
     args = parser.parse_args()
-    draw(Scene(args.shape, args.colour, args.number), random.Random()).save(args.file)
+    draw(Scene(args.shape, args.colour, args.number), random.Random(args.seed)).save(args.file)
 
 
 if __name__ == "__main__":

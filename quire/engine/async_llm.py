@@ -97,8 +97,9 @@ class AsyncLLM:
         lora = self.config.lora
         max_loras = lora.max_loras if lora.enable_lora else 0
         self.metrics = EngineMetrics(
-            metrics_prefix, name, log_stats, max_loras, len(core.sizes), core.index == 0, core.since_start, core.first
-        )
+            metrics_prefix, name, log_stats, max_loras, len(core.sizes), core.index == 0, core.since_start, core.first,
+            self.config.metrics.buckets,
+        )  # fmt: skip
         self.prefixes: dict[str, PinPrefix] = {}  # the pinned ones by id
         self._weights_lock = asyncio.Lock()
         self._pinning: set[asyncio.Task[None]] = set()

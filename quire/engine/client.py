@@ -55,12 +55,16 @@ def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimit
     # reads all weights, so more steps with fewer requests each would take longer.
     depth = 1 + is_async if stages == 1 else stages + (not gpu)
     tokens, pools = options.tokens_of_a_step(gpu), config.model.runner == "pooling"
+    is_whole = pools or not options.enable_chunked_prefill
+    if is_whole and not pools and (given := options.max_num_batched_tokens or max_model_len) < max_model_len:
+        raise ConfigError("enable_chunked_prefill=False computes a prompt in one step; raise max_num_batched_tokens "
+                          f"({given}) to at least max_model_len ({max_model_len}), or leave it out")  # fmt: skip
     pace = None if options.max_itl is None or pools else Pace(options.max_itl / 1000)
     return SchedulerLimits(
-        options.max_num_seqs, max(tokens, max_model_len) if pools else tokens, max_model_len, options.scheduling_policy,
-        depth, 0 if pools else options.long_prefill_token_threshold,
+        options.max_num_active_seqs or options.max_num_seqs, max(tokens, max_model_len) if is_whole else tokens,
+        max_model_len, options.scheduling_policy, depth, 0 if pools else options.long_prefill_token_threshold,
         options.speculation.num_speculative_tokens if options.speculation and options.speculation.on_device else 0,
-        pools, stages, pace,
+        is_whole, stages, pace, options.long_prefill_token_threshold_adaptive,
     )  # fmt: skip
 
 

@@ -68,11 +68,12 @@ class LLM:
     def __init__(
         self, model: str | None = None, *, disable_log_stats: bool = True, metrics_prefix: str = "quire", **options: Any
     ) -> None:
+        config = EngineConfig.create(model=None if model is None else str(model), **options)
         if not disable_log_stats:
             from quire.metrics.engine import EngineMetrics
 
-            self._metrics = EngineMetrics(metrics_prefix, str(model or "quire-demo"))
-        config = EngineConfig.create(model=None if model is None else str(model), **options)
+            buckets = config.metrics.buckets
+            self._metrics = EngineMetrics(metrics_prefix, str(model or "quire-demo"), buckets=buckets)
         self._start(Frontend(*with_files(config), in_process=True))
 
     @classmethod

@@ -20,7 +20,7 @@ class VocabParallelEmbedding:
         self.table: LinearWeight
         self.table = dense_weight(builder, shape) if is_head else DenseWeight(builder, shape, pack=False)
         self.adapters = None
-        if builder.adapters is not None:
+        if builder.adapters is not None and builder.adapters.change([shape]):
             self.adapters = LowRankEmbedding(builder, builder.adapters, name, vocab_size, hidden_size)
 
     def __call__(self, ids: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class LatentAttention(CachedAttention):
         self.kv_b = make_weight(builder, shape)
         builder.when_loaded(self._absorb)
         self.adapters: list[LowRank] = []  # of to_latent and of from_latent
-        if builder.adapters is not None:
+        if builder.adapters is not None and builder.adapters.change([shape]):
             self.adapters = [LowRankMap(builder, builder.adapters, shape, spec, keys) for keys in (True, False)]
         inner = (heads.start * spec.value_dim, heads.stop * spec.value_dim)
         self.out = RowParallelLinear(

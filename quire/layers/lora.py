@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.layers.linear import LinearShape, LinearWeight
+from quire.metrics.logging import logger
 from quire.ops.memory import zeros
 
 Matrices = Mapping[str, tuple[Tensor, Tensor]]  # module -> (A: [rank, in], B: [out, rank]), float32, the scale in B
@@ -33,8 +34,9 @@ class Piece(NamedTuple):
 class AdapterSlots:
     """The slots of a model, and all products that adapters can change."""
 
-    def __init__(self, count: int, max_rank: int) -> None:
-        self.count, self.max_rank = count, max_rank
+    def __init__(self, count: int, max_rank: int, targets: Sequence[str] = ()) -> None:
+        """targets: how the names of the modules end that adapters can change; of all if there are none."""
+        self.count, self.max_rank, self._targets = count, max_rank, tuple(targets)
         self.products: list[LowRank] = []
         self.elsewhere: Container[str] = ()  # modules of other stages of a pipeline, which check them
         self._rows: Tensor | None = None
@@ -62,11 +64,24 @@ class AdapterSlots:
         return torch.where((chosen < 0) | (of_rows >= copies), -1, chosen * copies + of_rows)
 
     def wrap(self, builder: Builder, weight: LinearWeight, shape: LinearShape, is_table: bool = False) -> LinearWeight:
-        """The weight with adapters. is_table: that of a language-model head."""
+        """The weight with adapters, if they can change it. is_table: that of a language-model head."""
+        if not self.change([shape]):
+            return weight
         return AdaptedWeight(weight, LowRank(builder, self, [shape], on_demand=is_table))
+
+    def change(self, shapes: Sequence[LinearShape]) -> bool:
+        """Whether adapters can change some tensor of a product, or of the products of several experts."""
+        return any(self._is_target(name) for shape in shapes for name in _names(shape))
+
+    def _is_target(self, module: str) -> bool:
+        return not self._targets or any(f".{module}".endswith(f".{target}") for target in self._targets)
 
     def pieces(self, matrices: Matrices) -> list[Piece | None]:
         """What an adapter has for each product. Raises ValueError for modules that are none, and for wrong shapes."""
+        if left_out := [module for module in matrices if not self._is_target(module)]:
+            names = ", ".join(sorted({module.rpartition(".")[2] for module in left_out}))
+            logger.warning("An adapter is used without %s, which lora_target_modules does not name", names)
+            matrices = {module: both for module, both in matrices.items() if module not in left_out}
         shapes = [shape for product in self.products for shape in product.shapes]
         sizes = {part.name: (part.rows, shape.in_features) for shape in shapes for part in shape.parts}
         matrices = {_known(module, sizes): both for module, both in matrices.items()}

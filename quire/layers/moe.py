@@ -101,7 +101,7 @@ class MoE:
                 for shape in shapes(expert):
                     make_weight(builder.elsewhere, shape)
             self.gate_up, self.down = separate_experts(builder, ups), separate_experts(builder, downs)
-        if builder.adapters is not None:
+        if builder.adapters is not None and builder.adapters.change([*ups, *downs]):
             self.adapters = [LowRank(builder, builder.adapters, of_projection) for of_projection in (ups, downs)]
 
     def __call__(self, x: Tensor) -> Tensor:

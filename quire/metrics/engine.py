@@ -26,7 +26,8 @@ class EngineMetrics:
     prefix: the prefix of the metrics' names. enabled: False keeps and renders no statistics. max_loras: how many
     adapters a batch may have; 0 without adapters. num_cores: each has metrics of its own, with its number as the label
     `engine`. first_core: the number of the first. counts_cores: False if another client counts what cores do for all of
-    them. since_start: False if the cores have run before, for a process that this one replaces.
+    them. since_start: False if the cores have run before, for a process that this one replaces. buckets: the bounds of
+    histograms by family, in place of those of engine.toml.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class EngineMetrics:
         counts_cores: bool = True,
         since_start: bool = True,
         first_core: int = 0,
+        buckets: Mapping[str, Sequence[float]] = {},
     ) -> None:
         self.registry = CollectorRegistry()
         self.enabled = enabled
@@ -68,7 +70,7 @@ class EngineMetrics:
                 declare(kind, name, text)
         for table in _TABLES["histograms"]:
             for name, text in table["metrics"].items():
-                declare(Histogram, name, text, buckets=table["buckets"])
+                declare(Histogram, name, text, buckets=buckets.get(table["family"], table["buckets"]))
         text = "Sequences that wait, by the reason for it"
         declare_labelled(_Gauge, "num_requests_waiting_by_reason", text, "reason", ["capacity"])
         text = "These prompt tokens, by where their keys and values came from"

@@ -141,7 +141,10 @@ def load_model(
         kernels.hide_from_compiler()
     experts = _expert_ranks(config, spec, mesh, device, adapters)
     stream = (DividedStream if config.parallel.enable_sequence_parallel else ResidualStream)(mesh.tp)
-    quantizer = quantizer_of(config.model.quantization, spec.names)
+    option = config.model.quantization
+    if option == "fp8" and quantization_kind(description.config) is not None:
+        option = None  # it is the checkpoint's format, whose dense layers remain dense
+    quantizer = quantizer_of(option, spec.names)
     builder = Builder(kernels, mesh.tp, method_of, quantizer, adapters, experts, stream, shape_of)
     stage, elsewhere = None, set[str]()
     if mesh.pp.size > 1:

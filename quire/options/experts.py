@@ -11,14 +11,19 @@ from quire.options.declaration import ConfigError, at_least
 class BalanceOptions:
     """vLLM's names. step_interval: after so many steps, experts move. window_size: their loads in so many of the last
     steps count. num_redundant_experts: how many experts of a layer have a second copy. log_balancedness: write to the
-    log how equal the loads are. use_async: has no effect, since experts always move between steps.
+    log how equal the loads are. The other fields have no effect: experts move between steps, by the collectives of the
+    ranks.
     """
 
     window_size: int = 1000
     step_interval: int = 3000
     num_redundant_experts: int = 0
     log_balancedness: bool = False
+    log_balancedness_interval: int = 1
     use_async: bool = False
+    policy: str = "default"
+    communicator: str | None = None
+    enable_migration_batching: bool = False
 
     def __post_init__(self) -> None:
         at_least(self, 1, "window_size", "step_interval")

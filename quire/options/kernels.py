@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.options.declaration import option
+from quire.options.declaration import ConfigError, at_least, option
 
 
 @dataclass(frozen=True)
@@ -17,3 +17,11 @@ class KernelConfig:
     ] = "native"
     kernels: dict[str, str] = option({}, json=True)
     batch_invariant: bool = False
+    cudagraph_capture_sizes: list[int] = option([])
+    max_cudagraph_capture_size: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "max_cudagraph_capture_size")
+        sizes = self.cudagraph_capture_sizes
+        if not all(type(size) is int and size > 0 for size in sizes):
+            raise ConfigError(f"cudagraph_capture_sizes must be numbers of tokens of at least 1, got {sizes!r}")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.options.declaration import ConfigError, at_least
+from quire.options.declaration import ConfigError, at_least, option
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,7 @@ class LoRAConfig:
     max_loras: int = 1
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
+    lora_target_modules: list[str] = option([])
 
     def __post_init__(self) -> None:
         at_least(self, 1, "max_loras", "max_lora_rank", "max_cpu_loras")

@@ -1,15 +1,18 @@
-"""Quantizes dense weights when they are loaded: --quantization int8 and int4."""
+"""Quantizes dense weights when they are loaded: --quantization int8, int4 and fp8."""
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.layers.linear import LinearWeight, Quantizer
+from quire.ops.reference.quantized import QuantizedMatrix
 from quire.quantization.scheme import Piece, QuantizedWeight
 
+AT_LOAD = ("int8", "int4", "fp8")  # values of --quantization
 _WHOLE_ROW = 2**30  # a group size that is larger than any number of inputs, so each output has one scale
 # Not quantized: a router, a gate and an indexer's weights are small, but decide which experts and tokens are used; kv_b
 # is absorbed into other weights.
@@ -32,15 +35,31 @@ class AtLoad:
         return QuantizedWeight(builder, [make])
 
 
+class Float8AtLoad:
+    """A `Quantizer`: float8 (e4m3) with one scale for each output."""
+
+    group = _WHOLE_ROW
+
+    def __call__(self, builder: Builder, weight: Callable[[], Tensor]) -> LinearWeight:
+        return QuantizedWeight(builder, [lambda: to_float8(weight())])
+
+
+def to_float8(weight: Tensor) -> QuantizedMatrix:
+    """weight: [out, in]"""
+    rows = weight.float()
+    scales = rows.abs().amax(1, keepdim=True).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return QuantizedMatrix((rows / scales).to(torch.float8_e4m3fn), scales, weight.shape[1], weight.shape[1])
+
+
 def quantizer_of(option: str | None, names: Mapping[str, str | None]) -> Callable[[str], Quantizer | None]:
     """A function from a layer's name to the quantizer that --quantization asks for.
 
     names: the names of the model's layers, by role.
     """
-    if option not in ("int8", "int4"):
+    if option not in AT_LOAD:
         return lambda name: None
-    table = AtLoad(8, _WHOLE_ROW)
-    layer = table if option == "int8" else AtLoad(4, 128)
+    table: Quantizer = AtLoad(8, _WHOLE_ROW)
+    layer: Quantizer = Float8AtLoad() if option == "fp8" else table if option == "int8" else AtLoad(4, 128)
     not_quantized, tables = _pattern(names, _NOT_QUANTIZED), _pattern(names, _TABLES)
 
     def quantizer(name: str) -> Quantizer | None:

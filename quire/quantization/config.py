@@ -42,7 +42,7 @@ def quantization_kind(config: Mapping[str, Any]) -> str | None:
 
 def check_format(option: str | None, config: Mapping[str, Any], is_gguf: bool) -> None:
     """Raises ConfigError if --quantization names another format than that of the checkpoint with this config.json."""
-    if option in (None, "int8", "int4"):
+    if option in (None, "int8", "int4") or (option == "fp8" and not is_gguf and not _settings(config)):
         return
     kind = "gguf" if is_gguf else quantization_kind(config) or ""
     known = sorted({*map(_plain, _METHODS), "gguf"})
@@ -52,7 +52,7 @@ def check_format(option: str | None, config: Mapping[str, Any], is_gguf: bool) -
     if not is_gguf and not _settings(config):
         raise ConfigError(
             f"quantization={option!r} names the format of a quantized checkpoint, but this one is not quantized; leave "
-            "it out, or let int8 or int4 quantize the weights while they are loaded"
+            "it out, or let int8, int4 or fp8 quantize the weights while they are loaded"
         )
     if _plain(kind) != _plain(option):
         raise ConfigError(f"quantization={option!r} does not fit the checkpoint, which is quantized with "

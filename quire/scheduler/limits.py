@@ -20,9 +20,11 @@ class SchedulerLimits:
 
     depth: how many steps may be submitted but not retired. long_prefill_token_threshold: the most tokens of one request
     in a step; 0 for no limit besides max_num_batched_tokens. lookahead: the most drafts that a drafter on the device
-    makes behind a step. whole_prompts: a prompt is computed in one step, as a model needs that pools all of its tokens.
+    makes behind a step. whole_prompts: a prompt is computed in one step, as a model needs that pools all of its tokens,
+    or as enable_chunked_prefill=False asks for.
     stages: of a pipeline. With several, the steps in flight share out the running requests, so that no stage starves.
-    pace: keeps steps short while requests are past their prompts; None for no such limit.
+    pace: keeps steps short while requests are past their prompts; None for no such limit. adaptive_threshold: see
+    `chunk`.
     """
 
     max_num_seqs: int
@@ -35,6 +37,7 @@ class SchedulerLimits:
     whole_prompts: bool = False
     stages: int = 1
     pace: Pace | None = None
+    adaptive_threshold: bool = False
 
     @property
     def most_in_flight(self) -> int:
@@ -45,6 +48,13 @@ class SchedulerLimits:
     def longest_chunk(self) -> int:
         """The most tokens of one request in a step."""
         return min(self.long_prefill_token_threshold or self.max_num_batched_tokens, self.max_num_batched_tokens)
+
+    def chunk(self, num_requests: int) -> int:
+        """The most tokens of one request in a step while there are so many requests. With adaptive_threshold, it is an
+        equal share of the step if that is more than the threshold."""
+        if not self.adaptive_threshold:
+            return self.longest_chunk
+        return max(self.longest_chunk, self.max_num_batched_tokens // max(num_requests, 1))
 
     def budget(self, running: Sequence[Request], waiting: Iterable[Request]) -> int:
         """The most tokens of the next step. The steps of a pipeline share out what is to be computed, since a stage

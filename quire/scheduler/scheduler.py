@@ -155,6 +155,7 @@ class Scheduler:
         """Schedule the next step. Counters advance at once: the step counts as submitted until `update` retires it or
         `withdraw` takes it back."""
         self._num_steps += 1
+        self._longest_chunk = self.limits.chunk(len(self.running) + len(self.waiting))
         if self.speculation is not None:
             self.speculation.propose(self.running)
         step = self.encoders.begin_step(SchedulerOutput(self._num_steps, epoch=self.epoch))

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from quire.messages.errors import error_text
 from quire.metrics.logging import logger
 from quire.models.model import Model
 from quire.ops.cpu.recording import Arena, Recording
+from quire.options.kernels import KernelConfig
 from quire.parallel.pipeline import Pipe
 from quire.worker.forward import Forward
 from quire.worker.staging import Staging
@@ -79,7 +81,24 @@ class RecordedForward(Forward):
 DECODE_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 1025, 16))  # requests, each with one token
 DRAFT_SIZES = (1, 2, 4, 8, 16, 32, 64)  # requests, each with one token and equally many drafts
 MOST_DRAFTS = 7  # of such a request; requests with more drafts take graphs of mixed sizes
+_DEFAULTS = KernelConfig()
 MIXED_SIZES = (32, 64, 128, 192, 256, 320, 384, 512, 768, 1024)  # tokens
+
+
+def graph_sizes(
+    options: KernelConfig, most_requests: int, most_tokens: int, most_per_request: int
+) -> dict[int, list[StepSize]]:
+    """The sizes of steps to capture, in ascending order, by the tokens of each request: 1, 2, ... most_per_request; 0
+    for steps of mixed requests. Without the options, they are the constants above. With cudagraph_capture_sizes, they
+    have about these numbers of tokens, whatever their requests are."""
+    given, most = sorted(set(options.cudagraph_capture_sizes)), options.max_cudagraph_capture_size or sys.maxsize
+    decoding = given or [*(n for n in DECODE_SIZES if n < most_requests), most_requests]
+    sizes = {1: [StepSize(n, n, 1) for n in decoding if n <= most_requests]}
+    for count in range(2, most_per_request + 1):
+        requests = dict.fromkeys(size // count for size in given if size >= count) if given else DRAFT_SIZES
+        sizes[count] = [StepSize(n * count, n, count) for n in requests if n <= most_requests]
+    sizes[0] = [StepSize(n, most_requests) for n in given or MIXED_SIZES if n <= most_tokens]
+    return {count: [size for size in of_count if size.tokens <= most] for count, of_count in sizes.items()}
 
 
 @dataclass
@@ -108,6 +127,7 @@ class CapturedForward(Forward):
         most_per_request: int = 1,
         is_only_rank: bool = True,
         pipe: Pipe | None = None,
+        options: KernelConfig = _DEFAULTS,
     ) -> None:
         """most_per_request: steps of 1, 2, ... up to so many tokens of each request are captured. is_only_rank: if
         False, a capture that fails is an error, since the other ranks' graphs wait for this rank's part of each
@@ -115,11 +135,7 @@ class CapturedForward(Forward):
         super().__init__(model, backends, pipe)
         self.is_only_rank = is_only_rank
         self.staging, most_requests = staging, len(staging.batch.num_tokens)
-        decoding = [*(n for n in DECODE_SIZES if n < most_requests), most_requests]
-        self._sizes = {1: [StepSize(n, n, 1) for n in decoding]}
-        for count in range(2, most_per_request + 1):
-            self._sizes[count] = [StepSize(n * count, n, count) for n in DRAFT_SIZES if n <= most_requests]
-        self._sizes[0] = [StepSize(n, most_requests) for n in MIXED_SIZES if n <= most_tokens]
+        self._sizes = graph_sizes(options, most_requests, most_tokens, most_per_request)
         self._graphs: dict[StepSize, _Graph] = {}
 
     def fit(self, size: StepSize) -> StepSize:
@@ -137,7 +153,7 @@ class CapturedForward(Forward):
         layer_done, self.layer_done = self.layer_done, None
         try:
             target = self.model.kernels.target
-            most = max(size.tokens for size in chain(*self._sizes.values()))
+            most = max((size.tokens for size in chain(*self._sizes.values())), default=0)
             memory = torch.zeros(most, self.model.hidden_size, dtype=target.dtype, device=target.device)
             variants = (False,) if self.model.adapters is None else (False, True)
             sizes = [size._replace(adapted=v) for size in chain(*self._sizes.values()) for v in variants]

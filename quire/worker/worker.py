@@ -87,7 +87,8 @@ class Worker:
             budget = replica.minimum(budget)
         with memory.explained("the model's weights", device):
             lora = config.lora
-            adapters = AdapterSlots(lora.max_loras, lora.max_lora_rank) if lora.enable_lora else None
+            slots = AdapterSlots(lora.max_loras, lora.max_lora_rank, lora.lora_target_modules)
+            adapters = slots if lora.enable_lora else None
             load = partial(load_model, directory, config, max_model_len, device, mesh, mesh.rank == 0)
             model = load(adapters)
         self.residence = Residence(model, config, directory, lambda weights: load(weights=weights), mesh.replica.rank)
@@ -135,7 +136,7 @@ class Worker:
             max_num_seqs, max_model_len, block_size, model.kv_specs, model.num_token_ids, with_adapters, has_sections
         )
         most_tokens = max(max_num_seqs, config.scheduler.tokens_of_a_step(gpu=device.type == "cuda"))
-        if pools:
+        if pools or not config.scheduler.enable_chunked_prefill:
             most_tokens = max(most_tokens, max_model_len)
         staging = Staging(self.device, batch, model.kernels, most_tokens)
         if (compression := config.cache.compression) is not None:
@@ -270,7 +271,7 @@ def _forward(
     most_tokens = config.scheduler.tokens_of_a_step(gpu=True)
     speculation = config.scheduler.speculation
     drafts = min(speculation.num_speculative_tokens, MOST_DRAFTS) if speculation is not None else 0
-    return CapturedForward(model, backends, staging, most_tokens, 1 + drafts, mesh.tp.size == 1, pipe)
+    return CapturedForward(model, backends, staging, most_tokens, 1 + drafts, mesh.tp.size == 1, pipe, config.kernels)
 
 
 def _backends(

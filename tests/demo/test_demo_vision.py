@@ -87,11 +87,17 @@ def test_without_pictures_it_is_the_bundled_model(llm: LLM):
     assert "Paris" in found[0][1]
 
 
-def test_a_picture_is_drawn_to_try_it(pictures: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_picture_is_drawn_to_try_it(llm: LLM, pictures: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The example of docs/multimodal.md."""
     monkeypatch.setattr(sys, "argv", ["demo_pictures.py", "3", "red", "star", str(tmp_path / "stars.png")])
     pictures.main()
     with Image.open(tmp_path / "stars.png") as image:
         assert image.size == (192, 192)
+        content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": "What do you see?"}]
+        [output] = llm.chat([{"role": "user", "content": content}], SamplingParams(temperature=0), use_tqdm=False)
+    page = (Path(__file__).parents[2] / "docs" / "multimodal.md").read_text()
+    assert f"# {output.outputs[0].text}\n" in page
+    assert output.outputs[0].text == "I see 3 red stars."
 
 
 @pytest.mark.slow

@@ -338,3 +338,19 @@ def test_with_a_grammar_and_the_bundled_drafter(tmp_path):
     llm = LLM(max_num_seqs=8, speculative_config=drafting, **OPTIONS)
     assert [o.outputs[0].text for o in llm.generate(texts, params, use_tqdm=False, lora_request=requests)] == plain
     assert llm.core.stats.speculation.drafts > 0
+
+
+def test_target_modules_take_no_memory_for_others_and_leave_them_out(base, adapters, tmp_path, caplog):
+    targets = {"enable_lora": True, "max_lora_rank": 6, "lora_target_modules": ["q_proj", "mlp.down_proj"]}
+    llm, whole = make_llm(base, **targets), make_llm(base, enable_lora=True, max_lora_rank=6)
+    memory, of_all = (sum(p.a.nbytes + p.b.nbytes for p in runner_of(e).model.adapters.products) for e in (llm, whole))
+    assert 0 < memory < 0.6 * of_all
+    modules = {m: size for m, size in modules_of(whole, False).items() if m.endswith(("q_proj", "down_proj"))}
+    part = write_adapter(tmp_path / "part", modules, rank=4, seed=3)
+    with caplog.at_level("WARNING", "quire"):
+        expected = certain_tokens(make_llm(merged(base, part, tmp_path / "merged")), TEXTS)
+        check(adapted_tokens(llm, TEXTS, [part] * len(TEXTS)), expected)
+        assert not caplog.text
+        adapted_tokens(llm, TEXTS[:1], [adapters[0]])
+    assert "An adapter is used without" in caplog.text
+    assert "o_proj" in caplog.text

@@ -9,11 +9,13 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.config import ConfigError, EngineConfig
 from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
 from quire.metrics import engine, throughput
 from quire.metrics.engine import EngineMetrics
 from quire.metrics.exposition import SHARED_FOLDER
+from quire.options.metrics import FAMILIES
 from support.clock import Clock
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -212,3 +214,31 @@ def test_a_busy_engine_logs_every_ten_seconds_and_an_idle_one_not_at_all(clock, 
         clock.now += 5
         core.step(0)
     assert len(lines(caplog)) <= before + 1  # what the last 4 s brought
+
+
+def test_the_bounds_of_a_family_can_be_others():
+    metrics = EngineMetrics("quire", "m", buckets={"request_latency": [0.5, 2], "request_tokens": [7]})
+    text = metrics.render().decode()
+
+    def bounds(name: str) -> list[str]:
+        return re.findall(rf'^quire:{name}_bucket{{.*le="(.*?)".*}}', text, re.MULTILINE)
+
+    assert bounds("e2e_request_latency_seconds") == bounds("request_queue_time_seconds") == ["0.5", "2.0", "+Inf"]
+    assert bounds("request_prompt_tokens") == ["7.0", "+Inf"]
+    assert len(bounds("time_to_first_token_seconds")) > 10
+    assert {table["family"] for table in engine._TABLES["histograms"]} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"latency": [1]}, "has no family 'latency'; it has request_latency, time_to_first_token"),
+        ({"request_latency": []}, "request_latency must be a list of ascending numbers above 0"),
+        ({"request_latency": [2, 1]}, "ascending"),
+        ({"request_latency": [0, 1]}, "ascending"),
+        ({"request_latency": ["1"]}, "ascending"),
+    ],
+)
+def test_wrong_bounds_are_named(given, message):
+    with pytest.raises(ConfigError, match=f"^custom_histogram_buckets.*{message}"):
+        EngineConfig.create(custom_histogram_buckets=given)

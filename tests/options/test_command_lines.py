@@ -60,6 +60,17 @@ STARTS = [
     "--speculative-config.method ngram --speculative-config.num_speculative_tokens 3",
     "--enable-lora --lora-modules rhyme=quire-demo/rhyme --max-loras 4 --max-lora-rank 64",
 ]
+NEW_HERE = [  # what a test of one feature starts
+    "--task embed",
+    "--no-enable-chunked-prefill",
+    "-dp 2 -ep --enable-eplb --num-redundant-experts 32 --eplb-step-interval 1000",
+    "--kv-cache-dtype fp8_per_token_head -dp 8 -ep --all2all-backend deepep_low_latency",
+    '--compilation-config \'{"mode": 3, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2]}\'',
+    "-cc.mode=1 -O2 --cudagraph-capture-sizes 1 2 4 --max-cudagraph-capture-size 64",
+    '--media-io-kwargs \'{"video": {"num_frames": 40}}\' --limit-mm-per-prompt \'{"video": {"count": 1}}\'',
+    "--quantization fp8 --lora-target-modules q_proj v_proj --device-memory-utilization 0.8",
+    "--kv-offloading-size 4 --kv-offloading-backend native --max-num-active-seqs 16",
+]
 FOR_OTHER_MODELS = [  # with experts, or with fewer KV heads than ranks
     "-dp 8 -ep --enable-eplb --eplb-config '{\"num_redundant_experts\": 32}' --enable-dbo",
     "-tp 8 -dcp 2 --prefill-context-parallel-size 2",
@@ -70,9 +81,9 @@ NOT_YET = [
     "--collect-detailed-traces all",
     "--cpu-offload-gb 10",
     "--enable-elastic-ep",
-    "--task embed",
+    "--task draft",
     "--tokenizer-mode mistral --config-format mistral",
-    "--no-enable-chunked-prefill",
+    "--kv-offloading-size 4 --kv-offloading-backend lmcache",
 ]
 STARTED_ALWAYS = (3, 10)
 
@@ -83,7 +94,7 @@ def configs(line: str) -> tuple[EngineConfig, ServerConfig]:
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("line", [*STARTS, *FOR_OTHER_MODELS])
+@pytest.mark.parametrize("line", [*STARTS, *FOR_OTHER_MODELS, *NEW_HERE])
 def test_a_command_line_of_vllms_is_accepted(line):
     configs(line)
 
@@ -149,4 +160,7 @@ def test_the_server_has_its_older_names(module):
     command = [sys.executable, "-m", module, "--tensor-parallel-size", "4", "--cpu-offload-gb", "8"]
     done = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=LONGEST)
     assert done.returncode == 1
-    assert done.stderr == "quire: error: --cpu-offload-gb 8 is not supported by Quire yet (supported: 0)\n"
+    assert done.stderr == (
+        "quire: error: --cpu-offload-gb 8 is not supported by Quire yet (supported: 0): all weights stay on the "
+        "device; only KV blocks can be offloaded (--kv-offloading-size)\n"
+    )

@@ -80,7 +80,7 @@ def test_a_format_that_is_the_checkpoints_is_accepted(option, config, is_gguf):
     ("option", "config", "message"),
     [
         ("gptq", {"quantization_config": {"quant_method": "awq"}}, "the checkpoint, which is quantized with 'awq'"),
-        ("awq", {}, "this one is not quantized; leave it out, or let int8 or int4 quantize the weights"),
+        ("awq", {}, "this one is not quantized; leave it out, or let int8, int4 or fp8 quantize the weights"),
         ("gguf", {}, "this one is not quantized"),
         ("quark", {}, "quantization='quark' is not supported by Quire yet; supported: int8, int4, "),
     ],

@@ -14,11 +14,11 @@ import quire
 from quire.config import GROUPS, OPTIONS, ServerConfig, canonical_name
 from quire.messages.sampling_params import SamplingParams
 from quire.options.vllm import (
-    FOREIGN,
+    FIELD_FLAGS,
+    IMPLIED,
     NO_EFFECT,
     NOT_SUPPORTED,
     RETIRED,
-    SPECULATIVE_FLAGS,
     SPECULATIVE_NO_EFFECT,
     SPECULATIVE_NOT_SUPPORTED,
     UNSUPPORTED_VALUES,
@@ -44,9 +44,10 @@ def item(head: str, names: Iterable[str]) -> str:
 def not_supported() -> list[str]:
     groups: dict[str, list[str]] = {}
     for name, foreign in NOT_SUPPORTED.items():
-        accepted = " or ".join(f"`{json.dumps(value)}`" for value in foreign.accepted or ())
-        groups.setdefault(f"accepted at {accepted}: " if accepted else "never accepted: ", []).append(flag(name))
-    return [item(head, sorted(names)) for head, names in sorted(groups.items())]
+        values = [json.dumps(value) for value in foreign.accepted or () if value is not False]
+        shown = flag(name) + (f" ({' or '.join(f'`{value}`' for value in values)})" if values else "")
+        groups.setdefault(f"{foreign.reason}: ", []).append(shown)
+    return [item(head, sorted(names)) for head, names in sorted(groups.items(), key=lambda group: group[0].lower())]
 
 
 def no_effect() -> list[str]:
@@ -81,11 +82,19 @@ def values_not_supported() -> list[str]:
     ]
 
 
-def speculative_flags() -> list[str]:
+def flags_of_fields() -> list[str]:
     groups: dict[str, list[str]] = {}
-    for name, field in SPECULATIVE_FLAGS.items():
-        groups.setdefault(field, []).append(flag(name))
-    return [item(f"`{field}`: ", names) for field, names in groups.items()]
+    for name, (option, field) in FIELD_FLAGS.items():
+        groups.setdefault(f"`{field}` of {flag(option)}", []).append(flag(name))
+    return [item(f"{field}: ", names) for field, names in groups.items()]
+
+
+def implied() -> list[str]:
+    return [
+        item(f"{flag(name)} {json.dumps(value)}: ", [f"{flag(o)} {json.dumps(v)}" for o, v in options.items()])
+        for name, values in IMPLIED.items()
+        for value, options in values.items()
+    ]
 
 
 def speculative_fields() -> list[str]:
@@ -115,7 +124,8 @@ SECTIONS = {
     "retired": retired,
     "spellings": spellings,
     "values not supported": values_not_supported,
-    "speculative flags": speculative_flags,
+    "flags of fields": flags_of_fields,
+    "implied": implied,
     "speculative fields": speculative_fields,
     "refused fields": refused_fields,
     "fields without effect": fields_without_effect,
@@ -164,8 +174,9 @@ def test_other_defaults_are_those_of_the_code():
 def test_options_with_other_meanings_and_of_quires_own_are_declared():
     for cells in (*rows("Other meanings"), *rows("Options that vLLM does not have")):
         for name in flags_in(cells[0]):
-            assert name in DECLARED or name == "log_level", name
-            assert name not in FOREIGN, name
+            assert name in DECLARED or name in ("log_level", "compilation_config"), name
+            assert name not in NOT_SUPPORTED, name
+            assert name not in NO_EFFECT, name
 
 
 def test_endpoints_that_are_said_to_be_absent_are():

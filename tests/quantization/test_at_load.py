@@ -1,4 +1,4 @@
-"""--quantization int8 and int4: dense weights quantized when they are loaded."""
+"""--quantization int8, int4 and fp8: dense weights quantized when they are loaded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.config import ConfigError
 from quire.layers.experts import SeparateExperts
 from quire.layers.linear import DenseWeight
 from quire.ops.reference.quantized import QuantizedMatrix
@@ -113,3 +114,27 @@ def test_answers_do_not_depend_on_the_batch(checkpoints):
 def test_dummy_weights_are_quantized(tmp_path):
     llm = make_llm(write_checkpoint(tmp_path), load_format="dummy", quantization="int4")
     assert len(generate(llm, ["a"])[0].outputs[0].token_ids) == 64
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa2-tied-llama3", "qwen3_moe"])
+def test_fp8_rounds_each_output_to_float8(checkpoints, variant):
+    path = checkpoints.path(variant)
+    dense, made = (weights_of(path, dtype="bfloat16", quantization=option) for option in (None, "fp8"))
+    for plain, quantized in zip(dense.layers, made.layers, strict=True):
+        wanted, got = (layer.mixer.qkv.weight.dense().float() for layer in (plain, quantized))
+        assert isinstance(quantized.mixer.qkv.weight, QuantizedWeight)
+        steps = wanted.abs().amax(1, keepdim=True) / 448  # of the scale; float8 has three bits behind the first
+        assert not torch.equal(got, wanted)
+        assert ((got - wanted).abs() <= wanted.abs() / 15 + steps).all()
+        if variant == "qwen3_moe":
+            assert isinstance(quantized.mlp.gate_up, SeparateExperts)
+
+
+def test_fp8_generates_like_the_dense_model_and_keeps_the_format_of_an_fp8_checkpoint(checkpoints, tmp_path):
+    path = checkpoints.path("llama")
+    wanted = teacher_forced_logits(make_llm(path), [5, 6, 7, 8, 9])
+    made = teacher_forced_logits(make_llm(path, quantization="fp8"), [5, 6, 7, 8, 9])
+    assert 0 < (made - wanted).abs().mean() < 0.1 * wanted.std()
+    gguf = write_gguf(path, tmp_path / "model.gguf", "BF16")
+    with pytest.raises(ConfigError, match="quantized with 'gguf'"):
+        make_llm(gguf, quantization="fp8")

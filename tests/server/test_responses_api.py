@@ -575,7 +575,10 @@ VLLMS_FIELDS = """background include input instructions max_output_tokens max_to
     parallel_tool_calls previous_response_id prompt reasoning service_tier store stream temperature text tool_choice
     tools top_logprobs top_p top_k truncation user skip_special_tokens include_stop_str_in_output prompt_cache_key
     request_id mm_processor_kwargs priority cache_salt enable_response_messages previous_input_messages
-    previous_response structured_outputs repetition_penalty seed stop ignore_eos vllm_xargs"""
+    previous_response structured_outputs repetition_penalty seed stop ignore_eos vllm_xargs min_p
+    spaces_between_special_tokens presence_penalty frequency_penalty prompt_cache_options prompt_cache_retention
+    safety_identifier watermarking session_id media_io_kwargs mm_payload return_mm_kwargs stop_token_ids
+    kv_transfer_params ec_transfer_params chat_template_kwargs"""
 
 
 def test_every_field_of_vllms_is_read_or_refused_or_has_no_effect():

@@ -16,7 +16,8 @@ import torch
 import quire.attention.selection
 from quire.layers.step_inputs import StepSize
 from quire.messages.sampling_params import SamplingParams
-from quire.worker.graphs import CapturedForward
+from quire.options.kernels import KernelConfig
+from quire.worker.graphs import CapturedForward, graph_sizes
 from support.checkpoints import Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of
 from support.late_device import run_late
@@ -131,3 +132,15 @@ def test_sizes_are_kept_by_requests_and_tokens_for_each(checkpoints):
         "there is no graph for more than four requests of two tokens each"
     )
     assert forward.fit(StepSize(65, 2)) == StepSize(65, 2)
+
+
+def test_options_choose_the_sizes():
+    def tokens(**options):
+        sizes = graph_sizes(KernelConfig(**options), most_requests=32, most_tokens=512, most_per_request=2)
+        return {count: [size.tokens for size in of_count] for count, of_count in sizes.items()}
+
+    assert tokens()[1] == [1, 2, 4, 8, 16, 24, 32]
+    assert tokens()[0][-1] == 512
+    chosen = tokens(cudagraph_capture_sizes=[4, 1, 100, 1])
+    assert chosen == {1: [1, 4], 2: [4], 0: [1, 4, 100]}
+    assert tokens(max_cudagraph_capture_size=8) == {1: [1, 2, 4, 8], 2: [2, 4, 8], 0: []}
