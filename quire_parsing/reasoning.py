@@ -1,13 +1,17 @@
 """The formats of reasoning, which reasoning.toml lists, by the names that vLLM gives them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
+from quire_parsing.calls import Types
+from quire_parsing.channels import inkling, muse, muse_glimmer
 from quire_parsing.events import Content, Parser, Reasoning
 from quire_parsing.harmony import harmony
 from quire_parsing.reader import Parsing, Reader, Steps
 from quire_parsing.tables import formats
+from quire_parsing.values import parameter_types
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +22,9 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     closing: the text that ends thinking when its budget is used up; "" if it is end[0]
     implicit_ends: texts with which a tool call begins, and which end the thinking without its marker
     wrapper: markers around the answer, which are left out
+    kept: the thinking remains in the content, behind start[0]
+    sign: text by which a chat template tells the format, if it does not hold its markers as they are
+    is_suffixed: checkpoints may append a suffix to the names of their markers, as in <think:abc>
     needs_special_tokens: the markers are special tokens, which must not be left out of the text
     whole: reads whole answers, for a format in which reasoning and calls are one
     """
@@ -28,19 +35,27 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     closing: str = ""
     implicit_ends: tuple[str, ...] = ()
     wrapper: tuple[str, ...] = ()
+    kept: bool = False
+    sign: str = ""
+    is_suffixed: bool = False
     needs_special_tokens: bool = False
-    whole: Callable[[Reader], Steps[None]] | None = None
+    whole: Callable[[Reader, Types], Steps[None]] | None = None
 
     def is_open(self, prompt: str) -> bool:
         """Whether the answer to a prompt begins within thinking."""
         prompt = prompt.rstrip()
         if prompt.endswith(self.start):
             return True
-        return self.starts_inside and not prompt.endswith(self.end)
+        return self.starts_inside and not prompt.endswith((*self.end, *self.wrapper))
 
-    def make(self, is_open: bool) -> Parser:
-        """A parser of one answer, which begins within thinking or not."""
-        return Parsing(self.whole) if self.whole else Parsing(read_reasoning, self, is_open)
+    def make(self, is_open: bool, tools: Sequence[Mapping[str, Any]] = ()) -> Parser:
+        """A parser of one answer, which begins within thinking or not. tools: the definitions in the request"""
+        if self.whole is None:
+            return Parsing(read_reasoning, self, is_open)
+        parser = Parsing(self.whole, parameter_types(tools))
+        if is_open:
+            parser.feed(self.start[0])
+        return parser
 
 
 def read_reasoning(reader: Reader, format: ReasoningFormat, is_open: bool) -> Steps[None]:
@@ -50,16 +65,19 @@ def read_reasoning(reader: Reader, format: ReasoningFormat, is_open: bool) -> St
         if text:
             reader.events.append(event(text))
 
-    starts = tuple(space + start for space in ("", "\n", "\n\n", " ") for start in format.start)
+    if format.kept:
+        say(Content, format.start[0])
+        is_open = False
+    starts = () if format.kept else tuple(space + start for space in ("", "\n", "\n\n", " ") for start in format.start)
     start = yield from reader.before(starts, 0)
     if start:
         yield from reader.literal(start[1])
     if start or is_open:
         marker = yield from reader.until((*format.end, *format.implicit_ends), lambda text: say(Reasoning, text))
-        if marker in format.implicit_ends:
+        if marker in format.implicit_ends and marker not in format.wrapper:
             say(Content, marker)
     while (yield from reader.until(format.wrapper, lambda text: say(Content, text))):
         pass
 
 
-REASONING: dict[str, ReasoningFormat] = formats(__file__, ReasoningFormat, (harmony,))
+REASONING: dict[str, ReasoningFormat] = formats(__file__, ReasoningFormat, (harmony, inkling, muse, muse_glimmer))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-_ALL_TYPES = frozenset({*_TYPES.values(), "null"})
+ALL_TYPES = frozenset({*_TYPES.values(), "null"})
 STRING = frozenset({"string"})
 _PYTHON_TOKEN = re.compile(
     r"""'(?:[^'\\]|\\.)*+(?:'|\Z)|"(?:[^"\\]|\\.)*+(?:"|\Z)|[A-Za-z_]\w*|[()]|,(?=\s*[)\]}])""", re.DOTALL
@@ -14,6 +14,12 @@ _PYTHON_TOKEN = re.compile(
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]", ",": ""}
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
+
+
+class SchemaTypes(frozenset[str]):
+    """The JSON types that a schema allows. schema: itself, for formats that write the parts of a value one by one"""
+
+    schema: Any = None
 
 
 def json_text(value: Any) -> str:
@@ -33,7 +39,7 @@ def without_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, frozenset[str]]]:
+def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, SchemaTypes]]:
     """function → parameter → the JSON types that its schema allows.
 
     tools: the definitions of a request: {"type": "function", "function": {"name": ..., "parameters": {...}}}
@@ -43,7 +49,13 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, f
         function = tool.get("function", tool)
         properties = (function.get("parameters") or {}).get("properties")
         properties = properties if isinstance(properties, dict) else {}
-        types[function.get("name", "")] = {name: _types(schema) for name, schema in properties.items()}
+        types[function.get("name", "")] = {name: schema_types(schema) for name, schema in properties.items()}
+    return types
+
+
+def schema_types(schema: Any) -> SchemaTypes:
+    types = SchemaTypes(_types(schema))
+    types.schema = schema
     return types
 
 
@@ -68,7 +80,7 @@ def from_python(text: str) -> str:
 def _types(schema: Any, depth: int = 0) -> frozenset[str]:
     """The types that a schema allows: all of them if it does not say, or says nonsense."""
     if not isinstance(schema, dict) or depth > 8:
-        return _ALL_TYPES
+        return ALL_TYPES
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(options := schema.get(key), list) and options and "type" not in schema:
             return frozenset().union(*(_types(option, depth + 1) for option in options))
@@ -78,7 +90,7 @@ def _types(schema: Any, depth: int = 0) -> frozenset[str]:
     inferred += ["object"] * ("properties" in schema) + ["array"] * ("items" in schema)
     declared = schema.get("type")
     declared = [declared] if isinstance(declared, str) else declared
-    return _ALL_TYPES.intersection(map(str, declared if isinstance(declared, list) else inferred)) or _ALL_TYPES
+    return ALL_TYPES.intersection(map(str, declared if isinstance(declared, list) else inferred)) or ALL_TYPES
 
 
 def _convert(match: re.Match[str]) -> str:

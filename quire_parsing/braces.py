@@ -1,0 +1,89 @@
+"""Calls whose arguments have a notation of their own: f{city:<escape>Paris<escape>,days:3,on:{hours:[1,2]}}."""
+
+from collections.abc import Mapping
+
+from quire_parsing.calls import LONGEST_HEADER, ToolFormat, Types, call_header
+from quire_parsing.reader import Reader, Steps
+from quire_parsing.values import ALL_TYPES, json_text, typed
+
+_CLOSERS = {"{": "}", "(": ")", "[": "]"}
+_JSON = {"(": "{", ")": "}"}
+
+
+def braced_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
+    """Reads a header with the name, and an object with bare keys, and with format.quote around strings."""
+    header = yield from call_header(reader, format, "{", "(")
+    if header is None:
+        return
+    reader.call(header["name"])
+    if (yield from reader.space()) not in _CLOSERS:
+        return reader.arguments("{}")
+    parameters = types.get(header["name"], {})
+    closers = ""  # of the objects and lists that are open
+    separator = ""
+    while (char := (yield from reader.space())) and not (yield from reader.before(format.end, 0)):
+        if closers and char == ",":
+            yield from reader.literal(char)
+        elif closers.endswith(char):
+            yield from reader.literal(char)
+            reader.arguments(_JSON.get(char, char))
+            closers = closers[:-1]
+            separator = ", "
+            if not closers:
+                return
+        else:
+            key = None
+            if closers[-1:] in ("}", ")"):
+                key = yield from _key(reader, format)
+                if key is None:
+                    return
+                separator += f"{json_text(key)}: "
+            reader.arguments(separator)
+            separator = ", "
+            char = yield from reader.space()
+            if char and char in _CLOSERS:
+                yield from reader.literal(char)
+                reader.arguments(_JSON.get(char, char))
+                closers += _CLOSERS[char]
+                separator = ""
+            elif not (yield from _value(reader, format, _types(key, parameters) if len(closers) == 1 else ALL_TYPES)):
+                return
+
+
+def _key(reader: Reader, format: ToolFormat) -> Steps[str | None]:
+    found = yield from reader.before((":", *format.end), LONGEST_HEADER)
+    if found is None or not (yield from reader.literal(":")):
+        return None
+    return found[0].strip().removeprefix(format.quote).removesuffix(format.quote)
+
+
+def _types(key: str | None, parameters: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    return parameters.get(key, ALL_TYPES) if key is not None else ALL_TYPES
+
+
+def _value(reader: Reader, format: ToolFormat, types: frozenset[str]) -> Steps[bool]:
+    """Reads a string or a word. Whether it is complete. A string passes as it arrives, unless the schema demands that
+    it is something else."""
+    if not (yield from reader.literal(format.quote)):
+        found = yield from reader.before((",", "}", "]", ")", *format.end), LONGEST_HEADER)
+        if found is None:
+            yield from reader.until(format.end, reader.arguments)
+            return False
+        reader.arguments(typed(found[0].strip(), types))
+        return True
+    pieces: list[str] = []
+    is_string = "string" in types
+    reader.arguments('"' * is_string)
+
+    def say(text: str) -> None:
+        if is_string:
+            reader.arguments(json_text(text)[1:-1])
+        else:
+            pieces.append(text)
+
+    is_complete = bool((yield from reader.until((format.quote,), say)))
+    text = "".join(pieces)
+    if is_complete:
+        text = '"' if is_string else typed(text, types)
+    reader.arguments(text)
+    return is_complete
