@@ -1,7 +1,5 @@
 """Calls whose arguments have a notation of their own: f{city:<escape>Paris<escape>,days:3,on:{hours:[1,2]}}."""
 
-from collections.abc import Mapping
-
 from quire_parsing.calls import LONGEST_HEADER, ToolFormat, Types, call_header
 from quire_parsing.reader import Reader, Steps
 from quire_parsing.values import ALL_TYPES, json_text, typed
@@ -31,6 +29,8 @@ def braced_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]
             separator = ", "
             if not closers:
                 return
+        elif char in ")]}":
+            return  # it closes something else
         else:
             key = None
             if closers[-1:] in ("}", ")"):
@@ -46,8 +46,10 @@ def braced_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]
                 reader.arguments(_JSON.get(char, char))
                 closers += _CLOSERS[char]
                 separator = ""
-            elif not (yield from _value(reader, format, _types(key, parameters) if len(closers) == 1 else ALL_TYPES)):
-                return
+            else:
+                allowed = parameters.get(key, ALL_TYPES) if key is not None and len(closers) == 1 else ALL_TYPES
+                if not (yield from _value(reader, format, closers[-1], allowed)):
+                    return
 
 
 def _key(reader: Reader, format: ToolFormat) -> Steps[str | None]:
@@ -57,15 +59,11 @@ def _key(reader: Reader, format: ToolFormat) -> Steps[str | None]:
     return found[0].strip().removeprefix(format.quote).removesuffix(format.quote)
 
 
-def _types(key: str | None, parameters: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    return parameters.get(key, ALL_TYPES) if key is not None else ALL_TYPES
-
-
-def _value(reader: Reader, format: ToolFormat, types: frozenset[str]) -> Steps[bool]:
+def _value(reader: Reader, format: ToolFormat, closer: str, types: frozenset[str]) -> Steps[bool]:
     """Reads a string or a word. Whether it is complete. A string passes as it arrives, unless the schema demands that
     it is something else."""
     if not (yield from reader.literal(format.quote)):
-        found = yield from reader.before((",", "}", "]", ")", *format.end), LONGEST_HEADER)
+        found = yield from reader.before((",", "}", "]", closer, *format.end), LONGEST_HEADER)
         if found is None:
             yield from reader.until(format.end, reader.arguments)
             return False
