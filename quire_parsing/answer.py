@@ -27,7 +27,7 @@ def answer_parser(
     """
     thinking = REASONING[reasoning] if reasoning else None
     calls = TOOLS[tools] if tools and tool_choice == "auto" else None
-    parsers = [thinking.make(starts_in_thinking, definitions)] if thinking else []
+    parsers = [thinking.make(starts_in_thinking, tools=definitions)] if thinking else []
     if tool_choice not in ("auto", "none"):
         parsers.append(forced_calls(tool_choice))
     elif calls and not (calls.whole and thinking and thinking.whole):

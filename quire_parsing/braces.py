@@ -1,16 +1,20 @@
 """Calls whose arguments have a notation of their own: f{city:<escape>Paris<escape>,days:3,on:{hours:[1,2]}}."""
 
-from quire_parsing.calls import LONGEST_HEADER, ToolFormat, Types, call_header
-from quire_parsing.reader import Reader, Steps
-from quire_parsing.values import ALL_TYPES, json_text, typed
+import re
 
+from quire_parsing.calls import ToolFormat, Types
+from quire_parsing.reader import Reader, Steps
+from quire_parsing.values import ALL_TYPES, in_json, json_text, typed
+
+_LONGEST_HEADER = 300  # characters of names, keys and words
 _CLOSERS = {"{": "}", "(": ")", "[": "]"}
 _JSON = {"(": "{", ")": "}"}
 
 
 def braced_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     """Reads a header with the name, and an object with bare keys, and with format.quote around strings."""
-    header = yield from call_header(reader, format, "{", "(")
+    found = yield from reader.before(("{", "(", *format.end), _LONGEST_HEADER)
+    header = re.fullmatch(format.header, found[0].strip()) if found else None
     if header is None:
         return
     reader.call(header["name"])
@@ -53,7 +57,7 @@ def braced_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]
 
 
 def _key(reader: Reader, format: ToolFormat) -> Steps[str | None]:
-    found = yield from reader.before((":", *format.end), LONGEST_HEADER)
+    found = yield from reader.before((":", *format.end), _LONGEST_HEADER)
     if found is None or not (yield from reader.literal(":")):
         return None
     return found[0].strip().removeprefix(format.quote).removesuffix(format.quote)
@@ -63,7 +67,7 @@ def _value(reader: Reader, format: ToolFormat, closer: str, types: frozenset[str
     """Reads a string or a word. Whether it is complete. A string passes as it arrives, unless the schema demands that
     it is something else."""
     if not (yield from reader.literal(format.quote)):
-        found = yield from reader.before((",", "}", "]", closer, *format.end), LONGEST_HEADER)
+        found = yield from reader.before((",", "}", "]", closer, *format.end), _LONGEST_HEADER)
         if found is None:
             yield from reader.until(format.end, reader.arguments)
             return False
@@ -75,7 +79,7 @@ def _value(reader: Reader, format: ToolFormat, closer: str, types: frozenset[str
 
     def say(text: str) -> None:
         if is_string:
-            reader.arguments(json_text(text)[1:-1])
+            reader.arguments(in_json(text))
         else:
             pieces.append(text)
 

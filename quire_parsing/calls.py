@@ -8,23 +8,13 @@ import msgspec
 
 from quire_parsing.events import Parser
 from quire_parsing.reader import Parsing, Reader, Steps
-from quire_parsing.values import (
-    ALL_TYPES,
-    STRING,
-    from_python,
-    json_text,
-    parameter_types,
-    parsed,
-    typed,
-    without_surrogates,
-)
+from quire_parsing.values import STRING, from_python, json_text, parameter_types, parsed, typed, without_surrogates
 
 Types = Mapping[str, Mapping[str, frozenset[str]]]  # function → parameter → the JSON types that it may have
 
-LONGEST_HEADER = 300  # characters
-_DECLARED = {"true": STRING, **{kind: frozenset({kind}) for kind in ALL_TYPES}}  # types that the model itself writes
-_CDATA = "<![CDATA["
-_ENTITIES = {"&lt;": "<", "&gt;": ">", "&quot;": '"', "&apos;": "'", "&amp;": "&"}
+_LONGEST_HEADER = 300  # characters
+_KEY = re.compile(r'\s*([^"<]*)(?:"\s+string="(\w+))?')  # city</arg_key>, or city" string="true
+_ARGUMENTS_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("type", "id")
 
 
@@ -36,15 +26,16 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     body: reads a call, from behind the `begin` marker
     header: for some bodies, what stands between the marker and the arguments: a pattern with the groups "name" and "id"
     parameter: for the body `tagged`: the marker before a parameter's name, those behind it, those behind the value
-    key: for the body `tagged`: what is between those markers: a pattern with the group "name", and "type" if the model
-        writes the type of the value. escaped: its values have XML's entities
-    names, arguments: for JSON: the keys of a call's name and arguments. Without names, a call is {name: arguments}
-    quote: for the body `braced`: the marker before and behind strings
-    wrapper: markers around the answer, which are left out
     sign: text by which a chat template tells the format, if there are no markers, or if others have the same
-    is_suffixed: checkpoints may append a suffix to the names of their markers, as in <tool_call:abc>
     needs_special_tokens: the markers may be special tokens, which must not be left out of the text
     whole: reads whole answers in place of `read_calls`, for a format in which reasoning and calls are one
+    names, arguments: for JSON: the keys of a call's name and arguments. Without names, a call is {name: arguments}
+    key: for the body `annotated_call`: what follows the marker before a parameter: a pattern with the group "name", and
+        "type" if the model writes the type of the value
+    is_escaped: for the body `annotated_call`: XML's entities stand for characters of values
+    quote: for the body `braced_call`: the marker before and behind strings
+    noise: special tokens that are not content
+    is_suffixed: checkpoints may append a suffix to the names of their markers, as in <tool_call:abc>
     """
 
     body: "Callable[[Reader, ToolFormat, Types], Steps[None]] | None" = None
@@ -54,16 +45,16 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     bare: str = ""
     header: str = ""
     parameter: tuple[str, tuple[str, ...], tuple[str, ...]] = ("", (), ())
-    key: str = r'\s*(?P<name>[^"<]*)(?:"\s+string="(?P<type>\w+))?'  # city</arg_key>, or city" string="true
-    escaped: bool = False
-    names: tuple[str, ...] = ("name",)
-    arguments: tuple[str, ...] = ("arguments", "parameters")
-    quote: str = ""
-    wrapper: tuple[str, ...] = ()
     sign: str = ""
-    is_suffixed: bool = False
     needs_special_tokens: bool = True
     whole: Callable[[Reader, Types], Steps[None]] | None = None
+    names: tuple[str, ...] = ("name",)
+    arguments: tuple[str, ...] = _ARGUMENTS_KEYS
+    key: str = ""
+    is_escaped: bool = False
+    quote: str = ""
+    noise: tuple[str, ...] = ()
+    is_suffixed: bool = False
 
     def make(self, tools: Sequence[Mapping[str, Any]] = ()) -> Parser:
         """A parser of one answer. tools: the definitions in the request, whose types decide how some values are read"""
@@ -78,13 +69,12 @@ def read_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     if char and char in format.bare and format.body:
         yield from format.body(reader, format, types)
     while True:
-        ends = format.end if reader.num_calls and not reader.is_attempt else ()
+        ends = (*(format.end if reader.num_calls and not reader.is_attempt else ()), *format.noise)
         reader.give_up()
-        left_out = (*ends, *format.wrapper)
-        marker = yield from reader.until((*format.begin, *format.sections, *left_out), reader.content)
+        marker = yield from reader.until((*format.begin, *format.sections, *ends), reader.content)
         if marker is None:
             return reader.end()
-        if marker not in left_out:
+        if marker not in ends:
             reader.hold(reader.unread(marker) if marker[-1] in format.bare else marker, marker in format.begin)
         if reader.is_attempt and format.body:
             yield from format.body(reader, format, types)
@@ -96,7 +86,7 @@ def json_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     from other JSON by their keys."""
     char = yield from reader.space()
     if format.header and char not in ("[", "{"):
-        if header := (yield from call_header(reader, format, "{")):
+        if header := (yield from _header(reader, format, "{")):
             reader.call(header["name"], header.groupdict().get("id"))
             if (yield from reader.space()):
                 yield from _arguments(reader, reader.arguments)
@@ -130,10 +120,10 @@ def _json_call(reader: Reader, format: ToolFormat) -> Steps[bool]:
             return False
         yield from reader.space()
         if not format.names:
-            is_complete = _is_name(key)
-            if is_complete:
-                reader.call(key)
-                is_complete = yield from _arguments(reader, reader.arguments)
+            if not _is_name(key):
+                return False
+            reader.call(key)
+            is_complete = yield from _arguments(reader, reader.arguments)
         elif key in format.arguments and num_calls == reader.num_calls:
             if name:
                 reader.call(name)
@@ -175,7 +165,7 @@ def _arguments(reader: Reader, say: Callable[[str], None]) -> Steps[bool]:
 def tagged_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     """Reads a header with the name, and parameters between tags: <parameter=city>Paris</parameter>."""
     opening, key_ends, value_ends = format.parameter
-    header = yield from call_header(reader, format, opening)
+    header = yield from _header(reader, format, opening)
     if header is None:
         return
     reader.call(header["name"])
@@ -186,56 +176,26 @@ def tagged_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]
             marker = yield from reader.until((opening, *format.end), reader.content)
         elif not marker.endswith(opening):
             return reader.arguments("{}" if separator == "{" else "}")
-        elif found := (yield from reader.before(key_ends, LONGEST_HEADER)):
+        elif found := (yield from reader.before(key_ends, _LONGEST_HEADER)):
             yield from reader.literal(found[1])
-            key, kind = _key(found[0], format)
+            key, is_string = _KEY.findall(found[0])[0]
             reader.arguments(f"{separator}{json_text(key)}: ")
             separator = ", "
-            allowed = _DECLARED.get(kind) or types.get(header["name"], {}).get(key, STRING)
-            is_cdata = found[1].endswith(_CDATA)
-            ends = tuple(f"]]>{end}" for end in value_ends) if is_cdata else value_ends
-            marker = yield from tagged_value(reader, allowed, ends, format.escaped and not is_cdata)
+            allowed = STRING if is_string == "true" else types.get(header["name"], {}).get(key, STRING)
+            marker = yield from _tagged_value(reader, allowed, value_ends)
         else:
             reader.content(marker)
             marker = ""
 
 
-def wrapped_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
-    """Reads JSON or parameters between tags, whichever the model wrote."""
-    body = json_calls if (yield from reader.space()) in ("{", "[") else tagged_call
-    yield from body(reader, format, types)
-
-
-def _key(text: str, format: ToolFormat) -> tuple[str, str]:
-    """(name of a parameter, the type of its value if the model wrote one)"""
-    found = re.match(format.key, text)
-    groups = found.groupdict() if found else {}
-    return _unescaped(groups.get("name") or ""), (groups.get("type") or "")
-
-
-def _unescaped(text: str) -> str:
-    for entity, character in _ENTITIES.items():
-        text = text.replace(entity, character)
-    return text
-
-
-def tagged_value(
-    reader: Reader, types: frozenset[str], ends: tuple[str, ...], is_escaped: bool = False
-) -> Steps[str | None]:
+def _tagged_value(reader: Reader, types: frozenset[str], ends: tuple[str, ...]) -> Steps[str | None]:
     """Reads a value up to a marker, which is returned. A string is told as it arrives, other values whole."""
     pieces: list[str] = []
     is_string = types == STRING
-    entities = tuple(_ENTITIES) if is_escaped else ()
     reader.arguments('"' * is_string)
-
-    def say(text: str) -> None:
-        if is_string:
-            reader.arguments(json_text(text)[1:-1])
-        else:
-            pieces.append(text)
-
-    while (marker := (yield from reader.until((*ends, *entities), say))) in entities:
-        say(_ENTITIES[marker])
+    marker = yield from reader.until(
+        ends, (lambda text: reader.arguments(json_text(text)[1:-1])) if is_string else pieces.append
+    )
     text = "".join(pieces)
     if marker:
         text = '"' if is_string else typed(text, types)
@@ -283,7 +243,7 @@ def _python_arguments(reader: Reader, name: str) -> Steps[bool]:
     return (yield from reader.literal(")"))
 
 
-def call_header(reader: Reader, format: ToolFormat, *openings: str) -> Steps[re.Match[str] | None]:
-    """Reads what stands between a call's marker and its arguments, which begin with one of the openings."""
-    found = yield from reader.before((*openings, *format.end), LONGEST_HEADER)
+def _header(reader: Reader, format: ToolFormat, opening: str) -> Steps[re.Match[str] | None]:
+    """Reads what stands between a call's marker and its arguments."""
+    found = yield from reader.before((opening, *format.end), _LONGEST_HEADER)
     return re.fullmatch(format.header, found[0].strip()) if found else None

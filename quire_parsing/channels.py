@@ -9,7 +9,7 @@ Inkling: <|content_thinking|>...<|end_message|><|message_model|><|content_invoke
 from collections.abc import Callable, Mapping
 
 from quire_parsing.calls import ToolFormat, Types, json_calls, tagged_call
-from quire_parsing.events import Reasoning
+from quire_parsing.events import Content, Reasoning
 from quire_parsing.reader import Reader, Steps
 
 _MUSE_ENDS = ("<|eom|>", "<|eot|>", "<|start|>assistant")
@@ -70,6 +70,14 @@ def inkling(reader: Reader, types: Types) -> Steps[None]:
             say = _thinking(reader)
         marker = yield from reader.until((_INKLING_MESSAGE, *_INKLING_KINDS, *_INKLING_ENDS), say)
     reader.end()
+
+
+def kept_thinking(reader: Reader, types: Types) -> Steps[None]:
+    """Reads an answer whose thinking stays in the content, with the marker at its beginning, which may be missing."""
+    yield from reader.literal("<think>")
+    reader.events.append(Content("<think>"))
+    while (yield from reader.until((), reader.content)):
+        pass
 
 
 def _muse(reader: Reader, types: Types, channels: Mapping[str, Callable[[str], None]]) -> Steps[None]:

@@ -1,12 +1,14 @@
 """Calls whose arguments are elements: <f><city>Paris</city><days><item>1</item><item>2</item></days></f>."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_parsing.calls import LONGEST_HEADER, ToolFormat, Types, call_header, tagged_value
+from quire_parsing.calls import ToolFormat, Types
 from quire_parsing.reader import Reader, Steps
-from quire_parsing.values import ALL_TYPES, STRING, SchemaTypes, json_text, schema_types, typed
+from quire_parsing.values import ALL_TYPES, STRING, SchemaTypes, in_json, json_text, schema_types, typed
 
+_LONGEST_TAG = 300  # characters
 _DEEPEST = 64
 _TEXT = "$text"  # the key of text beside elements
 
@@ -22,7 +24,8 @@ def element_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None
     """Reads a header with the name, and an element for each parameter. Elements in it are the items of a list or the
     properties of an object, as the parameter's schema says. format.parameter has the beginnings of tags."""
     opening, [closing], _ = format.parameter
-    header = yield from call_header(reader, format, opening)
+    found = yield from reader.before((opening, *format.end), _LONGEST_TAG)
+    header = re.fullmatch(format.header, found[0].strip()) if found else None
     if header is None:
         return
     reader.call(header["name"])
@@ -47,10 +50,11 @@ def element_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None
         name = tag
         allowed = parameters.get(name)
         if allowed == STRING and not values:
-            reader.arguments(f"{separator}{json_text(name)}: ")
+            reader.arguments(f'{separator}{json_text(name)}: "')
             separator = ", "
-            if not (yield from tagged_value(reader, STRING, (f"{closing}{name}>",))):
+            if not (yield from reader.until((f"{closing}{name}>",), lambda text: reader.arguments(in_json(text)))):
                 break
+            reader.arguments('"')
         else:
             element = yield from _element(reader, name, opening, closing)
             if element is None:
@@ -82,7 +86,7 @@ def _element(reader: Reader, name: str, opening: str, closing: str) -> Steps[_El
 
 def _tag(reader: Reader) -> Steps[str | None]:
     """Reads the name of a tag, up to its end."""
-    found = yield from reader.before((">",), LONGEST_HEADER)
+    found = yield from reader.before((">",), _LONGEST_TAG)
     return found[0] if found and (yield from reader.literal(">")) else None
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from quire_parsing.calls import Types
-from quire_parsing.channels import inkling, muse, muse_glimmer
+from quire_parsing.channels import inkling, kept_thinking, muse, muse_glimmer
 from quire_parsing.events import Content, Parser, Reasoning
 from quire_parsing.harmony import harmony
 from quire_parsing.reader import Parsing, Reader, Steps
@@ -22,11 +22,10 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     closing: the text that ends thinking when its budget is used up; "" if it is end[0]
     implicit_ends: texts with which a tool call begins, and which end the thinking without its marker
     wrapper: markers around the answer, which are left out
-    kept: the thinking remains in the content, behind start[0]
-    sign: text by which a chat template tells the format, if it does not hold its markers as they are
-    is_suffixed: checkpoints may append a suffix to the names of their markers, as in <think:abc>
     needs_special_tokens: the markers are special tokens, which must not be left out of the text
     whole: reads whole answers, for a format in which reasoning and calls are one
+    sign: text by which a chat template tells the format, if it does not hold its markers as they are
+    is_suffixed: checkpoints may append a suffix to the names of their markers, as in <think:abc>
     """
 
     start: tuple[str, ...] = ("<think>",)
@@ -35,27 +34,25 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     closing: str = ""
     implicit_ends: tuple[str, ...] = ()
     wrapper: tuple[str, ...] = ()
-    kept: bool = False
-    sign: str = ""
-    is_suffixed: bool = False
     needs_special_tokens: bool = False
     whole: Callable[[Reader, Types], Steps[None]] | None = None
+    sign: str = ""
+    is_suffixed: bool = False
 
     def is_open(self, prompt: str) -> bool:
         """Whether the answer to a prompt begins within thinking."""
         prompt = prompt.rstrip()
         if prompt.endswith(self.start):
             return True
-        return self.starts_inside and not prompt.endswith((*self.end, *self.wrapper))
+        return self.starts_inside and not prompt.endswith(self.end)
 
     def make(self, is_open: bool, tools: Sequence[Mapping[str, Any]] = ()) -> Parser:
         """A parser of one answer, which begins within thinking or not. tools: the definitions in the request"""
-        if self.whole is None:
-            return Parsing(read_reasoning, self, is_open)
-        parser = Parsing(self.whole, parameter_types(tools))
-        if is_open:
-            parser.feed(self.start[0])
-        return parser
+        if self.whole:
+            parser = Parsing(self.whole, parameter_types(tools))
+            parser.feed(self.start[0] if is_open else "")
+            return parser
+        return Parsing(read_reasoning, self, is_open)
 
 
 def read_reasoning(reader: Reader, format: ReasoningFormat, is_open: bool) -> Steps[None]:
@@ -65,19 +62,17 @@ def read_reasoning(reader: Reader, format: ReasoningFormat, is_open: bool) -> St
         if text:
             reader.events.append(event(text))
 
-    if format.kept:
-        say(Content, format.start[0])
-        is_open = False
-    starts = () if format.kept else tuple(space + start for space in ("", "\n", "\n\n", " ") for start in format.start)
+    starts = tuple(space + start for space in ("", "\n", "\n\n", " ") for start in format.start)
     start = yield from reader.before(starts, 0)
     if start:
         yield from reader.literal(start[1])
     if start or is_open:
         marker = yield from reader.until((*format.end, *format.implicit_ends), lambda text: say(Reasoning, text))
-        if marker in format.implicit_ends and marker not in format.wrapper:
+        if marker in format.implicit_ends:
             say(Content, marker)
     while (yield from reader.until(format.wrapper, lambda text: say(Content, text))):
         pass
 
 
-REASONING: dict[str, ReasoningFormat] = formats(__file__, ReasoningFormat, (harmony, inkling, muse, muse_glimmer))
+_WHOLE = (harmony, inkling, kept_thinking, muse, muse_glimmer)
+REASONING: dict[str, ReasoningFormat] = formats(__file__, ReasoningFormat, _WHOLE)

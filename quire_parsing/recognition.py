@@ -20,7 +20,7 @@ def recognized(chat_template: str) -> tuple[str | None, str | None]:
     reasoning = {
         name: (format.sign,) if format.sign else (format.end[0], *format.wrapper)
         for name, format in REASONING.items()
-        if not format.kept and (not format.starts_inside or name == tool)
+        if not format.starts_inside or name == tool
     }
     return _best(reasoning, chat_template, tool), tool
 

@@ -26,6 +26,11 @@ def json_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def in_json(text: str) -> str:
+    """The text, or a part of it, as it is between the quotes of a JSON string."""
+    return json_text(text)[1:-1]
+
+
 def parsed(text: str) -> Any:
     """The value of a JSON text. None if it is null, not JSON, or nested too deeply."""
     try:

@@ -50,7 +50,7 @@ def test_any_split_of_a_broken_answer_gives_the_same_events(name: str):
         assert parsed([generator.randrange(len(text) + 1) for _ in range(3)]) == whole
 
 
-@pytest.mark.parametrize("name", sorted({name for name in _NAMES if not TOOLS[name].whole and not TOOLS[name].wrapper}))
+@pytest.mark.parametrize("name", sorted({name for name in _NAMES if not TOOLS[name].whole and not TOOLS[name].noise}))
 def test_text_without_a_call_is_content_as_it_is(name: str):
     generator = random.Random(name)
     for _ in range(90):

@@ -37,7 +37,7 @@ NEWER = [
     ),
     Sample(
         "hy_v4",
-        "<tool_calls><tool_call>edit_file<arg_key>text</arg_key><arg_value>a <tool_call> \\ \"b\"\n</arg_value><arg_key>"
+        '<tool_calls><tool_call>edit_file<arg_key>text</arg_key><arg_value>a <tool_call> \\ "b"\n</arg_value><arg_key>'
         f"options</arg_key><arg_value>{_OPTIONS_JSON}</arg_value></tool_call></tool_calls>",
         [("edit_file", {"text": 'a <tool_call> \\ "b"\n', "options": _NESTED["options"]})],
     ),
