@@ -9,7 +9,7 @@ Inkling: <|content_thinking|>...<|end_message|><|message_model|><|content_invoke
 from collections.abc import Callable, Mapping
 
 from quire_parsing.calls import ToolFormat, Types, json_calls, tagged_call
-from quire_parsing.events import Content, Reasoning
+from quire_parsing.events import Reasoning
 from quire_parsing.reader import Reader, Steps
 
 _MUSE_ENDS = ("<|eom|>", "<|eot|>", "<|start|>assistant")
@@ -75,9 +75,10 @@ def inkling(reader: Reader, types: Types) -> Steps[None]:
 def kept_thinking(reader: Reader, types: Types) -> Steps[None]:
     """Reads an answer whose thinking stays in the content, with the marker at its beginning, which may be missing."""
     yield from reader.literal("<think>")
-    reader.events.append(Content("<think>"))
+    reader.hold("<think>", False)
     while (yield from reader.until((), reader.content)):
         pass
+    reader.end()
 
 
 def _muse(reader: Reader, types: Types, channels: Mapping[str, Callable[[str], None]]) -> Steps[None]:

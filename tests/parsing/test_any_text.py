@@ -82,6 +82,14 @@ def test_text_without_a_call_is_content_as_it_is(name: str):
         ("pythonic", "", "[f("),
         ("mistral", "", "[TOOL_CALLS]f"),
         ("kimi_k2", "", "<|tool_call_begin|>"),
+        ("gemma4", "<|tool_call>call:f{a:", "{a:["),
+        ("gemma4", '<|tool_call>call:f{a:[<|"|>', "<|"),
+        ("gemma4", "<|tool_call>call:f{", "a:1,"),
+        ("minimax_m3", ']<]minimax[>[<invoke name="f">', "]<]minimax[>[<a>x"),
+        ("minimax_m3", ']<]minimax[>[<invoke name="f">', "]<]minimax[>[<a>x]<]minimax[>[</a>"),
+        ("minicpm5", '<function name="f"><param name="a">', "&lt"),
+        ("muse", " to=self<|message|>", " to=x"),
+        ("inkling", "", "<|message_model|>f"),
     ],
 )
 def test_long_texts_take_time_in_proportion_to_their_length(name: str, beginning: str, repeated: str):

@@ -14,8 +14,10 @@ NEWER = [
     Sample("step5", "<tool_call><function=now></function></tool_call>", [NOW]),
     Sample(
         "deepseek_v41",
-        'I look.\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="get_weather">\n<｜DSML｜ parameter name="city" string="true">Paris'
-        '</｜DSML｜ parameter>\n<｜DSML｜ parameter name="days" string="false">3</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
+        'I look.\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="get_weather">'
+        '\n<｜DSML｜ parameter name="city" string="true">Paris'
+        '</｜DSML｜ parameter>\n<｜DSML｜ parameter name="days" string="false">'
+        "3</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n"
         '<｜DSML｜ invoke name="now">\n</｜DSML｜ invoke>\n</｜DSML｜ calls>',
         [_THREE_DAYS, NOW],
         "I look.\n\n",
@@ -29,7 +31,8 @@ NEWER = [
     ),
     Sample(
         "hy_v3",
-        "I look.\n<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "I look.\n<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>"
+        "\n<arg_value>Paris</arg_value>\n"
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now<tool_sep>\n</tool_call>\n"
         "</tool_calls>\nDone.",
         [_THREE_DAYS, NOW],
@@ -57,7 +60,8 @@ NEWER = [
     Sample("apertus", "<|tools_prefix|>[1, 2]<|tools_suffix|>", [], "<|tools_prefix|>[1, 2]<|tools_suffix|>"),
     Sample(
         "cohere_command3",
-        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Paris"}},\n    '
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", '
+        '"parameters": {"city": "Paris"}},\n    '
         f'{{"tool_call_id": "1", "tool_name": "edit_file", "parameters": {_NESTED_JSON}}}\n]<|END_ACTION|>',
         [PARIS, ("edit_file", _NESTED)],
     ),
@@ -107,7 +111,8 @@ NEWER = [
     ),
     Sample(
         "gemma4",
-        '<|tool_call>call:edit_file{text:<|"|>{"a": [1]}, <tool_call|>\n<|"|>,options:{a:[1,{b:null}],c:{},<|"|>d<|"|>: '
+        '<|tool_call>call:edit_file{text:<|"|>{"a": [1]}, <tool_call|>\n<|"|>'
+        ',options:{a:[1,{b:null}],c:{},<|"|>d<|"|>: '
         '<|"|>e<|"|>},lines:[[],[<|"|>x<|"|>,y]]}<tool_call|>',
         [
             (
@@ -148,7 +153,8 @@ NEWER = [
     ),
     Sample(
         "muse",
-        ' to=files.edit<|message|><atem:function_calls>\n<atem:invoke name="edit_file">\n<atem:parameter name="text">a to=b'
+        ' to=files.edit<|message|><atem:function_calls>\n<atem:invoke name="edit_file">'
+        '\n<atem:parameter name="text">a to=b'
         '\n</atem:invoke></atem:parameter>\n<atem:parameter name="options">'
         f"{_OPTIONS_JSON}</atem:parameter>\n</atem:invoke>\n</atem:function_calls>",
         [("edit_file", {"text": "a to=b\n</atem:invoke>", "options": _NESTED["options"]})],
@@ -190,21 +196,24 @@ NEWER = [
     ),
     Sample(
         "kimi_k3",
-        '<|open|>tools<|sep|>\n  <|open|>call tool="edit_file" index="1"<|sep|>\n    <|open|>argument key="a &quot;b&quot;" '
+        '<|open|>tools<|sep|>\n  <|open|>call tool="edit_file" index="1"<|sep|>\n    <|open|>'
+        'argument key="a &quot;b&quot;" '
         'type="string"<|sep|>5 </call> <|close|>call<|sep|>\n<|close|>argument<|sep|>\n<|open|>argument key="options" '
         f'type="object"<|sep|>{_OPTIONS_JSON}<|close|>argument<|sep|>\n<|close|>call<|sep|>',
         [("edit_file", {'a "b"': "5 </call> <|close|>call<|sep|>\n", "options": _NESTED["options"]})],
     ),
     Sample(
         "minicpm5",
-        'I look.\n<function name="get_weather"><param name="city">Paris</param><param name="days">3</param></function>\n'
+        'I look.\n<function name="get_weather"><param name="city">Paris</param>'
+        '<param name="days">3</param></function>\n'
         "<function name='now'></function>\nDone.",
         [_THREE_DAYS, NOW],
         "I look.\n\nDone.",
     ),
     Sample(
         "minicpm5",
-        '<function name="edit_file"><param name="text"><![CDATA[<a> & </param></function> &lt;]]></param><param name="path">'
+        '<function name="edit_file"><param name="text"><![CDATA[<a> & </param></function>'
+        ' &lt;]]></param><param name="path">'
         f'&lt;b&gt; &amp;amp; c < d &am</param><param name="options">{_OPTIONS_JSON}</param></function>',
         [
             (
@@ -220,7 +229,8 @@ NEWER = [
     Sample("minicpm5", "A <function> and a <function name=> too", [], "A <function> and a <function name=> too"),
     Sample(
         "minimax_m3",
-        f'I look.\n{_MM}<tool_call>\n{_MM}<invoke name="get_weather">\n{_MM}<city>Paris{_MM}</city>\n{_MM}<days>3{_MM}</days>'
+        f'I look.\n{_MM}<tool_call>\n{_MM}<invoke name="get_weather">\n{_MM}<city>'
+        f"Paris{_MM}</city>\n{_MM}<days>3{_MM}</days>"
         f'\n{_MM}</invoke>\n{_MM}<invoke name="now">\n{_MM}</invoke>\n{_MM}</tool_call>',
         [_THREE_DAYS, NOW],
         "I look.\n",
@@ -246,7 +256,8 @@ NEWER = [
     Sample(
         "plamo3",
         "I look.<|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>"
-        "get_weather<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>"
+        "get_weather<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|>"
+        "<|plamo:constrain|>json<|plamo:msg|>"
         '{"city": "Paris"}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>'
         "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>edit_file<|plamo:end_tool_name:plamo|>"
         f"<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>{_NESTED_JSON}"
