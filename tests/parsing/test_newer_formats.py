@@ -73,7 +73,7 @@ def test_reasoning_is_apart_from_content_in_any_split(
 
 @pytest.mark.parametrize(
     "sample",
-    [sample for sample in NEWER if sample.format in _THINKING and sample.calls],
+    [sample for sample in NEWER if sample.format in _THINKING and sample.calls and "<atem" not in sample.text[:5]],
     ids=lambda sample: sample.format,
 )
 def test_calls_follow_the_thinking(sample: Sample):
@@ -122,9 +122,9 @@ def test_the_schema_decides_what_nested_elements_are():
     }
     tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
     text = (
-        '<tool_call><invoke name="f"><orders><item><number>1</number><note>2</note></item><item><number>3</number></item>'
-        "</orders><one><item>1.5</item></one><none></none><empty> </empty><names>x<first>4</first></names><rest>5</rest>"
-        "</invoke></tool_call>"
+        '<tool_call><invoke name="f"><orders><item><number>1</number><note>2</note></item><item>'
+        "<number>3</number></item></orders><one><item>1.5</item></one><none></none><empty> </empty>"
+        "<names>x<first>4</first></names><rest>5</rest></invoke></tool_call>"
     ).replace("<", "]<]minimax[>[<")
     expected = {
         "orders": [{"number": 1, "note": 2}, {"number": 3}],

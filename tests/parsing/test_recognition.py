@@ -43,7 +43,7 @@ _TEMPLATES = {
     ),
     ("cohere_command4", "cohere_command3"): "<|END_THINKING|><|START_ACTION|><|START_TEXT|>{{ text }}<|END_TEXT|>",
     (
-        "qwen3",
+        "deepseek_v41",
         "deepseek_v41",
     ): '<think></think><｜DSML｜ calls>\n<｜DSML｜ invoke name="f"><｜DSML｜ parameter name="a">',
     (None, "dots"): '<dots_function_call>\n<invoke name="f">\n<parameter name="a">',

@@ -11,8 +11,8 @@ from support.parsing import parse, parts_of
 
 _VOCABULARY = ["<seed:think>", "the", "<think:abc>", "</think:abc>", "<tool_calls:abc>"]
 _TEXT = (
-    "<think:abc>I call <tool_call>.</think:abc><tool_calls:abc><tool_call:abc>get_weather<tool_sep:abc><arg_key:abc>city"
-    "</arg_key:abc><arg_value:abc>Paris</arg_value:abc></tool_call:abc></tool_calls:abc>"
+    "<think:abc>I call <tool_call>.</think:abc><tool_calls:abc><tool_call:abc>get_weather<tool_sep:abc>"
+    "<arg_key:abc>city</arg_key:abc><arg_value:abc>Paris</arg_value:abc></tool_call:abc></tool_calls:abc>"
 )
 
 
