@@ -69,12 +69,12 @@ def read_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     if char and char in format.bare and format.body:
         yield from format.body(reader, format, types)
     while True:
-        ends = (*(format.end if reader.num_calls and not reader.is_attempt else ()), *format.noise)
+        ends = format.end if reader.num_calls and not reader.is_attempt else ()
         reader.give_up()
-        marker = yield from reader.until((*format.begin, *format.sections, *ends), reader.content)
+        marker = yield from reader.until((*format.begin, *format.sections, *format.noise, *ends), reader.content)
         if marker is None:
             return reader.end()
-        if marker not in ends:
+        if marker not in (*ends, *format.noise):
             reader.hold(reader.unread(marker) if marker[-1] in format.bare else marker, marker in format.begin)
         if reader.is_attempt and format.body:
             yield from format.body(reader, format, types)
