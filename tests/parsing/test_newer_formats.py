@@ -40,7 +40,7 @@ _ANSWERS = [
     ("gemma4", True, "I think.<channel|>It is.", "I think.", "It is."),
     ("gemma4", False, "It is.", "", "It is."),
     ("gemma4", True, "I call.<|tool_call>call:now{}", "I call.", "<|tool_call>call:now{}"),
-    ("granite_thinking_parser", True, "I think.\n</think>It is.", "I think.\n", "It is."),
+    ("granite_thinking_parser", True, "I think.</think>It is.", "I think.", "It is."),
     ("hy_v4", False, "<think></think>It is.", "", "It is."),
     ("inkling", False, "<|content_text|>It is.<|end_message|>", "", "It is."),
     ("inkling", True, "I think.<|end_message|><|message_model|><|content_text|>It is.", "I think.", "It is."),

@@ -33,10 +33,10 @@ NEWER = [
         "hy_v3",
         "I look.\n<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>"
         "\n<arg_value>Paris</arg_value>\n"
-        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now<tool_sep>\n</tool_call>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now<tool_sep>\n</tool_call>"
         "</tool_calls>\nDone.",
         [_THREE_DAYS, NOW],
-        "I look.\n\n\nDone.",
+        "I look.\n\nDone.",
     ),
     Sample(
         "hy_v4",
@@ -76,9 +76,9 @@ NEWER = [
     Sample(
         "dots",
         'I look.\n<dots_function_call>\n<invoke name="get_weather">\n<parameter name="city">\nParis\n</parameter>\n'
-        '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</dots_function_call>\nDone.',
+        '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke></dots_function_call>\nDone.',
         [_THREE_DAYS, NOW],
-        "I look.\n\n\nDone.",
+        "I look.\n\nDone.",
     ),
     Sample(
         "dots",
