@@ -53,7 +53,7 @@ def inkling(reader: Reader, types: Types) -> Steps[None]:
     """Reads an answer of Inkling, which begins behind the marker of its first message."""
     marker: str | None = _INKLING_MESSAGE
     while marker is not None:
-        say = reader.content
+        say: Callable[[str], None] = reader.content
         reader.hold("", marker == _INKLING_MESSAGE)
         if marker == _INKLING_MESSAGE:
             yield from reader.space()
@@ -83,7 +83,7 @@ def kept_thinking(reader: Reader, types: Types) -> Steps[None]:
 
 def _muse(reader: Reader, types: Types, channels: Mapping[str, Callable[[str], None]]) -> Steps[None]:
     """Reads messages. channels: what is done with the text of those to a recipient; others are to tools."""
-    say = reader.content
+    say: Callable[[str], None] = reader.content
     marker = "to=" if (yield from reader.literal("to=")) else (yield from _muse_calls(reader, types))
     while marker is not None:
         name = (yield from reader.word()) if marker.endswith("to=") else ""

@@ -2,20 +2,12 @@
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 
 _SUFFIX = re.compile(r"</?(?:think|tool_calls?|arg_key|arg_value)(:[^\s<>]+)>")
 _NAME = re.compile(r"(</?\w+)>")
-
-
-class _Suffixed(Protocol):
-    @property
-    def is_suffixed(self) -> bool: ...
-
-
-Format = TypeVar("Format", bound=_Suffixed)
 
 
 def suffix_in(texts: Iterable[str]) -> str:
@@ -24,8 +16,11 @@ def suffix_in(texts: Iterable[str]) -> str:
     return found[1] if found else ""
 
 
-def of_checkpoint(name: str, known: dict[str, Format], vocabulary: Callable[[], Iterable[str]]) -> str:
-    """The name of a format, or of the format with the suffix of a vocabulary's tokens, which is added to the known."""
+def of_checkpoint(name: str, known: dict[str, Any], vocabulary: Callable[[], Iterable[str]]) -> str:
+    """The name of a format, or of the format with the suffix of a vocabulary's tokens.
+
+    known: the formats of tool calls or of thinking by their names, to which the latter is added
+    """
     suffix = suffix_in(vocabulary()) if known[name].is_suffixed else ""
     if suffix:
         known[name + suffix] = msgspec.structs.replace(known[name], **_markers(known[name], suffix))
