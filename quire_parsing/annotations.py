@@ -21,7 +21,7 @@ def json_or_annotated_call(reader: Reader, format: ToolFormat, types: Types) -> 
 def annotated_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     """Reads a header with the name, and parameters between tags. The types that the model writes decide how values are
     read that have none in the function's schema."""
-    opening, key_ends, _ = format.parameter
+    opening, key_ends, value_ends = format.parameter
     found = yield from reader.before((opening, *format.end), _LONGEST_HEADER)
     header = re.fullmatch(format.header, found[0].strip()) if found else None
     if header is None:
@@ -38,7 +38,10 @@ def annotated_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[No
         key, declared = _key(found[0], format.key)
         reader.arguments(f"{separator}{json_text(key)}: ")
         separator = ", "
-        if not (yield from _value(reader, format, parameters.get(key, declared), found[1].endswith(_CDATA))):
+        is_cdata = found[1].endswith(_CDATA)
+        ends = tuple(f"]]>{end}" for end in value_ends) if is_cdata else value_ends
+        entities = tuple(_ENTITIES) if format.is_escaped and not is_cdata else ()
+        if not (yield from typed_value(reader, parameters.get(key, declared), ends, entities)):
             return
     if marker:
         reader.arguments("{}" if separator == "{" else "}")
@@ -52,10 +55,13 @@ def _key(text: str, pattern: str) -> tuple[str, frozenset[str]]:
     return name, ALL_TYPES.intersection({groups.get("type")}) or STRING
 
 
-def _value(reader: Reader, format: ToolFormat, types: frozenset[str], is_cdata: bool) -> Steps[bool]:
-    """Reads a value up to its end. Whether it is complete. A string passes as it arrives, other values whole."""
-    ends = tuple(f"]]>{end}" for end in format.parameter[2]) if is_cdata else format.parameter[2]
-    entities = tuple(_ENTITIES) if format.is_escaped and not is_cdata else ()
+def typed_value(
+    reader: Reader, types: frozenset[str], ends: tuple[str, ...], entities: tuple[str, ...] = ()
+) -> Steps[bool]:
+    """Reads a value up to its end. Whether it is complete. A string passes as it arrives, other values whole.
+
+    entities: those of XML's that stand for characters in it
+    """
     pieces: list[str] = []
     is_string = types == STRING
     reader.arguments('"' * is_string)

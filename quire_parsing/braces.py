@@ -2,9 +2,10 @@
 
 import re
 
+from quire_parsing.annotations import typed_value
 from quire_parsing.calls import ToolFormat, Types
 from quire_parsing.reader import Reader, Steps
-from quire_parsing.values import ALL_TYPES, in_json, json_text, typed
+from quire_parsing.values import ALL_TYPES, STRING, json_text, typed
 
 _LONGEST_HEADER = 300  # characters of names, keys and words
 _CLOSERS = {"{": "}", "(": ")", "[": "]"}
@@ -66,26 +67,11 @@ def _key(reader: Reader, format: ToolFormat) -> Steps[str | None]:
 def _value(reader: Reader, format: ToolFormat, closer: str, types: frozenset[str]) -> Steps[bool]:
     """Reads a string or a word. Whether it is complete. A string passes as it arrives, unless the schema demands that
     it is something else."""
-    if not (yield from reader.literal(format.quote)):
-        found = yield from reader.before((",", "}", "]", closer, *format.end), _LONGEST_HEADER)
-        if found is None:
-            yield from reader.until(format.end, reader.arguments)
-            return False
-        reader.arguments(typed(found[0].strip(), types))
-        return True
-    pieces: list[str] = []
-    is_string = "string" in types
-    reader.arguments('"' * is_string)
-
-    def say(text: str) -> None:
-        if is_string:
-            reader.arguments(in_json(text))
-        else:
-            pieces.append(text)
-
-    is_complete = bool((yield from reader.until((format.quote,), say)))
-    text = "".join(pieces)
-    if is_complete:
-        text = '"' if is_string else typed(text, types)
-    reader.arguments(text)
-    return is_complete
+    if (yield from reader.literal(format.quote)):
+        return (yield from typed_value(reader, STRING if "string" in types else types, (format.quote,)))
+    found = yield from reader.before((",", "}", "]", closer, *format.end), _LONGEST_HEADER)
+    if found is None:
+        yield from reader.until(format.end, reader.arguments)
+        return False
+    reader.arguments(typed(found[0].strip(), types))
+    return True

@@ -4,9 +4,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire_parsing.annotations import typed_value
 from quire_parsing.calls import ToolFormat, Types
 from quire_parsing.reader import Reader, Steps
-from quire_parsing.values import ALL_TYPES, STRING, SchemaTypes, in_json, json_text, schema_types, typed
+from quire_parsing.values import ALL_TYPES, STRING, SchemaTypes, json_text, schema_types, typed
 
 _LONGEST_TAG = 300  # characters
 _DEEPEST = 64
@@ -50,11 +51,10 @@ def element_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None
         name = tag
         allowed = parameters.get(name)
         if allowed == STRING and not values:
-            reader.arguments(f'{separator}{json_text(name)}: "')
+            reader.arguments(f"{separator}{json_text(name)}: ")
             separator = ", "
-            if not (yield from reader.until((f"{closing}{name}>",), lambda text: reader.arguments(in_json(text)))):
+            if not (yield from typed_value(reader, STRING, (f"{closing}{name}>",))):
                 break
-            reader.arguments('"')
         else:
             element = yield from _element(reader, name, opening, closing)
             if element is None:
