@@ -9,6 +9,7 @@ from quire_parsing.calls import Types
 from quire_parsing.channels import inkling, kept_thinking, muse, muse_glimmer
 from quire_parsing.events import Content, Parser, Reasoning
 from quire_parsing.harmony import harmony
+from quire_parsing.line_breaks import WithLineBreaks
 from quire_parsing.reader import Parsing, Reader, Steps
 from quire_parsing.tables import formats
 from quire_parsing.values import parameter_types
@@ -25,6 +26,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     needs_special_tokens: the markers are special tokens, which must not be left out of the text
     whole: reads whole answers, for a format in which reasoning and calls are one
     sign: text by which a chat template tells the format, if it does not hold its markers as they are
+    writes_line_breaks: as a backslash and a letter
     is_suffixed: checkpoints may append a suffix to the names of their markers, as in <think:abc>
     """
 
@@ -37,6 +39,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     needs_special_tokens: bool = False
     whole: Callable[[Reader, Types], Steps[None]] | None = None
     sign: str = ""
+    writes_line_breaks: bool = False
     is_suffixed: bool = False
 
     def is_open(self, prompt: str) -> bool:
@@ -52,7 +55,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
             parser = Parsing(self.whole, parameter_types(tools))
             parser.feed(self.start[0] if is_open else "")
             return parser
-        return Parsing(read_reasoning, self, is_open)
+        parser = Parsing(read_reasoning, self, is_open)
+        return WithLineBreaks(parser) if self.writes_line_breaks else parser
 
 
 def read_reasoning(reader: Reader, format: ReasoningFormat, is_open: bool) -> Steps[None]:
