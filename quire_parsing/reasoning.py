@@ -8,8 +8,8 @@ import msgspec
 from quire_parsing.calls import Types
 from quire_parsing.channels import inkling, kept_thinking, muse, muse_glimmer
 from quire_parsing.events import Content, Parser, Reasoning
+from quire_parsing.filters import Filter, Filtered, line_breaks, without_citations
 from quire_parsing.harmony import harmony
-from quire_parsing.line_breaks import WithLineBreaks
 from quire_parsing.reader import Parsing, Reader, Steps
 from quire_parsing.tables import formats
 from quire_parsing.values import parameter_types
@@ -26,7 +26,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     needs_special_tokens: the markers are special tokens, which must not be left out of the text
     whole: reads whole answers, for a format in which reasoning and calls are one
     sign: text by which a chat template tells the format, if it does not hold its markers as they are
-    writes_line_breaks: as a backslash and a letter
+    filter: what is changed in the thinking and in the content
     is_suffixed: checkpoints may append a suffix to the names of their markers, as in <think:abc>
     """
 
@@ -39,7 +39,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     needs_special_tokens: bool = False
     whole: Callable[[Reader, Types], Steps[None]] | None = None
     sign: str = ""
-    writes_line_breaks: bool = False
+    filter: Filter | None = None
     is_suffixed: bool = False
 
     def is_open(self, prompt: str) -> bool:
@@ -56,7 +56,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
             parser.feed(self.start[0] if is_open else "")
             return parser
         parser = Parsing(read_reasoning, self, is_open)
-        return WithLineBreaks(parser) if self.writes_line_breaks else parser
+        return Filtered(parser, self.filter) if self.filter else parser
 
 
 def read_reasoning(reader: Reader, format: ReasoningFormat, is_open: bool) -> Steps[None]:
@@ -79,4 +79,4 @@ def read_reasoning(reader: Reader, format: ReasoningFormat, is_open: bool) -> St
 
 
 _WHOLE = (harmony, inkling, kept_thinking, muse, muse_glimmer)
-REASONING: dict[str, ReasoningFormat] = formats(__file__, ReasoningFormat, _WHOLE)
+REASONING: dict[str, ReasoningFormat] = formats(__file__, ReasoningFormat, (*_WHOLE, line_breaks, without_citations))

@@ -19,7 +19,8 @@ def formats(module: str, kind: type[Format], functions: Iterable[Callable[..., A
     others = {name: tables.pop(name) for name, table in list(tables.items()) if isinstance(table, str)}
     for names, table in tables.items():
         fields = {
-            field: by_name[value] if field in ("body", "whole") else _frozen(value) for field, value in table.items()
+            field: by_name[value] if field in ("body", "whole", "filter") else _frozen(value)
+            for field, value in table.items()
         }
         found |= dict.fromkeys(names.split(), kind(**fields))
     return found | {other: found[name] for other, name in others.items()}

@@ -36,6 +36,15 @@ _THINKING = {
 # (format, whether the prompt ended within thinking, answer, reasoning, content)
 _ANSWERS = [
     ("cohere_command3", False, "<|START_RESPONSE|>It is.<|END_RESPONSE|>", "", "It is."),
+    (
+        "cohere_command3",
+        True,
+        "I <co>think</co: 0:[1]>.<|END_THINKING|><|START_RESPONSE|>"
+        "It <co>is</co: 0:[1,2],1:[0]>, </co, </co: <|END_RESPONSE|>",
+        "I think.",
+        "It is, </co, </co: ",
+    ),
+    ("cohere_command3", False, "<|START_ACTION|><co><|END_ACTION|><co>", "", "<|START_ACTION|><co><|END_ACTION|>"),
     ("cohere_command4", True, "I think.<|END_THINKING|><|START_TEXT|>It is.<|END_TEXT|>", "I think.", "It is."),
     ("gemma4", True, "I think.<channel|>It is.", "I think.", "It is."),
     ("gemma4", False, "It is.", "", "It is."),
