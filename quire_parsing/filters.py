@@ -44,7 +44,7 @@ class Filtered:
 
 
 def line_breaks(reader: Reader, kind: Kind) -> Steps[None]:
-    """Makes line breaks of those that MiniCPM-V writes as a backslash and a letter. Two backslashes stay what they are."""
+    """Makes line breaks of those that MiniCPM-V writes as a backslash and a letter. Two backslashes remain."""
     say = _adder(reader, kind)
     while marker := (yield from reader.until((*_LINE_BREAKS, *_VERBATIM, "\\\\"), say)):
         say("\n" if marker in _LINE_BREAKS else marker)
