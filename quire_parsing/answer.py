@@ -38,7 +38,7 @@ def answer_parser(
     if thinking:
         calls_end = is_free and (calls is not None or not thinking.ends_for_tools)
         strays = thinking.end if calls_end and thinking.implicit_ends else ()
-        parsers.append(thinking.make(starts_in_thinking, calls_end, is_promoted and is_free))
+        parsers.append(thinking.make(starts_in_thinking, calls_end, is_promoted and is_free, definitions))
     if is_forced:
         parsers.append(forced_calls(tool_choice))
     elif calls and not (calls.whole and thinking and thinking.whole):

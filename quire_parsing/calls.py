@@ -47,6 +47,12 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     sign: text by which a chat template tells the format, if there are no markers, or if others have the same
     needs_special_tokens: the markers may be special tokens, which must not be left out of the text
     whole: reads whole answers in place of `read_calls`, for a format in which reasoning and calls are one
+    names, arguments: for JSON: the keys of a call's name and arguments. Without names, a call is {name: arguments}
+    key: for the body `annotated_call`: what follows the marker before a parameter: a pattern with the group "name", and
+        "type" if the model writes the type of the value
+    is_escaped: for the body `annotated_call`: XML's entities stand for characters of values
+    quote: for the body `braced_call`: the marker before and behind strings
+    is_suffixed: checkpoints may append a suffix to the names of their markers, as in <tool_call:abc>
     """
 
     body: "Callable[[Reader, ToolFormat, Types], Steps[None]] | None" = None
@@ -65,17 +71,24 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     ids: str = ""
     sign: str = ""
     needs_special_tokens: bool = True
-    whole: Callable[[Reader], Steps[None]] | None = None
+    whole: Callable[[Reader, Types], Steps[None]] | None = None
+    names: tuple[str, ...] = ("name",)
+    arguments: tuple[str, ...] = _ARGUMENTS_KEYS
+    key: str = ""
+    is_escaped: bool = False
+    quote: str = ""
+    is_suffixed: bool = False
 
     def make(self, tools: Sequence[Mapping[str, Any]] = (), noise: tuple[str, ...] = ()) -> Parser:
         """A parser of one answer.
 
         tools: the definitions in the request, whose types decide how some values are read. noise: more of it
         """
+        types = parameter_types(tools)
         if self.whole:
-            return Parsing(self.whole)
+            return Parsing(self.whole, types)
         format = msgspec.structs.replace(self, noise=(*self.noise, *noise)) if noise else self
-        return Parsing(read_calls, format, parameter_types(tools))
+        return Parsing(read_calls, format, types)
 
 
 def read_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
@@ -96,7 +109,7 @@ def read_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
             reader.hold("", False)
         elif marker in fences:
             reader.hold(marker, True)
-            yield from _fenced_call(reader, types)
+            yield from _fenced_call(reader, format, types)
         elif marker in format.leads:
             reader.content(marker)
             yield from _bare_call(reader, format, types)
@@ -120,10 +133,10 @@ def _bare_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
         yield from format.body(reader, format, types)
 
 
-def _fenced_call(reader: Reader, types: Types) -> Steps[None]:
+def _fenced_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     """Reads a block of JSON up to its end, if it is a call."""
     yield from reader.space()
-    if (yield from _json_call(reader, True, types)):
+    if (yield from _json_call(reader, format, types)):
         reader.hold("", True)
         yield from reader.space()
         if (yield from reader.literal("```")):
@@ -156,7 +169,7 @@ def json_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
         return
     is_list = yield from reader.literal("[")
     yield from reader.space()
-    while (yield from _json_call(reader, bool(format.bare))):
+    while (yield from _json_call(reader, format)):
         separator = yield from reader.space()
         if is_list and (yield from reader.literal("]")):
             return
@@ -168,9 +181,10 @@ def json_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
             yield from reader.space()
 
 
-def _json_call(reader: Reader, is_bare: bool, known: Types | None = None) -> Steps[bool]:
+def _json_call(reader: Reader, format: ToolFormat, known: Types | None = None) -> Steps[bool]:
     """Reads an object that is a call. Whether it is one, and complete. known: the functions that it may name, if only
     they are calls."""
+    is_bare = bool(format.bare) or known is not None
     name: Any = None
     early: list[str] = []  # arguments that come before the name
     num_calls = reader.num_calls
@@ -183,14 +197,18 @@ def _json_call(reader: Reader, is_bare: bool, known: Types | None = None) -> Ste
         if not isinstance(key, str) or not (yield from reader.literal(":")):
             return False
         yield from reader.space()
-        if key in _ARGUMENTS_KEYS and num_calls == reader.num_calls:
+        if not format.names:
+            if not _is_name(key):
+                return False
+            reader.call(key)
+            is_complete = yield from _arguments(reader, reader.arguments)
+        elif key in format.arguments and num_calls == reader.num_calls:
             if name:
                 reader.call(name)
             is_complete = yield from _arguments(reader, reader.arguments if name else early.append)
-        elif key == "name" and not name:
+        elif key in format.names and not name:
             name = parsed((yield from reader.whole_value())[0])
-            is_complete = isinstance(name, str) and name.isprintable() and name != ""
-            is_complete = is_complete and (known is None or name in known)
+            is_complete = _is_name(name) and (known is None or name in known)
             if early and is_complete:
                 reader.call(name)
                 reader.arguments("".join(early))
@@ -208,6 +226,10 @@ def _json_call(reader: Reader, is_bare: bool, known: Types | None = None) -> Ste
         reader.call(name)
         reader.arguments("{}")
     return num_calls < reader.num_calls and (yield from reader.literal("}"))
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable() and value != ""
 
 
 def _arguments(reader: Reader, say: Callable[[str], None]) -> Steps[bool]:

@@ -6,6 +6,7 @@
 
 import re
 
+from quire_parsing.calls import Types
 from quire_parsing.events import Reasoning
 from quire_parsing.reader import Reader, Steps
 
@@ -16,8 +17,9 @@ _RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 
 
-def harmony(reader: Reader) -> Steps[None]:
-    """Reads an answer. Its reasoning and its tool calls are in the same stream, so it takes no second parser."""
+def harmony(reader: Reader, types: Types) -> Steps[None]:
+    """Reads an answer. Its reasoning and its tool calls are in the same stream, so it takes no second parser. Its
+    arguments are JSON, and need no types."""
     reader.hold("", True)
     yield from reader.space()
     marker: str | None = "to=" if (yield from reader.literal("to=")) else ""  # a recipient may stand before the channel

@@ -1,14 +1,18 @@
 """The formats of reasoning, which reasoning.toml lists, by the names that vLLM gives them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from quire_parsing.calls import Types
+from quire_parsing.channels import inkling, kept_thinking, muse, muse_glimmer
 from quire_parsing.events import Content, Parser, Reasoning
+from quire_parsing.filters import Filter, Filtered, line_breaks, without_citations
 from quire_parsing.harmony import harmony
 from quire_parsing.reader import Parsing, Reader, Steps
 from quire_parsing.tables import formats
+from quire_parsing.values import parameter_types
 
 _BEFORE_START = ("", "\n", "\n\n", " ")
 
@@ -30,6 +34,9 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
         answer as well
     needs_special_tokens: the markers are special tokens, which must not be left out of the text
     whole: reads whole answers, for a format in which reasoning and calls are one
+    sign: text by which a chat template tells the format, if it does not hold its markers as they are
+    filter: what is changed in the thinking and in the content
+    is_suffixed: checkpoints may append a suffix to the names of their markers, as in <think:abc>
     """
 
     start: tuple[str, ...] = ("<think>",)
@@ -44,7 +51,10 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     wrapper: tuple[str, ...] = ()
     promotes: bool = False
     needs_special_tokens: bool = False
-    whole: Callable[[Reader], Steps[None]] | None = None
+    whole: Callable[[Reader, Types], Steps[None]] | None = None
+    sign: str = ""
+    filter: Filter | None = None
+    is_suffixed: bool = False
 
     def is_open(self, prompt: str) -> bool:
         """Whether the answer to a prompt begins within thinking."""
@@ -57,15 +67,21 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
         """Whether thinking without an answer is also the answer, for the chat_template_kwargs of a request."""
         return self.promotes and template_arguments.get("force_nonempty_content") is True
 
-    def make(self, is_open: bool, calls_end: bool = True, is_promoted: bool = False) -> Parser:
+    def make(
+        self, is_open: bool, calls_end: bool = True, is_promoted: bool = False, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Parser:
         """A parser of one answer, which begins within thinking or not.
 
-        calls_end: implicit_ends and starts_anywhere count. is_promoted: see the method
+        calls_end: implicit_ends and starts_anywhere count. is_promoted: see the method.
+        tools: the definitions in the request
         """
         if self.whole:
-            return Parsing(self.whole)
+            parser = Parsing(self.whole, parameter_types(tools))
+            parser.feed(self.start[0] if is_open else "")
+            return parser
         format = self if calls_end else msgspec.structs.replace(self, implicit_ends=(), starts_anywhere=False)
-        return Parsing(read_reasoning, format, is_open, is_promoted)
+        parser = Parsing(read_reasoning, format, is_open, is_promoted)
+        return Filtered(parser, self.filter) if self.filter else parser
 
 
 def read_reasoning(reader: Reader, format: ReasoningFormat, is_thinking: bool, is_promoted: bool) -> Steps[None]:
@@ -142,4 +158,5 @@ def _with_line_breaks(markers: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(before + marker + behind for marker in markers for before in ("", "\n") for behind in ("", "\n"))
 
 
-REASONING: dict[str, ReasoningFormat] = formats(__file__, ReasoningFormat, (harmony,))
+_WHOLE = (harmony, inkling, kept_thinking, muse, muse_glimmer)
+REASONING: dict[str, ReasoningFormat] = formats(__file__, ReasoningFormat, (*_WHOLE, line_breaks, without_citations))

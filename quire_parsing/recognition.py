@@ -2,6 +2,7 @@
 
 from quire_parsing.formats import TOOLS
 from quire_parsing.reasoning import REASONING
+from quire_parsing.suffixes import suffix_in
 
 
 def recognized(chat_template: str) -> tuple[str | None, str | None]:
@@ -9,13 +10,15 @@ def recognized(chat_template: str) -> tuple[str | None, str | None]:
 
     A format is recognized if all of its markers occur in the template. Of several, the one with most of them counts.
     """
+    if suffix := suffix_in([chat_template]):
+        chat_template = chat_template.replace(f"{suffix}>", ">")
     tools = {
         name: (format.sign,) if format.sign else (*format.sections, *format.begin, format.parameter[0])
         for name, format in TOOLS.items()
     }
     tool = _best(tools, chat_template, None)
     reasoning = {
-        name: (format.end[0], *format.wrapper)
+        name: (format.sign,) if format.sign else (format.end[0], *format.wrapper)
         for name, format in REASONING.items()
         if not format.starts_inside or name == tool
     }

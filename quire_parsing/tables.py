@@ -9,15 +9,21 @@ Format = TypeVar("Format")
 
 
 def formats(module: str, kind: type[Format], functions: Iterable[Callable[..., Any]]) -> dict[str, Format]:
-    """The formats in the TOML file beside a module, by their names. functions: those that the file names."""
+    """The formats in the TOML file beside a module, by their names. functions: those that the file names.
+
+    A table has one or several names; a string in place of a table is another name of the format.
+    """
     by_name = {function.__name__: function for function in functions}
     found: dict[str, Format] = {}
-    for names, table in tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8")).items():
+    tables = tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
+    others = {name: tables.pop(name) for name, table in list(tables.items()) if isinstance(table, str)}
+    for names, table in tables.items():
         fields = {
-            field: by_name[value] if field in ("body", "whole") else _frozen(value) for field, value in table.items()
+            field: by_name[value] if field in ("body", "whole", "filter") else _frozen(value)
+            for field, value in table.items()
         }
         found |= dict.fromkeys(names.split(), kind(**fields))
-    return found
+    return found | {other: found[name] for other, name in others.items()}
 
 
 def _frozen(value: Any) -> Any:

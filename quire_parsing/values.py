@@ -25,8 +25,19 @@ _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", r
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
 
 
+class SchemaTypes(frozenset[str]):
+    """The JSON types that a schema allows. schema: itself, for formats that write the parts of a value one by one"""
+
+    schema: Any = None
+
+
 def json_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def in_json(text: str) -> str:
+    """The text, or a part of it, as it is between the quotes of a JSON string."""
+    return json_text(text)[1:-1]
 
 
 def parsed(text: str) -> Any:
@@ -42,7 +53,7 @@ def without_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, frozenset[str]]]:
+def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, SchemaTypes]]:
     """function → parameter → the JSON types that its schema allows.
 
     tools: the definitions of a request: {"type": "function", "function": {"name": ..., "parameters": {...}}}
@@ -52,7 +63,13 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, f
         function = tool.get("function", tool)
         properties = (function.get("parameters") or {}).get("properties")
         properties = properties if isinstance(properties, dict) else {}
-        types[function.get("name", "")] = {name: _types(schema) for name, schema in properties.items()}
+        types[function.get("name", "")] = {name: schema_types(schema) for name, schema in properties.items()}
+    return types
+
+
+def schema_types(schema: Any) -> SchemaTypes:
+    types = SchemaTypes(_types(schema))
+    types.schema = schema
     return types
 
 

@@ -1,6 +1,6 @@
 """The text side of an engine: tokenizer, chat template, validation of requests. The core computes the rest."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from quire.models.spec import DecoderSpec
 from quire.options.declaration import imported
 from quire_parsing.reasoning import REASONING
 from quire_parsing.recognition import recognized
+from quire_parsing.suffixes import of_checkpoint
 
 if TYPE_CHECKING:
     from quire.sampling.logits_processors import LogitsProcessor
@@ -46,7 +47,8 @@ class Frontend:
         self.given_chat_template = _template_text(m.chat_template)
         # The names of the formats of thinking and of tool calls, as far as the chat template tells them.
         reasoning, self.recognized_tools = recognized(self._template(with_tools=True) or "")
-        self.reasoning = chosen_parser("reasoning_parser", m.reasoning_parser, reasoning, REASONING)
+        vocabulary = self.tokenizer.get_vocab
+        self.reasoning = chosen_parser("reasoning_parser", m.reasoning_parser, reasoning, REASONING, vocabulary)
         self.processor = Processor(
             self.tokenizer, self.max_model_len, description.spec.vocab_size, generation_config(m, directory),
             seed=m.seed, max_logprobs=config.sampling.max_logprobs, plugins=_plugins(config.sampling.logits_processors),
@@ -155,10 +157,14 @@ class Frontend:
         )  # fmt: skip
 
 
-def chosen_parser(option: str, name: str | None, recognized: str | None, known: dict[str, Any]) -> str | None:
+def chosen_parser(
+    option: str, name: str | None, recognized: str | None, known: dict[str, Any],
+    vocabulary: Callable[[], Iterable[str]] = tuple,
+) -> str | None:  # fmt: skip
     """The name of a parser: the given one, or the recognized one; None if it is unknown or switched off by "none".
 
-    known: the formats by name; one that is given by its import path (package.module.FORMAT) is added to them
+    known: the formats by name; one that is given by its import path (package.module.FORMAT) is added to them, and one
+    whose markers have a suffix in this vocabulary
     Raises ConfigError if there is no parser of this name.
     """
     if name and ("." in name or ":" in name):
@@ -169,7 +175,8 @@ def chosen_parser(option: str, name: str | None, recognized: str | None, known: 
         known[name] = format
     if name and name != "none" and name not in known:
         raise ConfigError(f"{option} must be none or one of {', '.join(sorted(known))}, got {name!r}")
-    return None if name == "none" else name or recognized
+    name = None if name == "none" else name or recognized
+    return of_checkpoint(name, known, vocabulary) if name else None
 
 
 def _template_text(template: str | None) -> str | None:

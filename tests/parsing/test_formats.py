@@ -7,7 +7,8 @@ import pytest
 
 from quire_parsing.events import ToolArguments
 from quire_parsing.formats import TOOLS
-from support.answers import DEFINITIONS, PARIS, SAMPLES, Sample
+from support.answers import DEFINITIONS, PARIS, Sample
+from support.newer_answers import ALL_SAMPLES as SAMPLES
 from support.parsing import parse, parts_of
 
 _NAMES = [f"{sample.format}-{number}" for number, sample in enumerate(SAMPLES)]

@@ -37,6 +37,33 @@ _TEMPLATES = {
     "<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>",
     ("seed_oss", "seed_oss"): "<seed:think></seed:think><seed:tool_call>\n<function=f>\n<parameter=a></seed:tool_call>",
     ("minimax_m2", "minimax_m2"): '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a"><think></think>',
+    (None, "apertus"): "{%- set inner_token = '<|inner_prefix|>' -%}{%- set calls_token = '<|tools_prefix|>' -%}",
+    ("cohere_command3", "cohere_command3"): (
+        "<|START_THINKING|>{{ plan }}<|END_THINKING|><|START_ACTION|>[]<|END_ACTION|><|START_RESPONSE|><|END_RESPONSE|>"
+    ),
+    ("cohere_command4", "cohere_command3"): "<|END_THINKING|><|START_ACTION|><|START_TEXT|>{{ text }}<|END_TEXT|>",
+    (
+        "deepseek_v41",
+        "deepseek_v41",
+    ): '<think></think><｜DSML｜ calls>\n<｜DSML｜ invoke name="f"><｜DSML｜ parameter name="a">',
+    (None, "dots"): '<dots_function_call>\n<invoke name="f">\n<parameter name="a">',
+    (None, "functiongemma"): "<start_function_call>call:{{ name }}{ {{ key }}:<escape>{{ value }}<escape>",
+    ("gemma4", "gemma4"): "<|channel>thought\n<channel|>{{ '<|tool_call>call:' + name }}<tool_call|>",
+    ("inkling", "inkling"): "<|message_model|><|content_thinking|><|content_text|><|content_invoke_tool_json|>",
+    ("k2_horizon", "k2_horizon"): "<ifm|think></ifm|think><ifm|tool_calls><ifm|tool_call><ifm|arg_key>",
+    ("kimi_k3", "kimi_k3"): (
+        "<|open|>think<|sep|><|close|>think<|sep|><|open|>response<|sep|><|close|>response<|sep|><|close|>message<|sep|>"
+        '<|open|>tools<|sep|><|open|>call tool="{{ name }}" index="1"<|sep|><|open|>argument key="{{ key }}"'
+    ),
+    ("qwen3", "minicpm5"): '</think><function name="f"><param name="a">',
+    ("minicpmv", "qwen3_coder"): "</think><reserved_12><tool_call><function=f><parameter=a>",
+    ("minimax_m3", "minimax_m3"): "{% set mark = ']<]minimax[>[' %}<mm:think></mm:think>",
+    ("muse", "muse"): '<|start|>assistant to=self<|message|><atem:function_calls>\n<atem:invoke name="f">',
+    ("muse_glimmer", "muse_glimmer"): "MuseGlimmer ATEM chat template requires a dict <atem:function_calls>",
+    ("plamo3", "plamo3"): (
+        "<|plamo:begin_think:plamo|><|plamo:end_think:plamo|><|plamo:begin_tool_requests:plamo|>"
+        "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|><|plamo:tag|>"
+    ),
     ("qwen3", None): "<｜User｜>{{ content }}<｜Assistant｜>{{ content.split('</think>') }}",
     (None, None): "{{ bos_token }}",
 }
