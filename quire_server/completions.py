@@ -28,7 +28,8 @@ _NULLS: Any = {"prompt_logprobs": None, "routed_experts": None, "weight_versions
 @router.post("/v1/completions", responses=stream_answers(CompletionResponse), response_model=None)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     call = Call(request.app.state.server, request, body, "cmpl")
-    special, changes, prompts = body.add_special_tokens is not False, {}, body.prompts
+    special, prompts = body.add_special_tokens is not False, body.prompts
+    changes: dict[str, Any] = {}
     if body.suffix:
         fill = call.server.fill_in_middle
         if fill is None:

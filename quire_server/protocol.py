@@ -403,12 +403,10 @@ class ChatRequest(Generation, Rendering):
         must be called, if its input has a grammar, which a list of calls in JSON could not follow."""
         tools = self.usable_tools
         if isinstance(self.tool_choice, NamedCustomTool):
-            found = [tool for tool in tools if tool.function.name == self.named_tool]
-        else:
-            found = tools if self.tool_choice == "required" and len(tools) == 1 else []
-        [tool] = found[:1] or [None]
-        is_forced = isinstance(tool, CustomTool) and (self.named_tool is not None or tool.grammar is not None)
-        return tool if is_forced and isinstance(tool, CustomTool) else None
+            named = [tool for tool in tools if tool.function.name == self.named_tool]
+            return next((tool for tool in named if isinstance(tool, CustomTool)), None)
+        [only] = tools if self.tool_choice == "required" and len(tools) == 1 else [None]
+        return only if isinstance(only, CustomTool) and only.grammar is not None else None
 
     @property
     def custom_names(self) -> frozenset[str]:
