@@ -135,6 +135,23 @@ console.log(JSON.stringify({ texts, models, family: (await client.show({ model: 
 """
 
 
+LITELLM = """
+import json, os, sys
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the internet for prices
+import litellm
+
+url, question = sys.argv[1:]
+texts = []
+for route in ("ollama", "ollama_chat"):
+    body = dict(model=f"{route}/demo", api_base=url, messages=[{"role": "user", "content": question}], temperature=0,
+                max_tokens=24)
+    texts.append(litellm.completion(**body).choices[0].message.content)
+    chunks = litellm.completion(**body, stream=True)
+    texts.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+print(json.dumps(texts))
+"""
+
+
 def expected(server: Service, system: str | None = None) -> str:
     messages = [{"role": "system", "content": system}] if system else []
     body = {"messages": [*messages, {"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 24}
@@ -171,6 +188,13 @@ def test_the_ollama_package_for_python_works(server: Service):
     assert result["called"] == [["get_weather", {"city": "Paris"}]] * 2
     assert "sunny" in result["told"]
     check_ollama(result, server)
+
+
+def test_litellm_asks_as_it_asks_ollama(server: Service):
+    """Its routes for Ollama declare no content type."""
+    texts = json.loads(run_client(clients_python(), LITELLM, server.url, QUESTION).splitlines()[-1])
+    assert texts[2:] == [expected(server)] * 2
+    assert all(texts)
 
 
 def test_the_ollama_package_for_javascript_works(server: Service):
