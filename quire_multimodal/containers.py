@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from quire.options.multimodal import MOST_FRAMES
 from quire.system.extras import install_command
-from quire_multimodal.pictures import MOST_FRAMES, MediaError, check_frames
+from quire_multimodal.pictures import MediaError, check_frames
 from quire_multimodal.preprocessing import Array
 
 NAMES = "MP4, WebM, AVI, M4A"

@@ -121,7 +121,7 @@ class CountTokensRequest(Body):
             switch = {"enable_thinking": thinking.type != "disabled"}
             fields["chat_template_kwargs"] = switch | (self.chat_template_kwargs or {})
             fields["thinking_token_budget"] = thinking.budget_tokens if thinking.type == "enabled" else None
-        config = self.output_config or OutputConfig()
+        config = self.output_config or OutputConfig.model_validate({})
         fields["reasoning_effort"] = config.effort
         if (wanted := config.format or self.output_format) is not None:
             schema = {"name": "output", "schema": wanted.schema_, "strict": True}
@@ -186,7 +186,7 @@ async def _takes_later_system_messages(server: Server, held: HeldBody) -> bool:
     if server.takes_later_system_messages is None:
         roles = ("system", "user", "system", "user")
         try:
-            await server.render([Message(role=role, content="a") for role in roles], Rendering(), held)
+            await server.render([Message(role=role, content="a") for role in roles], Rendering.model_validate({}), held)
             server.takes_later_system_messages = True
         except ApiError as error:
             if error.status_code != 400:

@@ -10,13 +10,13 @@ from starlette.responses import Response
 from quire_parsing.events import Content, Event, Reasoning, ToolCall
 from quire_server.answering import Answer, Answering, FunctionCall, Piece
 from quire_server.errors import ApiError, json_response
-from quire_server.generation import Chunks
 from quire_server.logprobs import prompt_logprobs
 from quire_server.messages import text_of
 from quire_server.protocol import ChatRequest
 from quire_server.responses import AssistantMessage, ChatChoice, ChatResponse, ChatToolCall
 from quire_server.routing import StrictRoute, stream_answers
 from quire_server.streams import EventStream
+from quire_server.usage import Chunks
 
 router = APIRouter(route_class=StrictRoute)
 

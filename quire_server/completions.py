@@ -12,12 +12,13 @@ from quire.engine.processor import ProcessedRequest, Prompt
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire_server.errors import ApiError, json_response
 from quire_server.fill_in_middle import FillInMiddle
-from quire_server.generation import Call, Chunks
+from quire_server.generation import Call
 from quire_server.logprobs import completion_logprobs, prompt_logprobs
 from quire_server.protocol import CompletionRequest
 from quire_server.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from quire_server.routing import StrictRoute, stream_answers
 from quire_server.streams import EventStream
+from quire_server.usage import Chunks
 
 router = APIRouter(route_class=StrictRoute)
 DEFAULT_MAX_TOKENS = 16
@@ -27,7 +28,8 @@ _NULLS: Any = {"prompt_logprobs": None, "routed_experts": None, "weight_versions
 @router.post("/v1/completions", responses=stream_answers(CompletionResponse), response_model=None)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     call = Call(request.app.state.server, request, body, "cmpl")
-    special, changes, prompts = body.add_special_tokens is not False, {}, body.prompts
+    special, prompts = body.add_special_tokens is not False, body.prompts
+    changes: dict[str, Any] = {}
     if body.suffix:
         fill = call.server.fill_in_middle
         if fill is None:

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.processor import ProcessedRequest, Prompt, PromptFields
-from quire.messages.outputs import CompletionOutput, RequestOutput, SpecDecodeMetrics
-from quire.messages.sampling_params import SamplingParams
+from quire.messages.outputs import CompletionOutput, RequestOutput
+from quire.messages.sampling_params import BeamSearchParams, SamplingParams
 from quire.metrics.logging import logger
 from quire_server.adapters import Adapters
+from quire_server.beams import BeamSearch
 from quire_server.bodies import HeldBody, Preparing
 from quire_server.errors import ApiError, bad_value
 from quire_server.fill_in_middle import FillInMiddle
@@ -29,8 +29,8 @@ from quire_server.middleware import owner_of
 from quire_server.protocol import MAX_SEQUENCES, Body, ChatRequest, Generation, PromptBody, Rendering
 from quire_server.rendering import render
 from quire_server.request_log import RequestLog, Summary
-from quire_server.responses import Usage
 from quire_server.tracing import RequestTrace
+from quire_server.usage import Meter
 
 SLICE = 64  # prompts of a request that are tokenized before other requests get a turn
 MAX_STRINGS = 1024  # in `stop` and in `bad_words`
@@ -198,7 +198,7 @@ class PromptCall:
             await server.keep_alive.begin()
             if self._ended_by is not None:  # while the engine woke up
                 raise self._ended_by
-            async with aclosing(server.llm.run(self._requests, whole=whole)) as outputs:
+            async with aclosing(self._outputs(whole)) as outputs:
                 async for output in outputs:
                     for completion in output.outputs:
                         self._check(completion)
@@ -212,6 +212,10 @@ class PromptCall:
             watcher.cancel()
             if timer is not None:
                 timer.cancel()
+
+    def _outputs(self, whole: list[RequestOutput]) -> AsyncGenerator[RequestOutput]:
+        """As AsyncLLM.run."""
+        return self.server.llm.run(self._requests, whole=whole)
 
     def end(self, error: ApiError) -> None:
         """Abort the request. Its client gets the error instead of the generated text."""
@@ -252,6 +256,21 @@ class Call(PromptCall):
         if not server.llm.processor.generates:
             raise ApiError(400, "this model makes embeddings or scores, and generates no text", param="model")
         self.body = body
+        self._beams: BeamSearch | None = None  # of a request that asks for it
+
+    def _outputs(self, whole: list[RequestOutput]) -> AsyncGenerator[RequestOutput]:
+        return super()._outputs(whole) if self._beams is None else self._search(self._beams, whole)
+
+    async def _search(self, beams: BeamSearch, whole: list[RequestOutput]) -> AsyncGenerator[RequestOutput]:
+        async with aclosing(beams.run()) as outputs:
+            async for output in outputs:
+                whole.append(output)
+                yield output
+
+    def abort(self) -> None:
+        super().abort()
+        for request in () if self._beams is None else self._beams.running:
+            self.server.llm.abort(request.request_id)
 
     @property
     def tokens_as_ids(self) -> bool:
@@ -259,7 +278,7 @@ class Call(PromptCall):
         asked = self.body.return_tokens_as_token_ids
         return self.server.config.return_tokens_as_token_ids if asked is None else asked
 
-    def meter(self) -> "Meter":
+    def meter(self) -> Meter:
         option = self.server.llm.config.scheduler.per_request_spec_decode_metrics
         return Meter(bool(self.body.return_spec_decode_metrics) or option != "none")
 
@@ -281,6 +300,8 @@ class Call(PromptCall):
         self._constraint_field = constraint_field or body.constraint_field
         given = {**body.given(), **changes}
         asked = given.get("max_tokens")
+        if body.use_beam_search:
+            given["n"] = 1
         given["max_tokens"] = self._max_tokens(given.get("max_tokens"), default_max_tokens, len(prompts))
         self._check_sizes()
         self._check_length(0, asked)
@@ -297,6 +318,8 @@ class Call(PromptCall):
                 for request in requests:
                     self._check_length(len(request.prompt_token_ids), asked)
                 self._requests += requests
+            if body.use_beam_search:
+                self._beams = self._beam_search(params)
         except (ValueError, TypeError, OverflowError) as error:
             refusal = bad_value(error, type(body).model_fields, name)
             if refusal.param == "structured_outputs":
@@ -305,6 +328,16 @@ class Call(PromptCall):
         body.drop_prompt()
         held.release()
         return self._requests
+
+    def _beam_search(self, params: SamplingParams) -> BeamSearch:
+        """Raises ValueError."""
+        body, llm = self.body, self.server.llm
+        search = BeamSearchParams(
+            beam_width=body.n or 1, max_tokens=params.max_tokens or llm.max_model_len,
+            ignore_eos=params.ignore_eos, temperature=body.temperature or 0.0,
+            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        )  # fmt: skip
+        return BeamSearch(llm, self._requests, search, params.skip_special_tokens)
 
     def _process(
         self, prompts: Mapping[str, Prompt], params: SamplingParams, add_special_tokens: bool
@@ -388,7 +421,7 @@ class Call(PromptCall):
         """The fields that a response and all its chunks share."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def answer(self, kind: str, choices: list[Any], meter: "Meter", **extra: Any) -> dict[str, Any]:
+    def answer(self, kind: str, choices: list[Any], meter: Meter, **extra: Any) -> dict[str, Any]:
         """The complete response of a request without streaming. vLLM's fields that Quire lacks are null."""
         return {
             **self.head(kind),
@@ -401,86 +434,3 @@ class Call(PromptCall):
             "ec_transfer_params": None,
             "metrics": meter.metrics,
         }
-
-
-class Meter:
-    """Counts a request's tokens, and with `with_drafts`, what became of its drafts."""
-
-    def __init__(self, with_drafts: bool) -> None:
-        self._with_drafts = with_drafts
-        self._drafts: dict[tuple[str, int], SpecDecodeMetrics] = {}  # by request id and index of the completion
-        self._prompts: dict[str, tuple[int, int]] = {}  # request id -> (tokens, of those cached)
-        self.completion_tokens = 0
-        self.reasoning_tokens = 0  # of these, as the text of the thinking is tokenized
-
-    def add(self, output: RequestOutput) -> None:
-        """Count an output, or the new part of one."""
-        tokens = len(output.prompt_token_ids) + len(output.encoder_prompt_token_ids or ())
-        self._prompts[output.request_id] = tokens, output.num_cached_tokens
-        self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        if self._with_drafts:
-            for completion in output.outputs:
-                if completion.spec_decode_metrics is not None:
-                    self._drafts[output.request_id, completion.index] = completion.spec_decode_metrics
-
-    @property
-    def metrics(self) -> dict[str, Any] | None:
-        """vLLM's object `metrics`, which only an answer of one completion has."""
-        drafts = list(self._drafts.values())
-        return {"speculative_decoding": drafts[0].to_dict()} if len(drafts) == 1 else None
-
-    @property
-    def usage_at_start(self) -> Usage:
-        """The usage before the first token of the answer."""
-        usage = self.usage
-        usage.pop("completion_tokens_details", None)
-        return {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-
-    @property
-    def usage(self) -> Usage:
-        prompt_tokens = sum(tokens for tokens, _ in self._prompts.values())
-        usage: Usage = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompts.values())},
-        }
-        details: dict[str, int] = {}
-        if self.reasoning_tokens:
-            details["reasoning_tokens"] = min(self.reasoning_tokens, self.completion_tokens)
-        if self._drafts:
-            accepted = sum(drafts.num_accepted_tokens for drafts in self._drafts.values())
-            drafted = sum(drafts.num_draft_tokens for drafts in self._drafts.values())
-            details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
-        if details:
-            usage["completion_tokens_details"] = details
-        return usage
-
-
-class Chunks:
-    """Server-sent events of one stream."""
-
-    def __init__(self, call: Call, head: Mapping[str, Any]) -> None:
-        """head: the fields that all events share."""
-        self._head = b"data: " + msgspec.json.encode(head)[:-1]
-        options = call.body.stream_options
-        self._with_usage = call.body.include_usage or call.server.config.enable_force_include_usage
-        self._continuous = self._with_usage and options is not None and bool(options.continuous_usage_stats)
-
-    def event(self, choice: Mapping[str, Any], meter: Meter, *, at_start: bool = False, **extra: Any) -> bytes:
-        """at_start: the event comes before the first token of the answer."""
-        usage = b""
-        if self._continuous:
-            usage = b',"usage":' + msgspec.json.encode(meter.usage_at_start if at_start else meter.usage)
-        elif self._with_usage:
-            usage = b',"usage":null'
-        fields = b"," + msgspec.json.encode(extra)[1:-1] if extra else b""
-        return b"".join((self._head, b',"choices":[', msgspec.json.encode(choice), b"]", usage, fields, b"}\n\n"))
-
-    def last(self, meter: Meter) -> bytes:
-        """The event with the total usage, or nothing if the request did not ask for it."""
-        if not self._with_usage:
-            return b""
-        values = meter.metrics
-        metrics = b"" if values is None else b',"metrics":' + msgspec.json.encode(values)
-        return b"".join((self._head, b',"choices":[],"usage":', msgspec.json.encode(meter.usage), metrics, b"}\n\n"))

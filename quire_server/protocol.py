@@ -48,6 +48,9 @@ UNSUPPORTED: dict[str, str] = TABLES["completions"]["refused"]
 UNSUPPORTED_IN_CHAT = UNSUPPORTED | TABLES["chat"]["refused"]
 WITHOUT_EFFECT = frozenset(TABLES["without_effect"].split())
 _NEUTRAL: dict[str, list[Any]] = TABLES["completions"]["neutral"]
+# Fields of which beam search takes no notice, and their values that ask for nothing.
+_NOT_IN_BEAMS: list[str] = TABLES["completions"]["beam_search"]["refused"].split()
+_NEUTRAL_NUMBERS: dict[str, float] = TABLES["completions"]["beam_search"]["neutral"]
 _GUIDED: dict[str, str] = TABLES["completions"]["structured_outputs"]
 
 
@@ -131,6 +134,10 @@ class Generation(PromptBody):
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="The side from which truncate_prompt_tokens removes tokens: left (default) or right."
     )
+    use_beam_search: bool | None = Field(None, description="Return the n likeliest texts that n beams find.")
+    length_penalty: float | None = Field(
+        None, description="With use_beam_search: a text scores its log-probability / tokens ** length_penalty."
+    )
     repetition_detection: RepetitionDetection | None = Field(None, description="End output that repeats itself.")
     kv_compression: bool | CompressionRatio | None = Field(
         None, description="false keeps the whole KV cache of the prompt, {ratio} compresses it by this ratio."
@@ -205,11 +212,22 @@ class Generation(PromptBody):
                 return name, table[name]
         if self.structured_outputs is not None and self.response_format and self.response_format.constraint:
             return "response_format", "and structured_outputs exclude each other"
+        if self.use_beam_search and (field := self._not_in_beams) is not None:
+            return field, "cannot be used with use_beam_search"
         if self.stream_options is not None and not self.stream:
             return "stream_options", "is only allowed when stream is true"
         if self.stream and self.prompt_logprobs is not None and (self.n or 1) > 1:
             return "prompt_logprobs", "cannot be streamed for n > 1"
         return None
+
+    @property
+    def _not_in_beams(self) -> str | None:
+        """A field that asks for something of which beam search takes no notice."""
+        if self.constraint is not None:
+            return self.constraint_field
+        given = {name: getattr(self, name, None) for name in _NOT_IN_BEAMS}
+        asking = (name for name, value in given.items() if not _asks_for_nothing(name, value))
+        return next((name for name in asking if given[name] != _NEUTRAL_NUMBERS.get(name)), None)
 
     def unknown(self) -> list[str]:
         return [name for name in super().unknown() if name not in UNSUPPORTED_IN_CHAT]
@@ -259,6 +277,8 @@ class CompletionRequest(Generation):
         return values
 
     def unsupported(self) -> tuple[str, str] | None:
+        if self.use_beam_search and self.echo and self.logprobs is not None:
+            return "echo", "with logprobs cannot be used with use_beam_search"
         if self.best_of is not None and self.best_of < (self.n or 1):
             return "best_of", "should be at least n"
         if self.stream and self.num_generated > (self.n or 1):
@@ -395,12 +415,10 @@ class ChatRequest(Generation, Rendering):
         must be called, if its input has a grammar, which a list of calls in JSON could not follow."""
         tools = self.usable_tools
         if isinstance(self.tool_choice, NamedCustomTool):
-            found = [tool for tool in tools if tool.function.name == self.named_tool]
-        else:
-            found = tools if self.tool_choice == "required" and len(tools) == 1 else []
-        [tool] = found[:1] or [None]
-        is_forced = isinstance(tool, CustomTool) and (self.named_tool is not None or tool.grammar is not None)
-        return tool if is_forced and isinstance(tool, CustomTool) else None
+            named = [tool for tool in tools if tool.function.name == self.named_tool]
+            return next((tool for tool in named if isinstance(tool, CustomTool)), None)
+        [only] = tools if self.tool_choice == "required" and len(tools) == 1 else [None]
+        return only if isinstance(only, CustomTool) and only.grammar is not None else None
 
     @property
     def custom_names(self) -> frozenset[str]:
@@ -430,6 +448,8 @@ class ChatRequest(Generation, Rendering):
         return values
 
     def unsupported(self) -> tuple[str, str] | None:
+        if self.use_beam_search and self.forced_choice is not None:
+            return "tool_choice", "cannot demand calls with use_beam_search"
         if self.top_logprobs and not self.logprobs:
             return "top_logprobs", "is only allowed when logprobs is true"
         if self.logprob_token_ids is not None and not self.logprobs:

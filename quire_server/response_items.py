@@ -189,7 +189,7 @@ class ResponsesRequest(Generation):
     mm_processor_kwargs: dict[str, Any] | None = Field(None, description="Settings of the preprocessing of pictures.")
 
     def unsupported(self) -> tuple[str, str] | None:
-        for name in ("prompt_logprobs", "logprob_token_ids", "return_token_ids", "response_format"):
+        for name in ("prompt_logprobs", "logprob_token_ids", "return_token_ids", "response_format", "use_beam_search"):
             if getattr(self, name):
                 return name, "is not a field of /v1/responses"
         if (self.n or 1) > 1:

@@ -61,10 +61,11 @@ class HostedTool(_Object):
     type: str
 
 
-def _kind(value: Any) -> str:
+def _kind(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-    known = ("function", "custom", "namespace", "local_shell")
-    return kind if kind in known or not isinstance(kind, str) else "hosted"
+    if not isinstance(kind, str):
+        return None
+    return kind if kind in ("function", "custom", "namespace", "local_shell") else "hosted"
 
 
 _Single = (

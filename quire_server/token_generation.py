@@ -11,11 +11,12 @@ from starlette.responses import Response
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire_server.errors import ApiError, json_response
 from quire_server.fields import MAX_INT, TABLES, ExtraArguments, Logprobs, Positive, StreamOptions, TokenIds
-from quire_server.generation import Call, Chunks
+from quire_server.generation import Call
 from quire_server.logprobs import chat_logprobs, prompt_logprobs, token_id_logprobs
 from quire_server.protocol import UNSUPPORTED, Body, Generation
 from quire_server.routing import StrictRoute, stream_answers
 from quire_server.streams import EventStream
+from quire_server.usage import Chunks
 
 router = APIRouter(route_class=StrictRoute)
 
@@ -35,6 +36,8 @@ class TokenSampling(Generation):
         return None if field is None else f"sampling_params.{field}"
 
     def unsupported(self) -> tuple[str, str] | None:
+        if self.use_beam_search:
+            return "use_beam_search", "is not supported here; /v1/completions takes it"
         return self.refused(UNSUPPORTED | TABLES["generate"]["refused"])
 
 

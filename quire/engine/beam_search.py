@@ -4,7 +4,7 @@ The prefix cache keeps the keys and values of a beam between the steps, except t
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from quire.engine.processor import Prompt, PromptFields
@@ -48,6 +48,10 @@ class _Search:
 Generate = Callable[[list[Prompt], SamplingParams], list[RequestOutput]]
 
 
+# What a search runs: prompts, each for one token, with these parameters. It gets their outputs in the same order.
+Steps = Generator[tuple[list[Prompt], SamplingParams], list[RequestOutput], list[BeamSearchOutput]]
+
+
 def beam_search(
     prompts: Sequence[tuple[list[int], str | None]],
     params: BeamSearchParams,
@@ -55,17 +59,35 @@ def beam_search(
     max_model_len: int,
     eos_token_ids: frozenset[int],
 ) -> list[BeamSearchOutput]:
+    """As `beam_steps`, which `generate` runs: LLM.generate."""
+    steps = beam_steps(prompts, params, max_model_len, eos_token_ids)
+    outputs: list[RequestOutput] | None = None
+    while True:
+        try:
+            inputs = next(steps) if outputs is None else steps.send(outputs)
+        except StopIteration as end:
+            found: list[BeamSearchOutput] = end.value
+            return found
+        outputs = generate(*inputs)
+
+
+def beam_steps(
+    prompts: Sequence[tuple[list[int], str | None]],
+    params: BeamSearchParams,
+    max_model_len: int,
+    eos_token_ids: frozenset[int],
+) -> Steps:
     """Search all prompts together. The returned sequences have no text yet.
 
-    prompts: token ids and cache salt of each. generate: LLM.generate. As in vLLM, the score of a sequence is its
-    log-probability / length ** length_penalty, where the length counts the prompt but not the end-of-sequence token.
-    The search ends after max_tokens, or when no beams are left.
+    prompts: token ids and cache salt of each. As in vLLM and transformers, the score of a sequence is its
+    log-probability / length ** length_penalty, where the length counts the output with its end-of-sequence token. The
+    search ends after max_tokens, or when no beams are left.
     """
     ends = frozenset() if params.ignore_eos else eos_token_ids
     sampling = SamplingParams(max_tokens=1, logprobs=2 * params.beam_width, temperature=params.temperature)
 
     def score(beam: BeamSearchSequence) -> float:
-        return beam.cum_logprob / math.pow(len(beam.tokens) - (beam.tokens[-1] in ends), params.length_penalty)
+        return beam.cum_logprob / math.pow(max(len(beam.logprobs), 1), params.length_penalty)
 
     def best(beams: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
         return sorted(beams, key=score, reverse=True)[: params.beam_width]
@@ -79,7 +101,7 @@ def beam_search(
         inputs: list[Prompt] = [
             {"prompt_token_ids": beam.tokens, **search.salt} for search in growing for beam in search.beams
         ]
-        outputs = iter(generate(inputs, sampling))
+        outputs = iter((yield inputs, sampling))
         for search in growing:
             candidates = []
             for beam in search.beams:

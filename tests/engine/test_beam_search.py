@@ -26,7 +26,7 @@ def plain_beam_search(
     """Every token of the vocabulary continues every beam; those that end one are set aside."""
 
     def score(beam: tuple[list[int], float]) -> float:
-        return beam[1] / (len(beam[0]) - (beam[0][-1] in ends)) ** penalty
+        return beam[1] / max(len(beam[0]) - len(prompt), 1) ** penalty
 
     beams: list[tuple[list[int], float]] = [(prompt, 0.0)]
     completed: list[tuple[list[int], float]] = []

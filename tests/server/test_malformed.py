@@ -154,7 +154,8 @@ BOTH: list[tuple[Any, ...]] = [
     ("guided_regex", 5, "structured_outputs"),
     ("guided_choice", ["a", 5], "structured_outputs"),
     ("guided_grammar", ["a"], "structured_outputs"),
-    ("use_beam_search", True),
+    ("use_beam_search", "perhaps"),
+    ("length_penalty", "long"),
 ]
 OF_COMPLETIONS: list[tuple[Any, ...]] = [
     ("prompt", None),

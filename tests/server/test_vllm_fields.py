@@ -29,12 +29,7 @@ FIELDS = {
         continue_final_message chat_template_kwargs media_io_kwargs mm_processor_kwargs tools""",
 }
 # A value that would change the answer, of each field that Quire refuses.
-REFUSED = {
-    "ec_transfer_params": {"a": 1},
-    "return_weight_versions": True,
-    "use_beam_search": True,
-    "watermarking": True,
-}
+REFUSED = {"ec_transfer_params": {"a": 1}, "return_weight_versions": True, "watermarking": True}
 # What vLLM's own clients send when they send every field at its default.
 DEFAULTS = {
     "length_penalty": 1.0,
