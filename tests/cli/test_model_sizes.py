@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.config import EngineConfig
+from quire.loading import formats
 from quire.loading.hub import bundled_model
 from quire.loading.metadata import hf_config
 from quire.models.decoder import Decoder
@@ -17,7 +18,6 @@ from quire.models.registry import spec_of
 from quire.parallel.mesh import Mesh
 from quire.quantization.gguf_types import TYPES
 from quire.worker import memory
-from quire_cli.models import formats
 from quire_cli.models.estimate import estimates
 from quire_cli.models.facts import facts_of
 from quire_cli.models.machine import Machine, this_machine

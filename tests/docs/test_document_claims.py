@@ -25,7 +25,7 @@ _CLAIM = re.compile(
     r"\b(is|are|be|were) (not (yet )?(supported|allowed)|refused|ignored)\b|\b(has|have) no effect\b|without effect|"
     r"cannot be used|not there yet|\bis a 400\b|not supported\b|do(es)? not go together|does not support"
 )
-_NO_SENTENCES = re.compile(r"```.*?```|<!-- written.*?<!-- end -->|^#.*?$", re.DOTALL | re.MULTILINE)
+_NO_SENTENCES = re.compile(r"^ *```.*?^ *```$|<!-- written.*?<!-- end -->|^#.*?$", re.DOTALL | re.MULTILINE)
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -120,6 +120,7 @@ def test_there_is_no_entry_without_a_sentence():
         ("- one\n- two has no effect\n", ["- two has no effect"]),
         ("| a | b |\n|---|---|\n| `x` | ignored: it has\nno effect |", ["| `x` | ignored: it has no effect |"]),
         ("```text\nit is refused\n```\n# It is refused\n", []),
+        ("- with ```` ```json ````\n\n`b` has no effect.\n\n```json\n{}\n```\n", ["`b` has no effect."]),
     ],
 )
 def test_sentences_are_found(text: str, found: list[str]):

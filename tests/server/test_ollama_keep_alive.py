@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 
 import pytest
 
+from quire.config import ServerConfig
+from quire_server.keep_alive import KeepAlive
 from quire_server.ollama.bodies import seconds_of
 from support.server import Host, Service, eventually
 
@@ -128,6 +130,13 @@ def test_without_the_option_nothing_is_unloaded(host: Host):
     host.run(asyncio.sleep(0.1))
     assert not sleeps(host)
     assert loaded(plain)
+
+
+def test_several_processes_keep_the_model_loaded(host: Host):
+    keep_alive = KeepAlive(host.llm, ServerConfig(enable_admin_api=True, api_server_count=2))
+    host.run(keep_alive.unload())
+    assert keep_alive.expires_at is None
+    assert not sleeps(host)
 
 
 @pytest.mark.parametrize(

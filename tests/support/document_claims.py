@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,33 +17,12 @@ from quire.quantization.config import quantization_method
 from quire.worker.disk_store import prepare_folder
 from quire.worker.residence import Residence
 from quire_cli.main import build_parser
-from quire_multimodal.decoding import Encoded
-from quire_multimodal.pictures import MediaError
 from support.claims import Checks, Parts
 from support.engines import make_llm
+from support.server import Host
 
 CHECKS = Checks()
 MODEL = Path(quire.demo.__file__).parent / "model"
-FORMATS = {  # beginnings of files
-    "mp4": b"\x00\x00\x00\x18ftypmp42\x00\x00\x00\x00mp42isom",
-    "m4a": b"\x00\x00\x00\x18ftypM4A \x00\x00\x00\x00M4A mp42",
-    "webm": b"\x1a\x45\xdf\xa3\x9fB\x86\x81\x01B\xf7\x81\x01",
-    "avi": b"RIFF\x24\x00\x00\x00AVI LIST",
-}
-
-
-@CHECKS.of("videos")
-def _videos(parts: Parts) -> None:
-    for name in ("mp4", "webm", "avi"):
-        with pytest.raises(MediaError, match="no image in a known format"):
-            Encoded("video", (FORMATS[name],)).decode()
-
-
-@CHECKS.of("sounds")
-def _sounds(parts: Parts) -> None:
-    for name in ("mp4", "m4a", "webm"):
-        with pytest.raises(MediaError):
-            Encoded("audio", (FORMATS[name],), 16_000).decode()
 
 
 @CHECKS.of("generation configs")
@@ -100,6 +80,46 @@ def _folders_of_others(parts: Parts) -> None:
 def _adapters_on_experts(parts: Parts) -> None:
     with pytest.raises((ConfigError, ValueError), match="enable_lora"):
         make_llm(parts.checkpoint("mixtral"), enable_lora=True, enable_expert_parallel=True, enable_eplb=True)
+
+
+@CHECKS.of("forms of forced calls")
+def _forms_of_forced_calls(parts: Parts) -> None:
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": {"const": "Rome"}}}
+    for choice in ("required", {"type": "function", "function": {"name": "look_up"}}):
+        asked = {"messages": [{"role": "user", "content": "Hello"}], "tools": [tool], "tool_choice": choice}
+        asked |= {"parallel_tool_calls": False, "temperature": 0, "max_tokens": 100}
+        answer = parts.server.post("/v1/chat/completions", {**asked, "response_format": form})
+        [call] = answer.json["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "look_up"
+
+
+def _strict_tool(**fields: Any) -> dict[str, Any]:
+    """A chat with a strict tool whose schema no grammar can enforce."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "unheard-of"}}}
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": schema, "strict": True}}
+    return {"messages": [{"role": "user", "content": "Hello"}], "tools": [tool], "max_tokens": 4, **fields}
+
+
+@CHECKS.of("strict tools in other formats")
+def _strict_tools_in_other_formats(parts: Parts) -> None:
+    server = parts.host.serve(tool_call_parser="pythonic")
+    assert server.post("/v1/chat/completions", _strict_tool()).status == 200
+    forced = server.post("/v1/chat/completions", _strict_tool(tool_choice="required"))
+    assert (forced.status, forced.error["param"]) == (400, "tools"), "its calls are enforced, as JSON"
+
+
+@CHECKS.of("strict tools beside a form")
+def _strict_tools_beside_a_form(parts: Parts) -> None:
+    path = "/v1/chat/completions"
+    assert parts.server.post(path, _strict_tool()).status == 400
+    assert parts.server.post(path, _strict_tool(response_format={"type": "json_object"})).status == 200
+    assert parts.server.post(path, _strict_tool(structured_outputs={"regex": "[a-z]+"})).status == 200
+    host = Host(dtype="float32", kv_cache_memory_bytes=16 << 20, structured_outputs_config={"backend": "outlines"})
+    try:
+        assert host.serve().post(path, _strict_tool()).status == 200
+    finally:
+        host.close()
 
 
 @CHECKS.of("WebSockets")

@@ -147,5 +147,12 @@ def _no_watermarks(parts: Parts) -> None:
 
 @CHECKS.of("tools of clients")
 def _tools_of_clients(parts: Parts) -> None:
-    tools = [{"type": "web_search"}]
-    assert parts.server.post("/v1/responses", {"input": "a", "tools": tools}).status == 400
+    plain = parts.server.post("/v1/responses", {"input": "a", "max_output_tokens": 4}).json
+    asked = {"input": "a", "max_output_tokens": 4, "tools": [{"type": "web_search"}]}
+    answer = parts.server.post("/v1/responses", asked).json
+    assert answer["usage"]["input_tokens"] == plain["usage"]["input_tokens"], "the model knows nothing of the tool"
+    assert {item["type"] for item in answer["output"]} <= {"message", "reasoning"}
+    tool = {"type": "function", "name": "look_up", "parameters": {"type": "object", "properties": {}}}
+    asked = {"input": "a", "tools": [tool], "tool_choice": {"type": "function", "name": "look_up"}}
+    [call] = parts.server.post("/v1/responses", asked).json["output"]
+    assert (call["type"], call["name"]) == ("function_call", "look_up")
