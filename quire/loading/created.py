@@ -13,6 +13,7 @@ from urllib.parse import quote
 import msgspec
 
 from quire.loading.hub import cache_folder
+from quire.messages.errors import error_text
 from quire.metrics.logging import logger
 
 _FOLDER, _SUFFIX = ".quire", ".json"
@@ -96,5 +97,5 @@ class CreatedModels:
         try:
             return msgspec.json.decode(path.read_bytes(), type=CreatedModel)
         except (OSError, ValueError) as error:
-            logger.warning("Ignored %s, which describes no created model: %s", path, error)
+            logger.warning("Ignored %s, which describes no created model: %s", path, error_text(error))
             return None

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer as Backend
 
+from quire.messages.errors import error_text
 from quire.text.bpe import added_ids, byte_level, completed, family, merges_of
 from quire.text.token_bytes import BYTE_OF_CHARACTER
 from quire.text.tokenizer_check import check_expression
@@ -63,7 +64,7 @@ def read_tekken(data: bytes, config: dict[str, Any]) -> tuple[Backend, dict[str,
     try:
         check_expression(file.config.pattern)
     except ValueError as error:
-        raise ValueError(f"config.pattern {file.config.pattern[:100]!r} {error}") from error
+        raise ValueError(f"config.pattern {file.config.pattern[:100]!r} {error_text(error)}") from error
     size, count = file.config.default_vocab_size, file.config.default_num_special_tokens
     ranked = sorted(file.special_tokens or (), key=lambda token: token.rank)
     specials = [token.token_str for token in ranked] or _EARLY_TEKKEN
