@@ -145,7 +145,7 @@ def test_the_key_protects_what_happens_and_not_the_files(host: Host):
 def test_the_page_can_be_switched_off(host: Host):
     server = host.serve(disable_ui=True)
     assert [server.get(path).status for path in ("/ui/app.js", "/ui/events", "/ui/about")] == [404] * 3
-    assert server.get("/").body == b"Ollama is running"  # what Ollama's clients look for
+    assert server.get("/").body == b"Quire is running"  # Ollama answers so, too
 
 
 def test_the_page_works_below_a_path(host: Host):
