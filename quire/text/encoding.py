@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from quire.messages.errors import error_text
 from quire.system.untrusted.limits import MIB, LimitExceededError, Limits
 from quire.text.token_bytes import is_fault
-from quire.text.tokenizer_check import has_quadratic_step
+from quire.text.tokenizer_check import has_quadratic_step, vocabulary_size
 
 SHORT_TEXT = 2_000  # characters, for which quadratic time is a few hundredths of a second
 _LIMITS = Limits(cpu_seconds=5.0, memory_bytes=1024 * MIB, total_seconds=30.0, slice_seconds=0.5)
@@ -80,6 +80,7 @@ class ConfinedEncoder(TextEncoder):
         from quire.system.untrusted.service import Preparation
 
         super().__init__(backend, prefix, suffix)
+        vocabulary_size(backend)  # the library would take memory for holes
         arguments = [backend.to_str(), prefix, suffix]
         key = f"texts {sha256(json.dumps(arguments).encode()).hexdigest()}"
         self._preparation = Preparation(key, f"{__name__}:prepare", lambda: arguments)

@@ -20,7 +20,7 @@ from quire.text.length_bound import LengthBound
 from quire.text.sentencepiece import read_sentencepiece
 from quire.text.tiktoken import read_tekken, read_tiktoken
 from quire.text.token_bytes import TokenBytes, is_fault
-from quire.text.tokenizer_check import MOST_BYTES, check_tokenizer
+from quire.text.tokenizer_check import MOST_BYTES, check_tokenizer, vocabulary_size
 
 # In order of precedence. merges.txt needs vocab.json beside it. tokenizer.model may be of SentencePiece or tiktoken.
 _FILES = ("tokenizer.json", "tekken.json", "merges.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken")
@@ -164,8 +164,8 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """The largest id plus one. Not every id below it needs to have a token."""
-        return max(self.get_vocab().values()) + 1
+        """The largest id plus one. Not every id below it needs to have a token. Raises ValueError."""
+        return vocabulary_size(self._backend)
 
     @cached_property
     def length_bound(self) -> LengthBound | None:

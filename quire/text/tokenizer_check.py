@@ -33,6 +33,17 @@ _ALL_SPACES = r"\s+(?!\S)"
 _OF_SPACES = {_ALL_SPACES, r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+[\r\n]+"}
 
 
+MOST_IDS = 1 << 24  # the largest id plus one: memory is taken for the ids below it, whether they have tokens or not
+
+
+def vocabulary_size(backend: Backend) -> int:
+    """The largest id plus one. Raises ValueError for a vocabulary with holes that would take too much memory."""
+    size = max(backend.get_vocab(with_added_tokens=True).values(), default=0) + 1
+    if size > MOST_IDS:
+        raise ValueError(f"model.vocab has the id {size - 1}; at most {MOST_IDS - 1} is allowed")
+    return size
+
+
 class _Model(msgspec.Struct):
     type: str | None = None
     max_input_chars_per_word: int | None = None
