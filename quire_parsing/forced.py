@@ -1,4 +1,4 @@
-"""Calls that a request demands: tool_choice "required", or the name of a function. A grammar forces their JSON."""
+"""Calls that a request demands: tool_choice "required", or the name of a tool. A grammar forces their form."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,10 @@ _FORCED = ToolFormat(body=json_calls, bare="[{")
 
 
 def forced_calls(choice: str | Mapping[str, Any]) -> Parser:
-    """The parser of what the schema of `forced_calls_schema` allows."""
+    """The parser of what the schema of `forced_calls_schema` allows, or of the input of a custom tool, which is the
+    whole text."""
+    if isinstance(choice, Mapping) and choice.get("type") == "custom":
+        return Parsing(_custom_call, choice["custom"]["name"])
     return Parsing(_named_call, choice["function"]["name"]) if isinstance(choice, Mapping) else _FORCED.make()
 
 
@@ -46,6 +49,13 @@ def forced_calls_schema(
 def _named_call(reader: Reader, name: str) -> Steps[None]:
     """Reads the arguments of a call whose name is known."""
     yield from reader.space()
+    reader.call(name)
+    while (yield from reader.until((), reader.arguments)):
+        pass
+
+
+def _custom_call(reader: Reader, name: str) -> Steps[None]:
+    """Reads the input of a custom tool."""
     reader.call(name)
     while (yield from reader.until((), reader.arguments)):
         pass
