@@ -158,7 +158,9 @@ class MessageAnswer(TypedDict):
     content: list[dict[str, Any]]
     stop_reason: str | None
     stop_sequence: str | None
-    usage: dict[str, int]
+    stop_details: None
+    container: None
+    usage: dict[str, Any]
 
 
 class ErrorAnswer(TypedDict):
@@ -178,6 +180,8 @@ async def _chat(body: CountTokensRequest, server: Server, held: HeldBody) -> Cha
     if body.has_later_system_messages and not await _takes_later_system_messages(server, held):
         body.merge_system_messages()
     chat: ChatRequest = await held.run(body.chat)
+    if server.llm.frontend.reasoning is None:
+        chat.thinking_token_budget = None  # clients send it to any model, and one that does not think stays below it
     return chat
 
 
@@ -233,14 +237,21 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     return json_response(_message(answering, _content(answer), _stop(answer)))
 
 
-def _usage(answering: Answering) -> dict[str, int]:
+def _usage(answering: Answering) -> dict[str, Any]:
+    """Every key of Anthropic's, of which typed clients need all: null or 0 for what only Anthropic has."""
     usage = answering.meter.usage
+    details = usage.get("completion_tokens_details") or {}
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
         "cache_creation_input_tokens": 0,
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"thinking_tokens": details.get("reasoning_tokens", 0)},
+        "server_tool_use": None,
+        "service_tier": "standard",
+        "inference_geo": None,
     }
 
 
@@ -262,8 +273,14 @@ def _message(answering: Answering, content: list[dict[str, Any]], stop: tuple[st
         "content": content,
         "stop_reason": stop[0],
         "stop_sequence": stop[1],
+        "stop_details": None,
+        "container": None,
         "usage": _usage(answering),
     }
+
+
+def _tool_use(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments, "caller": {"type": "direct"}}
 
 
 def _content(answer: Answer) -> list[dict[str, Any]]:
@@ -271,9 +288,9 @@ def _content(answer: Answer) -> list[dict[str, Any]]:
     if answer.reasoning:
         content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
     if answer.content:
-        content.append({"type": "text", "text": answer.content})
+        content.append({"type": "text", "text": answer.content, "citations": None})
     for call in answer.tool_calls:
-        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.argument_object})
+        content.append(_tool_use(call.id, call.name, call.argument_object))
     return content
 
 
@@ -292,7 +309,7 @@ async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
                 if start is not None and (kind != block or kind == "tool_use"):
                     events += [_event("content_block_stop", index=index)] if block else []
                     index, block = index + 1, kind
-                    events.append(_event("content_block_start", index=index, content_block={"type": kind, **start}))
+                    events.append(_event("content_block_start", index=index, content_block={"type": kind} | start))
                 if delta is not None:
                     events.append(_event("content_block_delta", index=index, delta=delta))
             if events:
@@ -309,9 +326,9 @@ def _block(event: Event, answer: Answer) -> tuple[str, dict[str, Any] | None, di
         case Reasoning(text):
             return "thinking", {"thinking": "", "signature": ""}, {"type": "thinking_delta", "thinking": text}
         case Content(text):
-            return "text", {"text": ""}, {"type": "text_delta", "text": text}
+            return "text", {"text": "", "citations": None}, {"type": "text_delta", "text": text}
         case ToolCall(index, name):
-            return "tool_use", {"id": answer.tool_calls[index].id, "name": name, "input": {}}, None
+            return "tool_use", _tool_use(answer.tool_calls[index].id, name, {}), None
         case ToolArguments(_, text):
             return "tool_use", None, {"type": "input_json_delta", "partial_json": text}
 

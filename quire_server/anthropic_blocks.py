@@ -124,6 +124,7 @@ class CompactionBlock(BaseModel):
         return self.content or ""
 
 
+_SHOWN_TYPES = ("text", "image", "document", "search_result", "tool_reference", "compaction")
 Text = str | Annotated[list[TextBlock], Field(fail_fast=True)]
 _SHOWN = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock | CompactionBlock
 Shown = (
@@ -142,10 +143,18 @@ def _block_type(value: Any) -> str | None:
     return "ignored" if isinstance(kind, str) and kind in _IGNORED else kind if isinstance(kind, str) else None
 
 
+def _wrong_type(*types: str) -> tuple[str, str]:
+    """The error for a block of another type."""
+    return "block", f"Only blocks of these types are supported: {', '.join(types)}"
+
+
+_ResultBlock = Annotated[Shown, Discriminator(_block_type, *_wrong_type(*_SHOWN_TYPES))]
+
+
 class ToolResultBlock(BaseModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[Annotated[Shown, Discriminator(_block_type)]], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[_ResultBlock], Field(fail_fast=True)] | None = None
 
 
 Block = Annotated[
@@ -153,7 +162,7 @@ Block = Annotated[
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")],
-    Discriminator(_block_type),
+    Discriminator(_block_type, *_wrong_type(*_SHOWN_TYPES, "thinking", "tool_use", "tool_result")),
 ]
 
 

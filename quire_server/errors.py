@@ -25,6 +25,11 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 _QUOTED = ("structured_outputs", "stop", "bad_words")  # fields with text that the engine's messages quote
 _QUOTING = ("constraint", "union_tag_invalid")  # types of pydantic's errors whose messages quote values
 
+# Messages for pydantic's errors whose own name types of Python.
+_OBJECT = "Input should be an object"
+_MESSAGES = {"dict_type": _OBJECT, "model_type": _OBJECT, "model_attributes_type": _OBJECT,
+             "int_parsing_size": "Input should be an integer with fewer digits"}  # fmt: skip
+
 
 class ApiError(HTTPException):
     """An error response: its status and message. param: the path of the wrong field, such as `messages[0].role`.
@@ -122,7 +127,8 @@ def invalid_request(errors: Iterable[Mapping[str, Any]], body: object) -> ApiErr
         if depth > deepest:
             found, deepest = {}, depth
         if depth == deepest:
-            found.setdefault(path, []).append(error["msg"] if path else "the body should be a JSON object")
+            message = _MESSAGES.get(error["type"], error["msg"])
+            found.setdefault(path, []).append(message if path else "the body should be a JSON object")
     path, messages = next(iter(found.items()))
     text = " or ".join(dict.fromkeys(messages))
     return ApiError(400, f"{path}: {text}" if path else text, param=path or None, quotes=quotes)

@@ -324,6 +324,8 @@ class Call(PromptCall):
             refusal = bad_value(error, type(body).model_fields, name)
             if refusal.param == "structured_outputs":
                 refusal.param = self._constraint_field
+            elif refusal.param == "logprobs" and name == "messages":
+                refusal.param = "top_logprobs"  # logprobs of a chat is a boolean
             raise refusal from error
         body.drop_prompt()
         held.release()

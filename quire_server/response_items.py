@@ -175,8 +175,12 @@ class ResponsesRequest(Generation):
     )
     max_output_tokens: Positive | None = Field(None, description="Default: what the model's context has room for.")
     metadata: Metadata | None = Field(None, max_length=16)
+    max_tool_calls: int | None = Field(None, description="Without effect.")
     parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = Field(None, description="Without effect.")
     reasoning: ReasoningOptions | None = None
+    safety_identifier: str | None = Field(None, description="Without effect.")
+    service_tier: str | None = Field(None, description="Without effect.")
     stream_options: dict[str, Any] | None = Field(None, description="Without effect.")  # type: ignore[assignment]
     text: TextOptions | None = None
     tools: list[AnyTool] | None = Field(None, description="Those that run at OpenAI's are left out.")
@@ -255,7 +259,8 @@ def in_terms_of_responses(error: ApiError) -> ApiError:
     """The error of a translated request, with the name of the field from which the wrong one was translated."""
     names, name = _FIELDS["names"], re.split(r"[.\[]", error.param or "")[0]
     if name in names:
-        error.param, error.detail = names[name], error.detail.replace(name, names[name])
+        detail = error.detail.replace(f"{name}.json_schema", name)  # whose fields are those of text.format here
+        error.param, error.detail = names[name], detail.replace(name, names[name])
     return error
 
 

@@ -25,7 +25,9 @@ class _Object(BaseModel):
 class FunctionTool(_Object):
     type: Literal["function"]
     name: str = Field(min_length=1)
+    description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object: the arguments.")
+    strict: bool | None = None
 
 
 class TextOrGrammar(_Object):
@@ -147,6 +149,12 @@ def named_tools(tools: Iterable[Any]) -> list[Named]:
         inner, namespace = (tool.tools, tool.name) if isinstance(tool, NamespaceTool) else ([tool], None)
         found += [Named(one, namespace) for one in inner if isinstance(one, FunctionTool | CustomTool | LocalShellTool)]
     return found
+
+
+def echoed(tool: BaseModel) -> dict[str, Any]:
+    """A tool of a request as its response repeats it: a function with all of its keys."""
+    keys: dict[str, Any] = dict.fromkeys(("description", "parameters", "strict"))
+    return (keys if isinstance(tool, FunctionTool) else {}) | tool.model_dump(exclude_none=True)
 
 
 def hosted_types(tools: Iterable[Any]) -> list[str]:

@@ -23,6 +23,7 @@ from quire_server.middleware import owner_of
 from quire_server.response_items import Item, ResponsesRequest, in_terms_of_responses
 from quire_server.response_output import Events, Output
 from quire_server.response_store import MissingResponseError, Record, StoreError, is_made, key_of, new_id, open_store
+from quire_server.response_tools import echoed
 from quire_server.responses import Usage
 from quire_server.routing import StrictRoute, answers, stream_answers
 from quire_server.streams import EventStream
@@ -295,6 +296,7 @@ def _new_response(server: Server, body: ResponsesRequest, answering: Answering) 
         "id": body.request_id or new_id("resp"), "object": "response", "created_at": answering.call.created,
         "status": status, "model": answering.call.model, "output": [], **default,
         **body.model_dump(include=set(default), by_alias=True, exclude_none=True),
+        "tools": [echoed(tool) for tool in body.tools or ()],
         **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
     }  # fmt: skip
 
@@ -368,6 +370,13 @@ def _interval(request: Request) -> float:
 
 async def _events(events: list[bytes]) -> AsyncGenerator[bytes]:
     yield b"".join(events)
+
+
+@router.post("/v1/responses/compact", include_in_schema=False)
+async def compact() -> None:
+    """OpenAI's compaction of a conversation, which clients look for. Raises ApiError."""
+    message = "conversations cannot be compacted; truncation=auto in /v1/responses drops the beginning of a long input"
+    raise ApiError(404, message, code="not_found")
 
 
 @router.post("/v1/responses/{response_id}/cancel", responses=answers(Item), response_model=None)

@@ -56,6 +56,8 @@ async def _read(request: Request) -> bytes:
 
 def _parse(model: type[BaseModel], body: bytes) -> BaseModel:
     """Raises ApiError."""
+    if not body:
+        raise ApiError(400, "the body is empty; it should be a JSON object", code="invalid_json")
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:

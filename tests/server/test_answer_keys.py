@@ -1,6 +1,9 @@
-"""The keys of answers are those of vLLM 0.33, null where there is nothing to say: typed clients need them."""
+"""The keys of answers are those of vLLM 0.33, of Open Responses and of Anthropic, null where there is nothing to say:
+typed clients need them."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
@@ -76,3 +79,66 @@ def test_the_text_of_the_prompt_is_returned_if_asked_for(server, stream):
     tokens = server.post("/tokenize", {"messages": MESSAGES}).json["tokens"]
     assert first["prompt_text"] == server.post("/detokenize", {"tokens": tokens}).json["prompt"]
     assert not any("prompt_text" in event for event in rest)
+
+
+RESPONSE = set(
+    """id object created_at completed_at status incomplete_details model previous_response_id instructions output error
+    tools tool_choice truncation parallel_tool_calls text top_p presence_penalty frequency_penalty top_logprobs
+    temperature reasoning usage max_output_tokens max_tool_calls store background service_tier metadata
+    safety_identifier prompt_cache_key""".split()
+)
+ECHOED = {"max_tool_calls": 3, "prompt_cache_key": "a", "safety_identifier": "b", "service_tier": "flex",
+          "presence_penalty": 0.5, "frequency_penalty": 1.5}  # fmt: skip
+
+
+def test_a_response_has_the_keys_of_open_responses(server):
+    body = {"input": "Hello!", "max_output_tokens": 1}
+    answer = server.post("/v1/responses", body).json
+    assert answer.keys() >= RESPONSE
+    assert {name: answer[name] for name in ECHOED} == {
+        **dict.fromkeys(("max_tool_calls", "prompt_cache_key", "safety_identifier")),
+        "service_tier": "auto", "presence_penalty": 0, "frequency_penalty": 0,
+    }  # fmt: skip
+    answer = server.post("/v1/responses", {**body, **ECHOED}).json
+    assert {name: answer[name] for name in ECHOED} == ECHOED
+
+
+def test_the_tools_of_a_response_have_all_keys(server):
+    bare = {"type": "function", "name": "f"}
+    full = {**bare, "description": "A tool.", "parameters": {"type": "object"}, "strict": True}
+    custom = {"type": "custom", "name": "g"}
+    answer = server.post("/v1/responses", {"input": "Hello!", "max_output_tokens": 1, "tools": [bare, full, custom]})
+    assert answer.json["tools"] == [{**bare, "description": None, "parameters": None, "strict": None}, full, custom]
+
+
+MESSAGE = set("id type role content model stop_reason stop_sequence stop_details usage container".split())
+MESSAGE_USAGE = set(
+    """cache_creation cache_creation_input_tokens cache_read_input_tokens inference_geo input_tokens output_tokens
+    output_tokens_details server_tool_use service_tier""".split()
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_has_anthropics_keys(server, stream):
+    answer = server.post("/v1/messages", {"messages": MESSAGES, "max_tokens": 4, "stream": stream})
+    if stream:
+        lines = answer.body.decode().splitlines()
+        data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+        events = {event["type"]: event for event in data}
+        message, block = events["message_start"]["message"], events["content_block_start"]["content_block"]
+        usages = [message["usage"], events["message_delta"]["usage"]]
+    else:
+        message, block = answer.json, answer.json["content"][0]
+        usages = [message["usage"]]
+    assert message.keys() == MESSAGE
+    assert all(usage.keys() == MESSAGE_USAGE for usage in usages)
+    assert block.keys() == {"type", "text", "citations"}
+
+
+def test_an_answer_of_anthropics_api_can_be_sent_back(server):
+    body = {"messages": MESSAGES, "max_tokens": 4}
+    content = server.post("/v1/messages", body).json["content"]
+    call = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}, "caller": {"type": "direct"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "sunny"}
+    turns = [{"role": "assistant", "content": [*content, call]}, {"role": "user", "content": [result]}]
+    assert server.post("/v1/messages", {**body, "messages": MESSAGES + turns}).status == 200

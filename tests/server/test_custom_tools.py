@@ -95,7 +95,7 @@ def test_codexs_tools_are_called_under_their_own_names(parrot, stream, caplog):
         "type": "exec", "command": ["ls", "-l"], "env": {}, "working_directory": "/tmp", "timeout_ms": 500,
     }  # fmt: skip
     assert (command.type, command.name) == ("function_call", "exec_command")
-    assert response.to_dict()["tools"] == CODEX
+    assert response.to_dict()["tools"] == [{**CODEX[0], "description": None}, *CODEX[1:]]
     assert len({item.call_id for item in response.output}) == 5
     if not stream:
         for kind in ("web_search", "image_generation"):
