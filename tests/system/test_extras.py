@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.system import extras
 from quire.system.extras import DISTRIBUTION, install_command
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +61,7 @@ def test_a_checkout_is_named_with_its_folder(editable, monkeypatch, tmp_path):
 
 def test_a_checkout_that_is_not_installed_is_named_with_its_folder(monkeypatch):
     monkeypatch.chdir("/")
+    monkeypatch.setattr(extras, "__file__", str(ROOT / "quire/system/extras.py"))  # tests may run an installed copy
     assert command_if(None, monkeypatch) == f'pip install -e "{ROOT}[audio]"'
 
 
