@@ -42,7 +42,19 @@ def _card(server: Server, name: str) -> ModelCard:
 
 def _anthropic_card(server: Server, name: str) -> dict[str, Any]:
     created = datetime.fromtimestamp(server.created, UTC)
-    return {"type": "model", "id": name, "display_name": name, "created_at": f"{created:%Y-%m-%dT%H:%M:%SZ}"}
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": f"{created:%Y-%m-%dT%H:%M:%SZ}",
+        "lifecycle": "active",
+        "deprecated_at": None,
+        "retires_at": None,
+        "line": None,
+        "max_input_tokens": server.llm.max_model_len,
+        "max_tokens": server.llm.max_model_len,
+        "capabilities": None,
+    }
 
 
 def _anthropic_page(server: Server, limit: int, after_id: str | None, before_id: str | None) -> dict[str, Any]:

@@ -505,7 +505,11 @@ def test_models_are_listed_in_anthropics_form_for_anthropics_clients(host):
     assert listed.keys() == {"data", "has_more", "first_id", "last_id"}
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("one", "three", False)
     for card in listed["data"]:
-        assert card.keys() == {"type", "id", "display_name", "created_at"}
+        assert card.keys() == {
+            "type", "id", "display_name", "created_at", "lifecycle", "deprecated_at", "retires_at", "line",
+            "max_input_tokens", "max_tokens", "capabilities",
+        }  # fmt: skip
+        assert (card["lifecycle"], card["max_input_tokens"], card["max_tokens"]) == ("active", 2048, 2048)
         assert (card["type"], card["display_name"]) == ("model", card["id"])
         assert datetime.fromisoformat(card["created_at"]).tzinfo is not None
     assert several.get("/v1/models/two", **version).json == listed["data"][1]

@@ -65,23 +65,6 @@ print(json.dumps({
 """
 
 
-LITELLM = """
-import json, os, sys
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the internet for prices
-import litellm
-
-url, question = sys.argv[1:]
-texts = []
-for route in ("ollama", "ollama_chat"):
-    body = dict(model=f"{route}/demo", api_base=url, messages=[{"role": "user", "content": question}], temperature=0,
-                max_tokens=24)
-    texts.append(litellm.completion(**body).choices[0].message.content)
-    chunks = litellm.completion(**body, stream=True)
-    texts.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
-print(json.dumps(texts))
-"""
-
-
 def expected(server: Service, system: str | None = None) -> str:
     messages = [{"role": "system", "content": system}] if system else []
     body = {"messages": [*messages, {"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 24}
@@ -102,10 +85,3 @@ def test_the_anthropic_package_works(host: Host, server: Service):
     assert result["models"] == [["demo", "demo", "model"]]
     assert result["long"] == "stop_sequence"
     assert result["beta"] == expected(server, "Be brief.")
-
-
-def test_litellm_asks_as_it_asks_ollama(server: Service):
-    """Its routes for Ollama declare no content type."""
-    texts = json.loads(run_client(clients_python(), LITELLM, server.url, QUESTION).splitlines()[-1])
-    assert texts[2:] == [expected(server)] * 2
-    assert all(texts)
