@@ -89,7 +89,9 @@ def test_continuous_usage_begins_at_zero(server):
     assert counts[-1] == 4
 
 
-FIELDS_OF_LENGTH = pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+FIELDS_OF_LENGTH = pytest.mark.parametrize(
+    "field", ["max_tokens", pytest.param("max_completion_tokens", marks=pytest.mark.slow)]
+)
 
 
 @FIELDS_OF_LENGTH
