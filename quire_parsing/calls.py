@@ -35,7 +35,8 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     begin, end: markers around a call. sections: markers that stand before the first of several calls
     bare: the characters that begin a call without a marker, at the beginning of the answer, or after a text in `leads`
     leads: texts of the content, behind which a call may begin without a marker
-    fences: beginnings of blocks of JSON, which are calls if they name a function of the request
+    fences: texts before objects of JSON, or with their beginnings; such an object, also at the beginning of the answer,
+        is a call if it names a function of the request
     noise: special tokens that are not content
     echoes: the model may repeat the text of a call behind it, and end it with another `end` marker
     body: reads a call, from behind the `begin` marker
@@ -108,7 +109,9 @@ def read_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
         elif marker in format.noise:
             reader.hold("", False)
         elif marker in fences:
-            reader.hold(marker, True)
+            opening, brace, key = marker.partition("{")
+            reader.unread(brace + key)
+            reader.hold(opening, True)
             yield from _fenced_call(reader, format, types)
         elif marker in format.leads:
             reader.content(marker)
@@ -118,7 +121,9 @@ def read_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
             if found := (yield from reader.before((*format.begin, *format.sections), _LONGEST_HEADER)):
                 reader.hold(found[0], False)  # a call follows, so it is not content
         else:
-            reader.hold(reader.unread(marker) if marker[-1] in format.bare else marker, True)
+            bare = marker[-1] if marker[-1] in format.bare else ""
+            reader.unread(bare)
+            reader.hold(marker.removesuffix(bare), True)
             if format.body:
                 yield from format.body(reader, format, types)
 
@@ -127,6 +132,8 @@ def _bare_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     """Reads a call that begins without a marker, if one does."""
     reader.hold("", True)
     char = yield from reader.space()
+    if char == "{" and format.fences and types:
+        return (yield from _fenced_call(reader, format, types))
     if not char or char not in format.bare or not format.body:
         return
     if not (yield from reader.before((*format.begin, *format.sections), 0)):
@@ -134,13 +141,14 @@ def _bare_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
 
 
 def _fenced_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
-    """Reads a block of JSON up to its end, if it is a call."""
+    """Reads objects of JSON that are calls, one after the other, and the end of their block."""
     yield from reader.space()
-    if (yield from _json_call(reader, format, types)):
+    while (yield from _json_call(reader, format, types)):
         reader.hold("", True)
-        yield from reader.space()
-        if (yield from reader.literal("```")):
-            reader.discard()
+        if (yield from reader.space()) != "{":
+            if (yield from reader.literal("```")):
+                reader.discard()
+            return
 
 
 def _echo(reader: Reader, format: ToolFormat) -> Steps[None]:

@@ -210,10 +210,9 @@ class Reader:
             searched = start - self._position
             yield
 
-    def unread(self, marker: str) -> str:
-        """Takes back the last character of a marker that was just read. Returns the rest of the marker."""
-        self._position -= 1
-        return marker[:-1]
+    def unread(self, text: str) -> None:
+        """Takes back the last characters of a marker that was just read."""
+        self._position -= len(text)
 
     def _find(self, markers: tuple[str, ...], searched: int = 0) -> tuple[int, str]:
         """(position up to which the text holds no marker, the marker that begins there, or "" if none is complete)

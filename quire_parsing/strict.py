@@ -26,7 +26,7 @@ class StrictFormat(msgspec.Struct, frozen=True, kw_only=True):
     parameter: what stands before and behind a parameter's value, {is_string} is "true" or "false"; without it, the
         arguments are a JSON object
     separator: what stands between two calls
-    fence: the beginning of a block of JSON that is a call if it names a known function, what follows, and its end
+    fences: beginnings of JSON that is a call if it names a known function, what follows, and its end
     trigger: the text at which a call begins; by default all of what stands before a section
     """
 
@@ -34,7 +34,7 @@ class StrictFormat(msgspec.Struct, frozen=True, kw_only=True):
     section: tuple[str, str] | None = None
     parameter: tuple[str, str] | None = None
     separator: str = ""
-    fence: tuple[str, str, str] | None = None
+    fences: tuple[tuple[str, str, str], ...] = ()
     trigger: str = ""
 
     def tag(
@@ -65,9 +65,9 @@ class StrictFormat(msgspec.Struct, frozen=True, kw_only=True):
         if is_forced:
             return {"type": "structural_tag", "format": series}
         triggers = [self.trigger or calls[0]["begin"]]
-        if self.fence is not None:
-            beginning, middle, end = self.fence
-            for function, call in zip(functions, list(calls), strict=True):
+        marked = list(calls)
+        for beginning, middle, end in self.fences:
+            for function, call in zip(functions, marked, strict=True):
                 trigger = beginning.replace("{name}", function["name"])
                 triggers.append(trigger)
                 calls.append({**call, "begin": trigger + middle, "end": end})

@@ -205,3 +205,22 @@ def test_a_block_of_json_that_names_a_function_is_a_call(backend, tokenizer):
     assert read("hermes", package, tools()) == (package, [])
     assert read("hermes", block % ("my-package", "{}"), tools()) == (block % ("my-package", "{}"), [])
     assert read("hermes", block % ("go.to", "{}"), []) == (block % ("go.to", "{}"), [])
+
+
+@pytest.mark.parametrize("text", ["", "I look.\n", "```xml\n"])
+@pytest.mark.parametrize("call", ['{"name": "%s", "arguments": %s}', '{\n  "name": "%s",\n  "arguments": %s\n}'])
+def test_an_object_that_names_a_function_is_a_call_without_markers(text, call):
+    """As small models of Qwen2.5-Coder write it; other objects are content."""
+    answer = text + call % ("go.to", '{"at": [1]}') + "\n" + call % ("get_weather", "{}")
+    assert read("hermes", answer, tools()) == (text.removesuffix("\n"), [("go.to", {"at": [1]}), ("get_weather", {})])
+    for other in (call % ("my-package", "{}"), '{"name": "go.to", "version": 1}', '{"name": "go', '{"names": []}'):
+        assert read("hermes", text + other, tools()) == (text + other, [])
+    assert read("hermes", answer, []) == (answer, [])
+
+
+def test_an_object_that_names_a_function_is_constrained(backend, tokenizer):
+    tag = STRICT["hermes"].tag(tools(), "auto", True, "auto")
+    call = '{"name": "%s", "arguments": %s}'
+    assert accepts(backend, tokenizer, tag, "I look.\n" + call % ("go.to", '{"at": [1]}'))
+    assert not accepts(backend, tokenizer, tag, call % ("go.to", '{"at": "here"}'))
+    assert accepts(backend, tokenizer, tag, call % ("my-package", '{"at": "here"}'))
