@@ -21,6 +21,7 @@ from support.server_process import Server
 pytestmark = pytest.mark.nightly
 
 PAGE = ROOT / "docs" / "agents.md"
+ADDRESS = "http://127.0.0.1:8000"  # of the page's server
 LONGEST = 1800  # seconds of an agent
 ANSWERS = '{"temperature": 0, "repetition_penalty": 1.1, "max_new_tokens": 300}'
 OFFLINE = {
@@ -61,11 +62,12 @@ class Agent:
         self.project = folder / "project"
         self.project.mkdir(parents=True)
         *contents, last = section(title)
-        self._command = shlex.split(last.text.replace("~", str(self.home)))
+        command = last.text.replace("\\\n", " ").replace("~", str(self.home)).replace(ADDRESS, server.url)
+        self._command = shlex.split(command)
         for name, block in zip(files, contents, strict=True):
             path = self.home / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block.text.replace("http://127.0.0.1:8000", server.url))
+            path.write_text(block.text.replace(ADDRESS, server.url))
 
     def run(self, program: Path | None = None, *arguments: str) -> str:
         """What the agent prints. arguments: put before those of the page's command, behind a subcommand."""

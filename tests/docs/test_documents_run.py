@@ -38,6 +38,8 @@ NOT_RUN = {  # regular expressions of whole commands
     r"quire top.*": "it is a screen that stays: tests/e2e/test_top_screen.py has it in a terminal",
     r"quire chat .*": "it is a conversation at a terminal: tests/cli/test_chat_command.py has some",
     r"curl -s .*/v1/embeddings .*": "its server is not run",
+    r"quire serve qwen2.5-coder.*|(codex|claude|opencode|qwen|aider) .*|curl .*\"coder\".*":
+        "it needs a model of its own and coding agents: tests/clients/test_coding_agents.py runs these",
     r"quire serve .*--model-impl transformers": "tests/models/test_transformers_impl.py has tiny models",
     r"quire serve facebook/bart.*": "tests/multimodal/test_encoder_decoders.py has a tiny BART",
     r"quire serve openai/whisper.*|curl .*/v1/audio/.*":
