@@ -105,7 +105,7 @@ def test_a_machine_that_is_busy_with_others_is_no_fault_of_the_server(
 def take_memory() -> mmap.mmap:
     size = int(1.5 * MOST_GROWTH)
     memory = mmap.mmap(-1, size)
-    for start in range(0, size, mmap.PAGESIZE):  # one object of this size would be kept by an allocator that engines set
+    for start in range(0, size, mmap.PAGESIZE):  # engines of earlier tests have malloc keep the memory of large objects
         memory[start] = 1
     return memory
 
