@@ -288,7 +288,7 @@ def _content(answer: Answer) -> list[dict[str, Any]]:
     if answer.reasoning:
         content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
     if answer.content:
-        content.append({"type": "text", "text": answer.content, "citations": None})
+        content.append({"type": "text", "text": answer.content, "citations": []})
     for call in answer.tool_calls:
         content.append(_tool_use(call.id, call.name, call.argument_object))
     return content
@@ -326,7 +326,7 @@ def _block(event: Event, answer: Answer) -> tuple[str, dict[str, Any] | None, di
         case Reasoning(text):
             return "thinking", {"thinking": "", "signature": ""}, {"type": "thinking_delta", "thinking": text}
         case Content(text):
-            return "text", {"text": "", "citations": None}, {"type": "text_delta", "text": text}
+            return "text", {"text": "", "citations": []}, {"type": "text_delta", "text": text}
         case ToolCall(index, name):
             return "tool_use", _tool_use(answer.tool_calls[index].id, name, {}), None
         case ToolArguments(_, text):

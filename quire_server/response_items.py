@@ -110,7 +110,9 @@ PREFIXES: dict[str, str] = _FIELDS["prefixes"]  # of ids
 
 def _item_type(value: Any) -> str | None:
     kind = value.get("type") or "message" if isinstance(value, dict) else getattr(value, "type", None)
-    return "hosted" if kind in _HOSTED else kind if isinstance(kind, str) else None
+    if not isinstance(kind, str):
+        return None
+    return "hosted" if kind in _HOSTED else kind
 
 
 InputItem = Annotated[

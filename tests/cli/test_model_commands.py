@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import urllib.request
 from collections.abc import Iterator
@@ -198,7 +199,9 @@ def test_ctrl_c_ends_a_download_and_what_is_left_is_marked_and_completed(machine
     assert (line["name"], line["partial"]) == (OTHER, True)
     assert "(partial)" in machine.says("list")
     machine.hub.stalls = ()
-    assert "1 of 5 files, 9.0 MB of 9.1 MB" in machine.says(f"pull {OTHER}")
+    assert re.search(
+        r"[1-3] of 5 files, 9\.0 MB of 9\.1 MB", machine.says(f"pull {OTHER}")
+    )  # small ones may be complete
     assert not json.loads(machine.says("list --json"))[1]["partial"]
 
 

@@ -54,7 +54,7 @@ def server() -> Iterator[StallingServer]:
 
 
 @pytest.mark.parametrize(
-    "path", ["/sleep/2.5", *(pytest.param(f"/{work}/2.5", marks=pytest.mark.slow) for work in ("compute", "work"))]
+    "path", ["/sleep/2.5", *(pytest.param(f"/{work}/2.5", marks=pytest.mark.nightly) for work in ("compute", "work"))]
 )
 def test_a_server_that_stalls_is_noticed(server: StallingServer, path: str) -> None:
     with pytest.raises(AssertionError, match="a gap of"), server.witness():

@@ -101,7 +101,7 @@ def tokens_of(server: Service, messages, **fields):
 def test_a_message_is_what_the_offline_engine_says(server, offline, stream):
     message = ask(server, system="Be brief.", stream=stream)
     chat = [{"role": "system", "content": "Be brief."}, USER]
-    assert message["content"] == [{"type": "text", "text": offline_text(offline, chat), "citations": None}]
+    assert message["content"] == [{"type": "text", "text": offline_text(offline, chat), "citations": []}]
     assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "demo")
     assert message["id"].startswith("msg-")
     assert (message["stop_reason"], message["stop_sequence"]) == ("max_tokens", None)
@@ -235,7 +235,7 @@ def test_only_one_tool_is_called_if_the_request_wants_no_more(parrot, stream):
 @STREAMS
 def test_calls_that_may_not_be_made_are_text(parrot, stream):
     content, reason = said(parrot, CALLS.strip(), stream, tools=[TOOL], tool_choice={"type": "none"})
-    assert (content, reason) == ([{"type": "text", "text": CALLS.strip(), "citations": None}], "end_turn")
+    assert (content, reason) == ([{"type": "text", "text": CALLS.strip(), "citations": []}], "end_turn")
 
 
 @STREAMS

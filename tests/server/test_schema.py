@@ -26,6 +26,7 @@ WITH_BODY = [
     "/api/generate",
     "/api/chat",
     "/api/show",
+    *("/api/embed", "/api/embeddings", "/api/pull", "/api/push", "/api/copy", "/api/create"),
     "/inference/v1/generate",
     "/tokenize",
     "/detokenize",
@@ -48,7 +49,8 @@ READ = [
 POST = [*WITH_BODY, f"{RESPONSE}/cancel", "/reset_prefix_cache", "/ping", "/pause", "/resume", "/sleep", "/wake_up"]
 POST += ["/start_profile", "/stop_profile", "/v1/audio/transcriptions", "/v1/audio/translations"]
 OPERATIONS = [*(f"POST {path}" for path in POST), *(f"GET {path}" for path in READ), f"DELETE {RESPONSE}"]
-OPERATIONS.append("DELETE /v1/prefixes/{prefix_id}")
+OPERATIONS += ["DELETE /v1/prefixes/{prefix_id}", "DELETE /api/delete"]
+OPERATIONS += ["HEAD /api/blobs/{digest}", "POST /api/blobs/{digest}"]
 CASES = [
     *((label, GenerationMode.POSITIVE) for label in OPERATIONS),
     *((f"POST {path}", GenerationMode.NEGATIVE) for path in WITH_BODY),
