@@ -79,7 +79,8 @@ class Server:
             (body.model_extra or {}).pop(name, None)  # it may be large
             self._report("a field that is not known", name)
         for kind in body.hosted_tools():
-            self._report("tools of a type that this server does not have", kind)
+            name = kind if kind.isidentifier() else "another"  # a type may also be a text that is nobody's business
+            self._report("tools of a type that this server does not have", name)
         return body.model or self.model_names[0]
 
     def _report(self, what: str, name: str) -> None:
