@@ -62,9 +62,12 @@ def llama_cpp(python: Path, url: str, suite: Path, parts: Iterable[str]) -> tupl
     with tempfile.NamedTemporaryFile() as log:
         paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         environment = os.environ | {
-            "DEBUG_EXTERNAL": "1", "PORT": url.rsplit(":", 1)[1].rstrip("/"), "CONFORMANCE_LOG": log.name,
-            "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1",
-        }  # fmt: skip
+            "DEBUG_EXTERNAL": "1",
+            "PORT": url.rsplit(":", 1)[1].rstrip("/"),
+            "CONFORMANCE_LOG": log.name,
+            "PYTHONPATH": paths,
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         pytest = [python, "-m", "pytest", "-q", "-p", "conformance_plugin", "-p", "no:cacheprovider"]
         files = [f"unit/test_{part}.py" for part in parts]
         subprocess.run(

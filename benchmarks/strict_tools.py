@@ -58,10 +58,13 @@ def read_cases(folder: Path, number: int) -> list[Json]:
         for line in lines[: -(-number // len(FILES))]:
             case = json.loads(line)
             functions = [
-                {"name": re.sub(r"[^\w.-]", "_", f["name"]), "description": f["description"],
-                 "parameters": as_schema(f["parameters"])}
+                {
+                    "name": re.sub(r"[^\w.-]", "_", f["name"]),
+                    "description": f["description"],
+                    "parameters": as_schema(f["parameters"]),
+                }
                 for f in case["function"]
-            ]  # fmt: skip
+            ]
             cases.append({"messages": case["question"][0], "functions": functions, "expected": expected[case["id"]]})
     return cases
 

@@ -2,7 +2,7 @@
 
 import re
 
-from quire_parsing.calls import ToolFormat, Types, json_calls
+from quire_parsing.calls import ToolFormat, Types, json_calls, read_header
 from quire_parsing.reader import Reader, Steps
 from quire_parsing.values import ALL_TYPES, STRING, in_json, json_text, typed
 
@@ -22,8 +22,7 @@ def annotated_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[No
     """Reads a header with the name, and parameters between tags. The types that the model writes decide how values are
     read that have none in the function's schema."""
     opening, key_ends, value_ends = format.parameter
-    found = yield from reader.before((opening, *format.end), _LONGEST_HEADER)
-    header = re.fullmatch(format.header, found[0].strip()) if found else None
+    header = yield from read_header(reader, format, opening)
     if header is None:
         return
     reader.call(header["name"])

@@ -170,7 +170,7 @@ def json_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     from other JSON by their keys."""
     char = yield from reader.space()
     if format.header and char not in ("[", "{"):
-        if header := (yield from _header(reader, format, "{")):
+        if header := (yield from read_header(reader, format, "{")):
             reader.call(header["name"], header.groupdict().get("id"))
             if (yield from reader.space()):
                 yield from _arguments(reader, reader.arguments)
@@ -257,7 +257,7 @@ def _arguments(reader: Reader, say: Callable[[str], None]) -> Steps[bool]:
 def tagged_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     """Reads a header with the name, and parameters between tags: <parameter=city>Paris</parameter>."""
     opening, key_ends, value_ends = format.parameter
-    header = yield from _header(reader, format, opening)
+    header = yield from read_header(reader, format, opening)
     if header is None:
         return
     reader.call(header["name"])
@@ -382,7 +382,7 @@ def _python_arguments(reader: Reader, name: str) -> Steps[bool]:
     return (yield from reader.literal(")"))
 
 
-def _header(reader: Reader, format: ToolFormat, opening: str) -> Steps[re.Match[str] | None]:
+def read_header(reader: Reader, format: ToolFormat, opening: str) -> Steps[re.Match[str] | None]:
     """Reads what stands between a call's marker and its arguments."""
     found = yield from reader.before((opening, *format.end), _LONGEST_HEADER)
     return re.fullmatch(format.header, found[0].strip()) if found else None

@@ -1,11 +1,10 @@
 """Calls whose arguments are elements: <f><city>Paris</city><days><item>1</item><item>2</item></days></f>."""
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire_parsing.annotations import typed_value
-from quire_parsing.calls import ToolFormat, Types
+from quire_parsing.calls import ToolFormat, Types, read_header
 from quire_parsing.reader import Reader, Steps
 from quire_parsing.values import ALL_TYPES, STRING, SchemaTypes, json_text, schema_types, typed
 
@@ -25,8 +24,7 @@ def element_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None
     """Reads a header with the name, and an element for each parameter. Elements in it are the items of a list or the
     properties of an object, as the parameter's schema says. format.parameter has the beginnings of tags."""
     opening, [closing], _ = format.parameter
-    found = yield from reader.before((opening, *format.end), _LONGEST_TAG)
-    header = re.fullmatch(format.header, found[0].strip()) if found else None
+    header = yield from read_header(reader, format, opening)
     if header is None:
         return
     reader.call(header["name"])

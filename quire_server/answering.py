@@ -199,9 +199,14 @@ class Answering:
         await call.process(prompts, default, special, "messages", field, **changes)
         begins_at_marker = is_constrained or (strict is not None and choice is not None)
         make = partial(
-            answer_parser, reasoning, tool_parser, tools, starts_in_thinking=is_thinking,
-            is_constrained=begins_at_marker, is_promoted=is_promoted,
-        )  # fmt: skip
+            answer_parser,
+            reasoning,
+            tool_parser,
+            tools,
+            starts_in_thinking=is_thinking,
+            is_constrained=begins_at_marker,
+            is_promoted=is_promoted,
+        )
         read_as = "auto" if choice is None or strict else choice
         made = [make(tool_choice=read_as) for _ in range(body.n or 1)]
         parsers: list[Parser] = [parser for parser in made if parser is not None]

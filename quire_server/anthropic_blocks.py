@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from quire_server.fields import TABLES
+from quire_server.fields import TABLES, type_of
 
 # Types of blocks that only a model at Anthropic can read: its own encrypted thinking, and tools that ran there.
 _IGNORED = frozenset(TABLES["anthropic"]["ignored_blocks"].split())
@@ -139,8 +139,8 @@ Shown = (
 
 
 def _block_type(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "ignored" if isinstance(kind, str) and kind in _IGNORED else kind if isinstance(kind, str) else None
+    kind = type_of(value)
+    return "ignored" if kind in _IGNORED else kind
 
 
 def _wrong_type(*types: str) -> tuple[str, str]:

@@ -25,8 +25,10 @@ class BeamSearch:
         """requests: of the prompts. Raises ValueError for a width that needs more logprobs than max_logprobs, and for
         prompts with media."""
         if 2 * params.beam_width > llm.processor.max_logprobs:
-            raise ValueError(f"n={params.beam_width} beams need the logprobs of {2 * params.beam_width} tokens; "
-                             f"max_logprobs is {llm.processor.max_logprobs}")  # fmt: skip
+            raise ValueError(
+                f"n={params.beam_width} beams need the logprobs of {2 * params.beam_width} tokens; "
+                f"max_logprobs is {llm.processor.max_logprobs}"
+            )
         if any(request.core_requests[0].media for request in requests):
             raise ValueError("use_beam_search cannot be used with pictures, other media or embeddings")
         self._llm, self._requests, self._params = llm, requests, params

@@ -27,8 +27,12 @@ _QUOTING = ("constraint", "union_tag_invalid")  # types of pydantic's errors who
 
 # Messages for pydantic's errors whose own name types of Python.
 _OBJECT = "Input should be an object"
-_MESSAGES = {"dict_type": _OBJECT, "model_type": _OBJECT, "model_attributes_type": _OBJECT,
-             "int_parsing_size": "Input should be an integer with fewer digits"}  # fmt: skip
+_MESSAGES = {
+    "dict_type": _OBJECT,
+    "model_type": _OBJECT,
+    "model_attributes_type": _OBJECT,
+    "int_parsing_size": "Input should be an integer with fewer digits",
+}
 
 
 class ApiError(HTTPException):

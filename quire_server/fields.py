@@ -130,6 +130,13 @@ def _check_structured(value: dict[str, Any]) -> dict[str, Any]:
 StructuredOutputs = Annotated[dict[str, Any], AfterValidator(_check_structured)]
 
 
+def type_of(value: Any, default: str | None = None) -> str | None:
+    """The type of an item or a block, which chooses its model; None if it has no valid one. default: where it is left
+    out."""
+    kind = value.get("type") or default if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
 class Function(BaseModel):
     """A function that a tool is. Further fields go to the chat template."""
 

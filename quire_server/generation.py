@@ -336,10 +336,12 @@ class Call(PromptCall):
         """Raises ValueError."""
         body, llm = self.body, self.server.llm
         search = BeamSearchParams(
-            beam_width=body.n or 1, max_tokens=params.max_tokens or llm.max_model_len,
-            ignore_eos=params.ignore_eos, temperature=body.temperature or 0.0,
+            beam_width=body.n or 1,
+            max_tokens=params.max_tokens or llm.max_model_len,
+            ignore_eos=params.ignore_eos,
+            temperature=body.temperature or 0.0,
             length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
-        )  # fmt: skip
+        )
         return BeamSearch(llm, self._requests, search, params.skip_special_tokens)
 
     def _process(

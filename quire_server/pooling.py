@@ -254,9 +254,9 @@ class PoolingCall(PromptCall):
         """A list of objects of a kind, with a vector each, or the bytes of the vectors."""
         encoding, dtype, order = body.encoding_format, body.embed_dtype or "float32", body.endianness or "native"
         if encoding not in ("bytes", "bytes_only"):
-            return self.listed([
-                {"object": kind, "index": i, field: encoded(x, encoding, dtype, order)} for i, x in enumerate(values)
-            ])  # fmt: skip
+            return self.listed(
+                [{"object": kind, "index": i, field: encoded(x, encoding, dtype, order)} for i, x in enumerate(values)]
+            )
         parts = [raw(vector, dtype, order) for vector in values]
         head = {"id": self.id, "created": self.created, "model": self.model}
         about = {**head, "data": places(values, parts, dtype, order), "usage": self.usage}

@@ -9,7 +9,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, 
 
 from quire.text.chat_template import TEXT_PARTS
 from quire_server.errors import ApiError
-from quire_server.fields import TABLES, Positive, TemplateArguments
+from quire_server.fields import TABLES, Positive, TemplateArguments, type_of
 from quire_server.messages import MEDIA_PARTS, ContentPart, Message
 from quire_server.protocol import UNSUPPORTED_IN_CHAT, ChatRequest, Generation
 from quire_server.response_store import new_id
@@ -109,9 +109,7 @@ PREFIXES: dict[str, str] = _FIELDS["prefixes"]  # of ids
 
 
 def _item_type(value: Any) -> str | None:
-    kind = value.get("type") or "message" if isinstance(value, dict) else getattr(value, "type", None)
-    if not isinstance(kind, str):
-        return None
+    kind = type_of(value, default="message")
     return "hosted" if kind in _HOSTED else kind
 
 

@@ -54,10 +54,16 @@ def places(vectors: Sequence[Values], parts: Sequence[bytes], dtype: str, endian
     found, start = [], 0
     for index, (values, part) in enumerate(zip(vectors, parts, strict=True)):
         end = start + len(part)
-        found.append({
-            "index": index, "embed_dtype": dtype, "endianness": endianness, "start": start, "end": end,
-            "shape": list(values.shape),
-        })  # fmt: skip
+        found.append(
+            {
+                "index": index,
+                "embed_dtype": dtype,
+                "endianness": endianness,
+                "start": start,
+                "end": end,
+                "shape": list(values.shape),
+            }
+        )
         start = end
     return found
 

@@ -96,10 +96,10 @@ class AsyncLLM:
         name = served_name or self.config.model.model or "quire"
         lora = self.config.lora
         max_loras = lora.max_loras if lora.enable_lora else 0
+        is_first, buckets = core.index == 0, self.config.metrics.buckets
         self.metrics = EngineMetrics(
-            metrics_prefix, name, log_stats, max_loras, len(core.sizes), core.index == 0, core.since_start, core.first,
-            self.config.metrics.buckets,
-        )  # fmt: skip
+            metrics_prefix, name, log_stats, max_loras, len(core.sizes), is_first, core.since_start, core.first, buckets
+        )
         self.prefixes: dict[str, PinPrefix] = {}  # the pinned ones by id
         self._weights_lock = asyncio.Lock()
         self._pinning: set[asyncio.Task[None]] = set()

@@ -57,8 +57,10 @@ def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimit
     tokens, pools = options.tokens_of_a_step(gpu), config.model.runner == "pooling"
     is_whole = pools or not options.enable_chunked_prefill
     if is_whole and not pools and (given := options.max_num_batched_tokens or max_model_len) < max_model_len:
-        raise ConfigError("enable_chunked_prefill=False computes a prompt in one step; raise max_num_batched_tokens "
-                          f"({given}) to at least max_model_len ({max_model_len}), or leave it out")  # fmt: skip
+        raise ConfigError(
+            "enable_chunked_prefill=False computes a prompt in one step; raise max_num_batched_tokens "
+            f"({given}) to at least max_model_len ({max_model_len}), or leave it out"
+        )
     pace = None if options.max_itl is None or pools else Pace(options.max_itl / 1000)
     return SchedulerLimits(
         options.max_num_active_seqs or options.max_num_seqs, max(tokens, max_model_len) if is_whole else tokens,

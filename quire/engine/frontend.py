@@ -158,9 +158,12 @@ class Frontend:
 
 
 def chosen_parser(
-    option: str, name: str | None, recognized: str | None, known: dict[str, Any],
+    option: str,
+    name: str | None,
+    recognized: str | None,
+    known: dict[str, Any],
     vocabulary: Callable[[], Iterable[str]] = tuple,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """The name of a parser: the given one, or the recognized one; None if it is unknown or switched off by "none".
 
     known: the formats by name; one that is given by its import path (package.module.FORMAT) is added to them, and one

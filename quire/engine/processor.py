@@ -245,8 +245,10 @@ class Processor:
         if self._texts is not None or (params is not None and params.truncate_prompt_tokens is not None):
             return
         if isinstance(text, str) and len(self.cut(text, self.max_model_len, from_left=False)) < len(text):
-            raise PromptTooLongError(f"the prompt has {len(text)} characters, and the first of them are more tokens "
-                                     f"than max_model_len, which is {self.max_model_len}")  # fmt: skip
+            raise PromptTooLongError(
+                f"the prompt has {len(text)} characters, and the first of them are more tokens "
+                f"than max_model_len, which is {self.max_model_len}"
+            )
 
     def cut(self, text: str, keep: int, from_left: bool) -> str:
         """The part of a text that has the kept tokens. Tokens near a cut may differ from those of the whole text, so

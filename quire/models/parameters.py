@@ -76,8 +76,9 @@ def parameters_of(spec: DecoderSpec, share: Share = WHOLE) -> Parameters:
     has_head = spec.names.get("lm_head") is not None and share.has_head
     is_tied = bool(spec.tie_embeddings) and has_head
     rest = share.part(spec.vocab_size) if spec.lm_head_bias and has_head else 0
-    rest += _norms(spec, (*(("embedding_norm",) if share.has_embedding else ()),
-                          *(("final_norm",) if share.has_head else ())))  # fmt: skip
+    rest += _norms(
+        spec, (*(("embedding_norm",) if share.has_embedding else ()), *(("final_norm",) if share.has_head else ()))
+    )
     if share.has_embedding:
         rest += spec.token_types * hidden
         if spec.position_offset is not None:

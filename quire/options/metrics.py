@@ -8,9 +8,14 @@ from quire.options.declaration import ConfigError, option
 
 # vLLM's names of groups of histograms; metrics/engine.toml says which have which.
 FAMILIES = (
-    "request_latency", "time_to_first_token", "inter_token_latency", "iteration_tokens", "request_params_n",
-    "request_num_preemptions", "request_tokens",
-)  # fmt: skip
+    "request_latency",
+    "time_to_first_token",
+    "inter_token_latency",
+    "iteration_tokens",
+    "request_params_n",
+    "request_num_preemptions",
+    "request_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -24,8 +29,9 @@ class MetricsConfig:
             if family not in FAMILIES:
                 raise ConfigError(f"custom_histogram_buckets has no family {family!r}; it has {', '.join(FAMILIES)}")
             if not _are_bounds(bounds):
-                raise ConfigError(f"custom_histogram_buckets: {family} must be a list of ascending numbers above 0, "
-                                  f"got {bounds!r}")  # fmt: skip
+                raise ConfigError(
+                    f"custom_histogram_buckets: {family} must be a list of ascending numbers above 0, got {bounds!r}"
+                )
 
     @property
     def buckets(self) -> Mapping[str, list[float]]:

@@ -45,8 +45,10 @@ class MultiModalConfig:
         for name, limit in self.limit_mm_per_prompt.items():
             if name not in MODALITIES or not _is_limit(name, limit):
                 example = '{"image": 2, "video": {"count": 1}}'
-                raise ConfigError(f"limit_mm_per_prompt must give numbers for {', '.join(MODALITIES)}, such as "
-                                  f"{example}, got {self.limit_mm_per_prompt!r}")  # fmt: skip
+                raise ConfigError(
+                    f"limit_mm_per_prompt must give numbers for {', '.join(MODALITIES)}, such as "
+                    f"{example}, got {self.limit_mm_per_prompt!r}"
+                )
         if not 0 <= self.mm_processor_cache_gb < 2**20:
             raise ConfigError(f"mm_processor_cache_gb is a number of GiB, got {self.mm_processor_cache_gb!r}")
         _ = self.media_io  # raises ConfigError
@@ -65,8 +67,9 @@ class MultiModalConfig:
         for modality, settings in self.media_io_kwargs.items():
             known = _MEDIA_IO.get(modality)
             if known is None or not isinstance(settings, Mapping):
-                raise ConfigError(f"media_io_kwargs must have objects for {', '.join(_MEDIA_IO)}, got {modality!r}: "
-                                  f"{settings!r}")  # fmt: skip
+                raise ConfigError(
+                    f"media_io_kwargs must have objects for {', '.join(_MEDIA_IO)}, got {modality!r}: {settings!r}"
+                )
             for name, value in settings.items():
                 if name not in known:
                     names = ", ".join(known) or "no field"

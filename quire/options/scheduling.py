@@ -36,13 +36,19 @@ class SchedulerConfig:
             max_num_seqs = min(_MAX_NUM_SEQS, self.max_num_batched_tokens or _MAX_NUM_SEQS)
             object.__setattr__(self, "max_num_seqs", max_num_seqs)
         if self.max_num_active_seqs is not None and self.max_num_active_seqs > self.max_num_seqs:
-            raise ConfigError(f"max_num_active_seqs must be at most max_num_seqs ({self.max_num_seqs}), got "
-                              f"{self.max_num_active_seqs}")  # fmt: skip
-        for name, given in (("max_itl", self.max_itl), ("long_prefill_token_threshold",
-                                                        self.long_prefill_token_threshold)):  # fmt: skip
+            raise ConfigError(
+                f"max_num_active_seqs must be at most max_num_seqs ({self.max_num_seqs}), got "
+                f"{self.max_num_active_seqs}"
+            )
+        for name, given in (
+            ("max_itl", self.max_itl),
+            ("long_prefill_token_threshold", self.long_prefill_token_threshold),
+        ):
             if given and not self.enable_chunked_prefill:
-                raise ConfigError(f"enable_chunked_prefill=False and {name} exclude each other, since {name} divides "
-                                  "prompts into chunks; leave one of the two out")  # fmt: skip
+                raise ConfigError(
+                    f"enable_chunked_prefill=False and {name} exclude each other, since {name} divides "
+                    "prompts into chunks; leave one of the two out"
+                )
 
     @property
     def speculation(self) -> SpeculativeOptions | None:

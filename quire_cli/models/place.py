@@ -14,5 +14,7 @@ def check_place(folder: Path, size: int) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise OSError(f"nothing can be written to {existing}; download_dir takes another folder")
     if free < size:
-        raise OSError(f"{size_text(size)} are to be downloaded, but only {size_text(free)} are free in {existing}; "
-                      "download_dir takes another folder")  # fmt: skip
+        raise OSError(
+            f"{size_text(size)} are to be downloaded, but only {size_text(free)} are free in {existing}; "
+            "download_dir takes another folder"
+        )

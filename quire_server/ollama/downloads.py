@@ -45,10 +45,16 @@ class Downloads:
         if folder is not None:
             arguments = (*arguments, "--download-dir", folder)
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "quire", *arguments, limit=_MOST_LINE, stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            sys.executable,
+            "-m",
+            "quire",
+            *arguments,
+            limit=_MOST_LINE,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
             env={**os.environ, **({"HF_TOKEN": token} if isinstance(token, str) else {})},
-        )  # fmt: skip
+        )
 
     async def output_of(self, *arguments: str) -> str:
         """What a command prints. Raises ApiError if it fails."""

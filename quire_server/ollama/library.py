@@ -161,13 +161,15 @@ async def create(body: CreateRequest, request: Request) -> Response:
     licenses = [body.license] if isinstance(body.license, str) else body.license or []
     messages = None if body.messages is None else [m.model_dump(exclude_none=True) for m in body.messages]
     created = CreatedModel(
-        name, source.base, source.source,
+        name,
+        source.base,
+        source.source,
         template=body.template or source.template,
         system=body.system or source.system,
         parameters={**source.parameters, **(body.parameters or {})},
         messages=source.messages if messages is None else messages,
         license="\n".join(licenses) or source.license,
-    )  # fmt: skip
+    )
     return await progress(request, _steps(created, request), body.stream)
 
 

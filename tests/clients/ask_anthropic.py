@@ -10,9 +10,7 @@ from question import WEATHER, Place, Question, answer
 def ask(question: Question) -> dict[str, object]:
     address: dict[str, Any] = {"base_url": question.host, "api_key": question.key, "max_retries": 0}
     client = anthropic.Anthropic(**address, _strict_response_validation=True)
-    options: dict[str, Any] = {
-        "model": question.model, "max_tokens": question.tokens, "extra_body": {"temperature": 0},
-    }  # fmt: skip
+    options: dict[str, Any] = {"model": question.model, "max_tokens": question.tokens, "extra_body": {"temperature": 0}}
     messages: Any = question.messages
     whole = client.messages.create(messages=messages, **options)
     with client.messages.stream(messages=messages, **options) as stream:

@@ -32,9 +32,10 @@ def ask(question: Question) -> dict[str, object]:
     [called] = long(messages=[user], **tools)
     [call] = called["tool_calls"]
     turns = [
-        user, {"role": "assistant", "tool_calls": [call]},
+        user,
+        {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call["id"], "content": question.sky},
-    ]  # fmt: skip
+    ]
     answers: dict[str, object] = {
         "chat": text_of(chat(question.prompt)),
         "chat/responses": text_of(model(question.model, question.tokens, "responses")(question.prompt)),

@@ -14,8 +14,10 @@ from question import WEATHER, Place, Question, answer
 def ask(question: Question) -> dict[str, object]:
     os.environ["OLLAMA_API_KEY"] = question.key  # Haystack's generator gives its client no headers
     server: dict[str, Any] = {
-        "api_base_url": question.url, "api_key": Secret.from_token(question.key), "max_retries": 0,
-    }  # fmt: skip
+        "api_base_url": question.url,
+        "api_key": Secret.from_token(question.key),
+        "max_retries": 0,
+    }
 
     def chat(model: str, tokens: int, **options: Any) -> OpenAIChatGenerator:
         return OpenAIChatGenerator(

@@ -8,9 +8,14 @@ from question import Question
 def ask(question: Question) -> dict[str, object]:
     def model(name: str, tokens: int) -> ChatOpenAI:
         return ChatOpenAI(
-            base_url=question.url, api_key=question.key, model=name, temperature=0, max_tokens=tokens, max_retries=0,
+            base_url=question.url,
+            api_key=question.key,
+            model=name,
+            temperature=0,
+            max_tokens=tokens,
+            max_retries=0,
             use_responses_api=True,
-        )  # fmt: skip
+        )
 
     return ask_chat(question, model)
 

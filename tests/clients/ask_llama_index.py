@@ -29,9 +29,12 @@ def ask(question: Question) -> dict[str, object]:
     later, later_in_a_stream = asyncio.run(ask_later())
     headers = {"x-api-key": question.key}
     ollama: dict[str, Any] = {
-        "model": question.model, "context_window": 2048, "client": Client(question.host, headers=headers),
-        "async_client": AsyncClient(question.host, headers=headers), "temperature": 0,
-    }  # fmt: skip
+        "model": question.model,
+        "context_window": 2048,
+        "client": Client(question.host, headers=headers),
+        "async_client": AsyncClient(question.host, headers=headers),
+        "temperature": 0,
+    }
     talker = Ollama(**ollama, additional_kwargs={"num_predict": question.tokens})
     answers = {
         **ask_tools(question, OpenAILike(**server, is_chat_model=True, is_function_calling_model=True, max_tokens=120)),
@@ -62,10 +65,15 @@ def ask_tools(question: Question, model: FunctionCallingLLM) -> dict[str, object
     called = model.chat_with_tools([tool], user_msg=question.weather)
     [call] = model.get_tool_calls_from_response(called)
     turns = [
-        ChatMessage(role="user", content=question.weather), called.message,
-        ChatMessage(role="tool", content=tool(**call.tool_kwargs).content, tool_call_id=call.tool_id,
-                    additional_kwargs={"tool_call_id": call.tool_id}),
-    ]  # fmt: skip
+        ChatMessage(role="user", content=question.weather),
+        called.message,
+        ChatMessage(
+            role="tool",
+            content=tool(**call.tool_kwargs).content,
+            tool_call_id=call.tool_id,
+            additional_kwargs={"tool_call_id": call.tool_id},
+        ),
+    ]
     *_, streamed = model.stream_chat_with_tools([tool], user_msg=question.weather)
     [streamed_call] = model.get_tool_calls_from_response(streamed)
     return {

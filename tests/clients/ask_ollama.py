@@ -30,14 +30,18 @@ def ask(question: dict[str, Any]) -> dict[str, object]:
     client, embedder = (Client(question[name], headers=headers) for name in ("url", "embedder"))
     model, pulled, options = question["model"], question["pulled"], {"temperature": 0, "num_predict": 24}
     chat: dict[str, Any] = {
-        "model": f"{model}:latest", "messages": [{"role": "user", "content": question["prompt"]}], "options": options,
+        "model": f"{model}:latest",
+        "messages": [{"role": "user", "content": question["prompt"]}],
+        "options": options,
         "keep_alive": "5m",
-    }  # fmt: skip
+    }
     generation: dict[str, Any] = {"model": model, "prompt": question["prompt"], "options": options}
     weather: dict[str, Any] = {
-        "model": model, "messages": [{"role": "user", "content": question["weather"]}], "tools": [get_weather],
+        "model": model,
+        "messages": [{"role": "user", "content": question["weather"]}],
+        "tools": [get_weather],
         "options": {"temperature": 0, "num_predict": 120},
-    }  # fmt: skip
+    }
 
     async def ask_later() -> str:
         client = AsyncClient(question["url"], headers=headers)
@@ -70,7 +74,9 @@ def ask(question: dict[str, Any]) -> dict[str, object]:
     loaded = client.chat(model)
     return {
         "texts": [
-            whole.message.content, asyncio.run(ask_later()), generated.response,
+            whole.message.content,
+            asyncio.run(ask_later()),
+            generated.response,
             "".join(part.message.content or "" for part in client.chat(**chat, stream=True)),
             "".join(part.response or "" for part in client.generate(**generation, stream=True)),
         ],
@@ -82,10 +88,19 @@ def ask(question: dict[str, Any]) -> dict[str, object]:
         "told": answered.message.content,
         "shown": [shown.details.family, shown.details.parameter_size, shown.modelinfo["general.parameter_count"]],
         "capabilities": shown.capabilities,
-        "created": created, "listed": listed, "brief": [brief.message.content, brief.eval_count], "deleted": deleted,
-        "pulled": [progress[0].status, max(p.total for p in downloaded), max(p.completed for p in downloaded),
-                   progress[-1].status, again],
-        "embeddings": vectors.embeddings, "embedding tokens": vectors.prompt_eval_count,
+        "created": created,
+        "listed": listed,
+        "brief": [brief.message.content, brief.eval_count],
+        "deleted": deleted,
+        "pulled": [
+            progress[0].status,
+            max(p.total for p in downloaded),
+            max(p.completed for p in downloaded),
+            progress[-1].status,
+            again,
+        ],
+        "embeddings": vectors.embeddings,
+        "embedding tokens": vectors.prompt_eval_count,
         "embedding": embedder.embeddings("all-minilm", question["texts"][0]).embedding,
         "residence": [unloaded.done_reason, len(none), loaded.done_reason, client.ps().models[0].model],
         "unknown model": failure(lambda: client.chat(**{**chat, "model": "no"})),
@@ -93,7 +108,7 @@ def ask(question: dict[str, Any]) -> dict[str, object]:
         "unknown model/pull stream": failure(lambda: list(client.pull("no/such", stream=True))),
         "no embeddings": failure(lambda: client.embed(model, "a")),
         "push": failure(lambda: client.push(model)),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -24,9 +24,13 @@ class Weather(Tool):
 def ask(question: Question) -> dict[str, object]:
     def model(name: str, tokens: int) -> OpenAIModel:
         return OpenAIModel(
-            name, api_base=question.url, api_key=question.key, temperature=0, max_tokens=tokens,
+            name,
+            api_base=question.url,
+            api_key=question.key,
+            temperature=0,
+            max_tokens=tokens,
             client_kwargs={"max_retries": 0},
-        )  # fmt: skip
+        )
 
     talker, caller = model(question.model, question.tokens), model(question.model, 120)
     user, turns = message(question.prompt), message(question.weather)

@@ -52,11 +52,15 @@ def codex(later: bool) -> dict[str, Any]:
     arguments = json.dumps({"cmd": COMMAND})
     turn = [
         {
-            "type": "function_call", "status": "completed", "id": "fc_1", "name": "exec_command",
-            "arguments": arguments, "call_id": "c1",
+            "type": "function_call",
+            "status": "completed",
+            "id": "fc_1",
+            "name": "exec_command",
+            "arguments": arguments,
+            "call_id": "c1",
         },
         {"type": "function_call_output", "id": "fco_1", "call_id": "c1", "output": "Chunk ID: 1\nOutput:\n"},
-    ]  # fmt: skip
+    ]
     execute = {
         "type": "object",
         "properties": {
@@ -73,12 +77,19 @@ def codex(later: bool) -> dict[str, Any]:
     spawn = tool | {"name": "spawn_agent", "parameters": SHELL}
     namespace = {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.", "tools": [spawn]}
     return {
-        "model": "quire-demo", "stream": True, "input": items + turn * later,
+        "model": "quire-demo",
+        "stream": True,
+        "input": items + turn * later,
         "tools": [tool | {"parameters": execute}, namespace, {"type": "web_search"}],
-        "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"summary": "auto"}, "store": False,
-        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "thread", "client_metadata": {"turn_id": "1"},
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "thread",
+        "client_metadata": {"turn_id": "1"},
         "max_output_tokens": 8,
-    }  # fmt: skip
+    }
 
 
 def claude_code(later: bool) -> dict[str, Any]:
@@ -90,23 +101,31 @@ def claude_code(later: bool) -> dict[str, Any]:
     turn = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
     schema = {"$schema": JSON_SCHEMA, **SHELL, "additionalProperties": False}
     return {
-        "model": "quire-demo", "max_tokens": 8, "stream": True,
+        "model": "quire-demo",
+        "max_tokens": 8,
+        "stream": True,
         "messages": [{"role": "user", "content": [text("<system-reminder>"), text(TASK)]}, *(turn * later)],
         "system": [text("x-anthropic-billing-header: cc_version=2;"), text(SYSTEM) | EPHEMERAL],
         "tools": [{"name": "Bash", "description": "Runs it.", "input_schema": schema}],
-        "metadata": {"user_id": "user"}, "thinking": {"type": "adaptive"}, "output_config": {"effort": "high"},
+        "metadata": {"user_id": "user"},
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "high"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    }  # fmt: skip
+    }
 
 
 def opencode(later: bool) -> dict[str, Any]:
     turn = [called("bash", ""), {"role": "tool", "tool_call_id": "c1", "content": "(no output)"}]
     properties = SHELL["properties"] | {"timeout": WHOLE_NUMBERS | {"description": "milliseconds"}}
     return {
-        "model": "quire-demo", "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True},
+        "model": "quire-demo",
+        "max_tokens": 8,
+        "stream": True,
+        "stream_options": {"include_usage": True},
         "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": TASK}, *(turn * later)],
-        "tools": [function("bash", **{"$schema": JSON_SCHEMA}, properties=properties)], "tool_choice": "auto",
-    }  # fmt: skip
+        "tools": [function("bash", **{"$schema": JSON_SCHEMA}, properties=properties)],
+        "tool_choice": "auto",
+    }
 
 
 def qwen_code(later: bool) -> dict[str, Any]:
@@ -117,10 +136,13 @@ def qwen_code(later: bool) -> dict[str, Any]:
     greeting = [user("This is the context."), {"role": "assistant", "content": "Thanks."}]
     turn = [called("run_shell_command", None), result]
     return {
-        "model": "quire-demo", "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True},
+        "model": "quire-demo",
+        "max_tokens": 8,
+        "stream": True,
+        "stream_options": {"include_usage": True},
         "messages": [{"role": "system", "content": SYSTEM}, *greeting, user(TASK), *(turn * later)],
         "tools": [function("run_shell_command"), function("read_file")],
-    }  # fmt: skip
+    }
 
 
 def aider(later: bool) -> dict[str, Any]:

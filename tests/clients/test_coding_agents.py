@@ -25,9 +25,11 @@ ADDRESS = "http://127.0.0.1:8000"  # of the page's server
 LONGEST = 1800  # seconds of an agent
 ANSWERS = '{"temperature": 0, "repetition_penalty": 1.1, "max_new_tokens": 300}'
 OFFLINE = {
-    "OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_LSP_DOWNLOAD": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1",
+    "OPENCODE_DISABLE_MODELS_FETCH": "1",
+    "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+    "OPENCODE_DISABLE_AUTOUPDATE": "1",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +82,13 @@ class Agent:
         environment = {key: os.environ[key] for key in ("PATH", "LANG", "TMPDIR") if key in os.environ}
         process = subprocess.run(
             [found, *subcommand, *arguments, *rest[len(subcommand) :]],
-            cwd=self.project, env={**environment, **OFFLINE, "HOME": str(self.home)}, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=LONGEST,
-        )  # fmt: skip
+            cwd=self.project,
+            env={**environment, **OFFLINE, "HOME": str(self.home)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST,
+        )
         assert process.returncode == 0, process.stdout + process.stderr
         return process.stdout + process.stderr
 
@@ -103,27 +109,20 @@ def test_codex(server, tmp_path):
     assert requests(server, "/v1/responses") >= 2  # the call, and the answer to its result
 
 
-def test_claude_code(server, tmp_path):
-    agent = Agent("Claude Code", [".claude/settings.json"], server, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "file", "path"),
+    [
+        ("Claude Code", ".claude/settings.json", "/v1/messages"),
+        ("opencode", ".config/opencode/opencode.json", "/v1/chat/completions"),
+        ("Qwen Code", ".qwen/settings.json", "/v1/chat/completions"),
+    ],
+)
+def test_an_agent_with_one_file_of_settings(server, tmp_path, name, file, path):
+    before = requests(server, path)
+    agent = Agent(name, [file], server, tmp_path)
     agent.run()
     assert agent.read("hello.txt") == "hello\n"
-    assert requests(server, "/v1/messages") >= 2
-
-
-def test_opencode(server, tmp_path):
-    before = requests(server, "/v1/chat/completions")
-    agent = Agent("opencode", [".config/opencode/opencode.json"], server, tmp_path)
-    agent.run()
-    assert agent.read("hello.txt") == "hello\n"
-    assert requests(server, "/v1/chat/completions") >= before + 2
-
-
-def test_qwen_code(server, tmp_path):
-    before = requests(server, "/v1/chat/completions")
-    agent = Agent("Qwen Code", [".qwen/settings.json"], server, tmp_path)
-    agent.run()
-    assert agent.read("hello.txt") == "hello\n"
-    assert requests(server, "/v1/chat/completions") >= before + 2
+    assert requests(server, path) >= before + 2
 
 
 def test_aider(server, tmp_path):

@@ -54,10 +54,18 @@ def embedder() -> Iterator[Server]:
 def question(server: Server, embedder: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     gguf = write_gguf(bundled_model(), tmp_path_factory.mktemp("gguf") / "model.gguf", "Q8_0")
     return {
-        "url": server.url, "embedder": embedder.url, "key": KEY, "model": "quire-demo", "pulled": "tiny/demo",
-        "gguf": str(gguf), "prompt": PROMPT, "weather": WEATHER, "told": TOLD, "texts": TEXTS,
+        "url": server.url,
+        "embedder": embedder.url,
+        "key": KEY,
+        "model": "quire-demo",
+        "pulled": "tiny/demo",
+        "gguf": str(gguf),
+        "prompt": PROMPT,
+        "weather": WEATHER,
+        "told": TOLD,
+        "texts": TEXTS,
         "schema": {**SCHEMA, "additionalProperties": False},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("language", ["python", "javascript"])

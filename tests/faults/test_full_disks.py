@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,12 @@ def error_at_start(*arguments: str, wrapper: list[str], **environment: str) -> s
     """The last line of the log of a server that cannot start."""
     done = subprocess.run(
         [*wrapper, sys.executable, "-m", "quire", "serve", "--port", "0", *SMALL, *arguments],
-        capture_output=True, text=True, timeout=LONGEST, env={**os.environ, **environment}, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        env={**os.environ, **environment},
+        check=False,
+    )
     last = done.stderr.strip().splitlines()[-1]
     assert (done.returncode, last.startswith("quire: error:")) == (1, True), done.stderr
     assert "Traceback" not in done.stderr
@@ -255,14 +261,19 @@ def test_several_api_processes_serve_while_the_disk_of_their_metrics_is_full(fol
 # ---- blocks and traces
 
 
+@contextmanager
+def tier_on(folder: Path, size: str) -> Iterator[tuple[Server, Disk, list[str], list[str]]]:
+    """A server whose blocks go to a disk of its own, and prompts that it has completed, with their completions."""
+    disk = Disk(folder, size)
+    prompts = [f"{number} " + "word " * 100 for number in range(8)]
+    with Server(*SMALL[:-1], "4M", "--kv-offloading-path", str(folder), wrapper=disk.wrapper) as server:
+        disk.of(server.process.pid)
+        yield server, disk, prompts, [completion(server, prompt) for prompt in prompts]
+
+
 @pytest.mark.nightly
 def test_a_full_disk_tier_keeps_what_it_has(folder: Path):
-    disk = Disk(folder, "4m")
-    prompts = [f"{number} " + "word " * 100 for number in range(8)]
-    tier = ["--kv-offloading-path", str(folder)]
-    with Server(*SMALL[:-1], "4M", *tier, wrapper=disk.wrapper) as server:
-        disk.of(server.process.pid)
-        expected = [completion(server, prompt) for prompt in prompts]
+    with tier_on(folder, "4m") as (server, disk, prompts, expected):
         disk.fill()
         for number in range(8):  # others, which push those out of the cache
             completion(server, f"other {number} " + "word " * 300)
@@ -275,12 +286,7 @@ def test_a_full_disk_tier_keeps_what_it_has(folder: Path):
 
 @pytest.mark.nightly
 def test_a_disk_tier_that_becomes_read_only_is_read(folder: Path):
-    disk = Disk(folder, "32m")
-    prompts = [f"{number} " + "word " * 100 for number in range(8)]
-    tier = ["--kv-offloading-path", str(folder)]
-    with Server(*SMALL[:-1], "4M", *tier, wrapper=disk.wrapper) as server:
-        disk.of(server.process.pid)
-        expected = [completion(server, prompt) for prompt in prompts]
+    with tier_on(folder, "32m") as (server, disk, prompts, expected):
         for number in range(8):
             completion(server, f"other {number} " + "word " * 300)
         disk.remount("ro")
@@ -309,10 +315,14 @@ def test_a_trace_that_does_not_fit_fails_alone_and_leaves_nothing(folder: Path):
 @pytest.mark.nightly
 def test_a_batch_whose_output_does_not_fit_ends_with_an_error_and_is_continued(folder: Path, tmp_path: Path):
     lines = [
-        {"custom_id": str(i), "method": "POST", "url": "/v1/completions",
-         "body": {"model": "quire-demo", "prompt": PROMPT, "max_tokens": 8}}
+        {
+            "custom_id": str(i),
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "quire-demo", "prompt": PROMPT, "max_tokens": 8},
+        }
         for i in range(60)
-    ]  # fmt: skip
+    ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = folder / "out.jsonl"
     disk = Disk(folder, "16k")

@@ -58,9 +58,13 @@ def test_any_split_of_thinking_and_calls_gives_the_same_events(name: str):
         def parsed(cuts: list[int], text: str = text, number: int = number) -> Parsed:
             def make() -> Parser:
                 parser = answer_parser(
-                    name, tools if number % 3 else None, DEFINITIONS, starts_in_thinking=number % 2 == 0,
-                    is_constrained=number % 7 == 0, is_promoted=number % 5 == 0,
-                )  # fmt: skip
+                    name,
+                    tools if number % 3 else None,
+                    DEFINITIONS,
+                    starts_in_thinking=number % 2 == 0,
+                    is_constrained=number % 7 == 0,
+                    is_promoted=number % 5 == 0,
+                )
                 assert parser is not None
                 return parser
 

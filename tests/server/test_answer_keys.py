@@ -87,8 +87,14 @@ RESPONSE = set(
     temperature reasoning usage max_output_tokens max_tool_calls store background service_tier metadata
     safety_identifier prompt_cache_key""".split()
 )
-ECHOED = {"max_tool_calls": 3, "prompt_cache_key": "a", "safety_identifier": "b", "service_tier": "flex",
-          "presence_penalty": 0.5, "frequency_penalty": 1.5}  # fmt: skip
+ECHOED = {
+    "max_tool_calls": 3,
+    "prompt_cache_key": "a",
+    "safety_identifier": "b",
+    "service_tier": "flex",
+    "presence_penalty": 0.5,
+    "frequency_penalty": 1.5,
+}
 
 
 def test_a_response_has_the_keys_of_open_responses(server):
@@ -97,8 +103,10 @@ def test_a_response_has_the_keys_of_open_responses(server):
     assert answer.keys() >= RESPONSE
     assert {name: answer[name] for name in ECHOED} == {
         **dict.fromkeys(("max_tool_calls", "prompt_cache_key", "safety_identifier")),
-        "service_tier": "auto", "presence_penalty": 0, "frequency_penalty": 0,
-    }  # fmt: skip
+        "service_tier": "auto",
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+    }
     answer = server.post("/v1/responses", {**body, **ECHOED}).json
     assert {name: answer[name] for name in ECHOED} == ECHOED
 

@@ -409,8 +409,12 @@ def test_what_claude_code_sends_is_accepted(server, caplog):
     assert "web_search_20250305" in caplog.text
     assert "Ignored a field" not in caplog.text
     plain = [{"role": "system", "content": "Be brief."}, USER]
-    tools = [{"type": "function", "function": {"name": "weather", "description": "Of a city",
-                                               "parameters": {"type": "object"}}}]  # fmt: skip
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "weather", "description": "Of a city", "parameters": {"type": "object"}},
+        }
+    ]
     assert counted.json["input_tokens"] == tokens_of(server, plain, tools=tools)
 
 
@@ -443,10 +447,16 @@ def test_blocks_of_a_conversation_with_claude_are_read_or_ignored(server):
     assert dumped == [
         {"role": "user", "content": [{"type": "text", "text": "Book\nx"}, text]},
         {"role": "assistant", "content": [text], "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "toolu_1", "name": "weather", "content": [
-            {"type": "text", "text": "Colours\nhttps://a.example\nred"}, {"type": "text", "text": "weather"},
-        ]},
-    ]  # fmt: skip
+        {
+            "role": "tool",
+            "tool_call_id": "toolu_1",
+            "name": "weather",
+            "content": [
+                {"type": "text", "text": "Colours\nhttps://a.example\nred"},
+                {"type": "text", "text": "weather"},
+            ],
+        },
+    ]
     assert count(server, messages=messages) == tokens_of(server, dumped)
     assert "source" in refused(server, {"messages": [{"role": "user", "content": [PDF]}]})
 
@@ -506,9 +516,18 @@ def test_models_are_listed_in_anthropics_form_for_anthropics_clients(host):
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("one", "three", False)
     for card in listed["data"]:
         assert card.keys() == {
-            "type", "id", "display_name", "created_at", "lifecycle", "deprecated_at", "retires_at", "line",
-            "max_input_tokens", "max_tokens", "capabilities",
-        }  # fmt: skip
+            "type",
+            "id",
+            "display_name",
+            "created_at",
+            "lifecycle",
+            "deprecated_at",
+            "retires_at",
+            "line",
+            "max_input_tokens",
+            "max_tokens",
+            "capabilities",
+        }
         assert (card["lifecycle"], card["max_input_tokens"], card["max_tokens"]) == ("active", 2048, 2048)
         assert (card["type"], card["display_name"]) == ("model", card["id"])
         assert datetime.fromisoformat(card["created_at"]).tzinfo is not None

@@ -13,23 +13,35 @@ def blocks(*blocks):
 
 CASES = [  # path, body, the message
     ("/v1/chat/completions", {**CHAT, "response_format": "json"}, "response_format: Input should be an object"),
-    ("/v1/chat/completions", {**CHAT, "tool_choice": "some"},
-     "tool_choice: Input should be 'none', 'auto' or 'required' or Input should be an object"),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "tool_choice": "some"},
+        "tool_choice: Input should be 'none', 'auto' or 'required' or Input should be an object",
+    ),
     ("/v1/chat/completions", {**CHAT, "max_tokens": 1e300}, "max_tokens: Input should be an integer with fewer digits"),
     ("/v1/responses", {"input": "a", "reasoning": "high"}, "reasoning: Input should be an object"),
-    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema"}}},
-     "text.format.schema: Field required"),
+    (
+        "/v1/responses",
+        {"input": "a", "text": {"format": {"type": "json_schema"}}},
+        "text.format.schema: Field required",
+    ),
     ("/v1/responses", {"input": "a", "prompt_cache_key": 5}, "prompt_cache_key: Input should be a valid string"),
     ("/v1/messages", {**CHAT, "tool_choice": "auto"}, "tool_choice: Input should be an object"),
     ("/v1/messages", {**CHAT, "thinking": True}, "thinking: Input should be an object"),
-    ("/v1/messages", blocks({"type": "x"}),
-     "messages[0].content[0]: Only blocks of these types are supported: text, image, document, search_result, "
-     "tool_reference, compaction, thinking, tool_use, tool_result"),
-    ("/v1/messages", blocks({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "x"}]}),
-     "messages[0].content[0].content[0]: Only blocks of these types are supported: text, image, document, "
-     "search_result, tool_reference, compaction"),
+    (
+        "/v1/messages",
+        blocks({"type": "x"}),
+        "messages[0].content[0]: Only blocks of these types are supported: text, image, document, search_result, "
+        "tool_reference, compaction, thinking, tool_use, tool_result",
+    ),
+    (
+        "/v1/messages",
+        blocks({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "x"}]}),
+        "messages[0].content[0].content[0]: Only blocks of these types are supported: text, image, document, "
+        "search_result, tool_reference, compaction",
+    ),
     ("/api/chat", {"model": "demo", "messages": [], "options": 5}, "options: Input should be an object"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("path", "body", "message"), CASES)

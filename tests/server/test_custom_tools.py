@@ -27,8 +27,12 @@ add_line: "+" /(.{0,12})/ LF -> line
 
 %import common.LF
 """
-PATCHES = {"type": "custom", "name": "apply_patch", "description": "Edits files.",
-           "format": {"type": "grammar", "syntax": "lark", "definition": LARK}}  # fmt: skip
+PATCHES = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": LARK},
+}
 FREE = {"type": "custom", "name": "run", "description": "Runs code."}
 DATE = {**FREE, "name": "date", "format": {"type": "grammar", "syntax": "regex", "definition": r"\d{4}-\d\d"}}
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
@@ -81,8 +85,13 @@ def response_of(service: Service, stream: bool, **fields) -> Response:
 @STREAMS
 def test_codexs_tools_are_called_under_their_own_names(parrot, stream, caplog):
     shell = hermes("local_shell", command=["ls", "-l"], working_directory="/tmp", timeout_ms=500)
-    calls = [hermes("apply_patch", input=PATCH), hermes("mcp__docs__weather", city="Rome"),
-             hermes("mcp__docs__run", input="1 + 1"), shell, hermes("exec_command", cmd="ls")]  # fmt: skip
+    calls = [
+        hermes("apply_patch", input=PATCH),
+        hermes("mcp__docs__weather", city="Rome"),
+        hermes("mcp__docs__run", input="1 + 1"),
+        shell,
+        hermes("exec_command", cmd="ls"),
+    ]
     response = response_of(parrot, stream, input="\n".join(calls), tools=CODEX, max_output_tokens=600)
     patch, weather, run, local, command = response.output
     assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", PATCH)
@@ -92,8 +101,12 @@ def test_codexs_tools_are_called_under_their_own_names(parrot, stream, caplog):
     assert (run.type, run.name, run.namespace, run.input) == ("custom_tool_call", "run", "mcp__docs", "1 + 1")
     assert local.type == "local_shell_call"
     assert local.action.to_dict() == {
-        "type": "exec", "command": ["ls", "-l"], "env": {}, "working_directory": "/tmp", "timeout_ms": 500,
-    }  # fmt: skip
+        "type": "exec",
+        "command": ["ls", "-l"],
+        "env": {},
+        "working_directory": "/tmp",
+        "timeout_ms": 500,
+    }
     assert (command.type, command.name) == ("function_call", "exec_command")
     assert response.to_dict()["tools"] == [{**CODEX[0], "description": None}, *CODEX[1:]]
     assert len({item.call_id for item in response.output}) == 5
@@ -104,8 +117,11 @@ def test_codexs_tools_are_called_under_their_own_names(parrot, stream, caplog):
 
 @STREAMS
 def test_a_conversation_with_such_calls_goes_on(parrot, stream):
-    calls = [hermes("apply_patch", input=PATCH), hermes("mcp__docs__weather", city="Rome"),
-             hermes("local_shell", command=["ls"])]  # fmt: skip
+    calls = [
+        hermes("apply_patch", input=PATCH),
+        hermes("mcp__docs__weather", city="Rome"),
+        hermes("local_shell", command=["ls"]),
+    ]
     first = response_of(parrot, stream, input="\n".join(calls), tools=CODEX, max_output_tokens=400)
     patch, weather, local = first.output
     outputs = [
@@ -131,11 +147,16 @@ def test_items_of_codexs_histories_become_messages():
         {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "a"}},
         {"type": "custom_tool_call", "call_id": "1", "name": "apply_patch", "input": PATCH},
         {"type": "function_call", "call_id": "2", "name": "weather", "namespace": "mcp__docs", "arguments": "{}"},
-        {"type": "local_shell_call", "id": "lsh_1", "call_id": "3", "status": "completed",
-         "action": {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": None}},
+        {
+            "type": "local_shell_call",
+            "id": "lsh_1",
+            "call_id": "3",
+            "status": "completed",
+            "action": {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": None},
+        },
         {"type": "custom_tool_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "Done."}]},
         {"type": "local_shell_call_output", "call_id": "3", "output": "a.txt"},
-    ]  # fmt: skip
+    ]
     body = ResponsesRequest.model_validate({"input": items})
     messages = [message.model_dump(exclude_unset=True) for message in body.chat(body.items()).messages]
     functions = [("apply_patch", {"input": PATCH}), ("mcp__docs__weather", {}), ("local_shell", {"command": ["ls"]})]
@@ -179,11 +200,14 @@ PATCH_LIKE = re.compile(
         (PATCHES, {"type": "custom", "name": "apply_patch"}, PATCH_LIKE),
         (PATCHES, "required", PATCH_LIKE),
         (DATE, {"type": "custom", "name": "date"}, re.compile(r"\d{4}-\d\d")),
-        (DATE, {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "date"}]},
-         re.compile(r"\d{4}-\d\d")),
+        (
+            DATE,
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "date"}]},
+            re.compile(r"\d{4}-\d\d"),
+        ),
     ],
     ids=["named lark", "required lark", "named regex", "allowed regex"],
-)  # fmt: skip
+)
 def test_the_input_of_a_forced_tool_follows_its_grammar(service, stream, tool, choice, form):
     response = response_of(service, stream, input="Edit.", tools=[tool], tool_choice=choice, max_output_tokens=400)
     [call] = response.output
@@ -204,12 +228,17 @@ def test_a_forced_choice_among_several_tools_has_the_form_of_a_regex(service, st
 
 @STREAMS
 def test_a_tool_of_a_namespace_can_be_named(service, stream):
-    tools = [{"type": "namespace", "name": "one", "tools": [WEATHER]}, {"type": "namespace", "name": "two",
-              "tools": [WEATHER, {**WEATHER, "name": "time"}]}]  # fmt: skip
+    tools = [
+        {"type": "namespace", "name": "one", "tools": [WEATHER]},
+        {"type": "namespace", "name": "two", "tools": [WEATHER, {**WEATHER, "name": "time"}]},
+    ]
     city = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
     tools[1]["tools"][1]["parameters"] = city
-    for choice in ({"type": "function", "name": "time"}, {"type": "function", "name": "two__time"},
-                   {"type": "function", "name": "time", "namespace": "two"}):  # fmt: skip
+    for choice in (
+        {"type": "function", "name": "time"},
+        {"type": "function", "name": "two__time"},
+        {"type": "function", "name": "time", "namespace": "two"},
+    ):
         [call] = response_of(service, stream, input="When?", tools=tools, tool_choice=choice).output
         assert (call.name, call.namespace, json.loads(call.arguments)) == ("time", "two", {"city": "Rome"})
     body = {**GREEDY, "input": "a", "tools": tools, "tool_choice": {"type": "function", "name": "weather"}}
@@ -244,8 +273,11 @@ def test_a_response_has_the_request_id_that_its_client_chose(service):
     assert service.post("/v1/responses", body, Authorization="Bearer other").error["param"] == "request_id"
 
 
-IN_CHATS = [{"type": "custom", "custom": {"name": "run", "description": "Runs code."}},
-            {"type": "function", "function": {"name": "weather"}}, {"type": "web_search_preview"}]  # fmt: skip
+IN_CHATS = [
+    {"type": "custom", "custom": {"name": "run", "description": "Runs code."}},
+    {"type": "function", "function": {"name": "weather"}},
+    {"type": "web_search_preview"},
+]
 
 
 def message_of(service: Service, stream: bool, **fields):
@@ -301,16 +333,20 @@ def test_a_named_custom_tool_of_a_chat_takes_the_whole_answer(parrot, stream):
     ("fields", "param"),
     [
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name"),
-        ({"tools": [{"type": "custom", "custom": {"name": "a", "format": {"type": "grammar"}}}]},
-         "tools[0].custom.format"),
+        (
+            {"tools": [{"type": "custom", "custom": {"name": "a", "format": {"type": "grammar"}}}]},
+            "tools[0].custom.format",
+        ),
         ({"tools": [{"type": 5}]}, "tools[0]"),
         ({"tools": IN_CHATS, "tool_choice": {"type": "custom", "custom": {"name": "weather"}}}, "tool_choice"),
         ({"tools": IN_CHATS, "tool_choice": {"type": "function", "function": {"name": "run"}}}, "tool_choice"),
         ({"tools": IN_CHATS[2:], "tool_choice": "required"}, "tool_choice"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "type": "custom"}]}]},
-         "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "type": "custom"}]}]},
+            "messages[0].tool_calls",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_custom_tool_is_named(server, fields, param):
     body = {"messages": [{"role": "user", "content": "a"}], **fields}
     answer = server.post("/v1/chat/completions", body)

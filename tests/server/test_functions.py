@@ -52,10 +52,16 @@ def test_a_function_is_called_and_its_result_is_read(server, stream):
 
 def test_the_prompt_is_that_of_tools(server):
     call = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
-    old = [QUESTION, {"role": "assistant", "content": None, "function_call": call},
-           {"role": "function", "name": "get_weather", "content": "sunny"}]  # fmt: skip
-    new = [QUESTION, {"role": "assistant", "tool_calls": [{"id": "call00001", "type": "function", "function": call}]},
-           {"role": "tool", "tool_call_id": "call00001", "name": "get_weather", "content": "sunny"}]  # fmt: skip
+    old = [
+        QUESTION,
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "get_weather", "content": "sunny"},
+    ]
+    new = [
+        QUESTION,
+        {"role": "assistant", "tool_calls": [{"id": "call00001", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "call00001", "name": "get_weather", "content": "sunny"},
+    ]
     tools = [{"type": "function", "function": WEATHER}]
     body = {"max_tokens": 1, "return_prompt_text": True}
     prompts = [
@@ -82,10 +88,16 @@ def test_function_call_forces_and_forbids(server, stream):
         ({"functions": [WEATHER], "tools": [{"type": "function", "function": WEATHER}]}, "functions"),
         ({"function_call": "auto"}, "function_call"),
         ({"messages": [QUESTION, {"role": "assistant", "function_call": {"name": "a"}}]}, "messages"),
-        ({"tools": [{"type": "function", "function": WEATHER}], "structured_outputs": {"regex": "a"},
-          "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}, "structured_outputs"),
+        (
+            {
+                "tools": [{"type": "function", "function": WEATHER}],
+                "structured_outputs": {"regex": "a"},
+                "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+            },
+            "structured_outputs",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_field_is_named(server, fields, param):
     answer = server.post("/v1/chat/completions", {"messages": [QUESTION], **fields})
     assert (answer.status, answer.error["param"]) == (400, param), answer.error

@@ -142,10 +142,20 @@ def test_several_processes_keep_the_model_loaded(host: Host):
 @pytest.mark.parametrize(
     ("keep_alive", "seconds"),
     [
-        (0, 0), (2.5, 2.5), (-1, None), ("0", 0), ("300", 300), ("5m", 300), ("1h30m", 5400), ("1.5h", 5400),
-        ("500ms", 0.5), ("-1m", None), ("-1", None), ("+2s", 2),
+        (0, 0),
+        (2.5, 2.5),
+        (-1, None),
+        ("0", 0),
+        ("300", 300),
+        ("5m", 300),
+        ("1h30m", 5400),
+        ("1.5h", 5400),
+        ("500ms", 0.5),
+        ("-1m", None),
+        ("-1", None),
+        ("+2s", 2),
     ],
-)  # fmt: skip
+)
 def test_durations_are_read(keep_alive, seconds):
     assert seconds_of(keep_alive) == (seconds if seconds is None else pytest.approx(seconds))
 

@@ -160,10 +160,13 @@ def test_only_admins_change_models(host: Host, admin):
     plain = host.serve()
     digest = "sha256:" + "0" * 64
     requests = [
-        ("POST", "/api/pull", {"model": "qwen3"}), ("POST", "/api/push", {"model": "demo"}),
-        ("POST", "/api/create", {"model": "a", "from": "demo"}), ("DELETE", "/api/delete", {"model": "demo"}),
-        ("POST", "/api/copy", {"source": "demo", "destination": "b"}), ("POST", f"/api/blobs/{digest}", {}),
-    ]  # fmt: skip
+        ("POST", "/api/pull", {"model": "qwen3"}),
+        ("POST", "/api/push", {"model": "demo"}),
+        ("POST", "/api/create", {"model": "a", "from": "demo"}),
+        ("DELETE", "/api/delete", {"model": "demo"}),
+        ("POST", "/api/copy", {"source": "demo", "destination": "b"}),
+        ("POST", f"/api/blobs/{digest}", {}),
+    ]
     for method, path, body in requests:
         answer = done(plain.request(method, path, json.dumps(body).encode()), 403)
         assert "--enable-admin-api" in answer.json["error"]

@@ -8,10 +8,20 @@ from pathlib import Path
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "apis.md"
 _CHECKS = {
-    "chat": "chats", "greeting": "chats", "generate": "chats", "completion": "completions", "tools": "tools",
-    "result": "tools", "structured": "structured output", "models": "models", "unknown model": "errors",
-    "long prompt": "errors", "chat usage": "usage", "generate usage": "usage", "completion usage": "usage",
-}  # fmt: skip
+    "chat": "chats",
+    "greeting": "chats",
+    "generate": "chats",
+    "completion": "completions",
+    "tools": "tools",
+    "result": "tools",
+    "structured": "structured output",
+    "models": "models",
+    "unknown model": "errors",
+    "long prompt": "errors",
+    "chat usage": "usage",
+    "generate usage": "usage",
+    "completion usage": "usage",
+}
 
 
 @dataclass(frozen=True)

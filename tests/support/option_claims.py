@@ -174,8 +174,11 @@ def _levels(parts: Parts) -> None:
 
 @CHECKS.of("outputs beside tokens")
 def _outputs(parts: Parts) -> None:
-    fields = set(CompletionOutput.__struct_fields__ if hasattr(CompletionOutput, "__struct_fields__")
-                 else CompletionOutput.__dataclass_fields__)  # fmt: skip
+    fields = set(
+        CompletionOutput.__struct_fields__
+        if hasattr(CompletionOutput, "__struct_fields__")
+        else CompletionOutput.__dataclass_fields__
+    )
     assert not {name for name in fields if "expert" in name or "mask" in name or "trace" in name}
 
 
