@@ -1,6 +1,6 @@
 """Videos and sounds in the containers MP4 (with M4A and MOV), WebM (Matroska) and AVI, decoded by FFmpeg through PyAV.
 
-FFmpeg is told which container to read, by the first bytes of the data: of its other formats, some open further files.
+The first bytes of the data choose FFmpeg's demuxer: some of its other demuxers open further files.
 """
 
 from bisect import bisect_right
@@ -31,8 +31,8 @@ def container_of(data: bytes) -> str | None:
 
 
 def decode_video(data: bytes, most: int = MOST_FRAMES, fps: float = 0.0) -> tuple[list[Image.Image], float]:
-    """Evenly spaced frames, `most` at most, upright and in RGB, and how many of them a second has. fps: how many are
-    taken of a second at most; for no such limit, a number below 0 or 0. Raises MediaError.
+    """At most `most` evenly spaced frames, upright and in RGB, and their frame rate. fps: the highest frame rate; 0 or
+    less for no limit. Raises MediaError.
 
     Only what lies between a chosen frame and the key frame before it is decoded.
     """
@@ -65,7 +65,7 @@ def decode_video(data: bytes, most: int = MOST_FRAMES, fps: float = 0.0) -> tupl
 
 
 def _times(container: Any, stream: Any) -> tuple[list[int], list[int]]:
-    """When the frames are shown, and at which of these times key frames are, in order and in the stream's unit."""
+    """The presentation times of all frames, and those of the key frames, sorted, in units of the stream's time base."""
     times, keys = list[int](), list[int]()
     for packet in container.demux(stream):
         if packet.pts is not None and packet.size:
@@ -86,7 +86,7 @@ def _upright(frame: Any) -> Image.Image:
 
 @contextmanager
 def open_sound(data: bytes) -> Iterator[tuple[int, int, Iterator[Array]]]:
-    """The sample rate, the number of channels, and blocks of samples [samples], float32, with channels mixed."""
+    """The sample rate, the number of channels, and blocks of mono samples: [samples], float32."""
     with _open(data, "audio") as (container, stream):
         rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
         yield rate, channels, _mixed(container, stream)

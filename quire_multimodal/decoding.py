@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 with contextlib.suppress(ImportError):  # once for all jobs
     import soundfile  # noqa: F401
     import soxr  # noqa: F401
-with contextlib.suppress(ImportError):
-    import av  # noqa: F401
 
 Kind = Literal["image", "video", "frames", "audio"]
 

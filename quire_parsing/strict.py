@@ -21,13 +21,14 @@ _NUMBER: Json = {"type": "regex", "pattern": "[0-9]{1,3}"}
 class StrictFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a family of models writes the calls of an answer.
 
-    section: what stands before the first and behind the last of the calls, if there is anything
-    call: what stands before and behind a call's arguments; {name} is the function's, {number} the call's
-    parameter: what stands before and behind a parameter's value, {is_string} is "true" or "false"; without it, the
-        arguments are a JSON object
-    separator: what stands between two calls
-    fences: beginnings of JSON that is a call if it names a known function, what follows, and its end
-    trigger: the text at which a call begins; by default all of what stands before a section
+    section: the text before the first call and after the last one, if the format has any
+    call: the text before and after a call's arguments; {name} is the function's name, {number} the call's index
+    parameter: the text before and after a parameter's value; {name} is its name, {is_string} "true" or "false". None if
+        the arguments are a JSON object
+    separator: the text between two calls
+    fences: JSON objects that are calls if they name a known function: the text up to the name, the text between name and
+        arguments, and the text after them
+    trigger: the text that opens a call; by default the text before the section
     """
 
     call: tuple[str, str]
@@ -123,7 +124,7 @@ def _json(schema: Any) -> Json:
 
 
 def _value(schema: Any, root: Mapping[str, Any]) -> tuple[list[Json], bool]:
-    """What a parameter's value may be, and whether it is a string, which is written without quotes."""
+    """The formats that a parameter's value may have, and whether it is a string, which is written without quotes."""
     seen = set[str]()
     while isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and schema["$ref"] not in seen:
         seen.add(schema["$ref"])

@@ -21,7 +21,7 @@ def check_allowed(request: Request) -> None:
     """Raises ApiError."""
     server: Server = request.app.state.server
     if not server.config.enable_admin_api:
-        raise ApiError(403, "this server takes no such orders; start it with --enable-admin-api", code="not_allowed")
+        raise ApiError(403, "this endpoint needs a server that was started with --enable-admin-api", code="not_allowed")
 
 
 router = APIRouter(route_class=StrictRoute, dependencies=[Depends(check_allowed)])

@@ -155,7 +155,7 @@ class PoolingCall(PromptCall):
     def __init__(self, server: Server, request: Request, body: PoolingBody, prefix: str) -> None:
         super().__init__(server, request, body, prefix)
         if server.llm.frontend.pooling is None:
-            message = "this model generates text, and makes no embeddings or scores (--runner pooling lets it)"
+            message = "this model generates text, and makes no embeddings or scores; --runner pooling changes that"
             raise ApiError(400, message, param="model")
         self.body, self.pooling = body, server.llm.frontend.pooling
         self.tokens = 0

@@ -60,7 +60,7 @@ class CreatedModels:
         return self._models
 
     def write(self, model: CreatedModel) -> None:
-        """Add a model, or replace the one of its name. Raises OSError."""
+        """Add a model, or replace the one with the same name. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=self._folder)
         try:

@@ -40,7 +40,7 @@ class _Loaded:
 
     @property
     def may_load_again(self) -> bool:
-        """Whether it was not loaded since other requests took the time, and those that waited for it have failed."""
+        """Whether the worker pool had no time to load it. The requests that waited for it have failed."""
         if not self.loading.done() or time.monotonic() < self.ended + _RETRY_SECONDS:
             return False
         return isinstance(self.loading.exception(), _BUSY)
