@@ -26,8 +26,8 @@ class StrictFormat(msgspec.Struct, frozen=True, kw_only=True):
     parameter: the text before and after a parameter's value; {name} is its name, {is_string} "true" or "false". None if
         the arguments are a JSON object
     separator: the text between two calls
-    fences: JSON objects that are calls if they name a known function: the text up to the name, the text between name and
-        arguments, and the text after them
+    fences: JSON objects that are calls if they name a known function: the text up to the name, the text between the
+        name and the arguments, and the text after them
     trigger: the text that opens a call; by default the text before the section
     """
 

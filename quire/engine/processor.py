@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # Sampling parameters that a generation_config.json may recommend.
 _RECOMMENDED = """repetition_penalty presence_penalty frequency_penalty temperature top_p top_k min_p""".split()
-# Sampling parameters of chats with a GGUF file that recommends none. Few files do, and temperature 1 is too high for most
-# quantized models.
+# Sampling parameters of chats with a GGUF file that recommends none. Few files do, and temperature 1 is too high for
+# most quantized models.
 GGUF_CHAT_DEFAULTS = {"temperature": 0.7, "top_p": 0.95, "top_k": 40}
 
 
