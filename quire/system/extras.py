@@ -28,14 +28,12 @@ def _origin() -> tuple[str, bool] | None:
 
     Source: PEP 610, Recording the direct URL origin of installed distributions.
     """
-    from importlib.metadata import PackageNotFoundError, distribution  # takes time to import
+    from importlib.metadata import distributions  # takes time to import
 
-    try:
-        text = distribution(DISTRIBUTION).read_text("direct_url.json")
-    except PackageNotFoundError:  # a copy of the repository that is not installed
+    records = [found.read_text("direct_url.json") for found in distributions(name=DISTRIBUTION)]
+    text = next(filter(None, records), None)
+    if text is None:  # a release, or a copy of the repository, where a build may have left an egg-info without a record
         root = Path(__file__).parents[2]
         return (root.as_uri(), True) if (root / "pyproject.toml").is_file() else None
-    if text is None:
-        return None
     record = json.loads(text)
     return record["url"], record.get("dir_info", {}).get("editable", False)

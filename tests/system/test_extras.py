@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import tomllib
-from importlib.metadata import PackageNotFoundError, metadata
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -26,25 +26,24 @@ class Installed:
         return self._text
 
 
-def command_if(installed, monkeypatch):
-    def distribution(name):
+def command_if([build, installed], monkeypatch):
+    def distributions(name):
         assert name == DISTRIBUTION
-        if installed is None:
-            raise PackageNotFoundError
         return installed
 
-    monkeypatch.setattr("importlib.metadata.distribution", distribution)
+    monkeypatch.setattr("importlib.metadata.distributions", distributions)
     return install_command("audio")
 
 
-def test_a_release_is_named(monkeypatch):
-    assert command_if(Installed(), monkeypatch) == 'pip install "quire-llm[audio]"'
+def test_a_release_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(extras, "__file__", str(tmp_path / "site-packages/quire/system/extras.py"))
+    assert command_if([Installed()], monkeypatch) == 'pip install "quire-llm[audio]"'
 
 
 def test_a_wheel_is_named_with_its_file(monkeypatch, tmp_path):
     wheel = tmp_path / "quire_llm-1.0-py3-none-any.whl"
     wheel.touch()
-    command = command_if(Installed(url=wheel.as_uri(), archive_info={}), monkeypatch)
+    command = command_if([Installed(url=wheel.as_uri(), archive_info={})], monkeypatch)
     assert command == f'pip install "quire-llm[audio] @ {wheel.as_uri()}"'
 
 
@@ -53,16 +52,17 @@ def test_a_checkout_is_named_with_its_folder(editable, monkeypatch, tmp_path):
     folder = tmp_path / "a folder"
     folder.mkdir()
     option = "-e " if editable else ""
+    build = Installed()  # an egg-info that pip left in the folder
     installed = Installed(url=folder.as_uri(), dir_info={"editable": editable})
-    assert command_if(installed, monkeypatch) == f'pip install {option}"{folder}[audio]"'
+    assert command_if([build, installed], monkeypatch) == f'pip install {option}"{folder}[audio]"'
     monkeypatch.chdir(folder)
-    assert command_if(installed, monkeypatch) == f'pip install {option}".[audio]"'
+    assert command_if([build, installed], monkeypatch) == f'pip install {option}".[audio]"'
 
 
 def test_a_checkout_that_is_not_installed_is_named_with_its_folder(monkeypatch):
     monkeypatch.chdir("/")
     monkeypatch.setattr(extras, "__file__", str(ROOT / "quire/system/extras.py"))  # tests may run an installed copy
-    assert command_if(None, monkeypatch) == f'pip install -e "{ROOT}[audio]"'
+    assert command_if([], monkeypatch) == f'pip install -e "{ROOT}[audio]"'
 
 
 @pytest.mark.slow
