@@ -26,7 +26,7 @@ class Installed:
         return self._text
 
 
-def command_if([build, installed], monkeypatch):
+def command_if(installed, monkeypatch):
     def distributions(name):
         assert name == DISTRIBUTION
         return installed
