@@ -1,5 +1,5 @@
 """Looks at everything on this machine that Quire depends on, and says what is wrong and what to do. Nothing is changed
-or downloaded. The exit status is 1 if there is a problem.
+or downloaded, but for what --measure keeps. The exit status is 1 if there is a problem.
 """  # the description of the command in its help
 
 import argparse
@@ -22,6 +22,11 @@ HELP = "say what is wrong on this machine, and what to do"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure this machine's speed, and keep the profile by which later starts choose threads and steps",
+    )
     parser.set_defaults(log_level="ERROR")  # the table says it all
 
 
@@ -32,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may have characters that the terminal lacks
-    checks, counts, findings = _checks(), Counter[Level](), []
+    checks, counts, findings = _checks(arguments.measure), Counter[Level](), []
     table = Table.of(sys.stdout, checks)
     if not arguments.json:
         machine = f"Quire {__version__} on {platform.system()} {platform.release()}, {platform.machine()}"
@@ -56,9 +61,9 @@ def _count(number: int, what: str) -> str:
     return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
 
-def _checks() -> "dict[str, Check]":
-    """All checks by name, in the order of the table."""
-    from quire_cli.checks import folders, gpu, memory, network, processor, software, system, threads
+def _checks(measures: bool) -> "dict[str, Check]":
+    """All checks by name, in the order of the table. measures: measure the machine."""
+    from quire_cli.checks import folders, gpu, memory, network, processor, software, speed, system, threads
 
     return {
         "Python": software.check_python,
@@ -73,6 +78,7 @@ def _checks() -> "dict[str, Check]":
         "memory": memory.check_memory,
         "huge pages": memory.check_huge_pages,
         "memory bandwidth": memory.check_bandwidth,
+        "machine profile": speed.profile_check(measures),
         "GPU": gpu.check_gpus,
         "Triton": gpu.check_triton,
         "open files": system.check_open_files,

@@ -1,6 +1,7 @@
 """`quire generate`: complete a prompt, and stream the text."""
 
 import argparse
+import contextlib
 import sys
 
 from quire_cli.flags import engine_options
@@ -37,5 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
         shown = len(text)
     sys.stdout.write("\n")
+    sys.stdout.flush()
     llm.shutdown()
+    if (measurement := llm.core.measurement) is not None:  # of the machine, once, when the answer has been printed
+        with contextlib.suppress(KeyboardInterrupt):
+            measurement.finish()
     return 0

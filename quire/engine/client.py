@@ -13,6 +13,7 @@ import torch
 from quire.config import ConfigError, EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.fingerprint import cache_fingerprint
+from quire.engine.machine import Machine
 from quire.engine.tiers import make_tiers
 from quire.executor.choice import make_executor, uses_gpu
 from quire.executor.threads import limit_threads
@@ -35,6 +36,7 @@ from quire.speculative.choice import make_proposer
 from quire.speculative.lengths import DraftLengths
 from quire.worker.compression import check_compression
 from quire.worker.context import check_context
+from quire.worker.machine_defaults import Estimate
 from quire_structured.backends import check_backend, load_backend
 from quire_structured.gate import GrammarGate, Loaded
 
@@ -42,8 +44,11 @@ if TYPE_CHECKING:
     from quire.engine.kv_events import KVEvents
 
 
-def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
-    """The scheduler's limits from the options. Raises ConfigError for a device that does not exist."""
+def scheduler_limits(config: EngineConfig, max_model_len: int, estimate: Estimate | None = None) -> SchedulerLimits:
+    """The scheduler's limits from the options. estimate: of the times of steps, if they are known.
+
+    Raises ConfigError for a device that does not exist.
+    """
     options, gpu = config.scheduler, uses_gpu(config)
     is_async = gpu if options.async_scheduling is None else options.async_scheduling
     if options.speculation and not options.speculation.on_device and is_async:
@@ -61,7 +66,10 @@ def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimit
             "enable_chunked_prefill=False computes a prompt in one step; raise max_num_batched_tokens "
             f"({given}) to at least max_model_len ({max_model_len}), or leave it out"
         )
-    pace = None if options.max_itl is None or pools else Pace(options.max_itl / 1000)
+    pace = None
+    if options.max_itl is not None and not pools:
+        seconds = options.max_itl / 1000
+        pace = Pace(seconds) if estimate is None else Pace(seconds, estimate.tokens_within(seconds))
     return SchedulerLimits(
         options.max_num_active_seqs or options.max_num_seqs, max(tokens, max_model_len) if is_whole else tokens,
         max_model_len, options.scheduling_policy, depth, 0 if pools else options.long_prefill_token_threshold,
@@ -142,10 +150,13 @@ def make_core(
     place: where the replicas meet that share experts, None for a replica that shares none. rank: the core's number.
     has_one_user: who may submit thousands of grammars at once, and waits for them.
     """
-    limits = scheduler_limits(config, max_model_len)
+    description = describe(directory, config.model)
+    spec, group = description.spec, Communicator(0, config.parallel.tensor_parallel_size)
+    machine = Machine(config, description, directory, shares_experts=place is not None)
+    config = machine.with_tokens_of_a_step()
+    limits = scheduler_limits(config, max_model_len, machine.estimate)
     limits.validate()  # before the model is loaded
     check_backend(config.sampling.structured_outputs_config)
-    spec, group = describe(directory, config.model).spec, Communicator(0, config.parallel.tensor_parallel_size)
     if spec.has_states:
         _check_states(config)
     compression = None
@@ -154,7 +165,8 @@ def make_core(
         compression = Compression(compressing, config.cache.block_size)
         compression.check(limits)
     check_context([] if spec.is_encoder else [part.cache_shape(group) for _, part in spec.cached], config.parallel)
-    limit_threads(len(config.layout.here))
+    threads = limit_threads(len(config.layout.here), config.kernels.threads, machine.threads)
+    machine.log(threads, limits.max_num_batched_tokens)
     executor = make_executor(config, directory, max_model_len, place)
     kv = executor.kv_cache
     if config.model.max_model_len == -1:
@@ -217,8 +229,11 @@ def make_core(
         from quire.engine.lockstep import Waves  # zmq need not be there for one replica
 
         lockstep = Waves(place, config.parallel.data_parallel_size)
+    core = EngineCore(scheduler, executor, lockstep, kv_events, fingerprint, config.cache.pinned_prefix_share)
+    if rank == config.layout.here[0]:  # one replica measures
+        core.measurement = machine.measurement
     if not kv.specs:
-        return EngineCore(scheduler, executor, lockstep, kv_events, fingerprint, config.cache.pinned_prefix_share)
+        return core
     room = scheduler.kv.room(max_model_len)
     logger.info(
         "KV cache: %.2f GiB, %s blocks of %d tokens, room for %s tokens: %.1f requests of the full %s tokens "
@@ -226,7 +241,7 @@ def make_core(
         kv.num_blocks * max(kv.rank_bytes) / 2**30, f"{kv.num_blocks:,}", kv.block_size,
         f"{int(room * max_model_len):,}", room, f"{max_model_len:,}", 100 * scheduler.kv.kept_share(max_model_len),
     )  # fmt: skip
-    return EngineCore(scheduler, executor, lockstep, kv_events, fingerprint, config.cache.pinned_prefix_share)
+    return core
 
 
 def _check_states(config: EngineConfig) -> None:

@@ -37,6 +37,7 @@ from quire.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from quire.engine.kv_events import KVEvents
+    from quire.engine.machine import IdleMeasurement
 
 
 @dataclass
@@ -76,8 +77,10 @@ class EngineCore:
     stages, and the steps in flight sample for different requests.
 
     A core whose replica shares experts with others runs a dummy step, one without rows, when it has nothing to run and
-    another core has.
+    another core has. measurement: of this machine, for the next start; None if none is needed.
     """
+
+    measurement: "IdleMeasurement | None" = None
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, lockstep: Lockstep | None = None,
@@ -138,6 +141,11 @@ class EngineCore:
         """Whether a step can be run or retired. False if there are no requests, or all of them wait at gates."""
         is_needed = self._lockstep is not None and self._lockstep.is_running
         return self.scheduler.has_work or bool(self._flights) or is_needed
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether nothing runs, waits or sleeps."""
+        return not (self.has_work or self.has_unfinished or self._pause.is_closed or self._asleep)
 
     def check(self) -> None:
         """Called while there is nothing to do, now and then. Raises EngineDeadError if the executor has failed."""

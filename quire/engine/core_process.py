@@ -158,9 +158,10 @@ def _serve(core: "EngineCore", inbox: "zmq.Socket[bytes]", report: Callable[[Cor
     poller.register(parent.sentinel, zmq.POLLIN)
     gates = core.wake_up.fileno()
     poller.register(gates, zmq.POLLIN)
-    clients, has_output = _Clients(core, inbox), False
+    clients, has_output, measurement = _Clients(core, inbox), False, core.measurement
     while True:
-        ready = dict(poller.poll(0 if core.has_work else _IDLE_MILLISECONDS))
+        measures = measurement is not None and core.has_rest and measurement.is_due()
+        ready = dict(poller.poll(0 if core.has_work or measures else _IDLE_MILLISECONDS))
         if parent.sentinel in ready:
             return
         while inbox.poll(0):
@@ -177,6 +178,11 @@ def _serve(core: "EngineCore", inbox: "zmq.Socket[bytes]", report: Callable[[Cor
             clients.obey(client, order)
         if not ready:
             core.check()
+        if measurement is not None:
+            if ready or not core.has_rest:
+                measurement.interrupt()
+            elif measures:
+                measurement.proceed()
         if core.has_work or gates in ready:
             outputs = core.step()
             clients.report(outputs)

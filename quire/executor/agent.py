@@ -41,7 +41,7 @@ class Agent:
         join = Join(first=numbers.start, count=len(numbers), node=secrets.randbits(62), host=own,
                     facts=facts(config, directory), versions=versions())  # fmt: skip
         self._node = Node(secret, address, join)
-        self._threads = limit_threads(len(numbers))
+        self._threads = limit_threads(len(numbers), config.kernels.threads)
         self._session: _Session | None = None
 
     def run(self) -> None:

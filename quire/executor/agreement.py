@@ -19,7 +19,7 @@ from quire.options.cluster import ClusterConfig
 _OWN = {
     *OPTIONS[ClusterConfig], "model", "tokenizer", "download_dir", "hf_token", "chat_template",
     "kv_cache_memory_bytes", "gpu_memory_utilization", "kv_cache_pretouch", "cpu_isa", "speculative_config",
-    "weight_cache", "weight_cache_size",
+    "weight_cache", "weight_cache_size", "threads",
 }  # fmt: skip
 _PIECES, _PIECE_BYTES = 256, 4096  # of a model's weights, which are read
 _LONGEST_TEXT = 200

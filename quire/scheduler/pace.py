@@ -16,8 +16,9 @@ class Pace:
     a + b n = seconds. A single step at most halves it, or makes it half as large again, since steps may be disturbed.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.tokens = seconds, float(_FIRST_GUESS)
+    def __init__(self, seconds: float, first_guess: int = _FIRST_GUESS) -> None:
+        """first_guess: the number of tokens to begin with."""
+        self.seconds, self.tokens = seconds, float(max(_LEAST, first_guess))
 
     def limit(self, most: int, running: Sequence[Request]) -> int:
         """The most tokens of the next step. most: if none of the running requests is past its prompt."""

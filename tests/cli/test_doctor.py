@@ -24,8 +24,8 @@ from support.waiting import LONGEST
 
 CHECKS = (
     "Python, PyTorch, packages, extras, processor, C++ compiler, CPU kernels, cores, threads, memory, huge pages, "
-    "memory bandwidth, GPU, open files, processes, locked memory, core dumps, shared memory, connections, clock, "
-    "Quire's cache, Quire's state, hub's cache, temporary files, hub, proxies, port"
+    "memory bandwidth, machine profile, GPU, open files, processes, locked memory, core dumps, shared memory, "
+    "connections, clock, Quire's cache, Quire's state, hub's cache, temporary files, hub, proxies, port"
 ).split(", ")
 ESCAPE = "\x1b"
 

@@ -1,0 +1,172 @@
+"""The choices of a core that follow from the profile of its machine, and the measurement for the next start."""
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from quire.config import EngineConfig
+from quire.executor.choice import uses_gpu
+from quire.executor.threads import are_given
+from quire.metrics.logging import logger
+from quire.models.description import ModelDescription
+from quire.ops.cpu.build import SOURCES, find_compiler, find_library
+from quire.ops.cpu.processor import cpu_features
+from quire.system.limits import free_on_host, processors
+from quire.system.machine_profile import (
+    MachineProfile,
+    age_text,
+    can_keep_profile,
+    is_better,
+    machine_key,
+    read_profile,
+    write_profile,
+)
+from quire.worker.machine_defaults import Estimate, tokens_of_a_step, work_of
+from quire.worker.machine_speed import NEEDED_BYTES, KernelProbe, Measurement
+
+_QUIET_SECONDS = (5.0, 60.0, 600.0)  # without work before a measurement, before a second one, and before the last
+
+
+def current_key(cpu_isa: str) -> str:
+    """Under which the profile of the kernels with these instructions is kept."""
+    digest = hashlib.sha256()
+    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        digest.update(source.read_bytes())
+    return machine_key([cpu_features(), cpu_isa, digest.hexdigest(), torch.__version__])
+
+
+def most_threads() -> int:
+    """The threads that this process may use. To be called before torch has been given fewer."""
+    return min(torch.get_num_threads(), processors())
+
+
+class IdleMeasurement:
+    """Measures this machine while an engine has nothing to do, and keeps the profile for later starts.
+
+    `is_due` and `proceed` are called again and again by an idle engine, and `interrupt` when there is work. A busy
+    machine is measured up to three times.
+    """
+
+    def __init__(
+        self, key: str, threads: int, found: MachineProfile | None, waits: tuple[float, ...] = _QUIET_SECONDS,
+        make_probe: Callable[[], KernelProbe] = KernelProbe, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """key: under which the profile is kept. threads: the most that may run. found: the profile that is kept.
+        waits: seconds without work before each attempt."""
+        self.result, self._key = found, key
+        self._threads, self._make_probe, self._clock = threads, make_probe, clock
+        self._waits = list(waits)
+        self._idle_since = clock()
+        self._measurement: Measurement | None = None
+
+    def is_due(self) -> bool:
+        return bool(self._waits) and self._clock() - self._idle_since >= self._waits[0]
+
+    def interrupt(self) -> None:
+        """There is work: what was measured so far may have been disturbed."""
+        self._idle_since, self._measurement = self._clock(), None
+
+    def proceed(self) -> None:
+        """Take a sample, which takes some milliseconds."""
+        if self._measurement is None:
+            if not self._is_wanted():
+                del self._waits[0]
+                return
+            probe = self._make_probe()
+            self._measurement = Measurement(self._threads, probe.kinds, probe, compiled=probe.compiled)
+        elif not self._measurement.proceed():
+            profile, self._measurement = self._measurement.profile(), None
+            self._idle_since = self._clock()
+            del self._waits[0]
+            self._keep(profile)
+
+    def _is_wanted(self) -> bool:
+        if free_on_host() < NEEDED_BYTES or not can_keep_profile():
+            return False
+        if find_library() is not None:
+            return True
+        is_known = self.result is not None and not self.result.is_due(time.time())
+        return find_compiler() is None and not is_known  # otherwise the kernels are being compiled, or were measured
+
+    def finish(self) -> None:
+        """Measure at once, without waiting."""
+        attempts = len(self._waits)
+        while len(self._waits) == attempts and attempts:
+            self.proceed()
+
+    def _keep(self, profile: MachineProfile | None) -> None:
+        if profile is None or not is_better(profile, self.result):
+            logger.debug("The machine was too busy to be measured")
+            return
+        self.result = profile
+        if profile.is_quiet:
+            self._waits.clear()
+        if (reason := write_profile(self._key, profile)) is not None:
+            logger.debug("The profile of this machine is not kept: %s", reason)
+        elif profile.is_quiet:
+            logger.info("This machine's speed was measured; the next start chooses threads and steps by it")
+
+
+class Machine:
+    """The profile of this machine, if the options leave something to choose and the model runs on CPUs.
+
+    estimate: of the times of the model's steps, None if nothing is known. threads: with which the machine is fastest,
+    None for the usual number. measurement: for the next start, None if none is needed.
+    """
+
+    estimate: Estimate | None = None
+    threads: int | None = None
+    measurement: IdleMeasurement | None = None
+
+    def __init__(
+        self, config: EngineConfig, description: ModelDescription, directory: Path, *, shares_experts: bool
+    ) -> None:  # fmt: skip
+        """shares_experts: with other replicas, which must have steps of the same size."""
+        self._config, self._description = config, description
+        self._may_choose_tokens, self._reason = not shares_experts, "as the options say"
+        # A profile holds for the threads that are chosen by it. Other machines have profiles of their own.
+        is_alone = config.layout.machines == 1 and config.cluster.distributed_executor_backend != "ray"
+        self._is_cpu = not uses_gpu(config)
+        if not self._is_cpu or not is_alone or are_given(config.kernels.threads):
+            return
+        key = current_key(config.kernels.cpu_isa)
+        found = read_profile(key)
+        if found is None or found.is_due(time.time()) or not found.compiled:
+            self.measurement = IdleMeasurement(key, most_threads(), found)
+        if found is None:
+            self._reason = "the defaults, since this machine has not been measured"
+        elif not found.is_quiet:
+            self._reason = "the defaults, since this machine was busy when it was measured"
+        else:
+            self._reason = "the defaults, since this model's kernels have not been measured"
+        if found is None or config.model.model_impl == "transformers":
+            return
+        work = work_of(description.spec, description.config, config.model.quantization, directory)
+        estimate = Estimate(found, work)
+        if config.model.dtype_name == "bfloat16" and estimate.is_usable:
+            self.estimate, self.threads = estimate, estimate.threads()
+            self._reason = f"as this machine was measured on {age_text(found)}"
+
+    def with_tokens_of_a_step(self) -> EngineConfig:
+        """The options, with the number of tokens of a step that is chosen, if it is."""
+        options = self._config.scheduler
+        is_given = options.max_num_batched_tokens is not None or not options.enable_chunked_prefill
+        if self.estimate is None or is_given or not self._may_choose_tokens or self._config.model.runner == "pooling":
+            return self._config
+        chosen = tokens_of_a_step(self.estimate.chunk(), options.max_num_seqs)
+        needs_room = (  # for a whole picture, a window of compression, or drafts
+            self._description.spec.media is not None or self._config.multimodal.enable_prompt_embeds
+            or self._config.cache.compression is not None or options.speculation is not None
+        )  # fmt: skip
+        if needs_room:
+            chosen = max(chosen, options.tokens_of_a_step(gpu=False))
+        return replace(self._config, scheduler=replace(options, max_num_batched_tokens=chosen))
+
+    def log(self, threads: int, tokens: int) -> None:
+        """Say what was chosen. threads: of this process. tokens: the most of a step."""
+        if self._is_cpu:
+            logger.info("Threads: %d, steps of up to %s tokens: %s", threads, f"{tokens:,}", self._reason)

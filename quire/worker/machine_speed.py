@@ -1,0 +1,225 @@
+"""Measures how fast the kernels are on this machine: products by rows and threads, and handing work to threads.
+
+    plan     int4 x 2 threads x 1, 16, 32 ... 2048 rows | the same for other weights | 1 thread x 1, 512 rows | calls
+    round 1  a sample of some milliseconds for each     round 2  once more ...     until the time is used
+
+Other programs only make a sample slower, so the fastest of several rounds counts. How far the two fastest differ, and
+how much of the processors' time the threads got, tell whether the machine was busy.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.ops import Kernels, Target, memory
+from quire.ops.cpu.build import library
+from quire.ops.cpu.panels import Panels
+from quire.ops.cpu.quantized_linear import QuantizedPanels
+from quire.ops.reference.quantized import QuantizedMatrix
+from quire.system.machine_profile import MachineProfile, Rates
+
+SECONDS = 2.0  # a measurement ends after this time
+ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
+KINDS = {"dense": None, "int8": (8, 1024), "int4": (4, 32)}  # of weights: bits, and inputs that share a scale
+CALL = "call"
+NEEDED_BYTES = 1 << 30  # of free memory, so that measuring takes nothing from others
+_ROWS_OF_FEWER = (1, 512)  # with fewer threads than may run: enough to choose their number
+_ROUNDS, _LEAST_ROUNDS = 5, 2
+_IN, _OUT = 1024, 32768  # of the weights, which are larger than the caches of most processors in bfloat16
+_TILE = 512  # outputs whose random weights are repeated
+_LEAST_OUTS = 256  # of a product with many rows; two panels for each thread if that is more
+_OPERATIONS = 4e8  # of a sample of several products, unless they take longer than _SHORTEST
+_SHORTEST = 0.004  # seconds
+_LONGEST = 0.15  # seconds of a sample; larger ones are left out
+_CALLS = 200
+_CALL_SHAPE = (1024, 32)  # the smallest weight whose product is shared among threads
+
+Point = tuple[str, int, int]  # kind of weights or CALL, threads, rows
+
+
+@dataclass(frozen=True)
+class Sample:
+    """operations: how many were done, or calls. seconds: by the clock, and of all threads' processor time."""
+
+    operations: float
+    seconds: float
+    processor_seconds: float
+
+
+Probe = Callable[[Point], Sample]
+
+
+def thread_counts(most: int) -> list[int]:
+    """The numbers of threads that are worth measuring: powers of two, and steps below the most."""
+    counts = {1 << n for n in range(most.bit_length())} | {most // 2, 3 * most // 4, most}
+    return sorted(count for count in counts if 1 <= count <= most)
+
+
+def plan(threads: int, kinds: tuple[str, ...]) -> list[Point]:
+    """What is measured, small products first."""
+    *fewer, most = thread_counts(threads)
+    points = [(CALL, count, 1) for count in (*fewer, most)]
+    points += [(kind, most, rows) for rows in ROWS for kind in kinds]
+    return points + [(kind, count, rows) for count in reversed(fewer) for rows in _ROWS_OF_FEWER for kind in kinds]
+
+
+class Measurement:
+    """Takes one sample at a time, so that its caller can do something else between two."""
+
+    def __init__(
+        self, threads: int, kinds: tuple[str, ...], probe: Probe, seconds: float = SECONDS,
+        clock: Callable[[], float] = time.perf_counter, compiled: bool = True,
+    ) -> None:  # fmt: skip
+        """probe: takes a sample. seconds: in which samples are taken, all together. compiled: whether the kernels
+        are."""
+        self._compiled = compiled
+        self._threads, self._probe, self._clock = threads, probe, clock
+        self._samples: dict[Point, list[Sample]] = {point: [] for point in plan(threads, kinds)}
+        self._left = seconds
+        self._points = self._rounds()
+
+    def proceed(self) -> bool:
+        """Take a sample. Returns False when there is nothing left to do."""
+        began = self._clock()
+        point = next(self._points, None) if self._left > 0 else None
+        if point is None:
+            return False
+        self._samples[point].append(self._probe(point))
+        self._left -= self._clock() - began
+        return True
+
+    def profile(self) -> MachineProfile | None:
+        """What was measured; None if the time was too short for two rounds."""
+        if any(len(samples) < _LEAST_ROUNDS for point, samples in self._samples.items() if self._fits(point)):
+            return None
+        rates: Rates = {}
+        calls: dict[int, float] = {}
+        differences: list[float] = []
+        shares: list[float] = []
+        for (kind, threads, rows), samples in self._samples.items():
+            if not samples:
+                continue
+            first, second, *_ = sorted(samples, key=_seconds_each)
+            differences.append(_seconds_each(second) / _seconds_each(first) - 1)
+            shares.append(first.processor_seconds / first.seconds / threads)
+            if kind == CALL:
+                calls[threads] = _seconds_each(first)
+            else:
+                rates.setdefault(kind, {}).setdefault(threads, {})[rows] = 1 / _seconds_each(first)
+        return MachineProfile(
+            rates, calls, self._threads, median(differences), min(median(shares), 1.0), time.time(), self._compiled
+        )
+
+    def _rounds(self) -> Iterator[Point]:
+        for _ in range(_ROUNDS):
+            yield from filter(self._fits, self._samples)
+
+    def _fits(self, point: Point) -> bool:
+        """Whether a sample is short enough, as that of the next smaller product tells."""
+        kind, threads, rows = point
+        if kind == CALL or rows == 1:
+            return True
+        smaller = [self._samples[other] for other in self._samples if other[0] == kind and other[2] < rows]
+        known = [min(map(_seconds_each, samples)) for samples in smaller if samples]
+        return not known or 2.0 * rows * _IN * outs_of(threads) * min(known) <= _LONGEST
+
+
+def _seconds_each(sample: Sample) -> float:
+    return max(sample.seconds, 1e-9) / sample.operations
+
+
+def outs_of(threads: int) -> int:
+    """The outputs of a product with several rows."""
+    return min(_OUT, max(_LEAST_OUTS, 128 * threads))
+
+
+class KernelProbe:
+    """Runs the engine's kernels with random weights, which it makes when they are first needed."""
+
+    def __init__(self) -> None:
+        self._kernels = Kernels(Target(torch.device("cpu"), torch.bfloat16))
+        self.compiled = library() is not None
+        self.kinds = tuple(KINDS) if self.compiled else ("dense",)  # torch would dequantize others in each product
+        self._x = torch.randn(ROWS[-1], _IN, generator=_generator()).to(torch.bfloat16)
+        self._weights = cache(self._made)
+        self._next: dict[str, int] = {}
+        small = torch.randn(_CALL_SHAPE, generator=_generator()).to(torch.bfloat16)
+        self._small = self._packed("linear", small)
+
+    def __call__(self, point: Point) -> Sample:
+        kind, threads, rows = point
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            if kind == CALL:
+                x = self._x[:1, : _CALL_SHAPE[1]].contiguous()
+                return self._timed(_CALLS, lambda: self._kernels.linear(x, self._small, None), 1.0)
+            return self._product(kind, threads, rows)
+        finally:
+            torch.set_num_threads(before)
+
+    def _product(self, kind: str, threads: int, rows: int) -> Sample:
+        weights, x = self._weights(kind), self._x[:rows]
+        multiply = self._kernels.linear if kind == "dense" else self._kernels.quantized_linear
+        if rows == 1:
+            return self._timed(1, lambda: multiply(x, weights, None), 2.0 * _IN * _OUT)
+        outs = outs_of(threads)
+        operations = 2.0 * rows * _IN * outs
+
+        def run() -> None:
+            start = self._next.get(kind, 0)
+            if start + outs > _OUT:
+                start = 0
+            self._next[kind] = start + outs  # other weights than those of the product before, which may be in a cache
+            multiply(x, _outputs(weights, start, start + outs), None)
+
+        return self._timed(max(1, math.ceil(_OPERATIONS / operations)), run, operations)
+
+    def _timed(self, times: int, run: Callable[[], object], operations: float) -> Sample:
+        began, processor_began = time.perf_counter(), time.process_time()
+        done, seconds = 0, 0.0
+        while done < times and seconds < _SHORTEST:
+            run()
+            done, seconds = done + 1, time.perf_counter() - began
+        return Sample(operations * done, seconds, time.process_time() - processor_began)
+
+    def _made(self, kind: str) -> Any:
+        tile = (torch.randn(_TILE, _IN, generator=_generator()) * 0.02).to(torch.bfloat16)
+        if kind == "dense":
+            return self._packed("linear", _repeated(tile))
+        bits, group = KINDS[kind]  # type: ignore[misc]
+        matrix: QuantizedMatrix = self._kernels.quantize(tile, bits, group)
+        repeated: dict[str, Any] = {name: _repeated(tensor) for name, tensor in matrix.by_row.items()}
+        return self._packed("quantized_linear", replace(matrix, **repeated))
+
+    def _packed(self, op: str, weight: Any) -> Any:
+        pack = getattr(getattr(self._kernels, op), "pack", None)
+        return weight if pack is None else pack(weight)
+
+
+def _generator() -> torch.Generator:
+    """Not torch's own, whose state belongs to the process."""
+    return torch.Generator().manual_seed(0)
+
+
+def _repeated(tile: Tensor) -> Tensor:
+    """The rows of a tile [_TILE, n], as often as makes [_OUT, n], in memory that goes back to the system at the end."""
+    count = _OUT // len(tile)
+    tensor = memory.zeros(_OUT, tile.shape[1], dtype=tile.dtype, device=tile.device)
+    tensor.view(count, *tile.shape).copy_(tile.expand(count, *tile.shape))
+    return tensor
+
+
+def _outputs(weights: Any, start: int, stop: int) -> Any:
+    if isinstance(weights, Panels):
+        return weights.part(start, stop)
+    if isinstance(weights, QuantizedMatrix | QuantizedPanels):
+        return weights.rows(start, stop)
+    return weights[start:stop]
