@@ -26,7 +26,7 @@ from quire import LLM, SamplingParams
 from quire.models.description import describe
 from quire.ops.cpu.build import choose_instruction_set, library
 from quire.system.machine_profile import MachineProfile
-from quire.worker.machine_defaults import SIZES, WITHIN, Estimate, work_of
+from quire.worker.machine_defaults import SIZES, USUAL, WITHIN, Estimate, work_of
 from quire.worker.machine_speed import SECONDS, KernelProbe, Measurement, Point, Sample, thread_counts
 
 DECODED = 32  # tokens of the stream
@@ -59,7 +59,7 @@ def main() -> None:
     )  # fmt: skip
     description = describe(llm.frontend.directory, llm.config.model)
     work = work_of(description.spec, description.config, a.quantization, llm.frontend.directory)
-    estimate = Estimate(replace(profile, noise=0.0, share=1.0), work)
+    estimate = Estimate(profile, work)
     best = run(llm, thread_counts(most), a.prompt, a.rounds, clock)
     report(estimate, best, a.prompt)
 
@@ -107,7 +107,7 @@ def run(
 
 def report(estimate: Estimate, least: dict[tuple[int, int], float], prompt: int) -> None:
     counts = sorted({count for count, _ in least})
-    chosen, chunk = estimate.threads(), estimate.chunk()
+    chosen, chunk = (estimate.threads(), estimate.chunk()) if estimate.is_usable else (max(counts), USUAL)
     best = {size: min(least[count, size] for count in counts) for size in (1, *SIZES)}
     fastest = min(best[size] for size in SIZES)
     print(

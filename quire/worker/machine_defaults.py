@@ -94,7 +94,8 @@ class Estimate:
     def threads(self) -> int:
         """The fewest threads that reach WITHIN of the best speed, for one stream and for prompts.
 
-        Where the two need different numbers, both shall lose as little as possible.
+        Where the two need different numbers, both shall lose as little as possible. Fewer than all must be clearly
+        enough.
         """
         rates, work = self.profile.rates[self.work.kind], self.work
         counts = [n for n in sorted(rates) if {1, USUAL} <= set(rates[n]) and n in self.profile.calls]
@@ -103,17 +104,21 @@ class Estimate:
         prompts = {n: self.seconds(USUAL, n) for n in counts}
         fastest = min(decoding.values()), min(prompts.values())
         shares = {n: min(fastest[0] / decoding[n], fastest[1] / prompts[n]) for n in counts}
-        return next(n for n in counts if shares[n] >= WITHIN * max(shares.values()))
+        enough = (WITHIN + self.profile.noise) * max(shares.values())
+        return next((n for n in counts if shares[n] >= enough), counts[-1])
 
     def chunk(self) -> int:
-        """The usual size if prompts reach WITHIN of the best speed with it; else the smallest of SIZES that does.
+        """The usual size, unless another one is faster by more than what is tolerated and than the noise; then the
+        smallest of SIZES with which prompts reach WITHIN of the best speed.
 
         Longer steps need more memory, and streams wait longer for them. Shorter ones have costs that are not estimated.
         """
         measured = self.profile.rates[self.work.kind][self.profile.threads]
         each = {size: self.seconds(size) / size for size in SIZES if size in measured}
-        near = [size for size in each if each[size] <= min(each.values()) / WITHIN]
-        return USUAL if USUAL in near else near[0]
+        most = min(each.values()) / WITHIN
+        if each[USUAL] <= most * (1 + self.profile.noise):
+            return USUAL
+        return next(size for size in each if each[size] <= most)
 
     def tokens_within(self, seconds: float) -> int:
         """The most tokens of a step that takes no longer, up to the largest of SIZES; 0 if even one token does."""

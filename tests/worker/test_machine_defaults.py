@@ -26,9 +26,11 @@ def test_a_step_is_longer_where_products_become_faster(best, chunk):
     assert estimate(best=best).chunk() == chunk
 
 
-@pytest.mark.parametrize(("slower", "chunk"), [(1.01, 512), (1.04, 256)])
-def test_a_step_is_shorter_where_products_become_slower(slower, chunk):
-    machine = profile(best=256)
+@pytest.mark.parametrize(
+    ("slower", "noise", "chunk"), [(1.01, 0.0, 512), (1.04, 0.0, 256), (1.04, 0.03, 512), (1.08, 0.03, 256)]
+)
+def test_a_step_is_shorter_where_products_become_clearly_slower(slower, noise, chunk):
+    machine = profile(best=256, noise=noise)
     rates = {rows: rate / slower if rows > 256 else rate for rows, rate in machine.rates["dense"][2].items()}
     assert Estimate(replace(machine, rates={"dense": {2: rates}}), WORK).chunk() == chunk
 
@@ -44,6 +46,13 @@ def test_a_longer_step_pays_where_calls_take_long():
 def test_threads_that_help_are_used(threads):
     assert estimate(threads=threads).threads() == threads
     assert estimate(threads=threads, speedup=0).threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("speedup", "noise", "threads"), [(0.02, 0.0, 1), (0.02, 0.02, 2), (0.0, 0.02, 1), (0.0, 0.04, 2)]
+)
+def test_fewer_threads_must_be_clearly_enough(speedup, noise, threads):
+    assert estimate(speedup=speedup, noise=noise).threads() == threads
 
 
 def test_reading_and_multiplying_both_count():
