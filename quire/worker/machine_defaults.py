@@ -86,7 +86,8 @@ class Estimate:
         threads = threads or self.profile.threads
         sizes, rates = zip(*sorted(self.profile.rates[self.work.kind][threads].items()), strict=True)
         times = [2 * self.work.parameters * size / rate for size, rate in zip(sizes, rates, strict=True)]
-        return np.interp(tokens, sizes, times) + self._calls(threads)
+        products: npt.NDArray[np.float64] = np.interp(tokens, sizes, times)
+        return products + self._calls(threads)
 
     def _calls(self, threads: int) -> float:
         return _CALLS_PER_LAYER * self.work.layers * self.profile.calls[threads]
