@@ -88,7 +88,7 @@ def machine_key(kernels: Sequence[str], root: Path = Path("/")) -> str:
 def read_profile(key: str) -> MachineProfile | None:
     """The profile that is kept under this key, None if there is none that can be used."""
     path = _path(key)
-    if path is None:
+    if path is None or not hasattr(os, "geteuid"):  # Windows
         return None
     try:
         for info in (path.stat(), path.parent.stat()):
