@@ -77,7 +77,7 @@ def measure(threads: int, by_cpu_time: bool) -> tuple[MachineProfile, float]:
     while measurement.proceed():
         pass
     taken, profile = time.perf_counter() - began, measurement.profile()
-    if profile is None:
+    if not profile.rates:
         raise SystemExit("the machine is too busy to be measured")
     return profile, taken
 

@@ -40,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.write("\n")
     sys.stdout.flush()
     llm.shutdown()
-    if (measurement := llm.core.measurement) is not None:  # of the machine, once, when the answer has been printed
+    measurement = llm.core.measurement
+    if measurement is not None and measurement.is_needed:  # of the machine, once, when the answer has been printed
         with contextlib.suppress(KeyboardInterrupt):
             measurement.finish()
     return 0

@@ -98,13 +98,19 @@ class IdleMeasurement:
         while len(self._waits) == attempts and attempts:
             self.proceed()
 
-    def _keep(self, profile: MachineProfile | None) -> None:
-        if profile is None or not is_better(profile, self.result):
-            logger.debug("The machine was too busy to be measured")
-            return
-        self.result = profile
+    @property
+    def is_needed(self) -> bool:
+        """Whether no quiet machine has been measured so far, not even long ago."""
+        return self.result is None or not self.result.is_quiet
+
+    def _keep(self, profile: MachineProfile) -> None:
         if profile.is_quiet:
             self._waits.clear()
+        else:
+            logger.debug("The machine was too busy to be measured")
+        if not is_better(profile, self.result):
+            return
+        self.result = profile
         if (reason := write_profile(self._key, profile)) is not None:
             logger.debug("The profile of this machine is not kept: %s", reason)
         elif profile.is_quiet:

@@ -95,10 +95,10 @@ class Measurement:
         self._left -= self._clock() - began
         return True
 
-    def profile(self) -> MachineProfile | None:
-        """What was measured; None if the time was too short for two rounds."""
+    def profile(self) -> MachineProfile:
+        """What was measured: nothing, as on a busy machine, if the time was too short for two rounds."""
         if any(len(samples) < _LEAST_ROUNDS for point, samples in self._samples.items() if self._fits(point)):
-            return None
+            return MachineProfile({}, {}, self._threads, 1.0, 0.0, time.time(), self._compiled)
         rates: Rates = {}
         calls: dict[int, float] = {}
         differences: list[float] = []

@@ -18,7 +18,7 @@ from quire.engine.machine import IdleMeasurement, Machine
 from quire.executor import threads
 from quire.models.description import describe
 from quire.system.machine_profile import MachineProfile
-from quire.worker.machine_speed import CALL, KINDS, Point, Sample, outs_of
+from quire.worker.machine_speed import CALL, KINDS, Measurement, Point, Sample, outs_of
 from support import machine_profiles
 from support.checkpoints import FAMILIES
 from support.machine_profiles import MONDAY
@@ -289,8 +289,20 @@ def test_a_folder_that_becomes_read_only_costs_nothing_but_time(idle, monkeypatc
 
 def test_a_command_measures_at_once(idle):
     measurement = idle.measurement(Probe(), Probe())
+    assert measurement.is_needed
     measurement.finish()
     assert idle.kept == [measurement.result]
+    assert not measurement.is_needed
+    assert idle.measurement(found=profile(noise=0.2)).is_needed
+
+
+def test_a_machine_that_leaves_no_time_is_not_measured_at_every_start(idle, checkpoints, found, monkeypatch):
+    monkeypatch.setattr(machine, "Measurement", partial(Measurement, seconds=0.0))
+    idle.measurement(Probe()).finish()
+    assert [made.rates for made in idle.kept] == [{}]
+    found[0] = replace(idle.kept[0], measured_at=MONDAY)
+    assert of(checkpoints).measurement is None
+    assert tokens(of(checkpoints)) is None
 
 
 def test_the_core_of_an_engine_has_its_measurement(checkpoints, found, monkeypatch):

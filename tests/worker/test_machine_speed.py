@@ -37,7 +37,6 @@ def measured(machine: Machine, threads: int = 2, seconds: float = 2.0) -> Measur
 def test_the_fastest_of_several_rounds_counts():
     machine = Machine(slower=(3.0, 1.0, 1.02, 5.0, 1.5), rate=1e11)
     profile = measured(machine, seconds=100.0).profile()
-    assert profile is not None
     assert profile.is_quiet
     assert profile.rates.keys() == KINDS.keys()
     for rates in profile.rates.values():
@@ -51,10 +50,8 @@ def test_the_fastest_of_several_rounds_counts():
 
 def test_other_programs_are_noticed():
     changing = measured(Machine(slower=(1.0, 1.3, 1.2, 1.5, 2.0), rate=1e11)).profile()
-    assert changing is not None
     assert not changing.is_quiet
     crowded = measured(Machine(busy=0.4, rate=1e11)).profile()
-    assert crowded is not None
     assert not crowded.is_quiet
 
 
@@ -66,14 +63,15 @@ def test_the_time_is_limited(threads, rate):
     assert machine.now < 2.0 + 4e8 / rate + 0.15
 
 
-def test_too_little_time_gives_no_profile():
-    assert measured(Machine(rate=1e9)).profile() is None
-    assert measured(Machine(), seconds=0.0).profile() is None
+@pytest.mark.parametrize(("rate", "seconds"), [(1e9, 2.0), (1e10, 0.0)])
+def test_too_little_time_is_as_a_busy_machine(rate, seconds):
+    profile = measured(Machine(rate=rate), seconds=seconds).profile()
+    assert not profile.is_quiet
+    assert profile.rates == {}
 
 
 def test_samples_that_would_take_long_are_left_out():
     profile = measured(Machine(rate=4e9), threads=1, seconds=60.0).profile()
-    assert profile is not None
     assert sorted(profile.rates["dense"][1]) == sorted(ROWS)[:-1]
 
 
@@ -103,7 +101,6 @@ def test_the_kernels_are_measured(small):
     while measurement.proceed():
         pass
     profile = measurement.profile()
-    assert profile is not None
     assert {kind: sorted(rates) for kind, rates in profile.rates.items()} == {kind: [1, 2] for kind in KINDS}
     assert torch.get_num_threads() == before
     assert torch.equal(torch.random.get_rng_state(), state)  # a user's own numbers stay the same
@@ -118,4 +115,4 @@ def test_without_compiled_kernels_torch_is_measured(small, monkeypatch):
     assert isinstance(probe._weights("dense"), torch.Tensor)
     assert probe(("dense", 1, 16)).operations >= 2 * 16 * 64 * 256
     assert probe(("dense", 1, 1)).seconds > 0
-    assert probe((CALL, 1, 1)).operations == 2
+    assert probe((CALL, 1, 1)).operations in (1, 2)  # one if it takes long
