@@ -29,16 +29,16 @@ INSTRUCTION_SETS = {
     "neon": ("-march=armv8-a", {"asimd"}),
 }  # fmt: skip
 PROCESSORS = {  # by the compiler's names of processors: the instruction set of these that the kernels can use
-    "haswell": "avx2", "znver1": "avx2", "znver2": "avx2", "znver3": "avx2", "alderlake": "avx-vnni", "skylake-avx512": "avx512",
-    "cascadelake": "avx512", "icelake-server": "avx512-vnni", "sapphirerapids": "amx",
+    "haswell": "avx2", "znver1": "avx2", "znver2": "avx2", "znver3": "avx2", "alderlake": "avx-vnni",
+    "skylake-avx512": "avx512", "cascadelake": "avx512", "icelake-server": "avx512-vnni", "sapphirerapids": "amx",
     "graniterapids": "amx", "znver4": "avx512-bf16", "znver5": "avx512-bf16", "cortex-a72": "neon",
     "cortex-a76": "neon-dotprod", "neoverse-n1": "neon-dotprod", "neoverse-v1": "neon-bf16",
     "neoverse-n2": "neon-bf16", "neoverse-v2": "neon-bf16", "apple-m1": "neon-dotprod", "apple-m2": "neon-bf16",
 }  # fmt: skip
 # What the kernels' sources distinguish. Libraries for two processors that agree in these are equally fast.
 USED_FEATURES = {
-    "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512vbmi", "avx512_bf16", *_AMX, "asimd", "asimddp", "i8mm",
-    "bf16",
+    "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512vbmi", "avx512_bf16", *_AMX,
+    "asimd", "asimddp", "i8mm", "bf16",
 }  # fmt: skip
 _ARM_FEATURES = {  # where each is: the entry of Linux's auxiliary vector and its bit, and the name in macOS
     "asimd": (16, 1, "AdvSIMD"), "atomics": (16, 8, "FEAT_LSE"), "asimddp": (16, 20, "FEAT_DotProd"),
