@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpu", action="append", default=[], metavar="NAME", type=_cpu,
         help="processor to compile the CPU kernels for: native is this machine's; an instruction set: amx, "
-        "avx512-bf16, avx512-vnni, avx512, avx2, neon-bf16, neon-dotprod, neon; or gcc's name of a processor: "
-        "sapphirerapids, neoverse-v2, ...; may be repeated",
+        "avx512-bf16, avx512-vnni, avx512, avx-vnni, avx2, neon-bf16, neon-dotprod, neon; or gcc's name of a "
+        "processor: sapphirerapids, neoverse-v2, ...; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--output", type=Path, metavar="DIR",

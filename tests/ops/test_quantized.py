@@ -153,6 +153,23 @@ def check_products(product: Product, dtype: torch.dtype = torch.bfloat16) -> Non
     assert in_panels > 30
 
 
+def check_extreme_products(product: Product) -> None:
+    """The largest sums of all formats: no partial sum overflows or saturates, for whatever signs."""
+    for bits, group in ((2, 16), (3, 16), (4, 32), (4, 128), (5, 32), (6, 16), (6, 192), (8, 32), (8, 192)):
+        for has_offsets in (False, True):
+            codes = torch.tensor([0, 2**bits - 1], dtype=torch.uint8)[torch.randint(2, (64, 384))]
+            codes[:2] = torch.tensor([[0], [2**bits - 1]])
+            scales = torch.ones(64, 384 // group)
+            offsets = scales * -(2 ** (bits - 1)) if has_offsets else None
+            packed = product.pack(integer_matrix(codes, bits, scales, group, offsets=offsets))
+            x = torch.tensor([[1], [-1]]).repeat(4, 384)
+            x[2:] = torch.randint(2, (6, 384)) * 2 - 1
+            weight = codes.double() - 2 ** (bits - 1)
+            for rows in (x, x[:3], x[:1], x[1:2], x[2:3]):
+                made = product((rows * 127).bfloat16(), packed, None)
+                assert torch.equal(made, (rows.double() * 127 @ weight.T).bfloat16())
+
+
 def without_nan(codes: Tensor) -> Tensor:
     """float8's codes but those of NaN, 127 and 255, for numbers from 0 to 253."""
     return (codes + (codes >= 127)).view(torch.float8_e4m3fn)
@@ -211,6 +228,7 @@ def test_products_in_panels_are_what_they_are_defined_to_be():
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float16):
         check_products(quantized_linear_cpu, dtype)
+    check_extreme_products(quantized_linear_cpu)
     check_values_of_float8(quantized_linear_cpu)
     check_that_activations_are_rounded_to_8_bits(quantized_linear_cpu)
 

@@ -20,6 +20,7 @@ from ops.test_count_kept import check_count_kept
 from ops.test_encoder_attention import drawn, formula
 from ops.test_ops import CASES, as_tuple, check_float16, check_packed_products, copied
 from ops.test_quantized import (
+    check_extreme_products,
     check_joined_experts,
     check_packed_experts,
     check_products,
@@ -63,6 +64,7 @@ def check_against_references(library: Any, monkeypatch: pytest.MonkeyPatch) -> N
     for dtype in (torch.bfloat16, torch.float16):
         check_packed_products(linear.linear_cpu, dtype)
     check_products(quantized_linear.quantized_linear_cpu)
+    check_extreme_products(quantized_linear.quantized_linear_cpu)
     check_joined_experts((150, 1, 90))
     check_float16(implementation("multiply"))
     check_values_of_float8(quantized_linear.quantized_linear_cpu)

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "byte_pairs.h"
 #include "team.h"
 #include "vector.h"
 
@@ -60,23 +61,47 @@ QUIRE_INLINE i32x16 dot_word(i32x16 sum, u32x16 codes, const uint32_t* x, std::i
   return dot_bytes(dot_bytes(sum, codes & 0x0f0f0f0fu, x[0]), codes >> 4 & 0x0f0f0f0fu, x[1]);
 }
 
-// Activations in 8 bits: codes [rows, stride], scales and sums of codes [rows, groups].
+// Activations in 8 bits: codes [rows, stride], scales and sums of codes [rows, groups]. With QUIRE_PAIRS also the
+// beginnings of runs, [rows, groups, runs], or the codes in 16 bits, [rows, stride].
 struct Activations {
-  int64_t stride = 0, groups = 0;
+  int64_t stride = 0, groups = 0, runs = 0;
   std::vector<int8_t> codes;
   std::vector<float> scales;
   std::vector<int32_t> sums;
+  std::vector<uint32_t> beginnings;
+  std::vector<int16_t> wide;
 
+  // bits: of the codes in memory; wide_bits: as they are multiplied
   template <class T>
-  void quantize(const T* x, int64_t x_stride, int64_t rows, int64_t in, int64_t group, int bits, int threads) {
+  void quantize(const T* x, int64_t x_stride, int64_t rows, int64_t in, int64_t group, int bits, int wide_bits,
+                bool has_offsets, int threads) {
     stride = in + 2 * LANES;  // a group is written in steps of 16
     groups = (in + group - 1) / group;
     codes.resize(rows * stride), scales.resize(rows * groups), sums.resize(rows * groups);
+#ifdef QUIRE_PAIRS
+    const Runs run(bits, has_offsets);
+    const bool is_wide = bits == 8 && !SUMS_ARE_WIDE;
+    runs = is_wide ? 0 : (std::min(group, in) + 4 * run.words - 1) / (4 * run.words);
+    beginnings.resize(rows * groups * runs), wide.resize(is_wide ? rows * stride : 0);
+#endif
     for_each(rows, rows * in > 32768 ? threads : 1, [&](int64_t row) {
-      memset(codes.data() + row * stride + in, 0, stride - in);  // which the rest of a unit of weights is multiplied with
-      for (int64_t g = 0, from = 0; g < groups; g++, from += group)
-        quantize_group(x + row * x_stride + from, std::min(group, in - from), bits, codes.data() + row * stride + from,
-                       scales[row * groups + g], sums[row * groups + g]);
+      int8_t* const to = codes.data() + row * stride;
+      memset(to + in, 0, stride - in);  // which the rest of a unit of weights is multiplied with
+      for (int64_t g = 0, from = 0; g < groups; g++, from += group) {
+        const int64_t count = std::min(group, in - from);
+        quantize_group(x + row * x_stride + from, count, wide_bits, to + from, scales[row * groups + g],
+                       sums[row * groups + g]);
+#ifdef QUIRE_PAIRS
+        for (int64_t r = 0; r < runs; r++) {
+          const int64_t first = 4 * run.words * r, bytes = std::min<int64_t>(4 * run.words, (count - first + 15) & -16);
+          beginnings[(row * groups + g) * runs + r] = beginning(to + from + first, bytes, run.centre);
+        }
+#endif
+      }
+#ifdef QUIRE_PAIRS
+      if (is_wide)
+        for (int64_t i = 0; i + LANES <= stride; i += LANES) widen_x(to + i, wide.data() + row * stride + i);
+#endif
     });
   }
 

@@ -169,6 +169,17 @@ class Ranges {
   Next* const next_;
 };
 
+// How many lines a visit has at most, the bytes of a part, and whether a visit of a few rows fetches the next part whole.
+// A format may have a Blocking of its own.
+template <class Format, class = void>
+struct BlockingOf {
+  static constexpr int COLUMNS = MAX_COLUMNS;
+  static constexpr bool FETCHES = false;
+  static int64_t chunk(int pieces) { return pieces > 8 ? LARGE_CHUNK_BYTES : CHUNK_BYTES; }
+};
+template <class Format>
+struct BlockingOf<Format, std::void_t<typename Format::Blocking>> : Format::Blocking {};
+
 // Format has
 //   weights: the panels
 //   step(): the words of the smallest run of inputs that a part can end after
@@ -211,7 +222,7 @@ void multiply(const Format& format, const Shape& shape, int threads) {
       const int lines = shape.lines(panel);
       const int pieces = (rows + at_once - 1) / at_once;
       const uint32_t* weights = format.weights + panel * PANEL * shape.words;
-      const int64_t bytes = pieces > 8 ? LARGE_CHUNK_BYTES : CHUNK_BYTES;
+      const int64_t bytes = BlockingOf<Format>::chunk(pieces);
       const bool is_row = rows == 1 && !in_tiles, unpacks = format.unpacks(pieces, is_row);
       const int64_t chunk = std::max<int64_t>(bytes / (64 * lines) / step, 1) * step;
       for (int64_t word = 0; word < shape.words; word += chunk) {
@@ -227,7 +238,7 @@ void multiply(const Format& format, const Shape& shape, int threads) {
         // With few rows, memory sets the pace. The hardware brings what is read in order faster than prefetches can,
         // which have to wait for the first-level cache's buffers (37 GB/s for two cores, where memory gave 55). A few
         // lines are fetched, since the hardware stops while a panel is finished.
-        if (pieces == 1 && !unpacks) to_fetch = std::min<int64_t>(to_fetch, 16);
+        if (pieces == 1 && !unpacks && !BlockingOf<Format>::FETCHES) to_fetch = std::min<int64_t>(to_fetch, 16);
         const int portions = pieces + unpacks;
         auto portion = [&](int i) {
           const int64_t from = to_fetch * i / portions, to = to_fetch * (i + 1) / portions;
@@ -247,7 +258,7 @@ void multiply(const Format& format, const Shape& shape, int threads) {
             continue;
           }
 #endif
-          in_pieces<MAX_COLUMNS>(lines, [&](auto c, int line) {
+          in_pieces<BlockingOf<Format>::COLUMNS>(lines, [&](auto c, int line) {
             with_rows<MAX_ROWS>(count, [&](auto r) {
               format.template visit<r.value, c.value>(part, first + row, line, sums + row * PANEL + line * LANES,
                                                       fetched);

@@ -13,31 +13,32 @@ from typing import Any
 _AVX512 = {"avx2", "fma", "bmi2", "f16c", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _AVX512_VNNI = {*_AVX512, "avx512_vnni", "avx512vbmi"}
 _AVX512_BF16 = "-march=x86-64-v4 -mavx512vnni -mavx512vbmi -mavx512bf16"
-_AMX = {"amx_tile", "amx_int8", "amx_bf16"}
+_AMX = {"amx_tile", "amx_int8", "amx_bf16"}  # processors with it have avx_vnni, too
 _DOTPROD = {"asimd", "atomics", "asimddp"}
 _IS_ARM = platform.machine() in ("aarch64", "arm64")
 INSTRUCTION_SETS = {
     "native": ("-mcpu=native" if _IS_ARM else "-march=native", set[str]()),
-    "amx": (f"{_AVX512_BF16} -mamx-tile -mamx-int8 -mamx-bf16", {*_AVX512_VNNI, "avx512_bf16", *_AMX}),
+    "amx": (f"{_AVX512_BF16} -mamx-tile -mamx-int8 -mamx-bf16", {*_AVX512_VNNI, "avx512_bf16", *_AMX, "avx_vnni"}),
     "avx512-bf16": (_AVX512_BF16, {*_AVX512_VNNI, "avx512_bf16"}),
     "avx512-vnni": ("-march=x86-64-v4 -mavx512vnni -mavx512vbmi", _AVX512_VNNI),
     "avx512": ("-march=x86-64-v4", _AVX512),
+    "avx-vnni": ("-march=x86-64-v3 -mavxvnni", {"avx2", "fma", "bmi2", "f16c", "avx_vnni"}),
     "avx2": ("-march=x86-64-v3", {"avx2", "fma", "bmi2", "f16c"}),
     "neon-bf16": ("-march=armv8.2-a+dotprod+i8mm+bf16", {*_DOTPROD, "i8mm", "bf16"}),
     "neon-dotprod": ("-march=armv8.2-a+dotprod", _DOTPROD),
     "neon": ("-march=armv8-a", {"asimd"}),
 }  # fmt: skip
 PROCESSORS = {  # by the compiler's names of processors: the instruction set of these that the kernels can use
-    "haswell": "avx2", "znver1": "avx2", "znver2": "avx2", "znver3": "avx2", "skylake-avx512": "avx512",
-    "cascadelake": "avx512", "icelake-server": "avx512-vnni", "sapphirerapids": "amx",
+    "haswell": "avx2", "znver1": "avx2", "znver2": "avx2", "znver3": "avx2", "alderlake": "avx-vnni",
+    "skylake-avx512": "avx512", "cascadelake": "avx512", "icelake-server": "avx512-vnni", "sapphirerapids": "amx",
     "graniterapids": "amx", "znver4": "avx512-bf16", "znver5": "avx512-bf16", "cortex-a72": "neon",
     "cortex-a76": "neon-dotprod", "neoverse-n1": "neon-dotprod", "neoverse-v1": "neon-bf16",
     "neoverse-n2": "neon-bf16", "neoverse-v2": "neon-bf16", "apple-m1": "neon-dotprod", "apple-m2": "neon-bf16",
 }  # fmt: skip
 # What the kernels' sources distinguish. Libraries for two processors that agree in these are equally fast.
 USED_FEATURES = {
-    "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512vbmi", "avx512_bf16", *_AMX, "asimd", "asimddp", "i8mm",
-    "bf16",
+    "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512vbmi", "avx512_bf16", *_AMX,
+    "asimd", "asimddp", "i8mm", "bf16",
 }  # fmt: skip
 _ARM_FEATURES = {  # where each is: the entry of Linux's auxiliary vector and its bit, and the name in macOS
     "asimd": (16, 1, "AdvSIMD"), "atomics": (16, 8, "FEAT_LSE"), "asimddp": (16, 20, "FEAT_DotProd"),

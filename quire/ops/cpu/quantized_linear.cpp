@@ -15,6 +15,7 @@
 #include "byte_products.h"
 #include "narrow_codes.h"
 #include "panels.h"
+#include "quantized_pairs.h"
 #include "replay.h"
 #include "scales.h"
 
@@ -24,7 +25,8 @@ namespace {
 
 // BITS: of codes as visits read them.
 template <int BITS>
-struct Quantized {
+struct Quantized : PairVisits<Quantized<BITS>, BITS> {
+  using Visits = PairVisits<Quantized<BITS>, BITS>;
   static constexpr int INPUTS = 32 / BITS, X_WORDS = INPUTS / 4;  // of a word of codes
   static constexpr int SHIFT = BITS == 8 ? LESS : 0;              // of the codes that are multiplied
 
@@ -50,7 +52,11 @@ struct Quantized {
   }
   bool has_offsets() const { return offsets.numbers.words; }
   bool widens_scales() const { return scales.unpacks() || offsets.unpacks(); }
+#ifdef QUIRE_PAIRS
+  bool unpacks(int, bool is_row) const { return !is_row || widens_codes(true); }
+#else
   bool unpacks(int, bool is_row) const { return widens_codes(is_row) || (widens_scales() && !is_row); }
+#endif
 
   void expect(int64_t panel, int lines) const { scales.expect(panel, lines), offsets.numbers.expect(panel, lines); }
 
@@ -64,7 +70,12 @@ struct Quantized {
       part.is_wide = widens_codes(is_row);
       if (part.is_wide) part.weights = widened(part.weights, units, lines, unpacked.words, ahead.portion(2));
     }
+#ifdef QUIRE_PAIRS
+    if (!is_row && !part.is_wide && (BITS == 4 || Visits::IS_WIDE))
+      part.weights = Visits::in_pairs(part.weights, words, lines, unpacked.words, ahead.portion(2));
+#else
     if (is_row && (is_narrow() || widens_scales())) return part;  // for visit_row
+#endif
     const int64_t first = part.word / group_words, groups = (part.words + group_words - 1) / group_words;
     part.scales = scales.of(panel, first, groups, lines, unpacked.scales, ahead.portion(offsets.unpacks() ? 2 : 1));
     part.offsets = offsets.of(panel, first, groups, lines, unpacked.offsets, ahead);
@@ -73,24 +84,32 @@ struct Quantized {
 
   const uint32_t* widened(const uint32_t* from, int64_t units, int lines, std::vector<uint32_t>& kept,
                           Ahead ahead) const {
+    constexpr int MADE = Visits::PAIR_LINES;  // lines that are made of a line of wide codes
     const int stride = lines * LANES;
-    uint32_t* const all = room(kept, units * wide_words(bits) * stride);
+    uint32_t* const all = room(kept, units * wide_words(bits) * MADE * stride);
     Ahead::Pace pace = ahead.pace(units * lines);
     with_bits(bits, [=](auto constant) mutable {
       constexpr int N = constant.value, WIDE = wide_words(N);
       uint32_t* to = all;
-      for (int64_t unit = 0; unit < units; unit++, from += stored_words(N) * stride, to += WIDE * stride)
+      for (int64_t unit = 0; unit < units; unit++, from += stored_words(N) * stride, to += WIDE * MADE * stride)
         for (int line = 0; line < stride; line += LANES) {
           u32x16 wide[WIDE];
           widen_codes<N>([&](int word) { return load_words(from + word * stride + line); }, wide);
           ahead.fetch(pace);
 #pragma GCC unroll 8
-          for (int word = 0; word < WIDE; word++) store(to + word * stride + line, wide[word]);
+          for (int word = 0; word < WIDE; word++) {
+#ifdef QUIRE_PAIRS
+            Visits::template split<false>(wide[word], to + word * MADE * stride + line, stride);
+#else
+            store(to + word * stride + line, wide[word]);
+#endif
+          }
         }
     });
     return all;
   }
 
+#ifndef QUIRE_PAIRS
   template <int R, int C>
   void visit(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
     if constexpr (R == 1)
@@ -183,6 +202,8 @@ struct Quantized {
       }
     }
   }
+
+#endif
 
   template <int R, int C>
   QUIRE_INLINE void begin_group(int64_t row, int64_t g, i32x16 (&sum)[R][C]) const {
@@ -430,11 +451,11 @@ extern "C" void quire_quantized_linear(int dtype, int bits, const void* x, int64
   auto run = [&](auto wide) {
     constexpr int BITS = wide.value, INPUTS = 32 / BITS;
     with_type(dtype, [&](auto type) {
-      activations.quantize((const decltype(type)*)x, x_stride, rows, in, group, BITS, threads);
+      activations.quantize((const decltype(type)*)x, x_stride, rows, in, group, bits, BITS, offsets, threads);
     });
     const int64_t words = (in + INPUTS - 1) / INPUTS, group_words = std::min((group + INPUTS - 1) / INPUTS, words);
-    const Quantized<BITS> format{(const uint32_t*)codes, bits, scale, offset, activations, dtype, bias,
-                                 result,                 out,  words, group_words};
+    const Quantized<BITS> format{{}, (const uint32_t*)codes, bits, scale, offset, activations, dtype, bias, result,
+                                 out, words, group_words};
     multiply(format, {rows, out, format.stored(words), bounds, experts}, threads);
   };
   bits <= 4 ? run(Constant<4>{}) : run(Constant<8>{});
