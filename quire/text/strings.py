@@ -78,8 +78,15 @@ class Strings(Sequence[str]):
     @cached_property
     def longest_text(self) -> int:
         """Characters of the longest string."""
-        begins = np.concatenate([[0], np.cumsum((self.data & 0xC0) != 0x80)])
-        return int((begins[self.starts + self.lengths] - begins[self.starts]).max(initial=0))
+        if not len(self):
+            return 0
+        longest = len(self[int(self.lengths.argmax())])
+        others = np.flatnonzero(self.lengths > longest)  # a string has no more characters than bytes
+        for index in others[np.argsort(-self.lengths[others])].tolist():
+            if self.lengths[index] <= longest:
+                break
+            longest = max(longest, len(self[index]))
+        return longest
 
     @property
     def can_be_searched(self) -> bool:
