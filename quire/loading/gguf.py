@@ -309,13 +309,34 @@ class Stored:
         values: list[float] = Stored(self.scale).floats().tolist()
         return values[self.expert or 0] if len(values) > 1 else values[0]
 
+    @property
+    def _count(self) -> int:
+        return math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
+
+    def _offset(self, row: int) -> int:
+        """Of a row, in bytes from the file's beginning."""
+        return self.tensor.offset + ((self.expert or 0) * self._count + row) * self.tensor.row_bytes
+
     def rows(self, start: int, stop: int) -> Bytes:
         """The bytes of the rows [start, stop): [stop - start, bytes of a row]"""
-        total, width = math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0], self.tensor.row_bytes
+        total, width = self._count, self.tensor.row_bytes
         if self.rotary_heads is not None:
             pairs = np.arange(total).reshape(self.rotary_heads, -1, 2).swapaxes(1, 2).ravel()
-            return self._read(0, total, total, width)[pairs[start:stop]]
-        return self._read(start, stop, total, width)
+            return self._read(0, total, width)[pairs[start:stop]]
+        return self._read(start, stop, width)
+
+    def fill(self, start: int, memory: memoryview) -> bool:
+        """Read rows from `start` on into memory. Returns False if the file has another order. Raises WeightError."""
+        if self.rotary_heads is not None:
+            return False
+        with self.tensor.file.open("rb", buffering=0) as stream:
+            stream.seek(self._offset(start))
+            while memory:
+                count = stream.readinto(memory)
+                if not count:
+                    raise WeightError(f"{self.tensor.file} ends within a tensor")
+                memory = memory[count:]
+        return True
 
     def floats(self) -> npt.NDArray[np.float32]:
         """The values of a tensor of floats, as a vector, without the shift. Raises WeightError for another type."""
@@ -326,7 +347,7 @@ class Stored:
             return (data.view("<u2").astype("<u4") << 16).view("<f4").ravel()
         return data.view(f"<f{self.tensor.kind.nbytes}").astype(np.float32).ravel()
 
-    def _read(self, start: int, stop: int, total: int, width: int) -> Bytes:
-        offset = self.tensor.offset + ((self.expert or 0) * total + start) * width
+    def _read(self, start: int, stop: int, width: int) -> Bytes:
+        offset = self._offset(start)
         data = np.fromfile(self.tensor.file, np.uint8, (stop - start) * width, offset=offset)
         return data.reshape(stop - start, width)
