@@ -112,9 +112,9 @@ class AsyncLLM:
     async def start(self) -> None:
         """Wait until the model is loaded. Raises ConfigError for wrong options, EngineDeadError if the start fails."""
         self._task = asyncio.create_task(self._deliver(), name="detokenize")
-        # The tokenizer's length bound is computed while the model is loaded.
-        bound = asyncio.to_thread(lambda: self.get_tokenizer().length_bound)
-        await asyncio.gather(self.client.start(self._receive), bound)
+        # The tokenizer is prepared while the model is loaded.
+        prepared = asyncio.to_thread(self.get_tokenizer().prepare)
+        await asyncio.gather(self.client.start(self._receive), prepared)
         self.processor.max_model_len = min(size.max_model_len for size in self.client.sizes)
 
     async def shutdown(self) -> None:

@@ -12,6 +12,8 @@ from quire.layers.linear import DenseWeight, LinearMethod
 from quire.loading.errors import WeightError
 from quire.loading.gguf import Stored
 from quire.loading.weights import Checkpoint
+from quire.ops.cpu.build import CODES
+from quire.ops.cpu.gguf_blocks import can_decode, put_values
 from quire.quantization.gguf import GGUF, dequantize
 from quire.quantization.gguf_types import TYPES, TensorType
 
@@ -61,4 +63,21 @@ class GgufCheckpoint(Checkpoint):
         for first in range(start, stop, step):
             end = min(first + step, stop)
             pick = (slice(first, end), *slot.pick[1:])
-            super().copy_into(replace(slot, target=slot.target[first - start : end - start], pick=pick))
+            part = replace(slot, target=slot.target[first - start : end - start], pick=pick)
+            if not self._put_directly(part, slice(first, end)):
+                super().copy_into(part)
+
+    def _put_directly(self, slot: WeightSlot, rows: slice) -> bool:
+        """Read or decode whole rows into the slot's target, if that is possible without another copy."""
+        stored, target = self.names[self.alias(slot.name)], slot.target
+        kind, width = stored.tensor.kind, slot.shape[-1]
+        whole = len(stored.shape) == len(slot.shape) == 2 and slot.pick[1:] in ((), (slice(0, width),))
+        if not whole or slot.transposed or not target.is_contiguous() or target.device.type != "cpu":
+            return False
+        if target.dtype == torch.uint8 and slot.shape == (stored.shape[0], stored.tensor.row_bytes):
+            return stored.fill(rows.start, memoryview(target.view(-1).numpy()))  # type: ignore[arg-type]
+        if slot.shape != stored.shape or target.dtype not in CODES or not can_decode(kind.name, target):
+            return False
+        blocks = torch.from_numpy(stored.rows(rows.start, rows.stop)).view(len(target), -1, kind.nbytes)
+        put_values(kind.name, blocks, stored.factor, stored.shift, target)
+        return True

@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.layers.build import Builder
 from quire.layers.linear import LinearShape, LinearWeight, dense_weight
 from quire.layers.specs import OutputPart
+from quire.ops.cpu.gguf_blocks import can_decode, decode_blocks
 from quire.ops.reference.quantized import QuantizedMatrix
 from quire.quantization.gguf_types import TensorType
 from quire.quantization.packing import integer_matrix, narrow
@@ -123,7 +124,8 @@ def decode(kind: TensorType, data: Tensor) -> Piece:
     decoder = decoder_of(kind)
     if isinstance(decoder, torch.dtype):
         return data.contiguous().view(decoder)
-    return decoder(data.view(len(data), -1, kind.nbytes))
+    blocks = data.view(len(data), -1, kind.nbytes)
+    return decode_blocks(kind.name, blocks) if can_decode(kind.name, data) else decoder(blocks)
 
 
 def dequantize(kind: TensorType, data: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ SPLITS = {
     for names, expressions in _TABLE.items()
     for name in names.split()
 }
-_MOST_CUTS = 1_000_000_000  # of tokens into two, times their length: vocabularies have a hundredth of that
+MOST_CUTS = 1_000_000_000  # of tokens into two, times their length: vocabularies have a hundredth of that
 _COMPOSED = ("qwen2", "qwen35", "command-r", "mpt", "olmo")  # characters are composed first (NFC)
 
 
@@ -61,7 +61,7 @@ def merges_of(tokens: Iterable[str]) -> list[tuple[str, str]]:
     that would take minutes.
     """
     tokens = dict.fromkeys(tokens)
-    if sum(len(token) ** 2 for token in tokens) > _MOST_CUTS:
+    if sum(len(token) ** 2 for token in tokens) > MOST_CUTS:
         raise ValueError("its tokens are too long")
     return [
         (left, right)

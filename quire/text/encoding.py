@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.messages.errors import error_text
 from quire.system.untrusted.limits import MIB, LimitExceededError, Limits
+from quire.text.partial_backend import PartialBackend
 from quire.text.token_bytes import is_fault
 from quire.text.tokenizer_check import has_quadratic_step, vocabulary_size
 
@@ -20,7 +21,7 @@ _LIMITS = Limits(cpu_seconds=5.0, memory_bytes=1024 * MIB, total_seconds=30.0, s
 class TextEncoder:
     """Calls the library. prefix, suffix: tokens that it does not add by itself."""
 
-    def __init__(self, backend: Backend, prefix: list[int], suffix: list[int]) -> None:
+    def __init__(self, backend: Backend | PartialBackend, prefix: list[int], suffix: list[int]) -> None:
         self.backend, self.prefix, self.suffix = backend, prefix, suffix
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -76,7 +77,7 @@ class ConfinedEncoder(TextEncoder):
     """Encodes longer texts in worker processes. Raises ValueError, too, for a text that takes too long, and BusyError
     while others take the time."""
 
-    def __init__(self, backend: Backend, prefix: list[int], suffix: list[int]) -> None:
+    def __init__(self, backend: Backend | PartialBackend, prefix: list[int], suffix: list[int]) -> None:
         from quire.system.untrusted.service import Preparation
 
         super().__init__(backend, prefix, suffix)
@@ -117,7 +118,7 @@ class ConfinedEncoder(TextEncoder):
             raise ValueError(f"the prompt takes too long to tokenize: {error_text(error)}") from error
 
 
-def text_encoder(backend: Backend, prefix: list[int], suffix: list[int]) -> TextEncoder:
+def text_encoder(backend: Backend | PartialBackend, prefix: list[int], suffix: list[int]) -> TextEncoder:
     """prefix, suffix: tokens that the backend does not add by itself."""
     kind = ConfinedEncoder if has_quadratic_step(backend) else TextEncoder
     return kind(backend, prefix, suffix)

@@ -1,11 +1,12 @@
 """A lower bound of a text's number of tokens, without tokenizing it: long texts are refused in microseconds."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from tokenizers import Tokenizer as Backend
 
+from quire.text.partial_backend import BpeVocabulary, PartialBackend
 from quire.text.token_bytes import BYTE_OF_CHARACTER
 
 # Normal forms replace characters with shorter ones: NFC turns 7 bytes into 2 (iota, diaeresis, acute), NFKC 4 into 1.
@@ -30,7 +31,7 @@ class LengthBound(NamedTuple):
         return -(-size // self.bytes_per_token)
 
     @classmethod
-    def of(cls, backend: Backend) -> Self | None:
+    def of(cls, backend: Backend | PartialBackend) -> Self | None:
         """The bound of a tokenizer. None if the tokenizer may drop text or make one token of a text of any length, or
         if that is not known."""
         steps = [step for component in (backend.normalizer, backend.pre_tokenizer) for step in _steps(component)]
@@ -81,16 +82,33 @@ def _effect(steps: Iterable[Mapping[str, Any]]) -> tuple[int, bool] | None:
     return factor, keeps_spaces
 
 
-def _longest_token(backend: Backend, is_byte_level: bool) -> int | None:
+class _Whole:
+    """The vocabulary of the library's tokenizer."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._tokens: dict[str, int] = backend.get_vocab(with_added_tokens=False)
+
+    def has_all(self, texts: Sequence[str]) -> bool:
+        return all(text in self._tokens for text in texts)
+
+    def longest(self, in_characters: bool) -> int:
+        return max((len(token) if in_characters else len(token.encode()) for token in self._tokens), default=1)
+
+
+def _vocabulary_of(backend: Backend | PartialBackend) -> _Whole | BpeVocabulary:
+    return backend.vocabulary if isinstance(backend, PartialBackend) else _Whole(backend)
+
+
+def _longest_token(backend: Backend | PartialBackend, is_byte_level: bool) -> int | None:
     """The length of the longest token in bytes. None if the model has no tokens for some text: it then drops that text
     or merges it into one unknown token."""
-    model, vocab = backend.model, backend.get_vocab(with_added_tokens=False)
-    has_all_bytes = all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+    model, vocab = backend.model, _vocabulary_of(backend)
+    has_all_bytes = vocab.has_all([f"<0x{byte:02X}>" for byte in range(256)])
     if type(model).__name__ == "BPE":
         affixes = bool(model.continuing_subword_prefix or model.end_of_word_suffix)
-        single_unknowns = model.unk_token in vocab and not model.fuse_unk
+        single_unknowns = model.unk_token is not None and vocab.has_all([model.unk_token]) and not model.fuse_unk
         complete = (model.byte_fallback and has_all_bytes) or single_unknowns
-        complete = complete or (is_byte_level and BYTE_OF_CHARACTER.keys() <= vocab.keys())
+        complete = complete or (is_byte_level and vocab.has_all([*BYTE_OF_CHARACTER]))
         if affixes or not complete:
             return None
     elif type(model).__name__ == "Unigram":
@@ -99,7 +117,7 @@ def _longest_token(backend: Backend, is_byte_level: bool) -> int | None:
     else:
         return None
     # In GPT-2's alphabet, each character of a token stands for one byte.
-    longest = max((len(token) if is_byte_level else len(token.encode()) for token in vocab), default=1)
+    longest = vocab.longest(in_characters=is_byte_level)
     added = [token.content for token in backend.get_added_tokens_decoder().values()]
     if (normalizer := backend.normalizer) is not None:
         added += [normalizer.normalize_str(content) for content in added]

@@ -52,13 +52,11 @@ class SentencePieceModel:
     def backend(self, listed: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
         """A backend, and all its added tokens. listed: the added tokens of tokenizer_config.json; they may rename
         pieces."""
-        added = added_tokens((piece.text, piece.kind) for piece in self.pieces)
+        added = added_tokens((i, piece.text, piece.kind) for i, piece in enumerate(self.pieces))
         added |= {token_id: dict(token) for token_id, token in listed.items()}
+        as_matched(added)
         texts = dict(enumerate(piece.text for piece in self.pieces))
-        for token_id, token in added.items():
-            if not token["content"].strip("▁"):  # added tokens are matched before normalization
-                token["content"] = " " * len(token["content"])
-            texts[int(token_id)] = token["content"]
+        texts |= {int(token_id): token["content"] for token_id, token in added.items()}
         backend = Backend(self._unigram(texts) if self.is_unigram else self._bpe(texts))
         steps: list[normalizers.Normalizer] = [normalizers.Precompiled(self.charsmap)] if self.charsmap else []
         if self.strip_spaces:
@@ -89,13 +87,27 @@ class SentencePieceModel:
         )  # fmt: skip
 
 
-def added_tokens(texts_and_kinds: Iterable[tuple[str, int]]) -> dict[str, dict[str, Any]]:
-    """The tokens that are matched in a text before it is split: id → entry, as in tokenizer_config.json."""
+def added_tokens(tokens: Iterable[tuple[int, str, int]]) -> dict[str, dict[str, Any]]:
+    """The tokens that are matched in a text before it is split: id → entry, as in tokenizer_config.json.
+
+    tokens: id, text and kind of each
+    """
     return {
         str(token_id): {"content": text, "special": kind != Kind.USER_DEFINED, "normalized": False}
-        for token_id, (text, kind) in enumerate(texts_and_kinds)
+        for token_id, text, kind in tokens
         if kind in (Kind.UNKNOWN, Kind.CONTROL, Kind.USER_DEFINED)
     }
+
+
+def as_matched(added: dict[str, dict[str, Any]]) -> dict[int, str]:
+    """Give added tokens that stand for spaces the text in which they are matched, which is that before normalization.
+    Returns the new texts."""
+    renamed = {}
+    for token_id, token in added.items():
+        if not token["content"].strip("▁"):
+            token["content"] = " " * len(token["content"])
+            renamed[int(token_id)] = token["content"]
+    return renamed
 
 
 def read_sentencepiece(data: bytes, config: dict[str, Any]) -> tuple[Backend, dict[str, Any]]:

@@ -1,10 +1,14 @@
 """The bytes that each token adds to a text. Streams, logprobs and grammars use them."""
 
 import re
+from collections.abc import Iterable
 
 from tokenizers import Tokenizer as Backend
 
+from quire.text.partial_backend import PartialBackend
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_FIRST_TRIED = 64  # tokens in which the anchor is looked for first
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -34,15 +38,17 @@ class TokenBytes(dict[int, bytes]):
     anchor). If the result is not whole characters, the bytes follow from the token's spelling.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend | PartialBackend) -> None:
         self._backend = backend
         self._anchor, self._anchor_text = self._find_anchor()
 
     def _find_anchor(self) -> tuple[list[int], str]:
-        for token_id in range(self._backend.get_vocab_size()):
-            text = self._decode([token_id])
-            if text.isascii() and text.isalnum():
-                return [token_id], text
+        count, first, step = self._backend.get_vocab_size(), 0, _FIRST_TRIED
+        while first < count:
+            for token_id, text in enumerate(self._decode_each(range(first, min(first + step, count))), first):
+                if text.isascii() and text.isalnum():
+                    return [token_id], text
+            first, step = first + step, 2 * step
         return [], ""
 
     def __missing__(self, token_id: int) -> bytes:
@@ -59,6 +65,16 @@ class TokenBytes(dict[int, bytes]):
         """The bytes of the token as the first token of a text."""
         text = self._decode([token_id])
         return self[token_id] if REPLACEMENT in text else text.encode()
+
+    def _decode_each(self, ids: Iterable[int]) -> list[str]:
+        """The texts of tokens."""
+        each = [[token_id] for token_id in ids]
+        try:
+            return self._backend.decode_batch(each, skip_special_tokens=False)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            return [self._decode(ids) for ids in each]
 
     def _decode(self, ids: list[int]) -> str:
         """The text of tokens; as the vocabulary spells them, if the decoder fails on them."""

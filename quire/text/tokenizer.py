@@ -17,6 +17,7 @@ from quire.text.bpe import read_vocab_and_merges
 from quire.text.encoding import SHORT_TEXT, ConfinedEncoder, text_encoder
 from quire.text.gguf_tokenizer import gguf_tokenizer
 from quire.text.length_bound import LengthBound
+from quire.text.partial_backend import PartialBackend
 from quire.text.sentencepiece import read_sentencepiece
 from quire.text.tiktoken import read_tekken, read_tiktoken
 from quire.text.token_bytes import TokenBytes, is_fault
@@ -41,7 +42,9 @@ class Tokenizer:
     chat_templates: name → template; most checkpoints have only "default", some also "tool_use"
     """
 
-    def __init__(self, backend: Backend, config: dict[str, Any], chat_templates: dict[str, str]) -> None:
+    def __init__(
+        self, backend: Backend | PartialBackend, config: dict[str, Any], chat_templates: dict[str, str]
+    ) -> None:
         # A checkpoint may have been saved with a training set-up that truncates or pads.
         backend.no_truncation()
         backend.no_padding()
@@ -169,8 +172,14 @@ class Tokenizer:
 
     @cached_property
     def length_bound(self) -> LengthBound | None:
-        """None if the tokenizer allows no bound. The first use takes a tenth of a second for a large vocabulary."""
+        """None if the tokenizer allows no bound. The first use may take a tenth of a second for a large vocabulary."""
         return LengthBound.of(self._backend)
+
+    def prepare(self) -> None:
+        """Do now what would delay requests later. What takes long goes on in a thread."""
+        _ = self.length_bound
+        if isinstance(self._backend, PartialBackend):
+            self._backend.complete_beside()
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -257,7 +266,7 @@ def _extra_special_tokens(config: dict[str, Any]) -> list[str]:
     return [content for content in contents if content is not None]
 
 
-def _add_missing_tokens(backend: Backend, config: dict[str, Any]) -> None:
+def _add_missing_tokens(backend: Backend | PartialBackend, config: dict[str, Any]) -> None:
     """Adds the tokens that only tokenizer_config.json lists; they get ids in transformers' order.
 
     A token that is not special in tokenizer.json stays so even if it is listed as special. Otherwise decoding would

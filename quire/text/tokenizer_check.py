@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.messages.errors import error_text
 from quire.system.files import MIB, read_bytes
+from quire.text.partial_backend import PartialBackend
 
 MOST_BYTES = 512 * MIB  # of a file: those of the largest vocabularies have 40
 _MOST_STEPS = 200
@@ -36,7 +37,7 @@ _OF_SPACES = {_ALL_SPACES, r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+[\r\n]+"}
 MOST_IDS = 1 << 24  # the largest id plus one: memory is taken for the ids below it, whether they have tokens or not
 
 
-def vocabulary_size(backend: Backend) -> int:
+def vocabulary_size(backend: Backend | PartialBackend) -> int:
     """The largest id plus one. Raises ValueError for a vocabulary with holes that would take too much memory."""
     size = max(backend.get_vocab(with_added_tokens=True).values(), default=0) + 1
     if size > MOST_IDS:
@@ -180,7 +181,7 @@ class _Part(NamedTuple):
     is_nested: bool = False
 
 
-def has_quadratic_step(backend: Backend) -> bool:
+def has_quadratic_step(backend: Backend | PartialBackend) -> bool:
     """Whether a loaded tokenizer may take quadratic time for a text, as far as its expressions show."""
     for part in (backend.normalizer, backend.pre_tokenizer):
         state = msgspec.json.decode(part.__getstate__()) if part is not None else None

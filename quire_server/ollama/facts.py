@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from quire.engine.frontend import Frontend
 from quire.loading.formats import format_of, gguf_format
@@ -20,13 +21,14 @@ from quire_server.fields import TABLES
 _INFO: dict[str, list[str]] = TABLES["ollama"]["model_info"]
 _MOST_HASHED = 64 << 20  # bytes of a file that is hashed; a larger one counts by its time of modification
 _MOST_LICENSE = 256 << 10  # bytes
+_SCALARS = (str, int, float)
 _CARD_LICENSE = re.compile(r"^license:[ \t]*['\"]?([\w.+-]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Facts:
     """details: Ollama's. size: bytes of the files. digest: 64 hexadecimal digits, which tell other files apart.
-    modified_at: in ISO format. model_info: as GGUF names it; metadata with lists in it: only of GGUF files.
+    modified_at: in ISO format. model_info: as GGUF names it; lists: only of GGUF files, see GgufFile.
     license: its text or its name, "" if it is unknown."""
 
     details: dict[str, Any]
@@ -56,7 +58,7 @@ def facts_of(frontend: Frontend) -> Facts:
         "general.architecture": family,
         "general.parameter_count": count,
         f"{family}.context_length": description.spec.max_positions,
-        **{name: value for name, value in metadata.items() if not isinstance(value, list)},
+        **{name: value for name, value in metadata.items() if isinstance(value, _SCALARS)},
     }
     info.pop("tokenizer.chat_template", None)  # which is the field `template`
     details = {
@@ -74,9 +76,14 @@ def facts_of(frontend: Frontend) -> Facts:
         digest=_digest(files),
         modified_at=datetime.fromtimestamp(max(stat.st_mtime for stat in stats), UTC).isoformat(),
         model_info=info,
-        lists={name: value for name, value in metadata.items() if isinstance(value, list)},
+        lists={name: value for name, value in metadata.items() if not isinstance(value, _SCALARS)},
         license=_license(directory, gguf),
     )
+
+
+def as_lists(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The lists of `Facts`, as JSON has them."""
+    return {name: v.tolist() if isinstance(v, np.ndarray) else list(v) for name, v in values.items()}
 
 
 def size_name(count: int) -> str:

@@ -13,7 +13,7 @@ from quire.system.limits import has_gpu_driver
 from quire_server.errors import json_response
 from quire_server.generation import Server
 from quire_server.ollama.bodies import ANSWERS, OPTIONS, NamedModel, OllamaRoute
-from quire_server.ollama.facts import Facts, derived_digest
+from quire_server.ollama.facts import Facts, as_lists, derived_digest
 from quire_server.ollama.state import LATEST, State
 
 VERSION = "0.12.11"  # of Ollama, whose API this is: clients ask for it to find out what they may use
@@ -106,7 +106,7 @@ async def show(body: ShowRequest, request: Request) -> Response:
         "license": facts.license,
         "template": template,
         "details": facts.details,
-        "model_info": {**facts.model_info, **(facts.lists if body.verbose else {})},
+        "model_info": {**facts.model_info, **(as_lists(facts.lists) if body.verbose else {})},
         "capabilities": _capabilities(server),
         "modified_at": facts.modified_at,
     }

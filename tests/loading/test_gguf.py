@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import resource
 import shutil
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
+import quire.loading.gguf
 from quire import SamplingParams
 from quire.layers.linear import DenseWeight
 from quire.loading.errors import ModelNotFoundError
-from quire.loading.gguf import read_gguf
+from quire.loading.gguf import read_gguf, read_part
 from quire.loading.gguf_models import gguf_config, gguf_tensors
 from quire.loading.hub import bundled_model
 from quire.loading.metadata import load_tokenizer
@@ -56,6 +59,7 @@ from support.gguf_files import (
     write_meaning,
 )
 from support.reference import greedy, logits, prompts
+from support.waiting import eventually
 
 pytestmark = pytest.mark.texts
 
@@ -239,7 +243,7 @@ def test_two_ranks_say_what_one_does(tmp_path, variant, kind):
 
 
 def string(text: str) -> bytes:
-    return struct.pack("<Q", len(text)) + text.encode()
+    return struct.pack("<Q", len(text.encode())) + text.encode()
 
 
 def header(version: int = 3, tensors: int = 0, values: int = 0, magic: bytes = b"GGUF") -> bytes:
@@ -320,6 +324,57 @@ def test_damage_anywhere_in_the_header_is_a_value_error_or_none(small, tmp_path)
         except ValueError:
             refused += 1
     assert 100 < refused < 400
+
+
+def settled(path: Path) -> Path:
+    """The file, when its next change would have another time."""
+    eventually(lambda: time.time_ns() - path.stat().st_ctime_ns > 2 * quire.loading.gguf._SETTLED)
+    return path
+
+
+def test_the_header_is_read_once_for_an_engine(small, tmp_path, monkeypatch):
+    path, read = settled(Path(shutil.copy(small, tmp_path / "model.gguf"))), []
+    monkeypatch.setattr("quire.loading.gguf.read_part", lambda part: read.append(part) or read_part(part))
+    generate(make_llm(path), [TEXT])
+    assert read == [path]
+    make_llm(path)
+    assert read == [path]
+
+
+def test_a_file_that_has_changed_is_read_again(small, tmp_path):
+    parts = [settled(part) for part in in_parts(small, tmp_path, 2)]
+    file = read_gguf(parts[0])
+    assert read_gguf(parts[0]) is file
+    os.utime(parts[1])
+    assert read_gguf(parts[0]) is not file
+    parts[1].unlink()
+    with pytest.raises(ValueError, match=r"model-00002-of-00002\.gguf cannot be read"):
+        read_gguf(parts[0])
+
+
+def test_a_file_that_has_just_been_written_is_not_kept(small, tmp_path):
+    """It may be written once more at the same time, as far as its times show."""
+    path = Path(shutil.copy(small, tmp_path / "model.gguf"))
+    assert read_gguf(path) is not read_gguf(path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arrays_of_strings_are_read_at_once_and_one_by_one(tmp_path, seed, monkeypatch):
+    """Strings that look like lengths, empty ones, and long ones, across the borders of what is searched at once."""
+    monkeypatch.setattr("quire.loading.gguf._AT_ONCE", 512)
+    monkeypatch.setattr("quire.loading.gguf._WALKED", 3)
+    draw = random.Random(seed)
+    kinds = ["a", "", "\0" * 9, "word", "é" * 200, "x" * 600, "\1" + "\0" * 7]
+    texts = [draw.choice(kinds[: 4 if seed % 2 else None]) * draw.randrange(3) for _ in range(500)]
+    values = b"".join(map(string, texts))
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + string("texts") + struct.pack("<IIQ", 9, 8, len(texts))
+    path = tmp_path / "texts.gguf"
+    path.write_bytes(header + values + bytes(600))
+    assert list(read_part(path).metadata["texts"]) == texts
+    for end in [*draw.sample(range(len(header), len(header + values)), 20), len(header + values) - 1]:
+        path.write_bytes((header + values)[:end])
+        with pytest.raises(ValueError, match="the file ends early"):
+            read_part(path)
 
 
 def with_metadata(source: Path, path: Path, **changes: int) -> Path:
