@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quire.engine.kernel_switch import KernelSwitch
 from quire.engine.pause import PauseGate
 from quire.engine.progress import Progress
 from quire.engine.trials import TrialGate
@@ -37,6 +38,9 @@ from quire.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from quire.engine.kv_events import KVEvents
+
+
+SWITCH_SECONDS = 60.0  # how long a core may be silent while it loads the model again
 
 
 @dataclass
@@ -98,7 +102,8 @@ class EngineCore:
         self.progress = Progress()
         self.trials = TrialGate(scheduler.requests, self._wake)
         # What is ready during a pause or a trial must not begin to load blocks or to compile a grammar.
-        scheduler.gates[:0] = [self._pause, self.trials]
+        self._kernels = KernelSwitch(executor)
+        scheduler.gates[:0] = [self._pause, self.trials, self._kernels]
         kv, longest = scheduler.kv, scheduler.kv.max_blocks(scheduler.limits.max_model_len)
         most = min(int(pinned_share * kv.pool.num_usable), kv.pool.num_usable - longest)  # the longest request must fit
         self._pins = PinnedPrefixes(kv, most)
@@ -167,6 +172,8 @@ class EngineCore:
         try:
             self.progress.begin()
             failed = self._open_gates()
+            if self._kernels.is_due:
+                failed += self._switch_kernels()
             if self._lockstep is not None and self.scheduler.has_work:
                 self._lockstep.begin()
             self._sample_oldest()  # the call before may have been interrupted
@@ -198,6 +205,7 @@ class EngineCore:
             prefix_queries=counts.prefix_queries, prefix_hits=counts.prefix_hits,
             computed_tokens=counts.computed_tokens, generated_tokens=counts.generated_tokens,
             is_paused=self._pause.is_closed, is_sleeping=bool(self._asleep),
+            runs_reference=self.executor.runs_reference,
             external_queries=sum(connector.num_queries for connector in connectors),
             external_hits=sum(connector.num_hits for connector in connectors),
             speculation=None if scheduler.speculation is None else scheduler.speculation.counts(),
@@ -393,6 +401,20 @@ class EngineCore:
             self._asleep.discard("weights")
         if ran:
             self._pause.open()
+        return outputs
+
+    def _switch_kernels(self) -> list[EngineCoreOutput]:
+        """Use the compiled kernels, unless the engine is paused. Requests that run are computed again from their tokens
+        so far, since the KV cache is another one."""
+        if self._pause.is_closed or self._asleep:
+            return []
+        outputs = self._begin_pause(Pause("keep"))
+        self.progress.stop()
+        self.busy(SWITCH_SECONDS)
+        self._kernels.switch()
+        self.reset_prefix_cache()
+        self.scheduler.encoders.clear()
+        self._pause.open()
         return outputs
 
     def look(self, viewer: str) -> bytes:

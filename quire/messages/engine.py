@@ -154,6 +154,7 @@ class CoreStats(msgspec.Struct, array_like=True):
     is_sleeping: bool = False
     external_queries: int = 0  # tokens that were looked up in tiers beyond the pool
     external_hits: int = 0  # tokens of these that were loaded
+    runs_reference: bool = False  # whether steps run PyTorch's operations on a CPU, since kernels are not compiled
     speculation: SpeculationStats | None = None
 
     @classmethod

@@ -17,6 +17,7 @@ class KernelConfig:
     ] = "native"
     kernels: dict[str, str] = option({}, json=True)
     batch_invariant: bool = False
+    wait_for_kernels: bool = False
     cudagraph_capture_sizes: list[int] = option([])
     max_cudagraph_capture_size: int | None = None
 
