@@ -21,6 +21,7 @@ from quire.messages.changes import (
     Pause,
     PinPrefix,
     Profile,
+    ReadWeights,
     Resume,
     Sleep,
     TakeWeights,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 
 SWITCH_SECONDS = 60.0  # how long a core may be silent while it loads the model again
+COMPILE_SECONDS = 600.0  # how long it may wait for the kernels
 
 
 @dataclass
@@ -310,6 +312,8 @@ class EngineCore:
                 self.progress.allow(time.monotonic() - began)
 
     def _carry_out(self, command: Command) -> list[EngineCoreOutput]:
+        if isinstance(command, ReadWeights | TakeWeights | Profile) and self._kernels.background is not None:
+            return self._await_kernels() + self._carry_out(command)
         if isinstance(command, Pause):
             return self._begin_pause(command)
         if isinstance(command, TakeWeights):
@@ -339,6 +343,8 @@ class EngineCore:
 
     def exchange(self, order: TrainerOrder) -> Future[None]:
         """Have all ranks exchange something with a trainer, while steps run."""
+        if self._kernels.background is not None:
+            self._await_kernels()
         done = self.executor.exchange(order)
         done.add_done_callback(lambda _: self.wake_up.set())
         return done
@@ -406,16 +412,32 @@ class EngineCore:
     def _switch_kernels(self) -> list[EngineCoreOutput]:
         """Use the compiled kernels, unless the engine is paused. Requests that run are computed again from their tokens
         so far, since the KV cache is another one."""
-        if self._pause.is_closed or self._asleep:
+        if self._pause.is_closed:
             return []
         outputs = self._begin_pause(Pause("keep"))
+        self._use_compiled()
+        self._pause.open()
+        return outputs
+
+    def _use_compiled(self) -> None:
         self.progress.stop()
         self.busy(SWITCH_SECONDS)
         self._kernels.switch()
         self.reset_prefix_cache()
         self.scheduler.encoders.clear()
-        self._pause.open()
-        return outputs
+
+    def _await_kernels(self) -> list[EngineCoreOutput]:
+        """Wait for the compiled kernels, for whose model a command is meant. Raises ValueError in a pause that has not
+        been reached."""
+        self.progress.stop()
+        self.busy(COMPILE_SECONDS)
+        self._kernels.wait()
+        if not self._pause.is_closed:
+            return self._switch_kernels()
+        if not self.has_paused:
+            raise ValueError("the engine is about to change to compiled kernels; try again when it has paused")
+        self._use_compiled()
+        return []
 
     def look(self, viewer: str) -> bytes:
         """See Look. Nothing is recorded before the first look."""

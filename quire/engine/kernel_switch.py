@@ -30,6 +30,11 @@ class KernelSwitch:
         """Whether the kernels can be used, and are not."""
         return self.background is not None and self.background.has_ended
 
+    def wait(self) -> None:
+        """Wait until `is_due`."""
+        assert self.background is not None
+        self.background.wait()
+
     def ready(self, request: EngineCoreRequest) -> bool:
         return self.background is None or request.sampling_params is None or request.sampling_params.seed is None
 

@@ -47,7 +47,7 @@ def needed_units(
         units |= {"routing", "grouped_linear"}
     for is_needed, unit in (
         (spec.has_states, "states"),
-        (not all(mixer is None or isinstance(mixer, AttentionSpec) for mixer in spec.mixers), "heads"),
+        (any(map(_changes_heads, spec.mixers)), "heads"),
         (any(getattr(part, "indexer", None) is not None for _, part in spec.cached), "select"),
         (spec.is_encoder or spec.media is not None or spec.crossed > 0, "encoder_attention"),
         (config.lora.enable_lora, "lora"),
@@ -57,6 +57,11 @@ def needed_units(
         if is_needed:
             units.add(unit)
     return units
+
+
+def _changes_heads(mixer: object) -> bool:
+    is_plain = isinstance(mixer, AttentionSpec) and not mixer.alibi and mixer.temperature is None
+    return mixer is not None and not is_plain
 
 
 def may_start_without(config: EngineConfig, spec: DecoderSpec, mesh: Mesh) -> bool:

@@ -17,15 +17,14 @@ NICE = 5
 class Background:
     """Compiles the units that engines need, then all others.
 
-    problem: why they could not be compiled, "" if they could. has_ended: whether those that engines need are there, or
-    cannot be compiled.
+    problem: why they could not be compiled, "" if they could.
     """
 
     def __init__(
         self, first: Sequence[compiling.Job], then: Sequence[compiling.Job], at_once: int, ended: Callable[[], None]
     ) -> None:
         """ended: is called once, on another thread. Raises OSError if no process can be started."""
-        self.problem, self.has_ended = "", False
+        self.problem, self._ended = "", threading.Event()
         self._began, self._wake = time.monotonic(), [ended]
         order = {"first": first, "then": then, "at_once": at_once, "nice": NICE}
         # Neither the signals of a terminal nor the end of this process reach it.
@@ -45,6 +44,15 @@ class Background:
             wake()
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the units that engines need are there, or cannot be compiled."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Wait for that."""
+        self._ended.wait()
+
+    @property
     def seconds(self) -> float:
         """Since the start."""
         return time.monotonic() - self._began
@@ -55,7 +63,7 @@ class Background:
             self.problem = json.loads(self._process.stdout.readline())
         except ValueError:
             self.problem = f"the process that compiles ended with status {self._process.wait()}"
-        self.has_ended = True
+        self._ended.set()
         for wake in self._wake:
             wake()
         self._process.stdout.close()

@@ -203,11 +203,13 @@ def choose_instruction_set(name: str) -> None:
 @dataclass
 class _Plan:
     """What the engines of this process need. units: None for all. may_defer: whether steps may run PyTorch's operations
-    until the kernels are there. background: compiles them."""
+    until the kernels are there. background: compiles them. completes: whether units that no engine needs are being
+    compiled, or there is no use in that."""
 
     units: frozenset[str] | None = None
     may_defer: bool = False
     background: Background | None = None
+    completes: bool = False
 
 
 _plan = _Plan()
@@ -332,6 +334,9 @@ def _compiled() -> Library | None:
 
 def _complete(found: UnitLibrary) -> None:
     """Compile in the background what no engine has needed so far, so that it need not wait later."""
+    if _plan.completes or _plan.background is not None:
+        return
+    _plan.completes = True
     if found.folder is not None and find_compiler() is not None and found.missing:
         with contextlib.suppress(OSError):
             _start(found, [])
