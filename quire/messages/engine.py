@@ -212,12 +212,13 @@ class MeetingPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CoreReady(msgspec.Struct, array_like=True, tag=True):
-    """address: where the core takes orders from clients on other machines, if it does."""
+    """address: where the core takes orders of clients on other machines, if it does. runs_reference: see CoreStats."""
 
     num_blocks: int
     kv_cache_tokens: int
     max_model_len: int
     address: str = ""
+    runs_reference: bool = False
 
 
 class FirstOutput(msgspec.Struct, array_like=True, tag=True):

@@ -9,8 +9,6 @@ from quire.ops.cpu import build
 from support.checkpoints import ALL_VARIANTS
 from support.engines import MAX_MODEL_LEN
 
-COMBINES = ["architectures × compiled units"]
-
 
 @pytest.mark.skipif(build.library() is None, reason="the CPU kernels cannot be compiled here")
 @pytest.mark.sampled(12)
