@@ -346,8 +346,8 @@ def _start(units: UnitLibrary, first: list[str]) -> Background:
     """Compile what is missing in the background. Raises BuildError, OSError."""
     assert units.folder is not None
     then = [name for name in units.missing if name not in first]
-    jobs = [units.jobs(names, units.folder) for names in (first, then)]
-    return Background(*jobs, _at_once(), library.cache_clear)
+    needed, others = (units.jobs(names, units.folder) for names in (first, then))
+    return Background(needed, others, _at_once(), library.cache_clear)
 
 
 def compile_for(name: str, folder: Path) -> Path:
