@@ -16,8 +16,7 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch
 
 from quire.messages.errors import error_text
 from quire.ops.cpu.background import Background
-from quire.ops.cpu.compiling import BuildError, Job, compile_library, compile_units, is_sealed
+from quire.ops.cpu.compiling import BuildError, Job, compile_library, compile_units, is_sealed, shown_progress
 from quire.ops.cpu.processor import INSTRUCTION_SETS, USED_FEATURES, cpu_features
 from quire.ops.cpu.units import TEAM, read_units
 from quire.system import limits
@@ -145,7 +144,7 @@ class UnitLibrary(Library):
 
     def _compile(self, names: Sequence[str], folder: Path) -> None:
         jobs = self.jobs(names, folder)
-        with _shown():
+        with shown_progress():
             compile_units(jobs, _at_once())
         for name in names:
             self._files.setdefault(name, _open(self._path(name, folder), name))
@@ -362,7 +361,7 @@ def compile_for(name: str, folder: Path) -> Path:
     prepare_folder(folder)
     if not _is_sound(path):  # it is not loaded, which might run instructions that this processor lacks
         sources = [[*unit.flags, str(unit.source)] for unit in read_units(SOURCES).values()]
-        with _shown():
+        with shown_progress():
             compile_library([*compiler, *flags], sources, path, _at_once())
     return path
 
@@ -466,19 +465,6 @@ def _is_trusted(path: Path) -> bool:
     """Whether only this user, root, or the owner of Quire's code can have written it."""
     facts = path.stat()
     return facts.st_uid in (0, os.geteuid(), SOURCES.stat().st_uid) and not facts.st_mode & 0o002
-
-
-@contextlib.contextmanager
-def _shown() -> Iterator[None]:
-    """Show on the terminal that kernels are compiled, and how long that took."""
-    started = time.monotonic()
-    print("Compiling CPU kernels (first use) ... ", end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    except BaseException:
-        print("failed", file=sys.stderr, flush=True)
-        raise
-    print(f"{time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
 
 
 def _at_once() -> int:

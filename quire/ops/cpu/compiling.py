@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -119,6 +120,19 @@ def compile_library(compiler: Sequence[str], sources: Sequence[Sequence[str]], l
         run([*compiler, "-shared", *objects, "-o", str(linked)], str(folder))
         seal(linked)
         os.replace(linked, library)
+
+
+@contextlib.contextmanager
+def shown_progress() -> Iterator[None]:
+    """Show on the terminal that kernels are compiled, and how long that took."""
+    started = time.monotonic()
+    print("Compiling CPU kernels (first use) ... ", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    except BaseException:
+        print("failed", file=sys.stderr, flush=True)
+        raise
+    print(f"{time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
 
 
 def main() -> int:
