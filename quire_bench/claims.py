@@ -68,7 +68,7 @@ def measure(model: str | None, options: dict[str, Any], only: Sequence[str], siz
     if sizes.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {sizes.rounds}")
     longest = max(sizes.whale, sizes.document + 32, 512) + 256
-    options = {"max_num_seqs": 64, "max_model_len": longest, **options}
+    options = {"max_num_seqs": 64, "max_model_len": longest, "wait_for_kernels": True, **options}
     if "kv_cache_memory_bytes" not in options:  # the workloads need less than the default, half of the memory
         options = {"num_gpu_blocks_override": _KV_TOKENS // options.get("block_size", 16), **options}
     try:

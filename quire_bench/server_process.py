@@ -26,7 +26,8 @@ class ServerProcess:
         settings = {name: value for name, value in options.items() if name != "hf_token"}  # secrets are not written
         file, self._log = files.with_suffix(".yaml"), files.with_suffix(".log")
         file.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")  # JSON is YAML
-        command = [sys.executable, "-m", "quire", "serve", "--config", str(file), "--port", "0", "--disable-ui"]
+        fixed = ["--port", "0", "--disable-ui", "--wait-for-kernels"]
+        command = [sys.executable, "-m", "quire", "serve", "--config", str(file), *fixed]
         token = options.get("hf_token")
         environment = {**os.environ, **({"HF_TOKEN": token} if isinstance(token, str) else {})}
         with self._log.open("wb") as log:

@@ -46,7 +46,7 @@ def _throughput(arguments: argparse.Namespace) -> int:
 
     from_file = None if arguments.requests is None else offline.read_requests(arguments.requests)
     for_prefill = None if arguments.prefill_requests is None else offline.read_requests(arguments.prefill_requests)
-    llm = LLM(arguments.model, **options)
+    llm = LLM(arguments.model, **{"wait_for_kernels": True, **options})
     startup = time.perf_counter() - started
     show_progress = not arguments.json
     prefill = None
@@ -99,7 +99,7 @@ def _latency(arguments: argparse.Namespace) -> int:
     lengths = (arguments.input_len, arguments.output_len)
     if arguments.profile:
         options.setdefault("profiler_config", {"profiler": "torch", "torch_profiler_dir": "traces"})
-    llm = LLM(arguments.model, **{"enable_prefix_caching": False, **options})
+    llm = LLM(arguments.model, **{"enable_prefix_caching": False, "wait_for_kernels": True, **options})
     offline.check_lengths(llm, *lengths)
     prompts = datasets.RandomPrompts(np.random.default_rng(llm.config.model.seed), llm.processor.vocab_size)
     batch = datasets.random_requests(prompts, batch_size, *lengths)

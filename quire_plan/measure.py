@@ -130,7 +130,8 @@ def _run(clock: StepClock, case: Case, rng: random.Random) -> Iterator[Sample]:
 
 def measured_fit(model: str | None, options: dict[str, Any], footprint: Footprint, seconds: float) -> Fit:
     """Start an engine with these options, and measure its steps. Raises the errors of LLM."""
-    llm = LLM(model, **{"async_scheduling": False, "enable_prefix_caching": False, **options})
+    fixed = {"async_scheduling": False, "enable_prefix_caching": False, "wait_for_kernels": True}
+    llm = LLM(model, **{**fixed, **options})
     try:
         times = Counted(footprint, Layout(), DEVICES["H100"])  # counts what the fit weighs, which no device matters to
         samples = measure(llm, times.windows, seconds)

@@ -16,7 +16,7 @@ from quire_server.routing import Answers, StrictRoute, answers
 
 router = APIRouter(route_class=StrictRoute)
 _HEALTH: Answers = {
-    200: {"description": "Ready", "content": {}},
+    200: {"description": "Ready", "content": {"application/json": {"schema": {"type": "object"}}}},
     503: {"description": "Not (yet, or any more)", "content": {}},
 }
 
@@ -105,8 +105,13 @@ async def retrieve_model(
 
 @router.get("/health", responses=_HEALTH, response_class=Response)
 async def health(request: Request) -> Response:
-    """200 if the engine runs; 503 while it starts or restarts, and when it has failed for good."""
-    return Response(status_code=200 if _server(request).llm.is_running else 503)
+    """200 if the engine runs; 503 while it starts or restarts, and when it has failed for good.
+
+    reference_kernels: whether steps run PyTorch's operations on a CPU, since the kernels are not compiled (yet).
+    """
+    llm = _server(request).llm
+    body = {"reference_kernels": bool(llm.client.stats.runs_reference)}
+    return json_response(body) if llm.is_running else Response(status_code=503)
 
 
 @router.post("/ping", responses=_HEALTH, response_class=Response)

@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.attention.base import AttentionShape, Preparation, PreparingBackend, Scores, Selection, StepLayout
 from quire.attention.cells import SCALE_BYTES
 from quire.ops.cpu.build import CODES, kernel, library
+from quire.ops.cpu.units import TYPES
 
 _TASK_INTS, _MERGE_INTS = 8, 4  # int32s in Task and Merge of attention.h
 _TASKS_PER_THREAD = 4  # no fewer than in attention.h
@@ -60,6 +61,7 @@ class CpuAttention(PreparingBackend):
             shape.head_dim, _padded(shape.head_dim), shape.out_dim, _padded(shape.out_dim), shape.by_slot,
         )  # fmt: skip
         self._geometry_address = ctypes.addressof(self._geometry)
+        self._attend = f"quire_attention_attend_{TYPES[CODES[shape.dtype]]}{'_cells' if shape.cell is not None else ''}"
 
     @classmethod
     def unsupported(cls, shape: AttentionShape) -> str | None:
@@ -135,7 +137,7 @@ class CpuAttention(PreparingBackend):
         tokens, heads, _ = q.shape
         out = q.new_empty(tokens, heads, self.shape.out_dim)
         lse = torch.empty(tokens, heads, dtype=torch.float32)
-        kernel("quire_attention_attend", "pppllplfifppipp")(
+        kernel(self._attend, "pppllplfifppipp")(
             self._geometry_address, ctypes.addressof(plan.step), q.data_ptr(), q.stride(0), q.stride(1),
             cache.data_ptr(), cache.stride(0), scores["scale"], window or 0, soft_cap or 0.0,
             None if sinks is None else sinks.data_ptr(), None if bias is None else bias.data_ptr(),

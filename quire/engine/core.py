@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quire.engine.kernel_switch import KernelSwitch
 from quire.engine.pause import PauseGate
 from quire.engine.progress import Progress
 from quire.engine.trials import TrialGate
@@ -20,6 +21,7 @@ from quire.messages.changes import (
     Pause,
     PinPrefix,
     Profile,
+    ReadWeights,
     Resume,
     Sleep,
     TakeWeights,
@@ -38,6 +40,10 @@ from quire.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from quire.engine.kv_events import KVEvents
     from quire.engine.machine import IdleMeasurement
+
+
+SWITCH_SECONDS = 60.0  # how long a core may be silent while it loads the model again
+COMPILE_SECONDS = 600.0  # how long it may wait for the kernels
 
 
 @dataclass
@@ -101,7 +107,8 @@ class EngineCore:
         self.progress = Progress()
         self.trials = TrialGate(scheduler.requests, self._wake)
         # What is ready during a pause or a trial must not begin to load blocks or to compile a grammar.
-        scheduler.gates[:0] = [self._pause, self.trials]
+        self._kernels = KernelSwitch(executor)
+        scheduler.gates[:0] = [self._pause, self.trials, self._kernels]
         kv, longest = scheduler.kv, scheduler.kv.max_blocks(scheduler.limits.max_model_len)
         most = min(int(pinned_share * kv.pool.num_usable), kv.pool.num_usable - longest)  # the longest request must fit
         self._pins = PinnedPrefixes(kv, most)
@@ -175,6 +182,8 @@ class EngineCore:
         try:
             self.progress.begin()
             failed = self._open_gates()
+            if self._kernels.is_due:
+                failed += self._switch_kernels()
             if self._lockstep is not None and self.scheduler.has_work:
                 self._lockstep.begin()
             self._sample_oldest()  # the call before may have been interrupted
@@ -206,6 +215,7 @@ class EngineCore:
             prefix_queries=counts.prefix_queries, prefix_hits=counts.prefix_hits,
             computed_tokens=counts.computed_tokens, generated_tokens=counts.generated_tokens,
             is_paused=self._pause.is_closed, is_sleeping=bool(self._asleep),
+            runs_reference=self.executor.runs_reference,
             external_queries=sum(connector.num_queries for connector in connectors),
             external_hits=sum(connector.num_hits for connector in connectors),
             speculation=None if scheduler.speculation is None else scheduler.speculation.counts(),
@@ -310,6 +320,8 @@ class EngineCore:
                 self.progress.allow(time.monotonic() - began)
 
     def _carry_out(self, command: Command) -> list[EngineCoreOutput]:
+        if isinstance(command, ReadWeights | TakeWeights | Profile) and self._kernels.background is not None:
+            return self._await_kernels() + self._carry_out(command)
         if isinstance(command, Pause):
             return self._begin_pause(command)
         if isinstance(command, TakeWeights):
@@ -339,6 +351,8 @@ class EngineCore:
 
     def exchange(self, order: TrainerOrder) -> Future[None]:
         """Have all ranks exchange something with a trainer, while steps run."""
+        if self._kernels.background is not None:
+            self._await_kernels()
         done = self.executor.exchange(order)
         done.add_done_callback(lambda _: self.wake_up.set())
         return done
@@ -402,6 +416,36 @@ class EngineCore:
         if ran:
             self._pause.open()
         return outputs
+
+    def _switch_kernels(self) -> list[EngineCoreOutput]:
+        """Use the compiled kernels, unless the engine is paused. Requests that run are computed again from their tokens
+        so far, since the KV cache is another one."""
+        if self._pause.is_closed:
+            return []
+        outputs = self._begin_pause(Pause("keep"))
+        self._use_compiled()
+        self._pause.open()
+        return outputs
+
+    def _use_compiled(self) -> None:
+        self.progress.stop()
+        self.busy(SWITCH_SECONDS)
+        self._kernels.switch()
+        self.reset_prefix_cache()
+        self.scheduler.encoders.clear()
+
+    def _await_kernels(self) -> list[EngineCoreOutput]:
+        """Wait for the compiled kernels, for whose model a command is meant. Raises ValueError in a pause that has not
+        been reached."""
+        self.progress.stop()
+        self.busy(COMPILE_SECONDS)
+        self._kernels.wait()
+        if not self._pause.is_closed:
+            return self._switch_kernels()
+        if not self.has_paused:
+            raise ValueError("the engine is about to change to compiled kernels; try again when it has paused")
+        self._use_compiled()
+        return []
 
     def look(self, viewer: str) -> bytes:
         """See Look. Nothing is recorded before the first look."""

@@ -280,6 +280,7 @@ class CoreClient:
             core.stats = CoreStats()
             self._sink(number, [], core.stats)
         core.up, core.size = up, up.size
+        core.stats = msgspec.structs.replace(core.stats, runs_reference=up.size.runs_reference)
         socket = self._context.socket(zmq.DEALER)
         core.connection = connection = _Connection(socket)
         socket.set_hwm(0)

@@ -112,7 +112,8 @@ def run_core(
         core.busy = be_busy
         kv, limits = core.scheduler.kv, core.scheduler.limits
         tokens = int(kv.room(limits.max_model_len) * limits.max_model_len)
-        report(messages.CoreReady(kv.pool.num_usable, tokens, limits.max_model_len, address))
+        is_reference = core.executor.runs_reference
+        report(messages.CoreReady(kv.pool.num_usable, tokens, limits.max_model_len, address, is_reference))
         watched.append(core.progress)
         _serve(core, inbox, report)
     except EngineDeadError as error:

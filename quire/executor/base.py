@@ -7,6 +7,7 @@ from quire.kvcache.specs import KVCacheSize
 from quire.messages.changes import Change, TrainerOrder
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
 from quire.messages.transfers import Transfer
+from quire.ops.cpu.background import Background
 
 
 class Executor(ABC):
@@ -17,6 +18,8 @@ class Executor(ABC):
 
     kv_cache: KVCacheSize
     step_costs: StepCosts
+    background: Background | None = None  # compiles kernels for `use_compiled`
+    runs_reference: bool = False  # whether steps run PyTorch's operations on a CPU, since kernels are not compiled
 
     @abstractmethod
     def submit(self, step: SchedulerOutput) -> None:
@@ -55,6 +58,11 @@ class Executor(ABC):
     def transfer(self, order: Transfer) -> Future[list[int]]:
         """Copy blocks between the KV cache and a tier on all ranks, while steps run. The result has the indices of the
         blocks that some rank could not copy."""
+
+    def use_compiled(self) -> None:
+        """Load the model again for the kernels that `background` has compiled. No step may be in flight. The KV cache
+        keeps its size, and is empty. No later call may name what was installed before."""
+        raise NotImplementedError
 
     def processes(self) -> dict[int, int]:
         """The process ids of the ranks that are processes of this machine, by rank."""

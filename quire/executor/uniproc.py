@@ -1,7 +1,10 @@
 """The executor of a single device. The worker runs in this process."""
 
+import gc
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from quire.config import EngineConfig
@@ -10,6 +13,7 @@ from quire.messages.changes import Change, TrainerOrder
 from quire.messages.engine import MeetingPlace
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
+from quire.ops.cpu import build
 from quire.parallel.mesh import Mesh, connect_store, join
 from quire.parallel.sizes import MeshSizes
 from quire.worker.device import on_gpu
@@ -41,11 +45,27 @@ class UniprocExecutor(Executor):
             kind, alone = "cuda" if on_gpu(config.kernels.device) else "cpu", range(place.replica, place.replica + 1)
             store = connect_store(place.address, place.secret, place.generation)
             mesh = join(MeshSizes.of(config.parallel), place.replica, "", 0, kind, store, alone, frozenset(alone))
-        worker = Worker(config, directory, max_model_len, mesh)
+        self._make_worker = partial(Worker, directory=directory, max_model_len=max_model_len, mesh=mesh)
+        self._config = config
+        self._take(self._make_worker(config))
+        self.background = build.background() if self.runs_reference and build.is_deferred() else None
+        self._loader = ThreadPoolExecutor(1, "quire-loader")  # starts a thread when it is used
+
+    def _take(self, worker: Worker) -> None:
         self._worker = worker
         self.runner, self.kv_cache, self.step_costs = worker.runner, worker.kv_cache, worker.step_costs
         self._transfers = worker.transfers
-        self._loader = ThreadPoolExecutor(1, "quire-loader")  # starts a thread when it is used
+        kernels = worker.model.kernels
+        self.runs_reference = kernels.target.device.type == "cpu" and kernels.chosen["linear"] == "reference"
+
+    def use_compiled(self) -> None:
+        size = self.kv_cache
+        del self._worker, self.runner  # memory for the old and the new model at once need not be there
+        gc.collect()
+        cache = replace(self._config.cache, num_gpu_blocks_override=size.num_blocks)
+        self._take(self._make_worker(replace(self._config, cache=cache)))
+        assert self.kv_cache.block_size == size.block_size
+        assert list(self.kv_cache.specs) == list(size.specs)
 
     def submit(self, step: SchedulerOutput) -> None:
         self.runner.submit(step)

@@ -154,6 +154,7 @@ class CoreStats(msgspec.Struct, array_like=True):
     is_sleeping: bool = False
     external_queries: int = 0  # tokens that were looked up in tiers beyond the pool
     external_hits: int = 0  # tokens of these that were loaded
+    runs_reference: bool = False  # whether steps run PyTorch's operations on a CPU, since kernels are not compiled
     speculation: SpeculationStats | None = None
 
     @classmethod
@@ -211,12 +212,13 @@ class MeetingPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CoreReady(msgspec.Struct, array_like=True, tag=True):
-    """address: where the core takes orders from clients on other machines, if it does."""
+    """address: where the core takes orders of clients on other machines, if it does. runs_reference: see CoreStats."""
 
     num_blocks: int
     kv_cache_tokens: int
     max_model_len: int
     address: str = ""
+    runs_reference: bool = False
 
 
 class FirstOutput(msgspec.Struct, array_like=True, tag=True):

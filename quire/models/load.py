@@ -23,12 +23,13 @@ from quire.loading.rwkv import PACKED, RwkvCheckpoint
 from quire.loading.weights import Checkpoint, load_dummy, load_weights, open_checkpoint, parts_of
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription, describe
+from quire.models.kernel_units import prepare_kernels
 from quire.models.model import Model
 from quire.models.pooler import Pooler
 from quire.models.spec import DecoderSpec
 from quire.models.stages import choose_stage
 from quire.ops import Kernels, Target
-from quire.ops.cpu.build import choose_instruction_set, find_compiler
+from quire.ops.cpu.build import find_compiler, is_deferred
 from quire.ops.memory import lasting
 from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Mesh
@@ -90,7 +91,7 @@ def _transformers_model(
     """weights: those of the checkpoint's or another folder, None for random ones."""
     if isinstance(weights, Checkpoint):
         raise ValueError("model_impl='transformers' takes new weights from a folder only")
-    choose_instruction_set(config.kernels.cpu_isa)
+    prepare_kernels(config, description.spec, description.config, False, target, mesh)
     kernels, load = Kernels(target, config.kernels.kernels), import_module("quire_transformers.load").load_model
     model: Model = load(description, config, max_model_len, kernels, mesh.tp, weights)
     return model
@@ -133,7 +134,7 @@ def load_model(
         method_of = checkpoint.linear_method() or quantization_method(description.config, checkpoint.has)
     if spec.tie_embeddings is None and checkpoint is not None:
         spec = replace(spec, tie_embeddings=not checkpoint.has(f"{spec.names['lm_head']}.weight"))
-    choose_instruction_set(config.kernels.cpu_isa)
+    prepare_kernels(config, spec, description.config, directory.is_file(), target, mesh)
     kernels = Kernels(target, config.kernels.kernels)
     if config.model.torch_compile:
         if device.type == "cpu" and find_compiler() is None:
@@ -171,7 +172,7 @@ def load_model(
         tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()
         ignored = (*spec.ignored, *extra_tensors(description.config), *tied)
         model.parts = parts_of(checkpoint, builder)
-        if weights is None:  # new weights are used once
+        if weights is None and not is_deferred():  # new weights are used once, and so are those of a first minute
             model.weight_cache = import_module("quire_weights.cache").open_cache(config, directory, builder)
         builder.is_restored = model.weight_cache is not None and model.weight_cache.restore()
         load_weights(checkpoint, builder, ignored, show_progress, elsewhere)

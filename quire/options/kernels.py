@@ -18,6 +18,7 @@ class KernelConfig:
     threads: int | None = None
     kernels: dict[str, str] = option({}, json=True)
     batch_invariant: bool = False
+    wait_for_kernels: bool = False
     cudagraph_capture_sizes: list[int] = option([])
     max_cudagraph_capture_size: int | None = None
 

@@ -141,9 +141,14 @@ def check_kernels() -> Iterator[Finding]:
         yield problem("not compiled, and there is no compiler: steps take at least five times as long", advice)
     elif reason := _why_not_kept():
         advice = "Set XDG_CACHE_HOME to a folder that this user can write, or bring the kernels compiled."
-        yield note(f"every start compiles them, which takes 10 to 25 s on two cores, since {reason}", advice)
+        yield note(
+            f"every start compiles those of its model, which takes 10 s or more on two cores, since {reason}", advice
+        )
     else:
-        yield ok("not compiled yet: the first start does that, which takes 10 to 25 s on two cores")
+        compiled, number = build.count_units()
+        found = f"{compiled} of {number} units are compiled" if compiled else "not compiled yet"
+        yield ok(f"{found}: a start compiles the others in the background, and computes with PyTorch's operations "
+                 "until those are there that its model needs")  # fmt: skip
 
 
 def _why_not_kept() -> str | None:

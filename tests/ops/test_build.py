@@ -6,9 +6,11 @@ import logging
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from quire.ops.cpu import build
 from quire.ops.cpu.processor import USED_FEATURES
 from quire.system.folders import cache_folder
 from support.kernel_checks import check_against_references
+from support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems run the reference")
 HAS_COMPILER = build.library() is not None
@@ -42,11 +45,45 @@ def small_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def fresh_process():
+def fresh_process(monkeypatch):
     """`library()` as if nobody had called it."""
     build.library.cache_clear()
+    monkeypatch.setattr(build, "_plan", build._Plan())
     yield
     build.library.cache_clear()
+
+
+class Compiler:
+    """The compiler, in a script that lists the sources, and waits while it is held."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log, self._gate, script = folder / "compiled", folder / "held", folder / "compiler"
+        real = shlex.join(build.find_compiler() or [])
+        waiting = f"while [ -e {self._gate} ]; do sleep 0.05; done"
+        listing = f'for word; do case "$word" in *.cpp) basename "$word" >>{self._log};; esac; done'
+        script.write_text(f'#!/bin/sh\n[ "$1" = --version ] || {{ {waiting}; {listing}; }}\nexec {real} "$@"\n')
+        script.chmod(0o755)
+        self.path = str(script)
+
+    def compiled(self) -> list[str]:
+        """The sources that were compiled since this was asked last."""
+        names = self._log.read_text().split() if self._log.exists() else []
+        self._log.unlink(missing_ok=True)
+        return names
+
+    def hold(self) -> None:
+        self._gate.touch()
+
+    def let_go(self) -> None:
+        self._gate.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path_factory):
+    made = Compiler(tmp_path_factory.mktemp("compiler"))
+    monkeypatch.setenv("CXX", made.path)
+    yield made
+    made.let_go()
 
 
 def works(library: build.Library) -> bool:
@@ -68,7 +105,7 @@ def test_a_changed_source_or_flag_is_another_library(small_sources, tmp_path):
     first = build.load(tmp_path)
     other_flags = build.load(tmp_path, [*build.FLAGS, "-DX"])
     (small_sources / "two.cpp").write_text('extern "C" void unset(int* x) { *x = 1; }')
-    assert len({first.path, other_flags.path, build.load(tmp_path).path}) == 3
+    assert len({first.identity, other_flags.identity, build.load(tmp_path).identity}) == 3
 
 
 @pytest.mark.sampled(4)
@@ -94,11 +131,90 @@ def test_a_damaged_library_is_rebuilt(small_sources, tmp_path, damage, capsys):
 
 
 @needs_compiler
-def test_of_two_that_start_at_once_only_one_compiles(small_sources, tmp_path, capfd):
+def test_of_those_that_start_at_once_only_one_compiles_a_unit(small_sources, tmp_path, compiler):
     with ThreadPoolExecutor(4) as pool:
         assert all(works(library) for library in pool.map(lambda _: build.load(tmp_path), range(4)))
-    assert capfd.readouterr().err.count("Compiling") == 1
-    assert len(list(tmp_path.glob("*.so"))) == 1
+    assert sorted(compiler.compiled()) == ["one.cpp", "two.cpp"]
+
+
+@needs_compiler
+def test_a_change_of_a_source_or_of_a_header_compiles_its_units_alone(small_sources, tmp_path, compiler):
+    (small_sources / "shared.h").write_text("// for two.cpp")
+    (small_sources / "two.cpp").write_text('#include "shared.h"\nextern "C" void unset(int* x) { *x = 0; }')
+    build.load(tmp_path)
+    compiler.compiled()
+    for changed, unit in (("one.cpp", "one.cpp"), ("shared.h", "two.cpp"), ("two.cpp", "two.cpp")):
+        with (small_sources / changed).open("a") as file:
+            file.write("\n// another line")
+        os.utime(small_sources / changed, ns=(0, hash(changed) % 10**9))
+        assert works(build.load(tmp_path))
+        assert compiler.compiled() == [unit]
+
+
+@needs_compiler
+def test_an_engine_compiles_the_units_that_it_needs_and_those_of_later_calls(
+    small_sources, monkeypatch, tmp_path, compiler, fresh_process
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_complete", lambda found: None)
+    build.prepare({"one", "unknown"}, may_defer=False)
+    library = build.library()
+    assert works(library)
+    assert compiler.compiled() == ["one.cpp"]
+    assert build.count_units() == (1, 2)
+    value = torch.ones(1, dtype=torch.int32)
+    library.function("unset", "p")(value.data_ptr())
+    assert value.item() == 0
+    assert compiler.compiled() == ["two.cpp"]
+
+
+@needs_compiler
+def test_an_engine_may_start_before_its_units_are_compiled_and_all_others_follow(
+    small_sources, monkeypatch, tmp_path, compiler, fresh_process
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler.hold()
+    build.prepare({"one"}, may_defer=True)
+    assert build.library() is None
+    assert build.is_deferred()
+    woken = threading.Event()
+    build.background().connect(woken.set)
+    assert not woken.is_set()
+    compiler.let_go()
+    assert woken.wait(60)
+    assert build.background().problem == ""
+    assert works(build.library())
+    eventually(lambda: build.count_units() == (2, 2))
+    assert compiler.compiled() == ["one.cpp", "two.cpp"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("failure", ["an error", "killed"])
+def test_units_that_cannot_be_compiled_in_the_background_are_a_warning(
+    small_sources, monkeypatch, tmp_path, compiler, caplog, fresh_process, failure
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if failure == "an error":
+        (small_sources / "one.cpp").write_text("this is not C++; void set(int* x);")
+    else:
+        compiler.hold()
+    build.prepare({"one"}, may_defer=True)
+    assert build.library() is None
+    if failure == "killed":
+        build.background()._process.kill()
+    eventually(lambda: not build.is_deferred())
+    with caplog.at_level(logging.WARNING, logger="quire"):
+        assert build.library() is None
+    assert ("one.cpp:1" if failure == "an error" else "ended with status -9") in caplog.text
+    compiler.let_go()
+
+
+def test_each_kernel_is_in_one_unit_and_units_rename_those_of_their_types():
+    units = build.read_units(build.SOURCES)
+    kernels = [kernel for unit in units.values() for kernel in unit.kernels if kernel.startswith("quire_")]
+    assert len(kernels) == len(set(kernels))
+    assert {"quire_attention_attend_bf16", "quire_attention_attend_float_cells", "quire_linear"} <= set(kernels)
+    assert "quire_attention_attend" not in kernels
 
 
 def test_without_a_compiler_one_warning_is_given_and_the_reference_runs(monkeypatch, tmp_path, caplog, fresh_process):

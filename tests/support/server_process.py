@@ -127,4 +127,4 @@ class Server:
         _, alive = psutil.wait_procs(family, timeout=60)
         for process in alive:
             process.kill()
-        assert not alive, "a process was left behind"
+        assert not alive, f"processes were left behind: {alive}"

@@ -59,14 +59,20 @@ inline int64_t plane_words(const Geometry& g) {
   return int64_t(g.block_size) * (g.dim / TOKENS<S> + S::SCALED);
 }
 
-// f(S{}) with how the geometry says that elements are kept.
+// f(S{}) with how the geometry says that elements are kept. A unit for one type (units.py) has cells, or none.
 template <class F>
 inline void with_storage(const Geometry& g, F f) {
   with_type(g.dtype, [&](auto type) {
     using T = decltype(type);
+#if !defined(QUIRE_CELLS)
     if (g.cells == 0) f(Whole<T>{});
     else if (g.cells == 1) f(Cells<T, Int8>{});
     else f(Cells<T, Fp8>{});
+#elif QUIRE_CELLS
+    g.cells == 1 ? f(Cells<T, Int8>{}) : f(Cells<T, Fp8>{});
+#else
+    f(Whole<T>{});
+#endif
   });
 }
 

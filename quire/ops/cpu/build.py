@@ -1,10 +1,12 @@
-"""Compiles the C++ kernels of this folder on first use, into one shared library in the user's cache folder. A wheel
-brings them compiled.
+"""The C++ kernels of this folder, compiled on first use.
 
-The library has a plain C interface and is loaded with ctypes. It uses no torch headers, so compiling takes seconds. It
-has its own threads (team.h), since with torch's OpenMP each operation would wait for the slowest thread.
+Each translation unit (units.py) becomes a shared library in the user's cache folder. A wheel brings one library with
+all units, compiled before. Libraries have a plain C interface and are loaded with ctypes. They use no torch headers, so
+compiling takes seconds. They have their own threads (team.h), since with torch's OpenMP each operation would wait for
+the slowest thread.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -14,9 +16,8 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ from typing import Any
 import torch
 
 from quire.messages.errors import error_text
+from quire.ops.cpu.background import Background
+from quire.ops.cpu.compiling import BuildError, Job, compile_library, compile_units, is_sealed, shown_progress
 from quire.ops.cpu.processor import INSTRUCTION_SETS, USED_FEATURES, cpu_features
+from quire.ops.cpu.units import TEAM, read_units
 from quire.system import limits
 from quire.system.folders import cache_folder, scratch_folder
 
@@ -40,30 +44,146 @@ CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of types of t
 _ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
 
 
-class BuildError(RuntimeError):
-    """The kernels cannot be compiled on this machine. The message says why, and what to do."""
+_SHARED = ("-shared", *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()))
 
 
 class Library:
-    """The loaded kernels."""
+    """The loaded kernels, in one file. flags: of the compiler, for the instruction set."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._loaded = ctypes.CDLL(str(path))
 
+    @property
+    def identity(self) -> str:
+        """Another one for each version of the kernels, the compiler and its options."""
+        return self.path.name
+
     def function(self, name: str, arguments: str) -> Callable[..., None]:
         """A kernel. `arguments` has a letter for each argument: p(ointer), i(nt32), l (int64), f(loat)."""
-        function: Any = self._loaded[name]
+        function: Any = self._file_with(name)[name]
         function.argtypes = [_ARGUMENTS[letter] for letter in arguments]
         function.restype = None
         return function  # type: ignore[no-any-return]
 
-    def address(self, name: str) -> int | None:
-        """The address of a function, None if the library has none of that name."""
+    def address_for_replay(self, name: str) -> int | None:
+        """The address of the variant of a kernel that replay.cpp calls, None if the kernel has none."""
         try:
-            return ctypes.cast(self._loaded[name], ctypes.c_void_p).value
+            return ctypes.cast(self._file_with(name)[f"{name}_recorded"], ctypes.c_void_p).value
         except AttributeError:
             return None
+
+    def _file_with(self, name: str) -> ctypes.CDLL:
+        """The loaded file that has a kernel."""
+        return self._loaded
+
+
+class UnitLibrary(Library):
+    """Kernels in a file for each translation unit (units.py). A file is loaded when it is needed, and compiled if it is
+    missing or damaged.
+
+    folder: of the files; None compiles them for this process alone. Without a compiler, files that another compiler
+    built from the same sources are accepted; an image can ship them.
+    """
+
+    def __init__(self, folder: Path | None, flags: Sequence[str]) -> None:
+        self.folder, self.flags = folder, flags
+        self.units = read_units(SOURCES)
+        self._compiler = find_compiler()
+        self._version = "*" if self._compiler is None else _version(self._compiler)
+        self._facts, self._names = _facts(flags), dict[str, str]()
+        self._files: dict[str, ctypes.CDLL] = {}
+        self._lock = threading.RLock()
+        self._unit_of = {kernel: unit.name for unit in self.units.values() for kernel in unit.kernels}
+
+    @property
+    def path(self) -> Path:  # type: ignore[override]
+        """The path of the unit on which the others depend, or else of any."""
+        name = TEAM if TEAM in self.units else min(self.units)
+        return Path(self._files[name]._name) if name in self._files else self._path(name)
+
+    @property
+    def identity(self) -> str:
+        names = [self._path(name).name for name in sorted(self.units)]
+        return hashlib.sha256("\0".join(names).encode()).hexdigest()
+
+    @property
+    def missing(self) -> list[str]:
+        """The units that have no file. The others are not loaded."""
+        return [name for name in self.units if name not in self._files and not self._found(name)]
+
+    def load(self, names: Iterable[str] | None = None) -> list[str]:
+        """Load these units, None for all, without compiling. Returns those that are missing or damaged."""
+        return [name for name in self._wanted(names) if not self._load(name)]
+
+    def compile(self, names: Iterable[str] | None = None) -> None:
+        """Load these units, None for all, and compile those that are missing or damaged.
+
+        Raises BuildError if there is no compiler or it fails, OSError if the folder is not writable or not trustworthy.
+        """
+        with self._lock:
+            if missing := self.load(names):
+                if self.folder is None:
+                    with scratch_folder("quire-kernels-") as folder:
+                        self._compile(missing, folder)
+                else:
+                    self._compile(missing, self.folder)
+
+    def jobs(self, names: Iterable[str], folder: Path) -> list[Job]:
+        """The commands that compile units, the longest first, and the files that they make in the folder, where
+        damaged ones are deleted. Raises BuildError if there is no compiler, OSError if the folder is of no use."""
+        if self._compiler is None:
+            raise BuildError(_MISSING_COMPILER)
+        prepare_folder(folder)
+        for name in names:
+            if not self._load(name):
+                self._path(name, folder).unlink(missing_ok=True)
+        shared = [*self._compiler, *self.flags, *_SHARED]
+        return [([*shared, *(unit := self.units[name]).flags, str(unit.source)], self._path(name, folder))
+                for name in sorted(names, key=lambda name: -len(self.units[name].text))]  # fmt: skip
+
+    def _compile(self, names: Sequence[str], folder: Path) -> None:
+        jobs = self.jobs(names, folder)
+        with shown_progress():
+            compile_units(jobs, _at_once())
+        for name in names:
+            self._files.setdefault(name, _open(self._path(name, folder), name))
+
+    def _wanted(self, names: Iterable[str] | None) -> list[str]:
+        wanted = set(self.units if names is None else names) & set(self.units)
+        return sorted(wanted, key=lambda name: (name != TEAM, name))
+
+    def _path(self, name: str, folder: Path | None = None) -> Path:
+        if name not in self._names:
+            self._names[name] = f"{name}-{self.units[name].fingerprint(self._facts)}-{self._version}.so"
+        return (folder or self.folder or Path()) / self._names[name]
+
+    def _found(self, name: str) -> list[Path]:
+        """The files of a unit."""
+        if self.folder is None:
+            return []
+        path = self._path(name)
+        return sorted(self.folder.glob(path.name)) if self._version == "*" else [path] if path.exists() else []
+
+    def _load(self, name: str) -> bool:
+        """Load a unit's file if it is there and sound. Returns whether it is loaded."""
+        for path in [] if name in self._files else self._found(name):
+            if _is_sound(path):
+                with contextlib.suppress(OSError):
+                    self._files[name] = _open(path, name)
+                    break
+        return name in self._files
+
+    def _file_with(self, name: str) -> ctypes.CDLL:
+        unit = self._unit_of[name]
+        if unit not in self._files:
+            self.compile({TEAM, unit})
+        return self._files[unit]
+
+
+def _open(path: Path, unit: str) -> ctypes.CDLL:
+    """The other units find the functions of the first one by their names."""
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL if unit == TEAM else ctypes.RTLD_LOCAL)
 
 
 _chosen = ["native"]  # one choice for the process, whose kernels are one library
@@ -79,21 +199,62 @@ def choose_instruction_set(name: str) -> None:
         _kernel.cache_clear()
 
 
+@dataclass
+class _Plan:
+    """What the engines of this process need. units: None for all. may_defer: whether steps may run PyTorch's operations
+    until the kernels are there. background: compiles them. completes: whether units that no engine needs are being
+    compiled, or there is no use in that."""
+
+    units: frozenset[str] | None = None
+    may_defer: bool = False
+    background: Background | None = None
+    completes: bool = False
+
+
+_plan = _Plan()
+
+
+def prepare(units: Iterable[str], may_defer: bool) -> None:
+    """Name the units that an engine of this process needs, before it chooses kernels.
+
+    may_defer: whether the engine may start with PyTorch's operations while the units are compiled in the background;
+    `library()` is None until then.
+    """
+    _plan.units, _plan.may_defer = (_plan.units or frozenset()) | frozenset(units), may_defer
+    if library.cache_info().currsize and isinstance(found := library(), UnitLibrary):
+        found.compile(units)
+
+
+def background() -> Background | None:
+    """What compiles the kernels of `library()` in the background, None if nothing does."""
+    return _plan.background
+
+
+def count_units() -> tuple[int, int]:
+    """How many units this user's cache folder has, of how many. Nothing is loaded."""
+    units = UnitLibrary(None if (folder := cache_folder()) is None else folder / "kernels", _flags(_chosen[0]))
+    return len(units.units) - len(units.missing), len(units.units)
+
+
+def is_deferred() -> bool:
+    """Whether kernels that are needed are being compiled in the background."""
+    return _plan.background is not None and not _plan.background.has_ended
+
+
 @cache
 def library() -> Library | None:
-    """The kernels, compiled if necessary. If that is not possible, None, after one warning."""
+    """The kernels, compiled if necessary. If that is not possible, None, after one warning. None as well while they are
+    compiled in the background, see `prepare`."""
     if sys.platform not in ("linux", "darwin"):
         return None
-    flags, folder = _flags(_chosen[0]), cache_folder()
+    if is_deferred():
+        return None
     try:
-        if (found := find_library()) is not None:
-            return found
-        if folder is None:
-            return _load_once(flags, "this user has no home folder")
-        try:
-            return load(folder / "kernels", flags)
-        except OSError as error:
-            return _load_once(flags, error_text(error))
+        if (found := find_library()) is None:
+            found = _compiled()
+        if isinstance(found, UnitLibrary) and _plan.units is not None:
+            _complete(found)
+        return found
     except (BuildError, OSError) as error:
         logger.warning(
             "There are no compiled CPU kernels: steps run PyTorch's operations, which take five times as long or more. "
@@ -112,11 +273,16 @@ def find_library() -> Library | None:
     if packaged is not None or folder is None:
         return packaged
     shipped = _best(folder / "kernels", is_compiler_better=True) if name == "native" else None
-    return shipped or _find(folder / "kernels", _flags(name))
+    found = shipped or _find(folder / "kernels", _flags(name))
+    if found is None and not (units := UnitLibrary(folder / "kernels", _flags(name))).load(_plan.units):
+        found = units
+    return found
 
 
 def instruction_set_of(library: Library) -> str:
     """The name of the instruction set for which the library was compiled."""
+    if isinstance(library, UnitLibrary):
+        return next(name for name in INSTRUCTION_SETS if _flags(name) == library.flags)
     return next(name for name in INSTRUCTION_SETS if library.path.name.startswith(_fingerprint(_flags(name))))
 
 
@@ -139,6 +305,50 @@ def _best(folder: Path, is_compiler_better: bool = False) -> Library | None:
     return None
 
 
+def _compiled() -> Library | None:
+    """The units that are needed, compiled now; or None, if they are compiled in the background."""
+    flags, folder = _flags(_chosen[0]), cache_folder()
+    if _plan.background is not None and _plan.background.problem:
+        raise BuildError(_plan.background.problem)
+    reason = "this user has no home folder"
+    if folder is not None:
+        units = UnitLibrary(folder / "kernels", flags)
+        try:
+            if _plan.may_defer and _plan.background is None:
+                _plan.background = _start(units, units.load(_plan.units))
+                return None
+            units.compile(_plan.units)
+            return units
+        except OSError as error:
+            reason = error_text(error)
+    units = UnitLibrary(None, flags)
+    units.compile(_plan.units)
+    logger.warning(
+        "The compiled CPU kernels cannot be kept, so every start compiles them again: %s. Set XDG_CACHE_HOME to a "
+        "folder that this user can write.",
+        reason,
+    )
+    return units
+
+
+def _complete(found: UnitLibrary) -> None:
+    """Compile in the background what no engine has needed so far, so that it need not wait later."""
+    if _plan.completes or _plan.background is not None:
+        return
+    _plan.completes = True
+    if found.folder is not None and find_compiler() is not None and found.missing:
+        with contextlib.suppress(OSError):
+            _start(found, [])
+
+
+def _start(units: UnitLibrary, first: list[str]) -> Background:
+    """Compile what is missing in the background. Raises BuildError, OSError."""
+    assert units.folder is not None
+    then = [name for name in units.missing if name not in first]
+    needed, others = (units.jobs(names, units.folder) for names in (first, then))
+    return Background(needed, others, _at_once(), library.cache_clear)
+
+
 def compile_for(name: str, folder: Path) -> Path:
     """The library for an instruction set, which this processor need not have, compiled into `folder` if it is missing.
 
@@ -148,23 +358,12 @@ def compile_for(name: str, folder: Path) -> Path:
     if compiler is None:
         raise BuildError(_MISSING_COMPILER)
     path = folder / f"{_fingerprint(flags)}-{_version(compiler)}.so"
-    _compile_once(compiler, flags, path, _is_sound)  # loading it might run instructions that this processor lacks
+    prepare_folder(folder)
+    if not _is_sound(path):  # it is not loaded, which might run instructions that this processor lacks
+        sources = [[*unit.flags, str(unit.source)] for unit in read_units(SOURCES).values()]
+        with shown_progress():
+            compile_library([*compiler, *flags], sources, path, _at_once())
     return path
-
-
-def _load_once(flags: Sequence[str], reason: str) -> Library:
-    """The library for this process alone, from a folder that no other user can enter. reason: why it is not cached.
-
-    Raises BuildError and OSError like `load`.
-    """
-    with scratch_folder("quire-kernels-") as folder:
-        loaded = load(folder, flags)
-    logger.warning(
-        "The compiled CPU kernels cannot be kept, so every start compiles them again: %s. Set XDG_CACHE_HOME to a "
-        "folder that this user can write.",
-        reason,
-    )
-    return loaded
 
 
 class _Recorder(threading.local):
@@ -192,22 +391,14 @@ def _kernel(name: str, arguments: str) -> Callable[..., None]:
 def recordable(name: str) -> int | None:
     """The address of the variant of a kernel that replay.cpp calls, None if the kernel has none."""
     loaded = library()
-    return None if loaded is None else loaded.address(f"{name}_recorded")
+    return None if loaded is None else loaded.address_for_replay(name)
 
 
-def load(folder: Path, flags: Sequence[str] = (*FLAGS, INSTRUCTION_SETS["native"][0])) -> Library:
-    """The library from `folder`, compiled into it if it is missing or damaged.
-
-    Without a compiler, a library that another compiler built from the same sources is accepted; an image can ship one.
-    Raises BuildError if there is no compiler or it fails, OSError if the folder is not writable or not trustworthy.
-    """
-    if (found := _find(folder, flags)) is not None:
-        return found
-    if (compiler := find_compiler()) is None:
-        raise BuildError(_MISSING_COMPILER)
-    path = folder / f"{_fingerprint(flags)}-{_version(compiler)}.so"
-    _compile_once(compiler, flags, path, lambda path: _open_sound(path) is not None)
-    return Library(path)
+def load(folder: Path, flags: Sequence[str] = (*FLAGS, INSTRUCTION_SETS["native"][0])) -> UnitLibrary:
+    """The kernels from `folder`, compiled into it if they are missing or damaged. Raises like UnitLibrary.compile."""
+    loaded = UnitLibrary(folder, flags)
+    loaded.compile()
+    return loaded
 
 
 def _find(folder: Path, flags: Sequence[str], version: str | None = None) -> Library | None:
@@ -217,18 +408,6 @@ def _find(folder: Path, flags: Sequence[str], version: str | None = None) -> Lib
         version = "*" if (compiler := find_compiler()) is None else _version(compiler)
     found = map(_open_sound, sorted(folder.glob(f"{_fingerprint(flags)}-{version}.so")))
     return next((loaded for loaded in found if loaded is not None), None)
-
-
-def _compile_once(compiler: list[str], flags: Sequence[str], path: Path, is_usable: Callable[[Path], bool]) -> None:
-    """Compile the library unless there is a usable one, perhaps since another process has just compiled it."""
-    import fcntl  # not on Windows, where `library()` does not call this
-
-    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    check_folder(path.parent)
-    with path.with_suffix(".lock").open("w") as lock:  # one process compiles, others wait for its library
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not is_usable(path):
-            _compile(compiler, flags, path)
 
 
 _MISSING_COMPILER = (
@@ -248,17 +427,27 @@ def find_compiler() -> list[str] | None:
 
 def _fingerprint(flags: Sequence[str]) -> str:
     """A hash of everything that the machine code depends on, except the compiler."""
-    facts = [*flags, cpu_features() if INSTRUCTION_SETS["native"][0] in flags else ""]
-    digest = hashlib.sha256("\0".join(facts).encode())
+    digest = hashlib.sha256("\0".join(_facts(flags)).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()
+
+
+def _facts(flags: Sequence[str]) -> list[str]:
+    """What the machine code of every unit depends on, except the compiler."""
+    return [*flags, cpu_features() if INSTRUCTION_SETS["native"][0] in flags else ""]
 
 
 def _version(compiler: list[str]) -> str:
     """A short hash of the compiler's version."""
     output = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     return hashlib.sha256("\0".join([*compiler, output]).encode()).hexdigest()[:16]
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make a folder for libraries. Raises OSError if they could not be loaded from there, or should not be."""
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    check_folder(folder)
 
 
 def check_folder(folder: Path) -> None:
@@ -278,47 +467,10 @@ def _is_trusted(path: Path) -> bool:
     return facts.st_uid in (0, os.geteuid(), SOURCES.stat().st_uid) and not facts.st_mode & 0o002
 
 
-def _compile(compiler: list[str], flags: Sequence[str], path: Path) -> None:
-    started = time.monotonic()
-    print("Compiling CPU kernels (first use) ... ", end="", file=sys.stderr, flush=True)
-    with scratch_folder("compiling-", path.parent) as folder:
-        temporary = str(folder)
-        sources = sorted(SOURCES.glob("*.cpp"))
-        objects = [f"{temporary}/{source.stem}.o" for source in sources]
-        commands = [[*compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
-        _run(commands, temporary)
-        linked = Path(temporary, "linked.so")
-        _run([[*compiler, "-shared", "-pthread", *objects, "-o", str(linked)]], temporary)
-        # The loader ignores the digest at the end of the file. It reveals a file that lost a part on a full or crashed
-        # disk, which could kill the process that loads it.
-        code = linked.read_bytes()
-        linked.write_bytes(code + hashlib.sha256(code).digest())
-        linked.chmod(0o755)
-        os.replace(linked, path)
-    print(f"{time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-
-
-def _run(commands: list[list[str]], temporary: str) -> None:
-    """Run the commands, as many at once as processors and memory allow.
-
-    Raises BuildError with the first lines of the output of the first command that fails.
-    """
+def _at_once() -> int:
+    """How many compilers may run at once: as many as processors and memory allow."""
     free = limits.free_memory()
-    at_once = limits.processors() if free is None else max(1, min(limits.processors(), free // _MEMORY))
-    # If memory runs out, Linux should kill the compiler, not this process.
-    victim = ["/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh"]
-    environment = {**os.environ, "TMPDIR": temporary, "LC_ALL": "C"}
-
-    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.run([*victim, *command], text=True, env=environment, **pipes)
-
-    with ThreadPoolExecutor(at_once) as pool:
-        for command, process in zip(commands, pool.map(run, commands), strict=True):
-            if process.returncode != 0:
-                print("failed", file=sys.stderr, flush=True)
-                output = "\n".join(process.stdout.splitlines()[:8]) or f"exit status {process.returncode}"
-                raise BuildError(f"{command[0]} failed:\n{output}")
+    return limits.processors() if free is None else max(1, min(limits.processors(), free // _MEMORY))
 
 
 def _open_sound(path: Path) -> Library | None:
@@ -332,8 +484,6 @@ def _open_sound(path: Path) -> Library | None:
 def _is_sound(path: Path) -> bool:
     """Whether the library is at this path, undamaged, and not another user's."""
     try:
-        content = path.read_bytes()
-        sound = hashlib.sha256(content[:-32]).digest() == content[-32:]
-        return sound and _is_trusted(path) and _is_trusted(path.parent)
+        return is_sealed(path) and _is_trusted(path) and _is_trusted(path.parent)
     except OSError:
         return False

@@ -14,12 +14,16 @@ struct fp16 {
   uint16_t bits;
 };
 
-// f(T{}), where T is the type with this code (CODES in build.py).
+// f(T{}), where T is the type with this code (CODES in build.py). A unit for one type (units.py) has only that one.
 template <class F>
 inline void with_type(int dtype, F f) {
+#ifdef QUIRE_TYPE
+  f(QUIRE_TYPE{});
+#else
   if (dtype == 0) f(float{});
   else if (dtype == 1) f(bf16{});
   else f(fp16{});
+#endif
 }
 
 // f(T{}, W{}): of tensors and of a weight, which is float32 if it is wide.

@@ -1,0 +1,70 @@
+"""Compiles kernels in a process of low priority, which outlives the one that started it."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from quire.ops.cpu import compiling
+
+# Of a process that compiles what an engine waits for. With 10, an engine that is busy on all cores would leave it a
+# tenth of them; with 5, a quarter.
+NICE = 5
+
+
+class Background:
+    """Compiles the units that engines need, then all others.
+
+    problem: why they could not be compiled, "" if they could.
+    """
+
+    def __init__(
+        self, first: Sequence[compiling.Job], then: Sequence[compiling.Job], at_once: int, ended: Callable[[], None]
+    ) -> None:
+        """ended: is called once, on another thread. Raises OSError if no process can be started."""
+        self.problem, self._ended = "", threading.Event()
+        self._began, self._wake = time.monotonic(), [ended]
+        order = {"first": first, "then": then, "at_once": at_once, "nice": NICE}
+        # Neither the signals of a terminal nor the end of this process reach it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", compiling.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, start_new_session=True, cwd="/",
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order, default=str))
+        self._process.stdin.close()
+        threading.Thread(target=self._wait, name="quire-kernels", daemon=True).start()
+
+    def connect(self, wake: Callable[[], None]) -> None:
+        """wake: is called, from another thread, when this has ended."""
+        self._wake.append(wake)
+        if self.has_ended:
+            wake()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the units that engines need are there, or cannot be compiled."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Wait for that."""
+        self._ended.wait()
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._began
+
+    def _wait(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            self.problem = json.loads(self._process.stdout.readline())
+        except ValueError:
+            self.problem = f"the process that compiles ended with status {self._process.wait()}"
+        self._ended.set()
+        for wake in self._wake:
+            wake()
+        self._process.stdout.close()
+        self._process.wait()

@@ -1,0 +1,87 @@
+"""The translation units of the kernels: what each is compiled from, and which kernels it defines.
+
+A unit becomes a shared library of its own, so a model waits only for the units that it needs, and a change of a source
+compiles its units alone. All use the threads of the unit "team", which is loaded first.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+
+TEAM = "team"
+TYPES = {0: "float", 1: "bf16", 2: "fp16"}  # by the codes of build.py: types of C++, and suffixes of kernels
+_STORAGES = {"": "0", "_cells": "1"}
+_BY_TYPE = ("attention",)  # sources that are compiled once for each type and storage, since that takes long
+_KERNEL = re.compile(r"\bvoid (\w+)\(")
+_INCLUDE = re.compile(r'^#include "([\w.]+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """name: of the unit, as in the name of its library. suffix: of the names of its kernels, if other units define
+    the same kernels for other types. defines: options of the compiler that select the type."""
+
+    name: str
+    source: Path
+    suffix: str = ""
+    defines: tuple[str, ...] = ()
+
+    @cached_property
+    def text(self) -> str:
+        return self.source.read_text()
+
+    @cached_property
+    def kernels(self) -> frozenset[str]:
+        return frozenset(f"{name}{self.suffix}" for name in _KERNEL.findall(self.text))
+
+    @property
+    def flags(self) -> list[str]:
+        """Options of the compiler besides those of all units: they select the type, and rename the kernels."""
+        named = [name for name in sorted(_KERNEL.findall(self.text)) if name.startswith("quire_") and self.suffix]
+        renamed = {f"{name}{end}": f"{name}{self.suffix}{end}" for name in named for end in ("", "_recorded")}
+        return [*self.defines, *(f"-D{name}={new}" for name, new in renamed.items())]
+
+    def fingerprint(self, facts: Sequence[str]) -> str:
+        """A hash of what its machine code depends on, except the compiler: `facts`, its source, and the headers that
+        this includes."""
+        digest = hashlib.sha256("\0".join([*facts, *self.defines, self.suffix]).encode())
+        for name, text in sorted(_with_headers(self.source.parent, self.text).items()):
+            digest.update(f"{name}\0{text}".encode())
+        return digest.hexdigest()[:32]
+
+
+def read_units(folder: Path) -> dict[str, Unit]:
+    """The units of the sources in a folder, by name."""
+    found = {}
+    for source in sorted(folder.glob("*.cpp")):
+        name = source.stem
+        if name not in _BY_TYPE:
+            found[name] = Unit(name, source)
+            continue
+        for type_name, (storage, cells) in product(TYPES.values(), _STORAGES.items()):
+            defines = (f"-DQUIRE_TYPE={type_name}", f"-DQUIRE_CELLS={cells}")
+            suffix = f"_{type_name}{storage}"
+            found[name + suffix] = Unit(name + suffix, source, suffix, defines)
+    return found
+
+
+_headers: dict[Path, tuple[int, str]] = {}  # texts by path, with the time of the last change
+
+
+def _with_headers(folder: Path, text: str) -> dict[str, str]:
+    """A source's text under the name "", and those of the headers of this folder that it includes, by name."""
+    texts, found = {"": text}, [text]
+    while found:
+        for name in _INCLUDE.findall(found.pop()):
+            path = folder / name
+            if name not in texts and path.is_file():
+                changed = path.stat().st_mtime_ns
+                if _headers.get(path, (0, ""))[0] != changed:
+                    _headers[path] = changed, path.read_text()
+                texts[name] = _headers[path][1]
+                found.append(texts[name])
+    return texts
