@@ -260,11 +260,38 @@ QUIRE_INLINE f32x16 dot<bf16>(f32x16 sum, u32x16 line, u32x16 word) {
 #endif
 }
 
-// What products multiply: float16 is widened first.
-template <class T>
-using Factor = std::conditional_t<std::is_same_v<T, fp16>, float, T>;
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool MULTIPLIES_BF16 = true;
+#else
+constexpr bool MULTIPLIES_BF16 = false;
+#endif
 
-// Lines of factors that a line of words becomes: of float16 two, of the first elements of the words and of the second.
+// sum + dot(line, word). With AVX2 the sum stays in its register: gcc 12 moves sums about until registers are short.
+template <class T>
+QUIRE_INLINE f32x16 add_dot(f32x16 sum, u32x16 line, u32x16 word) {
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>)
+    return each<f32x16>([&](auto i) {
+      f32x16::Part part = sum.parts[i];
+      asm("vfmadd231ps %2, %1, %0" : "+x"(part) : "x"(line.parts[i]), "x"(word.parts[i]));
+      return part;
+    });
+#endif
+  return dot<T>(sum, line, word);
+}
+
+// A line that the compiler does not keep in registers beyond its use, where sums occupy them.
+QUIRE_INLINE u32x16 read_again(const uint32_t* p) {
+  asm volatile("" : "+r"(p));
+  return load_words(p);
+}
+
+// What products multiply: float16 is widened first, and so is bfloat16 where no instruction multiplies it.
+template <class T>
+using Factor = std::conditional_t<std::is_same_v<T, bf16> && MULTIPLIES_BF16, bf16, float>;
+
+// Lines of factors that a line of words becomes: if they are widened two, of the first elements of the words and of the
+// second.
 template <class T>
 constexpr int UNPACKED = PAIR<T> / PAIR<Factor<T>>;
 
@@ -272,6 +299,8 @@ template <class T>
 QUIRE_INLINE void unpack(u32x16 words, u32x16* lines) {
   if constexpr (UNPACKED<T> == 1) {
     lines[0] = words;
+  } else if constexpr (std::is_same_v<T, bf16>) {
+    lines[0] = words << 16, lines[1] = words & 0xffff0000u;
   } else {
 #ifdef __AVX512F__
     typedef uint16_t Elements __attribute__((vector_size(64)));
@@ -284,6 +313,20 @@ QUIRE_INLINE void unpack(u32x16 words, u32x16* lines) {
 #else
     for (int i = 0; i < 2; i++) lines[i] = as<u32x16>(widened_fp16(low_halves(words >> 16 * i)));
 #endif
+  }
+}
+
+// One of these lines.
+template <class T>
+QUIRE_INLINE u32x16 unpack(u32x16 words, int i) {
+  if constexpr (UNPACKED<T> == 1) {
+    return words;
+  } else if constexpr (std::is_same_v<T, bf16>) {
+    return i ? words & 0xffff0000u : words << 16;
+  } else {
+    u32x16 lines[2];
+    unpack<T>(words, lines);
+    return lines[i];
   }
 }
 
