@@ -104,7 +104,7 @@ struct Whole {
   static constexpr bool SCALED = false;
   static constexpr int LINES = UNPACKED<Type>;
   // For so many sums a kernel has registers.
-  static constexpr int ROWS = LINES == 1 ? MAX_ROWS : MOST_EXPANDED;
+  static constexpr int ROWS = LINES > 1 ? MOST_EXPANDED : std::is_same_v<T, float> && MAX_COLUMNS == 1 ? 6 : MAX_ROWS;
   static constexpr int columns(int rows) {
     return LINES > 1 ? columns_expanded(rows) : rows <= 2 ? 2 * MAX_COLUMNS : MAX_COLUMNS;
   }

@@ -30,7 +30,7 @@ void score(const uint32_t* q, int words, const uint32_t* const* keys, int stride
       for (int r = 0; r < R; r++) {
         u32x16 word = splat(q[r * words + w * S::LINES + j]);
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) sums[r][c] = dot<typename S::T>(sums[r][c], lines[c][j], word);
+        for (int c = 0; c < C; c++) sums[r][c] = add_dot<typename S::T>(sums[r][c], lines[c][j], word);
       }
   }
 #pragma GCC unroll 8

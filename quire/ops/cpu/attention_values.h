@@ -32,7 +32,7 @@ void weigh(const uint32_t* p, const uint32_t* const* values, int from, int count
       for (int r = 0; r < R; r++) {
         u32x16 word = splat(p[r * WORDS + w * S::LINES + j]);
 #pragma GCC unroll 8
-        for (int c = 0; c < C; c++) sums[r][c] = dot<typename S::T>(sums[r][c], lines[c][j], word);
+        for (int c = 0; c < C; c++) sums[r][c] = add_dot<typename S::T>(sums[r][c], lines[c][j], word);
       }
   }
 #pragma GCC unroll 8

@@ -115,7 +115,7 @@ void lerp(const T* x, const T* y, int64_t mixes, int64_t rows, int64_t dim, cons
 constexpr float LOG2_E = 1.44269504f;
 
 // 1 / (1 + exp(-x)), by an exponent that is kept from overflowing: below 1e-37 it stays what it is there.
-inline f32x16 sigmoid(f32x16 x) {
+QUIRE_INLINE f32x16 sigmoid(f32x16 x) {
   f32x16 exponent = x * -LOG2_E;
   return 1.0f / (1.0f + exp2(where(exponent > 126.0f, splat(126.0f), exponent)));
 }
@@ -123,49 +123,49 @@ inline f32x16 sigmoid(f32x16 x) {
 // The gated activations: what becomes of a gate and the value beside it. T is the type of the tensors.
 struct Silu {
   template <class T>
-  f32x16 operator()(f32x16 gate, f32x16 up, T type) const {
+  QUIRE_INLINE f32x16 operator()(f32x16 gate, f32x16 up, T type) const {
     return rounded_to(gate * sigmoid(gate), type) * up;
   }
 };
 
 struct Gelu {
   template <class T>
-  f32x16 operator()(f32x16 gate, f32x16 up, T type) const {
+  QUIRE_INLINE f32x16 operator()(f32x16 gate, f32x16 up, T type) const {
     return rounded_to(gate * normal_distribution(gate), type) * up;
   }
 };
 
 struct GeluTanh {  // (1 + tanh(y)) / 2 is the sigmoid of 2 y
   template <class T>
-  f32x16 operator()(f32x16 gate, f32x16 up, T type) const {
+  QUIRE_INLINE f32x16 operator()(f32x16 gate, f32x16 up, T type) const {
     return rounded_to(gate * sigmoid(1.5957691216f * (gate + 0.044715f * gate * gate * gate)), type) * up;
   }
 };
 
 struct Sigmoid {
   template <class T>
-  f32x16 operator()(f32x16 gate, f32x16 up, T) const {
+  QUIRE_INLINE f32x16 operator()(f32x16 gate, f32x16 up, T) const {
     return sigmoid(gate) * up;
   }
 };
 
 struct Relu {
   template <class T>
-  f32x16 operator()(f32x16 gate, f32x16 up, T) const {
+  QUIRE_INLINE f32x16 operator()(f32x16 gate, f32x16 up, T) const {
     return where(gate > 0.0f, gate, f32x16{}) * up;
   }
 };
 
 struct Tanh {
   template <class T>
-  f32x16 operator()(f32x16 gate, f32x16 up, T) const {
+  QUIRE_INLINE f32x16 operator()(f32x16 gate, f32x16 up, T) const {
     return tanh(gate) * up;
   }
 };
 
 struct ReluSquared {
   template <class T>
-  f32x16 operator()(f32x16 gate, f32x16 up, T type) const {
+  QUIRE_INLINE f32x16 operator()(f32x16 gate, f32x16 up, T type) const {
     const f32x16 positive = where(gate > 0.0f, gate, f32x16{});
     return rounded_to(positive * positive, type) * up;
   }
@@ -174,7 +174,7 @@ struct ReluSquared {
 struct Clip {
   float most;
   template <class T>
-  f32x16 operator()(f32x16 x, f32x16, T) const {
+  QUIRE_INLINE f32x16 operator()(f32x16 x, f32x16, T) const {
     return where(x > most, splat(most), where(x < -most, splat(-most), x));
   }
 };
@@ -183,7 +183,7 @@ struct Clip {
 struct Xielu {
   float positive, negative;
   template <class T>
-  f32x16 operator()(f32x16 x, f32x16, T) const {
+  QUIRE_INLINE f32x16 operator()(f32x16 x, f32x16, T) const {
     const f32x16 low = where(x > -1e-6f, splat(-1e-6f), x);
     // e^x - 1 - x: near 0, where that would lose its digits, the series.
     f32x16 series = splat(1.0f / 40320);
@@ -197,7 +197,7 @@ struct Xielu {
 struct SwigluOai {
   float alpha, limit;
   template <class T>
-  f32x16 operator()(f32x16 gate, f32x16 up, T) const {
+  QUIRE_INLINE f32x16 operator()(f32x16 gate, f32x16 up, T) const {
     gate = where(gate > limit, splat(limit), gate);
     up = where(up > limit, splat(limit), where(up < -limit, splat(-limit), up));
     return (up + 1.0f) * gate * sigmoid(alpha * gate);

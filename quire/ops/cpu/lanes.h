@@ -226,7 +226,11 @@ QUIRE_INLINE i32x16 to_int(f32x16 v) {
 }
 
 QUIRE_INLINE u32x16 widened(u16x16 v) {
+#ifdef __AVX2__  // gcc 12 makes five instructions of the conversion
+  return each<u32x16>([&](auto i) { return (u32x16::Part)_mm256_cvtepu16_epi32((__m128i)v.parts[i]); });
+#else
   return each<u32x16>([&](auto i) { return __builtin_convertvector(v.parts[i], u32x16::Part); });
+#endif
 }
 
 QUIRE_INLINE u16x16 low_halves(u32x16 v) {

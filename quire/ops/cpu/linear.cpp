@@ -11,7 +11,24 @@ template <class T>
 struct Dense {
   using F = Factor<T>;
   static constexpr int LINES = UNPACKED<T>;
-  static constexpr bool IS_BF16 = std::is_same_v<T, bf16>;
+  static constexpr bool IS_BF16 = std::is_same_v<F, bf16>;  // what products multiply
+  // Elsewhere registers are too few to keep the second line meanwhile, and bfloat16 is easily unpacked twice.
+  static constexpr bool UNPACKS_AT_ONCE = std::is_same_v<T, fp16> && MAX_COLUMNS > 1;
+#ifndef __AVX512F__
+  // 12 sums are in the 16 registers of AVX2 (of NEON 24 in 32), of six rows with one line down to one row with four.
+  static constexpr bool IN_BLOCKS = IS_BF16;
+  struct Rows {
+    static constexpr int ROWS = IN_BLOCKS ? MAX_ROWS : 6, IN_ORDER = IN_BLOCKS ? MAX_ROWS : 1;
+  };
+  struct Blocking {
+    static constexpr int COLUMNS = IN_BLOCKS ? MAX_COLUMNS : PANEL_LINES;
+    static constexpr bool FETCHES = false;
+    static int64_t chunk(int) { return CHUNK_BYTES; }
+  };
+  static constexpr int columns(int rows) { return rows == 1 ? PANEL_LINES : rows <= 3 ? 2 : 1; }
+#else
+  static constexpr int columns(int) { return PANEL_LINES; }
+#endif
 
   const uint32_t* weights;
   const F* x;  // [rows, in]
@@ -62,6 +79,19 @@ struct Dense {
 
   template <int R, int C>
   void visit(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
+    constexpr int AT_ONCE = std::min(C, columns(R));
+    for (int c = 0; c < C; c += AT_ONCE) {
+      Ahead fetched = ahead.portion((C - c) / AT_ONCE);
+      add_products<R, AT_ONCE>(part, row, line + c, sums + c * LANES, fetched);
+    }
+    // The last part's sums are results. Each visit writes its own, so that the next visit computes while the lines of
+    // memory are fetched that the results go to.
+    if (part.word + part.words == row_words && visits_write(part.panel)) write(part.panel, row, R, line, C, sums);
+  }
+
+  // Sums are in registers meanwhile.
+  template <int R, int C>
+  void add_products(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
     const int stride = part.stride();
     const int64_t words = part.words;
     Ahead::Pace pace = ahead.pace(words);
@@ -80,39 +110,38 @@ struct Dense {
       blocks.write(sum);
     } else
 #endif
-    for (int64_t i = 0; i < words; i++) {
-      u32x16 line[C][LINES];
-#pragma GCC unroll 4
-      for (int c = 0; c < C; c++) unpack<T>(load_words(w + i * stride + c * LANES), line[c]);
+    for (int64_t i = 0; i < words; i++, w += stride) {
       ahead.fetch(pace);
+      u32x16 line[C][LINES];
 #pragma GCC unroll 2
-      for (int j = 0; j < LINES; j++)
+      for (int j = 0; j < LINES; j++) {
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+          if constexpr (!UNPACKS_AT_ONCE) line[c][j] = unpack<T>(read_again(w + c * LANES), j);
+          else if (j == 0) unpack<T>(load_words(w + c * LANES), line[c]);
+        }
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
           uint32_t word;
           memcpy(&word, from + r * bytes + (i * LINES + j) * 4, 4);
           const u32x16 words = splat(word);
 #pragma GCC unroll 4
-          for (int c = 0; c < C; c++) sum[r][c] = dot<F>(sum[r][c], line[c][j], words);
+          for (int c = 0; c < C; c++) sum[r][c] = add_dot<F>(sum[r][c], line[c][j], words);
         }
-    }
-    // The last part's sums are results. Each visit writes its own, so that the next visit computes while the lines of
-    // memory are fetched that the results go to.
-    if (part.word + words == row_words && visits_write(part.panel)) {
-      const int64_t output = first_output(part.panel) + line * LANES;
-#pragma GCC unroll 4
-      for (int c = 0; c < C; c++) {
-        const f32x16 added = bias ? load(bias_of(part.panel) + output + c * LANES) : f32x16{};
-#pragma GCC unroll 6
-        for (int r = 0; r < R; r++)
-          store(result + (row + r) * out + output + c * LANES, bias ? sum[r][c] + added : sum[r][c]);
       }
-      return;
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) store(sums + r * PANEL + c * LANES, sum[r][c]);
+  }
+
+  void write(int64_t panel, int64_t row, int rows, int line, int lines, const float* sums) const {
+    for (int r = 0; r < rows; r++)
+      for (int64_t i = 0, output = first_output(panel) + line * LANES; i < lines * LANES; i += LANES, output += LANES) {
+        const f32x16 sum = load(sums + r * PANEL + i);
+        store(result + (row + r) * out + output, bias ? sum + load(bias_of(panel) + output) : sum);
+      }
   }
 
   // Whether the visits of the last part write results, and not `finish`: where all of the panel's lines are outputs.

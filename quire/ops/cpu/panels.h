@@ -28,7 +28,7 @@ constexpr int PANEL = 64, PANEL_LINES = PANEL / LANES;
 // Of a panel, which all rows visit before the next piece: it stays in the second-level cache. For many rows it is larger,
 // since beginning and ending a visit takes time (3 % of it).
 constexpr int64_t CHUNK_BYTES = 1 << 16, LARGE_CHUNK_BYTES = 1 << 17;
-constexpr int ROW_BLOCK = 22 * MAX_ROWS;  // rows of one task: they and their sums stay in the cache as well
+constexpr int VISITS = 22;  // of rows, that make up a task: they and their sums stay in the cache as well
 constexpr int64_t PARALLEL_WORDS = 1 << 14;  // below it, one thread is done before a second one has woken up
 
 // Fetches a panel of what belongs to codes and is far from them, such as scales: `words` words of each output.
@@ -111,14 +111,14 @@ struct Shape {
   }
 
   // All items, those of a panel one behind the other.
-  void list(std::vector<Item>& items) const {
+  void list(std::vector<Item>& items, int most) const {
     items.clear();
     for (int64_t e = 0; e < experts; e++) {
       const int64_t begin = bounds ? bounds[e] : 0, end = bounds ? bounds[e + 1] : rows;
       if (begin < end)
         for (int64_t panel = e * panels(); panel < (e + 1) * panels(); panel++)
-          for (int64_t first = begin; first < end; first += ROW_BLOCK)
-            items.push_back({panel, first, int(std::min<int64_t>(ROW_BLOCK, end - first))});
+          for (int64_t first = begin; first < end; first += most)
+            items.push_back({panel, first, int(std::min<int64_t>(most, end - first))});
     }
   }
 };
@@ -180,6 +180,14 @@ struct BlockingOf {
 template <class Format>
 struct BlockingOf<Format, std::void_t<typename Format::Blocking>> : Format::Blocking {};
 
+// How many rows a visit has at most, and up to how many read a panel in order. A format may have Rows of its own.
+template <class Format, class = void>
+struct RowsOf {
+  static constexpr int ROWS = MAX_ROWS, IN_ORDER = MAX_ROWS;
+};
+template <class Format>
+struct RowsOf<Format, std::void_t<typename Format::Rows>> : Format::Rows {};
+
 // Format has
 //   weights: the panels
 //   step(): the words of the smallest run of inputs that a part can end after
@@ -194,24 +202,25 @@ struct BlockingOf<Format, std::void_t<typename Format::Blocking>> : Format::Bloc
 template <class Format>
 void multiply(const Format& format, const Shape& shape, int threads) {
   thread_local std::vector<Item> listed;
-  shape.list(listed);
+  constexpr int MOST = VISITS * RowsOf<Format>::ROWS;  // rows of a task
+  shape.list(listed, MOST);
   const Item* const items = listed.data();
   const int64_t number = listed.size();
   const bool pays = threads > 1 && number * PANEL * shape.words >= PARALLEL_WORDS && number > 1;
   const int64_t step = format.step();
 #ifdef QUIRE_TILES
   const bool in_tiles = format.in_tiles(shape.rows);
-  const int at_once = in_tiles ? AMX_ROWS : MAX_ROWS;
+  const int at_once = in_tiles ? AMX_ROWS : RowsOf<Format>::ROWS;
 #else
   constexpr bool in_tiles = false;
-  constexpr int at_once = MAX_ROWS;
+  constexpr int at_once = RowsOf<Format>::ROWS;
 #endif
   const int parts = pays ? threads : 1;
   Ranges ranges(number, parts);
   auto work = [&] {
     thread_local std::vector<float> kept;
     thread_local Unpacked unpacked;
-    float* sums = room(kept, ROW_BLOCK * PANEL);
+    float* sums = room(kept, MOST * PANEL);
 #ifdef QUIRE_TILES
     Tiles tiles;
 #endif
@@ -238,7 +247,8 @@ void multiply(const Format& format, const Shape& shape, int threads) {
         // With few rows, memory sets the pace. The hardware brings what is read in order faster than prefetches can,
         // which have to wait for the first-level cache's buffers (37 GB/s for two cores, where memory gave 55). A few
         // lines are fetched, since the hardware stops while a panel is finished.
-        if (pieces == 1 && !unpacks && !BlockingOf<Format>::FETCHES) to_fetch = std::min<int64_t>(to_fetch, 16);
+        const bool is_read_in_order = rows <= RowsOf<Format>::IN_ORDER && !BlockingOf<Format>::FETCHES;
+        if (pieces == 1 && !unpacks && is_read_in_order) to_fetch = std::min<int64_t>(to_fetch, 16);
         const int portions = pieces + unpacks;
         auto portion = [&](int i) {
           const int64_t from = to_fetch * i / portions, to = to_fetch * (i + 1) / portions;
@@ -259,7 +269,7 @@ void multiply(const Format& format, const Shape& shape, int threads) {
           }
 #endif
           in_pieces<BlockingOf<Format>::COLUMNS>(lines, [&](auto c, int line) {
-            with_rows<MAX_ROWS>(count, [&](auto r) {
+            with_rows<RowsOf<Format>::ROWS>(count, [&](auto r) {
               format.template visit<r.value, c.value>(part, first + row, line, sums + row * PANEL + line * LANES,
                                                       fetched);
             });

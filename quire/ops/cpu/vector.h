@@ -59,16 +59,23 @@ QUIRE_INLINE f32x16 load(const fp16* p) { return widened_fp16(read<u16x16>(p)); 
 QUIRE_INLINE void store(uint32_t* p, u32x16 v) { write(p, v); }
 QUIRE_INLINE void store(float* p, f32x16 v) { write(p, v); }
 
-// To nearest, ties to even, as torch rounds.
+// Rounded to bfloat16, in the upper halves of the lanes: to nearest, ties to even, as torch rounds.
+QUIRE_INLINE u32x16 rounded_bits(f32x16 v) {
+  const u32x16 bits = as<u32x16>(v);
+  return where(v == v, bits + 0x7fff + ((bits >> 16) & 1), splat(0x7fc00000u));
+}
+
 QUIRE_INLINE u16x16 round_to_bf16(f32x16 v) {
 #ifdef __AVX512BF16__
   return as<u16x16>(_mm512_cvtneps_pbh(as<__m512>(v)));
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
   return each<u16x16>([&](auto i) { return as<u16x16::Part>(vcvt_bf16_f32(v.parts[i])); });
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  const u32x16 high = rounded_bits(v) >> 16;
+  const __m256i pairs = _mm256_packus_epi32((__m256i)high.parts[0], (__m256i)high.parts[1]);
+  return as<u16x16>(_mm256_permute4x64_epi64(pairs, 0xd8));
 #else
-  u32x16 bits = as<u32x16>(v);
-  u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return low_halves(where(v == v, rounded, splat(uint32_t(0x7fc0))));
+  return low_halves(rounded_bits(v) >> 16);
 #endif
 }
 
@@ -94,7 +101,13 @@ QUIRE_INLINE void store(bf16* p, f32x16 v) { write(p, round_to_bf16(v)); }
 QUIRE_INLINE void store(fp16* p, f32x16 v) { write(p, round_to_fp16(v)); }
 
 QUIRE_INLINE f32x16 rounded_to(f32x16 v, float) { return v; }
-QUIRE_INLINE f32x16 rounded_to(f32x16 v, bf16) { return as<f32x16>(widened(round_to_bf16(v)) << 16); }
+QUIRE_INLINE f32x16 rounded_to(f32x16 v, bf16) {
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return as<f32x16>(widened(round_to_bf16(v)) << 16);
+#else
+  return as<f32x16>(rounded_bits(v) & 0xffff0000u);
+#endif
+}
 QUIRE_INLINE f32x16 rounded_to(f32x16 v, fp16) { return widened_fp16(round_to_fp16(v)); }
 
 // The bits of each element as a number.
@@ -126,12 +139,12 @@ inline void for_lanes(int64_t n, F f) {
 }
 
 template <class T>
-inline f32x16 load_up_to(const T* p, int n) {
+QUIRE_INLINE f32x16 load_up_to(const T* p, int n) {
   return n == LANES ? load(p) : load_part(p, n);
 }
 
 template <class T>
-inline void store_up_to(T* p, f32x16 v, int n) {
+QUIRE_INLINE void store_up_to(T* p, f32x16 v, int n) {
   if (n == LANES) store(p, v);
   else store_part(p, v, n);
 }
@@ -174,7 +187,7 @@ inline void transpose(u32x16* v) {
 }
 
 // 2^x to a relative 1.0e-7; 0 below -126, where float32 has no normal numbers left. x must be below 128.
-inline f32x16 exp2(f32x16 x) {
+QUIRE_INLINE f32x16 exp2(f32x16 x) {
   f32x16 clamped = larger(x, splat(-126.0f));
   const f32x16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
   f32x16 shifted = clamped + shift;
@@ -264,11 +277,38 @@ QUIRE_INLINE f32x16 dot<bf16>(f32x16 sum, u32x16 line, u32x16 word) {
 #endif
 }
 
-// What products multiply: float16 is widened first.
-template <class T>
-using Factor = std::conditional_t<std::is_same_v<T, fp16>, float, T>;
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool MULTIPLIES_BF16 = true;
+#else
+constexpr bool MULTIPLIES_BF16 = false;
+#endif
 
-// Lines of factors that a line of words becomes: of float16 two, of the first elements of the words and of the second.
+// sum + dot(line, word). With AVX2 the sum stays in its register: gcc 12 moves sums about until registers are short.
+template <class T>
+QUIRE_INLINE f32x16 add_dot(f32x16 sum, u32x16 line, u32x16 word) {
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>)
+    return each<f32x16>([&](auto i) {
+      f32x16::Part part = sum.parts[i];
+      asm("vfmadd231ps %2, %1, %0" : "+x"(part) : "x"(line.parts[i]), "x"(word.parts[i]));
+      return part;
+    });
+#endif
+  return dot<T>(sum, line, word);
+}
+
+// A line that the compiler does not keep in registers beyond its use, where sums occupy them.
+QUIRE_INLINE u32x16 read_again(const uint32_t* p) {
+  asm volatile("" : "+r"(p));
+  return load_words(p);
+}
+
+// What products multiply: float16 is widened first, and so is bfloat16 where no instruction multiplies it.
+template <class T>
+using Factor = std::conditional_t<std::is_same_v<T, bf16> && MULTIPLIES_BF16, bf16, float>;
+
+// Lines of factors that a line of words becomes: if they are widened two, of the first elements of the words and of the
+// second.
 template <class T>
 constexpr int UNPACKED = PAIR<T> / PAIR<Factor<T>>;
 
@@ -276,6 +316,8 @@ template <class T>
 QUIRE_INLINE void unpack(u32x16 words, u32x16* lines) {
   if constexpr (UNPACKED<T> == 1) {
     lines[0] = words;
+  } else if constexpr (std::is_same_v<T, bf16>) {
+    lines[0] = words << 16, lines[1] = words & 0xffff0000u;
   } else {
 #ifdef __AVX512F__
     typedef uint16_t Elements __attribute__((vector_size(64)));
@@ -288,6 +330,20 @@ QUIRE_INLINE void unpack(u32x16 words, u32x16* lines) {
 #else
     for (int i = 0; i < 2; i++) lines[i] = as<u32x16>(widened_fp16(low_halves(words >> 16 * i)));
 #endif
+  }
+}
+
+// One of these lines.
+template <class T>
+QUIRE_INLINE u32x16 unpack(u32x16 words, int i) {
+  if constexpr (UNPACKED<T> == 1) {
+    return words;
+  } else if constexpr (std::is_same_v<T, bf16>) {
+    return i ? words & 0xffff0000u : words << 16;
+  } else {
+    u32x16 lines[2];
+    unpack<T>(words, lines);
+    return lines[i];
   }
 }
 
