@@ -1,7 +1,8 @@
 """Quire and its peers on one model and one machine, in interleaved rounds, beside what the machine allows.
 
     python benchmarks/side_by_side.py --model DIR --out DIR --peer vllm=PYTHON --peer transformers=PYTHON
-        --peer openvino=PYTHON --openvino bf16=DIR int8=DIR --peer llamacpp=PYTHON --gguf bf16=FILE int8=FILE int4=FILE
+        --peer openvino=PYTHON --openvino bf16=DIR int8=DIR --peer llamacpp=PYTHON --peer ik=PYTHON
+        --gguf bf16=FILE int8=FILE int4=FILE
 
 PYTHON is the interpreter of an environment that has the peer: peers/README.md. Each run is a process of its own, and is
 kept in runs.jsonl as soon as it ends: the same command again goes on where it was interrupted, tries again what failed,
@@ -57,6 +58,7 @@ PLAN: dict[str, dict[str, tuple[str, ...]]] = {  # who runs what: no more than t
     "prefix": {"bf16": ("quire", "vllm", "openvino")},
     **{name: dict.fromkeys(DTYPES, FAST) for name in ("wide", "burst", "long", "turns")},
 }
+GGUF_PEERS = {"llamacpp": "bench_llamacpp.py", "ik": "bench_llamacpp.py"}  # one script has both libraries' names
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it runs on through the wood."
 MAX_MODEL_LEN = 8192
 PAUSE_S = 10
@@ -73,10 +75,11 @@ class Bench:
         self.a = a = arguments
         weights = {("vllm", "bf16"): a.model, ("transformers", "bf16"): a.model}
         weights |= {("openvino", dtype): path for dtype, path in a.openvino.items()}
-        weights |= {("llamacpp", dtype): path for dtype, path in a.gguf.items()}
+        weights |= {(peer, dtype): path for peer in GGUF_PEERS for dtype, path in a.gguf.items()}
         self.weights = {variant: path for variant, path in weights.items() if variant[0] in a.peer}
         self.flags = ["--max-model-len", str(min(MAX_MODEL_LEN, max_model_len))]
-        self.flags += ["--kv-cache-memory-bytes", str(a.kv_cache_bytes), *shlex.split(a.quire_args)]
+        self.flags += ["--kv-cache-memory-bytes", str(a.kv_cache_bytes), "--cpu-isa", a.cpu_isa]
+        self.flags += shlex.split(a.quire_args)
         self.logs = a.out / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
 
@@ -137,7 +140,8 @@ class Bench:
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         environment["HF_HUB_OFFLINE"] = "1"
         if run.engine in a.peer:
-            script, weights = HERE / "peers" / f"bench_{run.engine}.py", self.weights[run.engine, run.dtype]
+            script = HERE / "peers" / GGUF_PEERS.get(run.engine, f"bench_{run.engine}.py")
+            weights = self.weights[run.engine, run.dtype]
             return [a.peer[run.engine], str(script), str(weights), run.workload, str(a.threads)], environment
         environment["OMP_NUM_THREADS"] = str(a.threads)
         flags = [*self.flags, *([] if run.dtype == "bf16" else ["--quantization", run.dtype])]
@@ -324,7 +328,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, required=True, metavar="DIR", help="where runs, tables and picture go")
     add("--peer", type=_pair, action="append", default=[], metavar="NAME=PYTHON", help=", ".join(EVERYBODY[1:]))
     add("--openvino", type=_pair, nargs="+", default=[], metavar="DTYPE=DIR", help="what it runs")
-    add("--gguf", type=_pair, nargs="+", default=[], metavar="DTYPE=FILE", help="what llama.cpp runs")
+    add("--gguf", type=_pair, nargs="+", default=[], metavar="DTYPE=FILE", help="what llama.cpp and ik run")
     add("--dtypes", type=_names(DTYPES), default=list(DTYPES), metavar="LIST", help="Quire's (default: all)")
     add("--workloads", type=_names(workloads), default=workloads, metavar="LIST", help=",".join(workloads))
     add("--rounds", type=int, default=3, metavar="N", help="that count (default: 3)")
@@ -332,6 +336,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=os.cpu_count(), metavar="N", help="of every engine (default: all cores)")
     add("--kv-cache-bytes", type=int, default=3 << 30, metavar="N", help="Quire's KV cache (default: 3 GiB)")
     add("--timeout", type=float, default=1800, metavar="S", help="of one run (default: 1800)")
+    add("--cpu-isa", default="native", metavar="NAME", help="instruction set of Quire's kernels")
     add("--quire-args", default="", metavar="FLAGS", help="more flags for Quire, in one word")
     arguments = parser.parse_args(argv)
     arguments.peer = dict(arguments.peer)
@@ -364,7 +369,7 @@ def main(argv: list[str] | None = None) -> int:
     _adopt_orphans()
     model = Model(arguments.model)
     bench = Bench(arguments, model.config["max_position_embeddings"])
-    settings = {name: getattr(arguments, name) for name in ("threads", "kv_cache_bytes", "quire_args")}
+    settings = {name: getattr(arguments, name) for name in ("threads", "kv_cache_bytes", "cpu_isa", "quire_args")}
     settings |= {"model": str(arguments.model), "source": _source(), "machine": _machine()}
     records = run_all(bench, settings)
     print(write_report(bench, model, settings, records))

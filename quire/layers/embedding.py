@@ -18,7 +18,11 @@ class VocabParallelEmbedding:
         self.start, self.stop = self.group.share(vocab_size)
         shape = LinearShape((OutputPart(name, vocab_size, self.start, self.stop),), hidden_size, 0, hidden_size)
         self.table: LinearWeight
-        self.table = dense_weight(builder, shape) if is_head else DenseWeight(builder, shape, pack=False)
+        method = builder.method_of(name)
+        if is_head:
+            self.table = method(builder, shape) if method.has_tables else dense_weight(builder, shape)
+        else:
+            self.table = DenseWeight(builder, shape, pack=False)
         self.adapters = None
         if builder.adapters is not None and builder.adapters.change([shape]):
             self.adapters = LowRankEmbedding(builder, builder.adapters, name, vocab_size, hidden_size)
@@ -95,4 +99,4 @@ class LMHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] -> [rows, vocab], on every rank"""
-        return self.group.all_gather(self.weight(hidden, self.bias), self.vocab_size)
+        return self.group.all_gather(self.weight.logits(hidden, self.bias), self.vocab_size)

@@ -43,6 +43,10 @@ class LinearWeight(ABC):
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [tokens, in] -> x W^T + bias: [tokens, out]"""
 
+    def logits(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The same as a call, in float32 where the kernel does that at no cost."""
+        return self(x, bias)
+
     @abstractmethod
     def rows(self, ids: Tensor) -> Tensor:
         """The weights of the outputs `ids`, for a table that is both embedding and head: [len(ids), in]"""
@@ -53,7 +57,9 @@ class LinearWeight(ABC):
 
 
 class LinearMethod(Protocol):
-    """How the weight of a linear layer is stored."""
+    """How the weight of a linear layer is stored. has_tables: also that of an embedding that is the head, too."""
+
+    has_tables: bool
 
     def __call__(self, builder: Builder, shape: LinearShape) -> LinearWeight: ...
 
@@ -76,6 +82,7 @@ class DenseWeight(LinearWeight):
     """A plain matrix in the model's type. It is packed once it is loaded, if the kernel has a packed form."""
 
     lasting = "weight"
+    has_tables = False
 
     def __init__(self, builder: Builder, shape: LinearShape, pack: bool = True) -> None:
         self.linear = builder.kernels.linear

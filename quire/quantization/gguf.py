@@ -150,6 +150,7 @@ class GGUF(Scheme):
     type_of: from a tensor's name to its type. scale_of: to the number by which its values are multiplied.
     """
 
+    has_tables = True
     type_of: Callable[[str], TensorType]
     scale_of: Callable[[str], float]
 

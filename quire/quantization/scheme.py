@@ -50,6 +50,18 @@ class QuantizedWeight(LinearWeight):
             start = stop
         return torch.cat(outputs, dim=-1)
 
+    def logits(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """In float32 on CPUs, whose kernels round inputs to 8 bits and add in float32 whatever the type of x is.
+        Rounding logits to bfloat16 would make equals of tokens that are not."""
+        if x.is_cpu and self.is_packed:
+            return self(x.float(), bias if bias is None else bias.float())
+        return self(x, bias)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether all pieces are in the form of a kernel that multiplies codes."""
+        return not any(isinstance(piece, QuantizedMatrix | Tensor) for piece in self.pieces)
+
     def _multiply(self, x: Tensor, piece: Piece, bias: Tensor | None) -> Tensor:
         kernel = self.kernels.linear if isinstance(piece, Tensor) else self.kernels.quantized_linear
         out: Tensor = kernel(x, piece, bias)
@@ -70,6 +82,7 @@ class QuantizedWeight(LinearWeight):
 class Scheme(ABC):
     """One format with its options: the `LinearMethod` of the layers in that format. Equal options compare equal."""
 
+    has_tables = False
     marker: str  # the name of a tensor that a layer has if, and only if, it is quantized
 
     def __call__(self, builder: Builder, shape: LinearShape) -> LinearWeight:

@@ -214,6 +214,21 @@ def test_a_directory_with_one_model_is_that_model(small, tmp_path):
         make_llm(tmp_path)
 
 
+def test_a_table_that_is_also_the_head_keeps_its_codes_and_gives_logits_in_float32(small):
+    model = runner_of(make_llm(small, dtype="bfloat16")).model
+    assert isinstance(model.embedding.table, QuantizedWeight)
+    stored = next(t for t in gguf.GGUFReader(small).tensors if t.name == "token_embd.weight")
+    table = torch.from_numpy(meaning(stored.data, stored.tensor_type.name).copy())
+    assert stored.tensor_type == Type.Q8_0
+    assert torch.equal(model.embedding(torch.tensor(TEXT)), table[TEXT].bfloat16())
+
+    hidden = torch.randn(3, table.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = model.logits(hidden)
+    assert found.dtype is torch.float32
+    assert not torch.equal(found, found.bfloat16().float())
+    torch.testing.assert_close(found, hidden.float() @ table.T, rtol=0, atol=0.02 * float(found.abs().max()))
+
+
 def test_a_model_in_several_files_is_read_from_the_first(small, tmp_path):
     first, second, third = in_parts(small, tmp_path, 3)
     expected = teacher_forced_logits(make_llm(small), TEXT)
