@@ -3,7 +3,7 @@
     python -m benchmarks.bytes_of_axes [--ranks 4]
 
 The layers of a small model of the same architecture run on one rank, whose communicators write down what is sent and
-exchange nothing (`count`). quire_plan/exchanges.py has formulas for the same, and
+exchange nothing (`count`). quire/planner/exchanges.py has formulas for the same, and
 tests/bench/test_bytes_of_axes.py holds them against what was counted. The table has what the formulas say of the real
 shapes, in bfloat16.
 
@@ -33,8 +33,8 @@ from quire.layers.step_inputs import StepSize
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
 from quire.parallel.mesh import Communicator, Mesh
+from quire.planner.exchanges import Axes, Sent, boundary, ends, exchange, expected_exchange, layer
 from quire.worker.worker import Worker
-from quire_plan.exchanges import Axes, Sent, boundary, ends, exchange, expected_exchange, layer
 
 __all__ = ["Axes", "Sent", "boundary", "ends", "exchange", "layer"]  # tests take them from here
 BYTES = 2  # of an element, in bfloat16

@@ -188,7 +188,7 @@ def measure_weights(model: str | None, options: dict[str, Any], threads: int, ro
 
 
 def _engine_options(flags: list[str]) -> dict[str, Any]:
-    from quire_cli.flags import add_engine_flags, engine_options
+    from quire.cli.flags import add_engine_flags, engine_options
 
     parser = argparse.ArgumentParser()
     parser.set_defaults(model=None)

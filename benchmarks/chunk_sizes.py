@@ -23,8 +23,8 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from quire import LLM
+from quire.bench.claims import Sizes, _steps, _whale_among_streams, mixed
 from quire.scheduler.pace import Pace
-from quire_bench.claims import Sizes, _steps, _whale_among_streams, mixed
 
 BLUE, ORANGE = "#2563a8", "#e08a1e"
 DEFAULT = 512  # tokens of a step

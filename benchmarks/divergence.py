@@ -54,7 +54,7 @@ def windows_of(texts: list[list[int]], start: list[int], tokens: int, window: in
 
 
 def tokenize(model: Path, tokens: int, window: int) -> list[list[int]]:
-    from quire.loading.metadata import load_tokenizer
+    from quire.checkpoints.metadata import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     start = tokenizer.encode("")

@@ -20,14 +20,14 @@ import time
 from pathlib import Path
 
 from quire.ops.cpu.build import library
-from quire.system.folders import cache_folder
+from quire.platform.folders import cache_folder
 
 _PEER = """
 import sys
 from llama_cpp import Llama
 Llama(sys.argv[1], n_ctx=512, verbose=False)("Once upon a time", max_tokens=1)
 """
-_IMPORT = "from quire.system import lean_torch; lean_torch.prepare(); import torch"
+_IMPORT = "from quire.platform import lean_torch; lean_torch.prepare(); import torch"
 
 
 def timed(command: list[str], environment: dict[str, str]) -> tuple[float, float]:

@@ -268,7 +268,7 @@ def tiny_checkpoint(directory: Path) -> Path:
     """Qwen3's form, random weights that make it wander through the vocabulary, and the bundled model's tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from quire.loading.hub import bundled_model
+    from quire.checkpoints.hub import bundled_model
 
     torch.manual_seed(3)
     config = Qwen3Config(
@@ -319,7 +319,7 @@ def greedy_tokens(model: str, prompts: list[Any], device: str, **options: Any) -
 
 def two_ranks(device: str) -> None:
     """Two ranks say the same greedy text as one, with the bundled model. They share a card if there is only one."""
-    from quire.loading.hub import bundled_model
+    from quire.checkpoints.hub import bundled_model
 
     prompts = ["The sea is", "A sentence that goes on for a while and then", "One"]
     model = str(bundled_model())

@@ -263,7 +263,7 @@ def _stand_in(target: str | None) -> Any:
 
     from benchmarks.gpu.profiler import stand_in_profiler
     from benchmarks.gpu.tracing import stand_in
-    from quire.gpu.cards import CARDS
+    from quire.platform.gpu.cards import CARDS
 
     warnings.simplefilter("ignore")
     with stand_in(CARDS[target]) as device, stand_in_profiler(device):

@@ -17,15 +17,15 @@ from collections import deque
 from typing import Any
 
 from benchmarks.gpu.rates import HOST_OPERATION, HOST_STEP
-from quire.kvcache.specs import attention_spec
+from quire.kv.specs import attention_spec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput
 from quire.options.kv_compression import KVCompressionOptions
+from quire.planner.devices import DEVICES
 from quire.scheduler.compression import Compression
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
-from quire_plan.devices import DEVICES
 
 PARAMETERS, HIDDEN, LAYERS, TOKEN_BYTES, POOL_BYTES = 8e9, 4096, 32, 131_072, 54e9
 BANDWIDTH, PRODUCTS, ATTENTION = DEVICES["H100"].reached_bandwidth, 600e12, 400e12

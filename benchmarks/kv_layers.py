@@ -27,7 +27,7 @@ from benchmarks.disaggregation import ADDRESSES, Servers, namespaces, stream, wa
 PROMPT = 2000
 BYTES = PROMPT // 16 * 16 * 30 * 2 * 3 * 64 * 2  # bfloat16
 SHARES = (0.25, 0.5, 1.0, 2.0)
-WHOLE_STEPS = "from quire_transfer import store\nstore._PARTS = 1\n"
+WHOLE_STEPS = "from quire.transfer import store\nstore._PARTS = 1\n"
 
 
 async def measure(urls: list[str], rounds: int) -> list[list[float]]:

@@ -18,8 +18,8 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 import support.kv_peers as kv_peers
 from quire.messages.transfers import Peer, Transfer
+from quire.transfer.store import PeerStore
 from quire.worker.kv_transfer import Rows
-from quire_transfer.store import PeerStore
 
 MODEL = kv_peers.ModelModel(layers=28, heads=16, kv_heads=8, head_dim=128, block_size=16)
 NUM_BLOCKS = 200

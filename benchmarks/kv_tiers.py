@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.guard import CONFIG
 from quire import LLM, SamplingParams
-from quire.loading.hub import bundled_model
+from quire.checkpoints.hub import bundled_model
 
 PROMPT, NEXT, OUTPUT = 2000, 64, 16  # tokens
 BLOCK, LAYERS = 16, 28

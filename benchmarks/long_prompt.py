@@ -25,8 +25,8 @@ from side_by_side_limits import Model
 from tqdm import tqdm
 
 from quire import LLM
+from quire.bench.claims import _steps
 from quire.ops.cpu.linear import linear_cpu
-from quire_bench.claims import _steps
 
 MERGED = {"queries, keys and values": ("q_proj", "k_proj", "v_proj"), "gate and up": ("gate_proj", "up_proj")}
 ROWS = 512  # of a step, and of the products that are measured

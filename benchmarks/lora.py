@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from benchmarks.guard import CONFIG
 from benchmarks.peers.ordered_vllm import Vllm
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.loading.hub import bundled_model
+from quire.checkpoints.hub import bundled_model
 from quire.lora import LoRARequest
 
 SIZES = {"self_attn.q_proj": (2048, 1024), "self_attn.k_proj": (1024, 1024), "self_attn.v_proj": (1024, 1024),

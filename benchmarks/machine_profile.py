@@ -25,7 +25,7 @@ from tqdm import tqdm
 from quire import LLM, SamplingParams
 from quire.models.description import describe
 from quire.ops.cpu.build import choose_instruction_set, library
-from quire.system.machine_profile import MachineProfile
+from quire.platform.machine_profile import MachineProfile
 from quire.worker.machine_defaults import SIZES, USUAL, WITHIN, Estimate, work_of
 from quire.worker.machine_speed import SECONDS, KernelProbe, Measurement, Point, Sample, thread_counts
 

@@ -24,7 +24,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import product
 
-from quire.kvcache.specs import attention_spec
+from quire.kv.specs import attention_spec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
@@ -140,7 +140,7 @@ def measure(model: str, streams: int, requests: int, layers: list[int]) -> None:
     import psutil
 
     from quire import LLM, SamplingParams
-    from quire.loading.hub import bundled_model
+    from quire.checkpoints.hub import bundled_model
 
     llm = LLM(
         model, load_format="dummy", tokenizer=str(bundled_model()), pipeline_parallel_size=2, pipeline_layers=layers,

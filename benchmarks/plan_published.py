@@ -4,7 +4,7 @@
 
 Each row is simulated as it was measured: so many requests at once, or so many at a time, with prompts and outputs of
 the lengths that are stated, the layout, the type of the weights, and the engine's limits as far as they are known.
-Counted times say what the devices need, by the shares in quire_plan/devices.toml; what the other engines' hosts add is
+Counted times say what the devices need, by the shares in quire/planner/devices.toml; what the other engines' hosts add is
 not in them. Tables are not chosen by how well they agree.
 """
 
@@ -16,14 +16,14 @@ from statistics import median
 
 from benchmarks.gpu.shapes import SHAPES
 from quire.models.registry import spec_of
+from quire.planner.counted import Counted
+from quire.planner.devices import DEVICES
+from quire.planner.layout import Layout, Stages
+from quire.planner.memory import EngineOptions, kv_groups, memory_of
+from quire.planner.simulate import Replica, simulate
+from quire.planner.sizes import Footprint, parameters_of
+from quire.planner.traffic import Arrival, Traffic
 from quire.scheduler.limits import SchedulerLimits
-from quire_plan.counted import Counted
-from quire_plan.devices import DEVICES
-from quire_plan.layout import Layout, Stages
-from quire_plan.memory import EngineOptions, kv_groups, memory_of
-from quire_plan.simulate import Replica, simulate
-from quire_plan.sizes import Footprint, parameters_of
-from quire_plan.traffic import Arrival, Traffic
 
 TRT = "TensorRT-LLM, performance overview of v1.0 (docs/source/performance/perf-overview.md)"
 NIM = "NVIDIA NIM 1.8.0 (docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance)"

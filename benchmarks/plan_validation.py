@@ -22,17 +22,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.shapes import SHAPES, write_config
+from quire.checkpoints.hub import bundled_model
+from quire.cli.models.facts import facts_of
 from quire.engine.llm import LLM
-from quire.loading.hub import bundled_model
-from quire_cli.models.facts import facts_of
-from quire_plan.counted import Counted
-from quire_plan.devices import DEVICES
-from quire_plan.fitted import VERSION, Fit, Fitted, Sample, shape_of
-from quire_plan.layout import Layout
-from quire_plan.measure import StepClock, machine_name, measure
-from quire_plan.memory import kv_groups
-from quire_plan.simulate import Replica, simulate
-from quire_plan.traffic import Arrival, Traffic
+from quire.planner.counted import Counted
+from quire.planner.devices import DEVICES
+from quire.planner.fitted import VERSION, Fit, Fitted, Sample, shape_of
+from quire.planner.layout import Layout
+from quire.planner.measure import StepClock, machine_name, measure
+from quire.planner.memory import kv_groups
+from quire.planner.simulate import Replica, simulate
+from quire.planner.traffic import Arrival, Traffic
 
 ROUNDS = 3
 GOAL = 0.10
@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # config an
     "qwen3-0.6b": (SHAPES["qwen3-0.6b"], {}),
 }
 OPTIONS = {"max_model_len": 1536, "max_num_seqs": 32, "enable_prefix_caching": False, "async_scheduling": False}
-WORKLOADS = {  # requests, tokens of prompts, tokens of outputs: other numbers than those of quire_plan/measure.py
+WORKLOADS = {  # requests, tokens of prompts, tokens of outputs: other numbers than those of quire/planner/measure.py
     "3 streams": (3, (100, 300), (30, 60)),
     "11 requests": (11, (30, 700), (10, 60)),
     "27 requests": (27, (20, 400), (10, 50)),

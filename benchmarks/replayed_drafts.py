@@ -27,7 +27,7 @@ from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
 from benchmarks.guard import CONFIG
 from quire import LLM, SamplingParams
-from quire.loading.hub import bundled_model
+from quire.checkpoints.hub import bundled_model
 
 QWEN3 = CONFIG | {"num_hidden_layers": 28}
 HEADS: dict[str, dict[str, Any]] = {

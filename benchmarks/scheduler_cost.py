@@ -15,7 +15,7 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from quire.kvcache.specs import KVCacheSpec, attention_spec
+from quire.kv.specs import KVCacheSpec, attention_spec
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput

@@ -23,8 +23,8 @@ from unittest import mock
 
 from benchmarks.guard import CONFIG
 from quire import LLM, SamplingParams
-from quire_bench.claims import ARTICLES, with_schema, without_schema
-from quire_structured.guidance import GuidanceMatcher
+from quire.bench.claims import ARTICLES, with_schema, without_schema
+from quire.structured.guidance import GuidanceMatcher
 
 
 def make_llm(model: str, qwen: bool) -> LLM:

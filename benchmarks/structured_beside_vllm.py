@@ -30,8 +30,8 @@ from ordered_vllm import Vllm
 
 from quire import LLM, SamplingParams
 from quire._version import __version__
-from quire_bench.claims import ARTICLES, SCHEMA
-from quire_structured.guidance import GuidanceMatcher
+from quire.bench.claims import ARTICLES, SCHEMA
+from quire.structured.guidance import GuidanceMatcher
 
 MAX_TOKENS, THREADS = 128, 2
 Schema = dict[str, Any] | None

@@ -23,8 +23,8 @@ from quire.models.heads.resolve import with_files
 
 def server(options: dict[str, Any]) -> FastAPI:
     """The HTTP API on an engine that starts and ends with it."""
-    from quire_server.app import create_app
-    from quire_server.http_server import create_llm
+    from quire.server.app import create_app
+    from quire.server.http_server import create_llm
 
     config = ServerConfig.create(served_model_name=[options.pop("served_model_name", options.get("model"))])
     llm, names = create_llm(CoreClient(*with_files(EngineConfig.create(**options))), config)

@@ -32,7 +32,7 @@ STRUCTURED_OUTPUTS: dict[str, tuple[Any, ...]] = {
     "disable_fallback": (False, True),
     "enable_in_reasoning": (False,),
 }
-STRUCTURED_OUTPUTS_SECONDS = ("cpu_seconds", "total_seconds")  # quire_structured/workers.py has their defaults
+STRUCTURED_OUTPUTS_SECONDS = ("cpu_seconds", "total_seconds")  # quire/structured/workers.py has their defaults
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class EngineConfig:
             message = f"kv_cache_dtype={kv_dtype!r} needs dtype={kv_dtype!r}, but dtype is {dtype!r}; leave one at auto"
             raise ConfigError(message)
         if self.model.model_impl == "transformers":
-            import_module("quire_transformers.limits").check(self)
+            import_module("quire.options.transformers").check(self)
         if self.lora.enable_lora and self.model.torch_compile:
             raise ConfigError("enable_lora and torch_compile exclude each other; leave one of the two out")
         drafts = self.scheduler.speculation

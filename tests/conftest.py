@@ -134,7 +134,7 @@ def _log_unconfigured() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _patient_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar is given up after ten seconds, which other processes can take up."""
-    monkeypatch.setattr("quire_structured.workers.TOTAL_LIMIT", LONGEST)
+    monkeypatch.setattr("quire.structured.workers.TOTAL_LIMIT", LONGEST)
 
 
 def _forget_log() -> None:

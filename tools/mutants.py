@@ -61,15 +61,15 @@ PACKAGES = {
         "tests/scheduler/test_scheduler.py tests/scheduler/test_[!s]*.py tests/scheduler/test_*.py",
     ),
     "kvcache": Package(
-        "quire/kvcache/*.py",
-        "tests/kvcache/test_*.py tests/scheduler/test_s*r.py tests/engine/test_tiers.py tests/scheduler/test_*.py",
+        "quire/kv/*.py",
+        "tests/kv/test_*.py tests/scheduler/test_s*r.py tests/engine/test_tiers.py tests/scheduler/test_*.py",
     ),
     "sampling": Package("quire/sampling/*.py", "tests/sampling/test_*.py tests/engine/test_sampling_features.py"),
     "parsing": Package(
-        "quire_parsing/*.py", "tests/parsing/test_[!a]*.py tests/parsing/test_answer.py tests/parsing/test_*.py"
+        "quire/parsing/*.py", "tests/parsing/test_[!a]*.py tests/parsing/test_answer.py tests/parsing/test_*.py"
     ),
     "protocol": Package(
-        "quire_server/protocol.py quire_server/fields.py quire_server/messages.py quire_server/bodies.py",
+        "quire/server/protocol.py quire/server/fields.py quire/server/messages.py quire/server/bodies.py",
         """tests/server/test_vllm_fields.py tests/server/test_malformed.py tests/server/test_completions.py
         tests/server/test_chat.py tests/server/test_structured_answers.py tests/server/test_large_bodies.py
         tests/server/test_usage.py""",

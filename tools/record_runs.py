@@ -1,7 +1,7 @@
 """Records the runs that the page's player shows: the bundled model, with blocks of 4 tokens, so that there is much to
 see.
 
-    python tools/record_runs.py                   # writes quire_page/static/runs.json
+    python tools/record_runs.py                   # writes quire/server/page/static/runs.json
 
 A run is recorded where the worker flattens each step, so what is shown is what the model computes.
 """
@@ -18,7 +18,7 @@ from quire import LLM, SamplingParams
 from quire.executor.uniproc import UniprocExecutor
 from quire.scheduler.request import Request
 
-TARGET = Path(__file__).parent.parent / "quire_page" / "static" / "runs.json"
+TARGET = Path(__file__).parent.parent / "quire" / "server" / "page" / "static" / "runs.json"
 BLOCK = 4
 
 

@@ -63,8 +63,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quire import LLM, SamplingParams
-from quire_multimodal.families.base import Placed, Prepared
-from quire_multimodal.families.qwen_vl import Pictures
+from quire.multimodal.families.base import Placed, Prepared
+from quire.multimodal.families.qwen_vl import Pictures
 
 BUNDLED = demo.REPOSITORY / "quire/demo/model"
 # No UTF-8 text has the bytes from 0xfc on, so their tokens can stand for something else.

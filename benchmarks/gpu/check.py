@@ -35,16 +35,16 @@ from typing import Any
 from benchmarks.gpu.cases import Case, all_cases
 from benchmarks.gpu.report import failures, write_report
 from benchmarks.gpu.tracing import TracedStandIn, stand_in
-from quire.gpu.cards import CARDS
 from quire.options.declaration import ConfigError
+from quire.platform.gpu.cards import CARDS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/gpu-compiled.jsonl"
-KERNELS = ("quire_triton/*.py",)
-JUDGES = ("quire_triton/tiles.py", "quire/attention/tiles.py", "benchmarks/gpu/rules.py")  # of all kernels
+KERNELS = ("quire/ops/triton/*.py",)
+JUDGES = ("quire/ops/triton/tiles.py", "quire/attention/tiles.py", "benchmarks/gpu/rules.py")  # of all kernels
 _DEFINITION = re.compile(r"^def (\w+)\(", re.MULTILINE)
 _IMPORTS = re.compile(rb"^(from|import) .*\n", re.MULTILINE)  # files may move
-_IMPORT = re.compile(r"^from quire_triton\.(\w+) import", re.MULTILINE)
+_IMPORT = re.compile(r"^from quire.ops.triton\.(\w+) import", re.MULTILINE)
 TIME_LIMIT = 1800  # seconds of a case
 
 Result = dict[str, Any]
@@ -56,7 +56,7 @@ def _files() -> dict[str, set[Path]]:
     files: dict[str, set[Path]] = defaultdict(set)
     for path in (path for pattern in KERNELS for path in ROOT.glob(pattern)):
         text = path.read_text()
-        imported = {ROOT / f"quire_triton/{name}.py" for name in _IMPORT.findall(text)}
+        imported = {ROOT / f"quire/ops/triton/{name}.py" for name in _IMPORT.findall(text)}
         for name in _DEFINITION.findall(text):
             files[name] |= {path, *imported}
     return files

@@ -202,7 +202,7 @@ def try_tiles(launch: Launch, clock: Callable[[Callable[[], object]], float]) ->
 @contextlib.contextmanager
 def attention_tile(**changes: int) -> Iterator[None]:
     """Let attention backends that are made within this block take tiles with these changes. See attention/tiles.py."""
-    from quire_triton import attention_backend as attention
+    from quire.attention.triton import attention_backend as attention
 
     choose = attention.choose_tiles
 

@@ -209,7 +209,7 @@ def _simple(launch: Launch, rates: Rates) -> Work:
 
 
 def _product_of_few(launch: Launch, rates: Rates) -> Work:
-    """A product with dense weights (quire_triton/linear.py), whose rows are in one tile."""
+    """A product with dense weights (quire/ops/triton/linear.py), whose rows are in one tile."""
     code, named = read(launch.kernel), launch.arguments
     rows, outs, steps = named["rows"], named["OUTS"], math.ceil(named["span"] / named["INS"])
     programs, size = math.prod(launch.grid), named["codes"].element_size()

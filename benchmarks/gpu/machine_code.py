@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import platformdirs
 
-from quire.gpu.cards import Card
+from quire.platform.gpu.cards import Card
 
 _WARPGROUP = re.compile(r"^[HIQ]GMMA")
 _TENSOR_MEMORY = re.compile(r"^UTC\w*MMA")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import warnings
 
-from quire.gpu.cards import CARDS
-from quire_cli.stand_in import stand_in
+from quire.cli.stand_in import stand_in
+from quire.platform.gpu.cards import CARDS
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quire.gpu.cards import CARDS, Card
-from quire_plan.devices import DEVICES, KINDS
+from quire.planner.devices import DEVICES, KINDS
+from quire.platform.gpu.cards import CARDS, Card
 
 KIB, MIB, GIB, TERA = 2**10, 2**20, 2**30, 1e12
 
@@ -71,7 +71,7 @@ STORE = 0.25e-6  # from the last result of a program to the end of the program
 
 
 def _rates(name: str, card: Card, *others: float) -> Rates:
-    """A card of quire_plan/devices.toml. others: what that table does not have."""
+    """A card of quire/planner/devices.toml. others: what that table does not have."""
     device = DEVICES[name]
     clock, l2_size, synchronous, fma = others
     return Rates(card, device.bandwidth, device.rates["bf16"], clock, int(l2_size), device.kind.product_share,

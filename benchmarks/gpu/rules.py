@@ -9,7 +9,7 @@ from typing import Any
 import triton
 
 from benchmarks.gpu.machine_code import THREADS, MachineCode, Product, read
-from quire.gpu.cards import Card
+from quire.platform.gpu.cards import Card
 
 WIDE = 16  # bytes that a thread shall load at once
 # Arguments of kernels with products that hold keys and values, or weights.

@@ -233,7 +233,7 @@ def few_layers(name: str) -> Config:
 
 def write_config(directory: Path, config: Config) -> Path:
     """A checkpoint without weights, for --load-format dummy; the tokenizer is the bundled model's."""
-    from quire.loading.hub import bundled_model
+    from quire.checkpoints.hub import bundled_model
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))

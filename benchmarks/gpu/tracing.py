@@ -1,4 +1,4 @@
-"""The stand-in for a GPU (quire_cli/stand_in.py), with a record of what the engine launches and compiles."""
+"""The stand-in for a GPU (quire/cli/stand_in.py), with a record of what the engine launches and compiles."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from quire.gpu.cards import Card
-from quire_cli import stand_in as plain
+from quire.cli import stand_in as plain
+from quire.platform.gpu.cards import Card
 
 
 @dataclass
@@ -70,7 +70,7 @@ class _Graph:
 
 @contextlib.contextmanager
 def stand_in(card: Card, count: int = 1) -> Iterator[TracedStandIn]:
-    """As quire_cli.stand_in.stand_in."""
+    """As quire.cli.stand_in.stand_in."""
     import triton
 
     device = TracedStandIn(card)

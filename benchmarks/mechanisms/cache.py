@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from benchmarks.mechanisms.engine import Arrival, engine, run, tokens
 from benchmarks.mechanisms.plot import BLUE, GREEN, GREY, ORANGE, RED, VIOLET, axes, label_bars
 
-RUNS = Path(__file__).parents[2] / "quire_page" / "static" / "runs.json"
+RUNS = Path(__file__).parents[2] / "quire" / "server" / "page" / "static" / "runs.json"
 BLOCK, LONGEST = 16, 2048
 
 
@@ -71,7 +71,7 @@ def measure_slot_mapping() -> Any:
         [{name: part[name] for name in ("id", "slots", "table", "positions")} for part in step["parts"]]
         for step in run["steps"][:2]
     ]
-    return {"source": "quire_page/static/runs.json", "block_size": run["block_size"], "steps": steps}
+    return {"source": "quire/server/page/static/runs.json", "block_size": run["block_size"], "steps": steps}
 
 
 def measure_prefix_caching() -> Any:

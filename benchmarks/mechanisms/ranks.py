@@ -14,7 +14,7 @@ from benchmarks.mechanisms.plot import BLUE, GREEN, GREY, ORANGE, axes, label_ba
 from benchmarks.pipeline_idle import CPU, idle_shares
 from benchmarks.pipeline_idle import MODELS as TIMES
 from quire.engine.router import Router, token_pieces
-from quire.kvcache.specs import attention_spec
+from quire.kv.specs import attention_spec
 from quire.layers.attention_spec import AttentionSpec
 from quire.layers.specs import MoESpec
 from quire.messages.engine import EngineCoreRequest

@@ -5,7 +5,7 @@ import argparse
 from workloads import Requests, measure
 
 from quire import LLM, SamplingParams, __version__
-from quire_cli.flags import add_engine_flags, engine_options
+from quire.cli.flags import add_engine_flags, engine_options
 
 
 def main() -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from quire.checkpoints.gguf import read_gguf
+from quire.checkpoints.gguf_checkpoint import GgufCheckpoint
+from quire.checkpoints.gguf_models import gguf_config, gguf_generation_config, gguf_tensors
 from quire.layers.build import WeightSlot
-from quire.loading.gguf import read_gguf
-from quire.loading.gguf_checkpoint import GgufCheckpoint
-from quire.loading.gguf_models import gguf_config, gguf_generation_config, gguf_tensors
 from quire.text.gguf_tokenizer import gguf_tokenizer
 from quire.text.tokenizer import Tokenizer
 

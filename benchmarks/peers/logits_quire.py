@@ -12,7 +12,7 @@ import torch
 from distances import Distances, read_windows
 
 from quire import LLM, SamplingParams, __version__
-from quire_cli.flags import add_engine_flags, engine_options
+from quire.cli.flags import add_engine_flags, engine_options
 
 
 def main() -> None:

@@ -5,12 +5,12 @@ from importlib import import_module
 from quire.attention.base import AttentionBackend, AttentionShape
 from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 from quire.ops import HAS_TRITON
 
 BACKENDS: list[type[AttentionBackend]] = [CpuAttention, ReferenceAttention]  # best first
 if HAS_TRITON:
-    BACKENDS = [*import_module("quire_triton.backends").BACKENDS, *BACKENDS]
+    BACKENDS = [*import_module("quire.attention.triton.backends").BACKENDS, *BACKENDS]
 
 # vLLM's names, with the nearest backend of Quire. They are preferences: a command line that has one starts anywhere.
 VLLM_BACKENDS = {

@@ -3,7 +3,7 @@
 import torch
 
 from quire.attention.base import CacheBackend, StepLayout
-from quire.kvcache.specs import StateShape
+from quire.kv.specs import StateShape
 from quire.ops.reference.states import StatePlan
 
 

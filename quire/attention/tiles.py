@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quire.attention.base import AttentionShape
-from quire.gpu.cards import Card
+from quire.platform.gpu.cards import Card
 
 
 @dataclass(frozen=True)

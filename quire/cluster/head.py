@@ -33,7 +33,7 @@ from quire.cluster.outbox import Outbox
 from quire.cluster.secret import Admission, ClusterSecret
 from quire.config import ConfigError
 from quire.messages.errors import error_text
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 
 SILENCE_SECONDS = 5.0  # a node that sends nothing for this long is lost
 _TICK_MILLISECONDS = 200

@@ -6,7 +6,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 
 _REPEAT_SECONDS = 10.0  # between two log lines
 _EVENTS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH

@@ -12,7 +12,7 @@ from quire.cluster.outbox import Outbox
 from quire.cluster.secret import ClusterSecret
 from quire.config import ConfigError
 from quire.messages.errors import error_text
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 
 SILENCE_SECONDS = 10.0  # a session has ended if the head sends nothing for this long
 _TICK_MILLISECONDS = 200

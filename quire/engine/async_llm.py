@@ -38,10 +38,10 @@ from quire.messages.lora import Adapter, LoRARequest
 from quire.messages.outputs import PoolingRequestOutput, RequestOutput
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
-from quire.metrics.engine import EngineMetrics
-from quire.metrics.logging import logger
 from quire.models.heads.resolve import with_files
-from quire.system.untrusted.limits import BusyError
+from quire.observability.engine import EngineMetrics
+from quire.observability.logging import logger
+from quire.platform.untrusted.limits import BusyError
 from quire.text.tokenizer import Tokenizer
 
 SLICE = 32  # outputs of a step that are detokenized before other callers get a turn
@@ -361,15 +361,15 @@ class AsyncLLM:
             task.add_done_callback(self._pinning.discard)
 
     async def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Record the steps of all cores, see quire_profile. profile_prefix: of the traces' names. Raises ValueError."""
-        await import_module("quire_profile.client").start(self.client, profile_prefix)
+        """Record the steps of all cores, see quire.observability.profiling. profile_prefix: of the traces' names. Raises ValueError."""
+        await import_module("quire.observability.profiling.client").start(self.client, profile_prefix)
 
     async def stop_profile(self) -> int:
         """Returns how many cores have written their traces. Raises ValueError if none has."""
-        return int(await import_module("quire_profile.client").stop(self.client))
+        return int(await import_module("quire.observability.profiling.client").stop(self.client))
 
     async def look(self, viewer: str) -> list[bytes]:
-        """What each core does, in JSON, see quire_page. viewer: who asks. Raises EngineDeadError."""
+        """What each core does, in JSON, see quire.server.page. viewer: who asks. Raises EngineDeadError."""
         return await self.client.carry_out(Look(viewer))
 
     async def check_health(self) -> None:

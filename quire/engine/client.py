@@ -17,13 +17,13 @@ from quire.engine.machine import Machine
 from quire.engine.tiers import make_tiers
 from quire.executor.choice import make_executor, uses_gpu
 from quire.executor.threads import limit_threads
-from quire.kvcache.hashing import hash_root
-from quire.kvcache.specs import KVCacheSize
+from quire.kv.hashing import hash_root
+from quire.kv.specs import KVCacheSize
 from quire.lora.gate import AdapterGate
 from quire.messages.engine import MeetingPlace
-from quire.metrics.logging import logger
 from quire.models.description import describe
 from quire.models.spec import DecoderSpec
+from quire.observability.logging import logger
 from quire.parallel.mesh import Communicator
 from quire.scheduler.compression import Compression
 from quire.scheduler.encoding import EncoderCache
@@ -32,13 +32,13 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.pace import Pace
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
-from quire.speculative.choice import make_proposer
-from quire.speculative.lengths import DraftLengths
+from quire.speculation.choice import make_proposer
+from quire.speculation.lengths import DraftLengths
+from quire.structured.backends import check_backend, load_backend
+from quire.structured.gate import GrammarGate, Loaded
 from quire.worker.compression import check_compression
 from quire.worker.context import check_context
 from quire.worker.machine_defaults import Estimate
-from quire_structured.backends import check_backend, load_backend
-from quire_structured.gate import GrammarGate, Loaded
 
 if TYPE_CHECKING:
     from quire.engine.kv_events import KVEvents
@@ -175,13 +175,13 @@ def make_core(
 
     def load_grammars() -> Loaded:
         # The text side is not imported before it is needed: a core in a process of its own is ready earlier.
+        from quire.checkpoints.hub import tokenizer_directory
+        from quire.checkpoints.metadata import load_tokenizer
         from quire.engine.frontend import generation_config
         from quire.engine.processor import end_of_sequence
-        from quire.loading.hub import tokenizer_directory
-        from quire.loading.metadata import load_tokenizer
-        from quire.system.untrusted.pool import shared_pool
-        from quire_structured.vocabulary import Vocabulary
-        from quire_structured.workers import GrammarCompiler
+        from quire.platform.untrusted.pool import shared_pool
+        from quire.structured.vocabulary import Vocabulary
+        from quire.structured.workers import GrammarCompiler
 
         options = config.model
         tokenizer = load_tokenizer(tokenizer_directory(options, directory))
@@ -214,7 +214,7 @@ def make_core(
             encoders=_encoders(config, spec, limits),
         )  # fmt: skip
         if config.profile.enable_layerwise_nvtx_tracing:
-            import_module("quire_profile.ranges").mark_core(scheduler)
+            import_module("quire.observability.profiling.ranges").mark_core(scheduler)
         kv_events = _kv_events(config, kv, rank)
         if config.cache.transfer is not None and kv.specs:
             plugin = import_module(f"{config.cache.transfer.kv_connector_module_path}.exchange")

@@ -15,7 +15,7 @@ from quire.engine.progress import Progress
 from quire.engine.trials import TrialGate
 from quire.engine.wake_up import WakeUp as WakeUpFlag
 from quire.executor.base import Executor
-from quire.kvcache.hashing import hash_root
+from quire.kv.hashing import hash_root
 from quire.messages.changes import (
     Command,
     Pause,
@@ -33,7 +33,7 @@ from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest
 from quire.messages.errors import EngineDeadError as EngineDeadError
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 from quire.scheduler.pins import PinnedPrefixes
 from quire.scheduler.scheduler import Scheduler
 
@@ -335,7 +335,7 @@ class EngineCore:
         elif isinstance(command, Sleep):
             self._sleep(command)
         elif isinstance(command, Profile):
-            self._profiler = self._profiler or import_module("quire_profile.core").CoreProfiler(self)
+            self._profiler = self._profiler or import_module("quire.observability.profiling.core").CoreProfiler(self)
             self._profiler.obey(command)
         elif isinstance(command, WakeUp) and not self._asleep:
             pass
@@ -450,7 +450,7 @@ class EngineCore:
     def look(self, viewer: str) -> bytes:
         """See Look. Nothing is recorded before the first look."""
         if self._observer is None:
-            self._observer = import_module("quire_page.observer").Observer(self)
+            self._observer = import_module("quire.engine.observation.observer").Observer(self)
         answer: bytes = self._observer.look(viewer)
         return answer
 

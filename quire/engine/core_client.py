@@ -33,7 +33,7 @@ from quire.messages.engine import (
     FinishReason,
 )
 from quire.messages.errors import EngineDeadError
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 
 _DRAIN_MILLISECONDS = 50  # within which the last outputs of a lost core arrive
 _MOST_DRAIN_SECONDS = 1.0

@@ -20,16 +20,16 @@ from quire.cluster.addresses import interface_variables
 from quire.cluster.secret import MOST_MESSAGE_BYTES, Admission, ClusterSecret
 from quire.config import EngineConfig
 from quire.engine.progress import Beats, Progress
-from quire.kvcache.tiers import MEMORY_VARIABLE
+from quire.kv.tiers import MEMORY_VARIABLE
 from quire.messages import engine as messages
 from quire.messages.changes import Look, Pause, TrainerOrder
 from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, MeetingPlace
 from quire.messages.errors import EngineDeadError, error_text
-from quire.metrics.logging import LogOptions, configure_logging, logger
-from quire.system import lean_torch
-from quire.system.ending import leave_end_to_parent
-from quire.system.garbage import skip_last_collection
-from quire.system.stacks import FOLDER_VARIABLE, offer_stacks
+from quire.observability.logging import LogOptions, configure_logging, logger
+from quire.platform import lean_torch
+from quire.platform.ending import leave_end_to_parent
+from quire.platform.garbage import skip_last_collection
+from quire.platform.stacks import FOLDER_VARIABLE, offer_stacks
 
 if TYPE_CHECKING:  # the parent of the process imports this file, too
     from quire.engine.core import EngineCore

@@ -19,13 +19,13 @@ from quire.engine.core_process import JOURNAL, PATIENCE_SECONDS, core_address, r
 from quire.engine.fellows import Fellows, LocalMeetings, Meetings
 from quire.engine.progress import Watchdog
 from quire.engine.trials import read_journal
-from quire.kvcache.kept_memory import KeptMemory
+from quire.kv.kept_memory import KeptMemory
 from quire.messages import engine as messages
 from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreReady, CoreUp
 from quire.messages.errors import error_text
-from quire.metrics.logging import log_options, logger
-from quire.system.folders import private_folder
-from quire.system.stacks import collect_stacks
+from quire.observability.logging import log_options, logger
+from quire.platform.folders import private_folder
+from quire.platform.stacks import collect_stacks
 
 if TYPE_CHECKING:
     from quire.engine.remote_cores import RemoteCores

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
+from quire.checkpoints.metadata import hf_config
 from quire.config import EngineConfig
-from quire.loading.metadata import hf_config
 
 LAYOUT_VERSION = 1  # raise it when the meaning of a block's bytes changes
 

@@ -5,25 +5,25 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.checkpoints.hub import tokenizer_directory
+from quire.checkpoints.metadata import load_generation_config, load_tokenizer
 from quire.config import ConfigError, EngineConfig, ModelConfig
 from quire.engine.pooling import PoolingProcessor
 from quire.engine.processor import GGUF_CHAT_DEFAULTS, Processor, Prompt, PromptFields
-from quire.loading.hub import tokenizer_directory
-from quire.loading.metadata import load_generation_config, load_tokenizer
 from quire.lora.files import find_adapter
 from quire.messages.errors import error_text
 from quire.messages.lora import Adapter, LoRARequest
 from quire.models.description import describe
 from quire.models.spec import DecoderSpec
 from quire.options.declaration import imported
-from quire_parsing.reasoning import REASONING
-from quire_parsing.recognition import recognized
-from quire_parsing.suffixes import of_checkpoint
+from quire.parsing.reasoning import REASONING
+from quire.parsing.recognition import recognized
+from quire.parsing.suffixes import of_checkpoint
 
 if TYPE_CHECKING:
+    from quire.multimodal.processor import MediaProcessor
     from quire.sampling.logits_processors import LogitsProcessor
     from quire.text.chat_template import ChatRendering
-    from quire_multimodal.processor import MediaProcessor
 
 Message = Mapping[str, Any]
 
@@ -84,7 +84,7 @@ class Frontend:
             return None
         tokens = scheduler.tokens_of_a_step(gpu=False)  # the least that it can be
         limits = options.limits(tokens, min(scheduler.long_prefill_token_threshold or tokens, tokens))
-        make = import_module("quire_multimodal.processor").MediaProcessor
+        make = import_module("quire.multimodal.processor").MediaProcessor
         processor: MediaProcessor = make(spec.media, self.directory, self.tokenizer, limits, options, spec.hidden_size)
         return processor
 

@@ -16,8 +16,8 @@ from quire.engine.fellows import Meetings
 from quire.executor.agreement import facts, versions
 from quire.messages.engine import Begin, CoreDied, CoreEvent, CoreUp, MeetingPlace
 from quire.messages.errors import error_text
-from quire.metrics.logging import logger
-from quire.system.ending import end_if_told, end_signals
+from quire.observability.logging import logger
+from quire.platform.ending import end_if_told, end_signals
 
 _orders = msgspec.msgpack.Decoder(Begin)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from quire.executor.base import Executor
 from quire.messages.engine import EngineCoreRequest
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 from quire.ops.cpu.background import Background
 
 

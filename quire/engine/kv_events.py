@@ -9,8 +9,8 @@ import msgspec
 import zmq
 
 from quire.config import ConfigError
-from quire.kvcache.block_pool import HashedTokens
-from quire.kvcache.specs import ChunkedSpec, KVCacheSpec, LatentSpec, SlidingWindowSpec, StateSpec
+from quire.kv.block_pool import HashedTokens
+from quire.kv.specs import ChunkedSpec, KVCacheSpec, LatentSpec, SlidingWindowSpec, StateSpec
 from quire.messages.errors import error_text
 from quire.messages.kv_events import (
     END_OF_REPLAY,
@@ -20,7 +20,7 @@ from quire.messages.kv_events import (
     KVCacheEvent,
     KVEventBatch,
 )
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 from quire.options.kv_events import KVEventOptions, of_rank
 
 MEDIUM = "GPU"

@@ -43,12 +43,12 @@ from quire.messages.outputs import (
 from quire.messages.pooling_params import PoolingParams, PoolingTask
 from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.models.heads.resolve import with_files
-from quire.system.untrusted.limits import BusyError
+from quire.platform.untrusted.limits import BusyError
 from quire.text.hf_tokenizer import HFTokenizer
 
 if TYPE_CHECKING:  # imports prometheus_client, which only an LLM that keeps statistics needs
-    from quire.metrics.engine import EngineMetrics
-    from quire.metrics.reader import Metric
+    from quire.observability.engine import EngineMetrics
+    from quire.observability.reader import Metric
 
 LoRA = LoRARequest | Sequence[LoRARequest | None] | None  # the adapter of all prompts, or one for each
 Progress = bool | Callable[..., Any]  # whether to show a progress bar, or the class to use, such as tqdm
@@ -70,7 +70,7 @@ class LLM:
     ) -> None:
         config = EngineConfig.create(model=None if model is None else str(model), **options)
         if not disable_log_stats:
-            from quire.metrics.engine import EngineMetrics
+            from quire.observability.engine import EngineMetrics
 
             buckets = config.metrics.buckets
             self._metrics = EngineMetrics(metrics_prefix, str(model or "quire-demo"), buckets=buckets)
@@ -261,7 +261,7 @@ class LLM:
         """A snapshot of the engine's metrics. Raises ValueError unless it was made with disable_log_stats=False."""
         if self._metrics is None:
             raise ValueError("no statistics are kept; make the engine with LLM(..., disable_log_stats=False)")
-        from quire.metrics.reader import snapshot
+        from quire.observability.reader import snapshot
 
         return snapshot(self._metrics.registry)
 
@@ -302,11 +302,11 @@ class LLM:
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Record steps as `profiler_config` says. profile_prefix: of the traces' names. Raises ValueError."""
-        self.core.carry_out(import_module("quire_profile.client").start_order(self.config, profile_prefix))
+        self.core.carry_out(import_module("quire.observability.profiling.client").start_order(self.config, profile_prefix))
 
     def stop_profile(self) -> None:
         """Write the traces. Raises ValueError if no profile runs, OSError if they cannot be written."""
-        self.core.carry_out(import_module("quire_profile.client").stop_order())
+        self.core.carry_out(import_module("quire.observability.profiling.client").stop_order())
 
     def init_weights_update_group(self, *place: Any, **options: Any) -> None:
         """Join a trainer's process group, as AsyncLLM does."""

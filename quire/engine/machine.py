@@ -11,12 +11,12 @@ import torch
 from quire.config import EngineConfig
 from quire.executor.choice import uses_gpu
 from quire.executor.threads import are_given
-from quire.metrics.logging import logger
 from quire.models.description import ModelDescription
+from quire.observability.logging import logger
 from quire.ops.cpu.build import SOURCES, find_compiler, find_library
 from quire.ops.cpu.processor import cpu_features
-from quire.system.limits import free_on_host, processors
-from quire.system.machine_profile import (
+from quire.platform.limits import free_on_host, processors
+from quire.platform.machine_profile import (
     MachineProfile,
     age_text,
     can_keep_profile,

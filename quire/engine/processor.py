@@ -18,13 +18,13 @@ from quire.messages.media import MediaItem
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured_outputs import ThinkingLimits
 from quire.options.kv_transfer import KVTransferOptions
+from quire.parsing.reasoning import ReasoningFormat
 from quire.text.long_texts import end_with
 from quire.text.tokenizer import Tokenizer
-from quire_parsing.reasoning import ReasoningFormat
 
 if TYPE_CHECKING:
+    from quire.multimodal.processor import MediaProcessor
     from quire.sampling.logits_processors import LogitsProcessor
-    from quire_multimodal.processor import MediaProcessor
 
 # Sampling parameters that a generation_config.json may recommend.
 _RECOMMENDED = """repetition_penalty presence_penalty frequency_penalty temperature top_p top_k min_p""".split()

@@ -17,7 +17,7 @@ from quire.engine.ray_cores import RayReplicas
 from quire.executor.agreement import facts, versions
 from quire.messages.engine import Begin, CoreDied, CoreEvent, CoreLost, CoreUp, MeetingPlace
 from quire.messages.errors import error_text
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 
 JOIN_SECONDS = 600.0  # a core whose machine has not been there for so long is given up, until the machine comes
 _events = msgspec.msgpack.Decoder(CoreEvent)

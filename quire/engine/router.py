@@ -1,4 +1,4 @@
-"""Decides which of several cores, or of several servers (quire_route), gets a request."""
+"""Decides which of several cores, or of several servers (quire.router), gets a request."""
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict

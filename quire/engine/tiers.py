@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.kvcache.specs import KVCacheSize
-from quire.kvcache.tiers import MEMORY_VARIABLE, DiskTier, MemoryTier, SlotIndex, Tier, block_path, memory_slots
+from quire.kv.specs import KVCacheSize
+from quire.kv.tiers import MEMORY_VARIABLE, DiskTier, MemoryTier, SlotIndex, Tier, block_path, memory_slots
 from quire.messages.errors import error_text
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 
 
 def make_tiers(config: EngineConfig, kv: KVCacheSize, root: bytes) -> list[Tier]:

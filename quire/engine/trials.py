@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.errors import error_text
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 from quire.scheduler.request import Request
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from quire_cli.main import main
+from quire.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["serve", *sys.argv[1:]]))

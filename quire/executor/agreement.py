@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from quire._version import __version__
+from quire.checkpoints.metadata import hf_config
 from quire.cluster.messages import PROTOCOL
 from quire.config import GROUPS, OPTIONS, EngineConfig
 from quire.executor.messages import as_data
-from quire.loading.metadata import hf_config
 from quire.options.cluster import ClusterConfig
 
 # Options that each machine has for itself. All others must be the same.

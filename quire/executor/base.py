@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
-from quire.kvcache.specs import KVCacheSize
+from quire.kv.specs import KVCacheSize
 from quire.messages.changes import Change, TrainerOrder
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
 from quire.messages.transfers import Transfer

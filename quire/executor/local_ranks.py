@@ -18,8 +18,8 @@ from quire.executor import messages
 from quire.executor.link import Link
 from quire.executor.ranks import Observer, Ranks
 from quire.messages.changes import PROFILE_SECONDS
-from quire.metrics.logging import logger
-from quire.system.stacks import FOLDER_VARIABLE, collect_stacks
+from quire.observability.logging import logger
+from quire.platform.stacks import FOLDER_VARIABLE, collect_stacks
 
 HOST = "127.0.0.1"  # where the executor, or the agent of this machine, listens for its ranks
 RANK_PROGRAM = ("-m", "quire.executor.rank")

@@ -5,11 +5,11 @@ from typing import Any
 import msgspec
 
 from quire.config import ConfigError, EngineConfig
-from quire.kvcache.specs import KVCacheSize
+from quire.kv.specs import KVCacheSize
 from quire.messages.changes import Change, TrainerOrder
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
 from quire.messages.transfers import Transfer
-from quire.metrics.logging import LogOptions
+from quire.observability.logging import LogOptions
 from quire.parallel.sizes import MeshSizes
 
 BEAT_SECONDS = 1.0  # time between two heartbeats, in both directions

@@ -21,10 +21,10 @@ from quire.messages.changes import Change, TrainerOrder
 from quire.messages.engine import MeetingPlace
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
-from quire.metrics.logging import log_options
+from quire.observability.logging import log_options
 from quire.parallel.mesh import open_meeting
 from quire.parallel.sizes import MeshSizes
-from quire.system.untrusted.limits import BusyError
+from quire.platform.untrusted.limits import BusyError
 
 
 class MultiprocExecutor(Executor):

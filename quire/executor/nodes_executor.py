@@ -13,7 +13,7 @@ from quire.executor.agreement import facts
 from quire.executor.local_ranks import LocalRanks
 from quire.executor.multiproc import MultiprocExecutor
 from quire.executor.remote_ranks import Agents, RemoteRanks
-from quire.metrics.logging import log_options
+from quire.observability.logging import log_options
 from quire.parallel.sizes import MeshSizes
 
 

@@ -26,11 +26,11 @@ from quire.executor.link import Link
 from quire.messages.changes import PROFILE_SECONDS, Change, Profile, TrainerOrder
 from quire.messages.errors import error_text
 from quire.messages.transfers import Transfer
-from quire.metrics.logging import configure_logging
-from quire.system import lean_torch
-from quire.system.garbage import skip_last_collection
-from quire.system.stacks import FOLDER_VARIABLE, offer_stacks
-from quire.system.untrusted.limits import BusyError, WorkerError
+from quire.observability.logging import configure_logging
+from quire.platform import lean_torch
+from quire.platform.garbage import skip_last_collection
+from quire.platform.stacks import FOLDER_VARIABLE, offer_stacks
+from quire.platform.untrusted.limits import BusyError, WorkerError
 
 if TYPE_CHECKING:
     from quire.worker.worker import Worker

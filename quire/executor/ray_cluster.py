@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
+from quire.checkpoints.hub import hub_name
 from quire.config import ConfigError, EngineConfig
 from quire.executor import messages
-from quire.loading.hub import hub_name
 from quire.messages.errors import error_text
-from quire.metrics.logging import LogOptions, configure_logging, log_options, logger
 from quire.models.heads.resolve import with_files
-from quire.system.extras import install_command
+from quire.observability.logging import LogOptions, configure_logging, log_options, logger
+from quire.platform.extras import install_command
 
 PLACE_SECONDS = 600.0  # within which the cluster must have what is asked for
 _LOOK_SECONDS = 1.0  # how often the actors are looked at

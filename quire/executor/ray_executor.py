@@ -12,7 +12,7 @@ from quire.executor.multiproc import MultiprocExecutor
 from quire.executor.ray_cluster import Actors, RayCluster, portable, resources, unpacked, uses_gpus
 from quire.executor.remote_ranks import Agents, RemoteRanks
 from quire.messages.errors import error_text
-from quire.metrics.logging import log_options
+from quire.observability.logging import log_options
 from quire.parallel.sizes import MeshSizes
 
 

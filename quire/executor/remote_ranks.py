@@ -11,7 +11,7 @@ from quire.executor import messages
 from quire.executor.agreement import versions
 from quire.executor.ranks import Observer, Ranks
 from quire.messages.errors import error_text
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 
 JOIN_SECONDS = 600.0  # within which all agents must have joined
 _reports = msgspec.msgpack.Decoder(messages.AgentReport)

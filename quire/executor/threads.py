@@ -4,8 +4,8 @@ import os
 
 import torch
 
-from quire.metrics.logging import logger
-from quire.system.limits import processors
+from quire.observability.logging import logger
+from quire.platform.limits import processors
 
 
 def are_given(option: int | None) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
-from quire.kvcache.specs import CacheEntry, LatentSpec, ModelKVSpec, attention_spec
+from quire.kv.specs import CacheEntry, LatentSpec, ModelKVSpec, attention_spec
 from quire.layers.specs import NormSpec, OutputPart
 
 if TYPE_CHECKING:

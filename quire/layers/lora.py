@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.layers.linear import LinearShape, LinearWeight
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 from quire.ops.memory import zeros
 
 Matrices = Mapping[str, tuple[Tensor, Tensor]]  # module -> (A: [rank, in], B: [out, rank]), float32, the scale in B

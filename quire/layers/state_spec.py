@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from quire.kvcache.specs import CacheEntry, StateShape, StateSpec
+from quire.kv.specs import CacheEntry, StateShape, StateSpec
 from quire.layers.attention_spec import AttentionSpec, HeadShare
 from quire.layers.specs import NormSpec
 

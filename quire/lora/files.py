@@ -5,9 +5,9 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
-from quire.loading.hub import read_json, resolve
+from quire.checkpoints.hub import read_json, resolve
 from quire.messages.lora import Adapter, LoRARequest
-from quire.system.files import check_regular
+from quire.platform.files import check_regular
 
 MOST_BYTES = 16 << 30  # of an adapter's weights
 _CONFIG, _HEADER = 1 << 20, 16 << 20  # bytes of its config, and of the names and shapes of its tensors

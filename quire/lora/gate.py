@@ -12,7 +12,7 @@ from quire.messages.engine import EngineCoreRequest
 from quire.messages.errors import error_text
 from quire.messages.lora import Adapter
 from quire.messages.step import AdapterPlace
-from quire.system.untrusted.limits import BusyError, WorkerError
+from quire.platform.untrusted.limits import BusyError, WorkerError
 
 _BUSY = (BusyError, WorkerError)
 _RETRY_SECONDS = 1.0  # what the clients are told that got a 503

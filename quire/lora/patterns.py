@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.messages.errors import error_text
-from quire.system.untrusted.limits import MIB, LimitExceededError, Limits
-from quire.system.untrusted.pool import shared_pool
+from quire.platform.untrusted.limits import MIB, LimitExceededError, Limits
+from quire.platform.untrusted.pool import shared_pool
 
 _MOST_PATTERNS, _LONGEST = 10_000, 1_000  # characters
 _LIMITS = Limits(cpu_seconds=2.0, memory_bytes=256 * MIB, total_seconds=20.0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, CacheBackend
 from quire.attention.cross import store_plan
-from quire.kvcache.specs import CacheEntry, CrossAttentionSpec, ModelKVSpec, attention_spec, group_entries
+from quire.kv.specs import CacheEntry, CrossAttentionSpec, ModelKVSpec, attention_spec, group_entries
 from quire.layers.attention import Attention, EncoderAttention
 from quire.layers.attention_spec import AttentionSpec, CacheShape, LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder

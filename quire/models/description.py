@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
+from quire.checkpoints.metadata import hf_config
 from quire.config import ConfigError, ModelConfig
-from quire.loading.metadata import hf_config
 from quire.models.pooling import PoolingDescription, describe_pooling, is_pooling_model
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec, HfConfig
@@ -37,7 +37,7 @@ def describe(directory: Path, options: ModelConfig) -> ModelDescription:
     config = hf_config(directory, options.hf_overrides)
     _check_dtype(config, options)
     if options.model_impl == "transformers":
-        spec: DecoderSpec = import_module("quire_transformers.spec").spec_of(config)
+        spec: DecoderSpec = import_module("quire.models.transformers_backend.spec").spec_of(config)
     else:
         spec = spec_of(config)
     if not is_pooling_model(config, directory, options):

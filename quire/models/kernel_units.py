@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from quire.checkpoints.formats.config import quantization_kind
 from quire.config import EngineConfig
 from quire.layers.attention_spec import AttentionSpec
 from quire.layers.specs import MoESpec
@@ -13,7 +14,6 @@ from quire.ops import Target
 from quire.ops.cpu import build
 from quire.ops.cpu.units import TEAM, TYPES
 from quire.parallel.mesh import Mesh
-from quire.quantization.config import quantization_kind
 
 _OF_ALL = {TEAM, "replay", "attention_prepare", "elementwise", "linear", "sampling", "truncate", "masks"}
 _OF_QUANTIZED = {"quantized_linear", "quantize", "narrow_codes"}

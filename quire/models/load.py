@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 
+from quire.checkpoints.bitsandbytes import BitsAndBytesCheckpoint
+from quire.checkpoints.formats.at_load import quantizer_of
+from quire.checkpoints.formats.config import check_format, extra_tensors, quantization_kind, quantization_method
+from quire.checkpoints.gguf import read_gguf
+from quire.checkpoints.gguf_checkpoint import GgufCheckpoint
+from quire.checkpoints.gguf_models import gguf_tensors
+from quire.checkpoints.mxfp4 import Mxfp4Checkpoint
+from quire.checkpoints.rwkv import PACKED, RwkvCheckpoint
+from quire.checkpoints.weights import Checkpoint, load_dummy, load_weights, open_checkpoint, parts_of
 from quire.config import ConfigError, EngineConfig, ModelConfig
 from quire.layers.build import Builder
 from quire.layers.deep_ep import open_buffer
 from quire.layers.lora import AdapterSlots
 from quire.layers.specs import MoESpec
-from quire.loading.bitsandbytes import BitsAndBytesCheckpoint
-from quire.loading.gguf import read_gguf
-from quire.loading.gguf_checkpoint import GgufCheckpoint
-from quire.loading.gguf_models import gguf_tensors
-from quire.loading.mxfp4 import Mxfp4Checkpoint
-from quire.loading.rwkv import PACKED, RwkvCheckpoint
-from quire.loading.weights import Checkpoint, load_dummy, load_weights, open_checkpoint, parts_of
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription, describe
 from quire.models.kernel_units import prepare_kernels
@@ -35,8 +37,6 @@ from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Mesh
 from quire.parallel.residual_stream import DividedStream, ResidualStream
 from quire.parallel.turns import Halves, Turns
-from quire.quantization.at_load import quantizer_of
-from quire.quantization.config import check_format, extra_tensors, quantization_kind, quantization_method
 
 
 def resolve_dtype(options: ModelConfig) -> torch.dtype:
@@ -79,7 +79,7 @@ def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     if quantization_kind(config) == "bitsandbytes":
         return BitsAndBytesCheckpoint(checkpoint)
     if quantization_kind(config) == "torchao":
-        of_torchao: Checkpoint = import_module("quire_formats.torchao").TorchaoCheckpoint(checkpoint)
+        of_torchao: Checkpoint = import_module("quire.checkpoints.formats.torchao").TorchaoCheckpoint(checkpoint)
         return of_torchao
     return checkpoint
 
@@ -92,7 +92,7 @@ def _transformers_model(
     if isinstance(weights, Checkpoint):
         raise ValueError("model_impl='transformers' takes new weights from a folder only")
     prepare_kernels(config, description.spec, description.config, False, target, mesh)
-    kernels, load = Kernels(target, config.kernels.kernels), import_module("quire_transformers.load").load_model
+    kernels, load = Kernels(target, config.kernels.kernels), import_module("quire.models.transformers_backend.load").load_model
     model: Model = load(description, config, max_model_len, kernels, mesh.tp, weights)
     return model
 
@@ -153,12 +153,12 @@ def load_model(
         stage, elsewhere = choose_stage(builder, spec, config.parallel, mesh.pp.rank, drafts)
     model = Decoder(builder, spec, max_model_len, stage)
     if spec.media is not None:
-        towers = import_module(f"quire_multimodal.towers.{spec.media.family}")
+        towers = import_module(f"quire.models.towers.{spec.media.family}")
         model.tower = towers.make(builder if model.stage.layers.start == 0 else builder.elsewhere, spec.media)
         if hasattr(towers, "output_rules"):
             model.output_rules = partial(towers.output_rules, directory, spec.media)
         if device.type == "cuda":
-            largest = import_module("quire_multimodal.samples").largest_items
+            largest = import_module("quire.multimodal.samples").largest_items
             model.largest_items = partial(largest, spec.media, directory, config.multimodal)
     elsewhere |= builder.tensors_elsewhere
     if adapters is not None:
@@ -173,7 +173,7 @@ def load_model(
         ignored = (*spec.ignored, *extra_tensors(description.config), *tied)
         model.parts = parts_of(checkpoint, builder)
         if weights is None and not is_deferred():  # new weights are used once, and so are those of a first minute
-            model.weight_cache = import_module("quire_weights.cache").open_cache(config, directory, builder)
+            model.weight_cache = import_module("quire.checkpoints.packed.cache").open_cache(config, directory, builder)
         builder.is_restored = model.weight_cache is not None and model.weight_cache.restore()
         load_weights(checkpoint, builder, ignored, show_progress, elsewhere)
         if model.weight_cache is not None and not builder.is_restored:

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from quire.attention.base import CacheBackend
-from quire.kvcache.specs import ModelKVSpec, StateShape
+from quire.checkpoints.weights import Parts
+from quire.kv.specs import ModelKVSpec, StateShape
 from quire.layers.attention_spec import CacheShape
 from quire.layers.forward_state import ForwardState
 from quire.layers.lora import AdapterSlots
-from quire.loading.weights import Parts
 from quire.messages.media import EncoderLimits, MediaItem
 from quire.models.pooler import Pooler
 from quire.ops import Kernels
@@ -26,7 +26,7 @@ class Tower(Protocol):
     """The encoder of a model that sees, with what projects its results."""
 
     def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """tensors: of one item, as the preprocessing of quire_multimodal makes them -> [embeds, hidden], or for
+        """tensors: of one item, as the preprocessing of quire.multimodal makes them -> [embeds, hidden], or for
         DeepStack [embeds, hidden * (1 + levels)]"""
 
 
@@ -42,8 +42,8 @@ class Model(Protocol):
     residual_stream: which tokens are the rank's own, whose norms and residual sums it computes. parts: what the rank
     has of which tensors of the checkpoint; nothing, if there was none. sees: whether it takes pictures, and whether
     tokens have several rotary positions (DecoderSpec.has_sections). tower: in the first stage. largest_items: what the
-    tower may have to encode, on a GPU (quire_multimodal/samples.py). output_rules: makes the logits processor of a
-    model whose output has rules of its own. weight_cache: of quire_weights, where the weights are kept for later
+    tower may have to encode, on a GPU (quire/multimodal/samples.py). output_rules: makes the logits processor of a
+    model whose output has rules of its own. weight_cache: of quire.checkpoints.packed, where the weights are kept for later
     starts.
     """
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quire.checkpoints.weights import load_dummy, load_weights, open_checkpoint
 from quire.layers.build import Builder
 from quire.layers.linear import DenseWeight, LinearShape
 from quire.layers.mlp import activation
 from quire.layers.norm import make_norm
 from quire.layers.specs import DenseSpec, OutputPart, PoolerSpec
-from quire.loading.weights import load_dummy, load_weights, open_checkpoint
 
 
 class Dense:

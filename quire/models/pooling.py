@@ -4,9 +4,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from quire.checkpoints.sentence_transformers import ACTIVATIONS, SentenceTransformer, read_sentence_transformer
 from quire.config import ConfigError, ModelConfig
 from quire.layers.specs import DenseSpec, NormSpec, PoolerSpec, Pooling
-from quire.loading.sentence_transformers import ACTIVATIONS, SentenceTransformer, read_sentence_transformer
 from quire.models.spec import DecoderSpec, HfConfig
 
 # vLLM's names

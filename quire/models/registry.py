@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 
-from quire.loading.config_fields import checked, read
+from quire.checkpoints.config_fields import checked, read
 from quire.models.spec import Architecture, DecoderSpec, HfConfig
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-# Functions, or where they are in quire_architectures: only the module of the one that is used is imported.
+# Functions, or where they are in quire.models.architectures: only the module of the one that is used is imported.
 ARCHITECTURES: dict[str, Architecture | str] = _TABLES["decoders"]
 ENCODERS: dict[str, Architecture | str] = _TABLES["encoders"]
 _HEADS = r"(Model|For(MaskedLM|SequenceClassification|TokenClassification|RewardModel))$"
@@ -20,7 +20,7 @@ _HEADS = r"(Model|For(MaskedLM|SequenceClassification|TokenClassification|Reward
 
 def _architecture(name: str) -> Architecture | None:
     found = _listed(name)
-    return resolve_name(f"quire_architectures.{found}") if isinstance(found, str) else found
+    return resolve_name(f"quire.models.architectures.{found}") if isinstance(found, str) else found
 
 
 def _listed(name: str) -> Architecture | str | None:

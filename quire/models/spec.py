@@ -31,7 +31,7 @@ NAMES: Mapping[str, dict[str, str | None]] = {
 class MediaSpec:
     """What a model sees or hears besides text, or what text its encoder reads.
 
-    family: of the modules quire_multimodal.families.FAMILY (preprocessing) and quire_multimodal.towers.FAMILY (the
+    family: of the modules quire.multimodal.families.FAMILY (preprocessing) and quire.models.towers.FAMILY (the
     encoder). config: the checkpoint's whole config. levels: for how many layers the encoder has features of their own,
     see StepMedia. two_way: whether the tokens of a picture see each other in both directions. encoder: of texts.
     """

@@ -18,7 +18,7 @@ import quire.ops.cpu.sampling
 import quire.ops.cpu.states
 import quire.ops.reference.batch  # the imports register; nothing is compiled before an engine chooses
 import quire.ops.reference.drafts  # noqa: F401
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 from quire.ops import launchers
 from quire.ops.registry import OPS, Kernels, Op, Target, declare
 
@@ -39,6 +39,6 @@ def triton_works() -> bool:
 
 HAS_TRITON = triton_works()
 if HAS_TRITON:
-    import_module("quire_triton.kernels")  # registers them
+    import_module("quire.ops.triton.kernels")  # registers them
 
 __all__ = ["HAS_TRITON", "OPS", "Kernels", "Op", "Target", "declare"]

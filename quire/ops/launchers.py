@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from quire.system.folders import cache_folder
+from quire.platform.folders import cache_folder
 
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 

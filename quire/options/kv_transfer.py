@@ -32,7 +32,7 @@ class KVTransferOptions:
     engine_id: str | None = None
     kv_load_failure_policy: str = "recompute"
     kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
-    kv_connector_module_path: str = "quire_transfer"
+    kv_connector_module_path: str = "quire.transfer"
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:

@@ -1,4 +1,4 @@
-"""The options of profiles. What they mean is known to quire_profile, which is loaded when one is given."""
+"""The options of profiles. What they mean is known to quire.observability.profiling, which is loaded when one is given."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,6 +16,6 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         if self.profiler_config:
-            import_module("quire_profile.options").ProfilerConfig.read(self.profiler_config)
+            import_module("quire.options.profiler").ProfilerConfig.read(self.profiler_config)
         if self.enable_layerwise_nvtx_tracing:
-            import_module("quire_profile.ranges").check()
+            import_module("quire.observability.profiling.ranges").check()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.messages.errors import error_text
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 from quire.parallel.mesh import Communicator, Shortcut
 
 _MOST_BYTES = 256 << 10  # larger tensors are faster in NCCL's rings

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from quire.kvcache.manager import KVCacheManager
+from quire.kv.manager import KVCacheManager
 from quire.messages.step import SchedulerOutput
 from quire.options.declaration import ConfigError
 from quire.options.kv_compression import KVCompressionOptions

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from quire.messages.engine import EngineCoreOutput, FinishReason
 from quire.messages.step import SchedulerOutput, TokenMasks
 from quire.scheduler.request import Request, Status
-from quire_structured.constraint import Constraint
-from quire_structured.gate import GrammarGate
+from quire.structured.constraint import Constraint
+from quire.structured.gate import GrammarGate
 
 if TYPE_CHECKING:
     import numpy as np

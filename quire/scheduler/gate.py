@@ -5,8 +5,8 @@ from typing import Protocol
 
 from quire.messages.engine import EngineCoreRequest, FinishReason
 from quire.messages.errors import error_text
+from quire.platform.untrusted.limits import BusyError
 from quire.scheduler.request import Request, Status
-from quire.system.untrusted.limits import BusyError
 
 
 class Gate(Protocol):

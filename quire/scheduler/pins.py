@@ -1,7 +1,7 @@
 """Prefixes whose blocks are kept in the KV cache, whatever else is computed."""
 
-from quire.kvcache.hashing import extra_keys
-from quire.kvcache.manager import KVCacheManager
+from quire.kv.hashing import extra_keys
+from quire.kv.manager import KVCacheManager
 from quire.messages.changes import PinPrefix
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams

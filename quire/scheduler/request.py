@@ -3,10 +3,10 @@
 import sys
 from enum import Enum, auto
 
-from quire.kvcache.block_pool import Block
+from quire.kv.block_pool import Block
 from quire.messages.engine import EngineCoreRequest
 from quire.scheduler.repetition import RepetitionDetector
-from quire_structured.constraint import Constraint
+from quire.structured.constraint import Constraint
 
 
 class Status(Enum):

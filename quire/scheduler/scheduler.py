@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter
 
-from quire.kvcache.hashing import extra_keys
-from quire.kvcache.manager import KVCacheManager
-from quire.kvcache.specs import KVCacheSpec
-from quire.kvcache.tiers import Tier
-from quire.kvcache.transfers import Mover, Transfers
+from quire.kv.hashing import extra_keys
+from quire.kv.manager import KVCacheManager
+from quire.kv.specs import KVCacheSpec
+from quire.kv.tiers import Tier
+from quire.kv.transfers import Mover, Transfers
 from quire.lora.gate import AdapterGate
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.media import EncoderLimits
@@ -23,7 +23,7 @@ from quire.scheduler.limits import SchedulerLimits, SchedulerStats
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.request import Request, Status
 from quire.scheduler.speculation import Speculation
-from quire_structured.gate import GrammarGate
+from quire.structured.gate import GrammarGate
 
 _by_key = attrgetter("key")
 

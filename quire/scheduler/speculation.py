@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire.kvcache.manager import KVCacheManager
+from quire.kv.manager import KVCacheManager
 from quire.messages.engine import SpeculationStats
 from quire.messages.step import SchedulerOutput
 from quire.scheduler.constraints import ConstrainedRequests
 from quire.scheduler.request import Request, Status
-from quire.speculative.lengths import Acceptance, DraftLengths
-from quire.speculative.proposer import Proposer
+from quire.speculation.lengths import Acceptance, DraftLengths
+from quire.speculation.proposer import Proposer
 
 
 class Speculation:

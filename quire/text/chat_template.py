@@ -14,8 +14,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.messages.errors import error_text
-from quire.system.untrusted.limits import MIB, LimitExceededError, Limits
-from quire.system.untrusted.pool import shared_pool
+from quire.platform.untrusted.limits import MIB, LimitExceededError, Limits
+from quire.platform.untrusted.pool import shared_pool
 from quire.text import metered_template
 from quire.text.template_meter import BeyondMeterError
 

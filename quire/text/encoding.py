@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from quire.messages.errors import error_text
-from quire.system.untrusted.limits import MIB, LimitExceededError, Limits
+from quire.platform.untrusted.limits import MIB, LimitExceededError, Limits
 from quire.text.partial_backend import PartialBackend
 from quire.text.token_bytes import is_fault
 from quire.text.tokenizer_check import has_quadratic_step, vocabulary_size
@@ -78,7 +78,7 @@ class ConfinedEncoder(TextEncoder):
     while others take the time."""
 
     def __init__(self, backend: Backend | PartialBackend, prefix: list[int], suffix: list[int]) -> None:
-        from quire.system.untrusted.service import Preparation
+        from quire.platform.untrusted.service import Preparation
 
         super().__init__(backend, prefix, suffix)
         vocabulary_size(backend)  # the library would take memory for holes
@@ -108,7 +108,7 @@ class ConfinedEncoder(TextEncoder):
         return list(self._run("pieces", text, add_special_tokens))
 
     def _run(self, method: str, *arguments: Any) -> Any:
-        from quire.system.untrusted.pool import shared_pool
+        from quire.platform.untrusted.pool import shared_pool
 
         try:
             return shared_pool().run(

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer as Backend
 
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 from quire.text.bpe import MOST_CUTS, SPLITS, byte_level
 from quire.text.partial_backend import BpeVocabulary, ListedMerges, PartialBackend, ScoredMerges
 from quire.text.sentencepiece import Kind, Piece, SentencePieceModel, added_tokens, as_matched

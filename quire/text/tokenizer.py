@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from quire.messages.errors import error_text
-from quire.system.files import MIB, read_bytes
+from quire.platform.files import MIB, read_bytes
 from quire.text.bpe import read_vocab_and_merges
 from quire.text.encoding import SHORT_TEXT, ConfinedEncoder, text_encoder
 from quire.text.gguf_tokenizer import gguf_tokenizer

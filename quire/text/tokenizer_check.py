@@ -17,7 +17,7 @@ import msgspec
 from tokenizers import Tokenizer as Backend
 
 from quire.messages.errors import error_text
-from quire.system.files import MIB, read_bytes
+from quire.platform.files import MIB, read_bytes
 from quire.text.partial_backend import PartialBackend
 
 MOST_BYTES = 512 * MIB  # of a file: those of the largest vocabularies have 40

@@ -10,7 +10,7 @@ from quire.attention.context import ContextAttention
 from quire.attention.headwise import HeadwiseAttention
 from quire.attention.stripes import StripedAttention
 from quire.config import ConfigError, ParallelConfig
-from quire.kvcache.specs import StateShape
+from quire.kv.specs import StateShape
 from quire.layers.attention_spec import CacheShape
 from quire.layers.step_inputs import StepInputs
 from quire.models.model import Model, Shape

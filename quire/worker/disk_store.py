@@ -21,10 +21,10 @@ from stat import S_ISREG
 import torch
 import xxhash
 
-from quire.kvcache.tiers import block_path
+from quire.kv.tiers import block_path
 from quire.messages.errors import error_text
 from quire.messages.transfers import BlockKey, Transfer
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 from quire.worker.kv_transfer import Rows, Store
 
 _PAGE = 4096

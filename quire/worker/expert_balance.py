@@ -13,9 +13,9 @@ from torch import Tensor
 from quire.config import ParallelConfig
 from quire.layers.dispatch import DealtExperts
 from quire.layers.moe import MoE
-from quire.metrics.logging import logger
 from quire.models.decoder import Decoder
 from quire.models.model import Model
+from quire.observability.logging import logger
 from quire.options.experts import BalanceOptions
 from quire.parallel.experts import balanced_slots, loads_of_ranks
 

@@ -16,8 +16,8 @@ from quire.attention.base import CacheBackend
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.step_inputs import StepInputs, StepSize
 from quire.messages.errors import error_text
-from quire.metrics.logging import logger
 from quire.models.model import Model
+from quire.observability.logging import logger
 from quire.ops.cpu.recording import Arena, Recording
 from quire.options.kernels import KernelConfig
 from quire.parallel.pipeline import Pipe

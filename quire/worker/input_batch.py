@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from quire.kvcache.specs import CrossAttentionSpec, KVCacheSpec
+from quire.kv.specs import CrossAttentionSpec, KVCacheSpec
 from quire.layers.step_inputs import Array, StepSize
 from quire.layers.step_media import StepMedia
 from quire.messages.sampling_params import SamplingParams

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kvcache.tiers import rank_region
+from quire.kv.tiers import rank_region
 from quire.messages.errors import error_text
 from quire.messages.transfers import Transfer
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 
 WHOLE = slice(None)
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quire.checkpoints.formats.config import quantization_kind
 from quire.models.parameters import parameters_of
 from quire.models.spec import DecoderSpec
-from quire.quantization.config import quantization_kind
-from quire.system.machine_profile import MachineProfile
+from quire.platform.machine_profile import MachineProfile
 
 SIZES = (128, 256, 512, 1024, 2048)  # tokens of prompts in a step, among which one is chosen
 USUAL = 512

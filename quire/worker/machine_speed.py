@@ -23,7 +23,7 @@ from quire.ops.cpu.build import library
 from quire.ops.cpu.panels import Panels
 from quire.ops.cpu.quantized_linear import QuantizedPanels
 from quire.ops.reference.quantized import QuantizedMatrix
-from quire.system.machine_profile import MachineProfile, Rates
+from quire.platform.machine_profile import MachineProfile, Rates
 
 SECONDS = 2.0  # a measurement ends after this time
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -14,8 +14,8 @@ from quire.layers.step_inputs import Array, StepInputs
 from quire.lora.store import AdapterStore
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
-from quire.metrics.logging import logger
 from quire.models.model import Model
+from quire.observability.logging import logger
 from quire.ops.memory import upload
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.sampler import Sampler, SamplingBatch

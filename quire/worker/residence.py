@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
+from quire.checkpoints.weights import Checkpoint
 from quire.config import EngineConfig
 from quire.layers.lora import AdapterSlots, LowRank
-from quire.loading.weights import Checkpoint
 from quire.messages.changes import MemoryChange, ReadWeights, Sleep, TakeWeights, TrainerOrder, WakeUp
 from quire.models.description import describe
 from quire.models.model import Model
@@ -120,7 +120,7 @@ class Residence:
         Raises ValueError if it cannot be."""
         if self._groups is None:
             self._check_replaceable()
-            make = import_module("quire_transfer.weight_groups").WeightGroups
+            make = import_module("quire.worker.weight_groups").WeightGroups
             self._groups = make(self._model.kernels.target.device, self._rank, self._directory, self._model.parts)
         self._groups.exchange(order)
 

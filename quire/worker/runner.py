@@ -12,8 +12,8 @@ from quire.layers.step_inputs import StepInputs, StepSize
 from quire.lora.store import AdapterStore
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
-from quire.metrics.logging import logger
 from quire.models.model import Model
+from quire.observability.logging import logger
 from quire.worker.expert_balance import ExpertBalancer
 from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch

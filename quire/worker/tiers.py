@@ -7,8 +7,8 @@ from pathlib import Path
 
 from quire.attention.base import CacheBackend
 from quire.config import ConfigError, EngineConfig
-from quire.kvcache.specs import KVCacheSize
-from quire.kvcache.tiers import MEMORY_VARIABLE, memory_slots
+from quire.kv.specs import KVCacheSize
+from quire.kv.tiers import MEMORY_VARIABLE, memory_slots
 from quire.messages.errors import error_text
 from quire.parallel.mesh import Mesh
 from quire.worker.kv_memory import KVMemory

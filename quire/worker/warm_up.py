@@ -1,7 +1,7 @@
 """Runs steps of made-up requests at start, so that Triton compiles every kernel before the first request arrives.
 
 The steps take the way of real ones: through the staging of inputs, the forward and the sampling. A kernel has variants
-for ranges of sizes (see the tiles in quire_triton), each at least twice as wide as its start, so powers of two meet
+for ranges of sizes (see the tiles in quire.ops.triton), each at least twice as wide as its start, so powers of two meet
 all of them.
 """
 

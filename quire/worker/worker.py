@@ -19,21 +19,21 @@ from quire.attention.selection import choose_backend
 from quire.attention.sparse import SparseAttention
 from quire.attention.states import StateBackend, matching_block_size
 from quire.config import ConfigError, EngineConfig
-from quire.kvcache.specs import KVCacheSize, StateShape
+from quire.kv.specs import KVCacheSize, StateShape
 from quire.layers.attention_spec import CacheShape
 from quire.layers.lora import AdapterSlots
 from quire.messages.changes import Change, Profile
 from quire.messages.step import StepCosts
-from quire.metrics.logging import logger
 from quire.models.load import load_model
 from quire.models.model import Model, Shape
+from quire.observability.logging import logger
 from quire.ops import Kernels
 from quire.ops.memory import keep_what_is_freed
 from quire.parallel.mesh import Mesh
 from quire.parallel.pipeline import Pipe
 from quire.parallel.turns import Halves
+from quire.platform.limits import free_on_host
 from quire.sampling.sampler import Sampler
-from quire.system.limits import free_on_host
 from quire.worker import memory
 from quire.worker.compression import CompressedRows, CompressingForward, CompressingStaging
 from quire.worker.context import ContextForward, check_context, choose_context
@@ -193,7 +193,7 @@ class Worker:
         self._profiler: Any = None
         self._rank = mesh.replica.rank
         if config.profile.enable_layerwise_nvtx_tracing:
-            import_module("quire_profile.ranges").mark_rank(self.runner, config.model.torch_compile)
+            import_module("quire.observability.profiling.ranges").mark_rank(self.runner, config.model.torch_compile)
         self.step_costs = StepCosts()
         if speculation is not None and speculation.adaptive and not pools:
             self.step_costs = step_costs(self.runner, most_tokens, speculation.num_speculative_tokens, replica)
@@ -201,7 +201,7 @@ class Worker:
     def change(self, change: Change) -> None:
         """Raises ValueError or OSError if it cannot be; then nothing has changed."""
         if isinstance(change, Profile):
-            make = import_module("quire_profile.rank").RankProfiler
+            make = import_module("quire.observability.profiling.rank").RankProfiler
             self._profiler = self._profiler or make(self.runner, self._rank)
             self._profiler.obey(change)
         else:

@@ -19,7 +19,7 @@ SLICES = LAYERS * KV_HEADS  # of a block
 
 
 def triton() -> type[AttentionBackend]:
-    from quire_triton.attention_backend import TritonAttention
+    from quire.attention.triton.attention_backend import TritonAttention
 
     return TritonAttention
 

@@ -12,7 +12,7 @@ import torch
 
 from quire.attention.base import AttentionShape
 from quire.attention.tiles import choose_tiles
-from quire.gpu.cards import CARDS
+from quire.platform.gpu.cards import CARDS
 from support.stand_in import run_on_stand_in
 
 SHAPE = AttentionShape(16, 1, 128, 16, torch.bfloat16, torch.device("cuda", 0))
@@ -38,7 +38,7 @@ def test_latent_caches_and_large_heads_with_soft_caps_break_no_rule(card):
         import json, torch
         from benchmarks.gpu.rules import judged
         from quire.attention.base import AttentionShape, StepLayout
-        from quire_triton.attention_backend import TritonAttention
+        from quire.attention.triton.attention_backend import TritonAttention
         gpu = torch.device("cuda", 0)
         i32 = dict(dtype=torch.int32, device=gpu)
         for heads, kv_heads, dim, value_dim, soft_cap in ((16, 1, 576, 512, None), (16, 8, 256, None, 50.0)):

@@ -11,10 +11,10 @@ import torch
 from attention.test_attention import BFLOAT16, CELLS, FLOAT32, Kept, World, build
 from attention.test_prepare import both_ways
 
+from quire.attention.triton.attention_backend import TritonAttention
 from quire.ops import Kernels
 from quire.ops.registry import Target
-from quire_triton.attention_backend import TritonAttention
-from quire_triton.targets import INTERPRETED
+from quire.ops.triton.targets import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

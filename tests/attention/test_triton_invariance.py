@@ -10,10 +10,10 @@ from attention.test_attention_invariance import Case, Sequences, assert_same_bit
 
 from quire.attention.base import AttentionShape
 from quire.attention.selection import choose_backend
-from quire.gpu.cards import CARDS
-from quire_triton.attention_backend import TritonAttention
-from quire_triton.targets import INTERPRETED
-from quire_triton.varlen_backend import TorchVarlenAttention
+from quire.attention.triton.attention_backend import TritonAttention
+from quire.attention.triton.varlen_backend import TorchVarlenAttention
+from quire.ops.triton.targets import INTERPRETED
+from quire.platform.gpu.cards import CARDS
 
 pytestmark = [
     pytest.mark.usefixtures("interpreter"),

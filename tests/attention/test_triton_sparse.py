@@ -9,9 +9,9 @@ import torch
 from attention.test_attention import BFLOAT16, CELLS, FLOAT32, Kept
 from attention.test_sparse import SparseWorld
 
-import quire_triton.select
-from quire_triton.attention_backend import TritonAttention
-from quire_triton.targets import INTERPRETED
+import quire.attention.triton.select
+from quire.attention.triton.attention_backend import TritonAttention
+from quire.ops.triton.targets import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -31,7 +31,7 @@ def test_a_token_attends_to_the_tokens_with_the_highest_scores(kept):
 
 @pytest.mark.slow
 def test_of_equal_scores_the_first_win(monkeypatch):
-    monkeypatch.setattr(quire_triton.select, "_MOST_SCORES", 64)  # a token at a time
+    monkeypatch.setattr(quire.attention.triton.select, "_MOST_SCORES", 64)  # a token at a time
     SparseWorld(TritonAttention, FLOAT32, REQUESTS, same_keys=True).check(1e-5)
 
 
@@ -39,5 +39,5 @@ def test_of_equal_scores_the_first_win(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("invariant", [False, True])
 def test_long_texts_have_several_programs(monkeypatch, invariant):
-    monkeypatch.setattr(quire_triton.select, "_RUN", 64)
+    monkeypatch.setattr(quire.attention.triton.select, "_RUN", 64)
     SparseWorld(TritonAttention, FLOAT32, [(150, 1), (0, 4)], 32, 8, 48, 32, 17, 32, invariant=invariant).check(1e-5)

@@ -14,8 +14,8 @@ from attention.test_attention import Kept, World, build, dense
 
 import quire.attention.selection
 from quire.attention.base import AttentionShape
-from quire_triton.attention_backend import TritonAttention
-from quire_triton.varlen_backend import FlashAttention, TorchVarlenAttention, VarlenAttention
+from quire.attention.triton.attention_backend import TritonAttention
+from quire.attention.triton.varlen_backend import FlashAttention, TorchVarlenAttention, VarlenAttention
 from support.engines import GREEDY, generate, make_llm
 from support.late_device import run_late
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from quire import LLM
-from quire.loading.hub import bundled_model
-from quire_bench import claims
-from quire_cli.main import main
+from quire.bench import claims
+from quire.checkpoints.hub import bundled_model
+from quire.cli.main import main
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from quire_bench.datasets import RandomPrompts, arrival_times, random_requests, read_requests
+from quire.bench.datasets import RandomPrompts, arrival_times, random_requests, read_requests
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.loading.hub import bundled_model
+from quire.checkpoints.hub import bundled_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import divergence

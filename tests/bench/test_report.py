@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from quire_bench.report import summarize, table
-from quire_bench.serve import Outcome
+from quire.bench.report import summarize, table
+from quire.bench.serve import Outcome
 
 
 def outcome(start: float, token_times: list[float], error: str = "") -> Outcome:

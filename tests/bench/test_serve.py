@@ -8,7 +8,7 @@ import sys
 import matplotlib.image
 import pytest
 
-from quire_cli.main import main
+from quire.cli.main import main
 
 FIRST, GAP = 150.0, 30.0  # milliseconds: conftest.py's server
 SMALL = ["--random-input-len", "20", "--random-output-len", "5", "--disable-tqdm"]
@@ -234,7 +234,7 @@ def test_the_command_writes_a_plot_and_needs_no_torch(serve, tmp_path):
             str(plot),
             "--save-result",
         ]
-        code = "import sys; from quire_cli.main import main; status = main(sys.argv[1:]); sys.exit(2 if 'torch' in sys.modules else status)"  # noqa: E501
+        code = "import sys; from quire.cli.main import main; status = main(sys.argv[1:]); sys.exit(2 if 'torch' in sys.modules else status)"  # noqa: E501
         where = ["--host", "127.0.0.1", "--port", server.url.rpartition(":")[2], "--result-dir", str(tmp_path / "new")]
         done = subprocess.run(
             [sys.executable, "-c", code, "bench", "serve", *where, *SMALL, *flags, "--save-result"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire_bench.slo import Limit, parse
+from quire.bench.slo import Limit, parse
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from benchmarks.structured_beside_vllm import Answers, quire, table
 from quire import LLM
-from quire_bench.claims import ARTICLES, SCHEMA
+from quire.bench.claims import ARTICLES, SCHEMA
 
 
 def test_jump_ahead_gives_the_same_answers_in_fewer_steps():

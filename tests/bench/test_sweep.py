@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from quire_bench.slo import Limit, parse
-from quire_bench.sweep import Point, Sweep
-from quire_bench.sweep_report import Row, advice, choose, command, rows_of, table
-from quire_cli.main import build_parser, main
+from quire.bench.slo import Limit, parse
+from quire.bench.sweep import Point, Sweep
+from quire.bench.sweep_report import Row, advice, choose, command, rows_of, table
+from quire.cli.main import build_parser, main
 from support.waiting import LONGEST, eventually
 
 SLO = parse("ttft=500ms,p95:itl=50ms")

@@ -13,8 +13,8 @@ from datetime import datetime
 import numpy as np
 import pytest
 
-from quire_bench.datasets import ramp_up_times
-from quire_cli.main import build_parser, main
+from quire.bench.datasets import ramp_up_times
+from quire.cli.main import build_parser, main
 from support.waiting import LONGEST, eventually
 
 SHORT = ["--input-len", "10", "--output-len", "3", "--num-prompts", "2", "--disable-tqdm"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire_cli.main import main
+from quire.cli.main import main
 
 SHORT = ["--input-len", "20", "--output-len", "4"]
 

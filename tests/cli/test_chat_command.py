@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import quire.demo
-from quire_cli.main import main
+from quire.cli.main import main
 from support.terminal import CTRL_C, CTRL_D, UP, terminal
 
 PROMPT = ">>> "

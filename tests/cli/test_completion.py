@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from quire_cli.completion import models
-from quire_cli.main import main
+from quire.cli.completion import models
+from quire.cli.main import main
 
 COMPLETE = """
 eval "$(quire completion bash)"
@@ -67,7 +67,7 @@ def test_quire_alone_prints_help(capsys):
 
 
 def test_a_wrong_sampling_option_is_found_before_torch_is_imported():
-    code = "import sys; from quire_cli.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    code = "import sys; from quire.cli.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", code, "generate", "hi", "--max-tokens", "-1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stderr == "quire: error: --max-tokens must be at least 1, got -1.\n"

@@ -188,7 +188,7 @@ def test_gpus_are_listed_with_what_they_have_free(card):
     pytest.importorskip("triton")
     printed = run_on_stand_in(
         """
-        from quire_cli.checks.gpu import check_gpus, check_triton
+        from quire.cli.checks.gpu import check_gpus, check_triton
         for finding in [*check_gpus(), *check_triton()]:
             print(*finding, sep="|")
         """,

@@ -21,13 +21,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.cli.checks import folders, memory, network, processor, software, system, threads
+from quire.cli.checks.examination import examine
+from quire.cli.checks.finding import Finding, Level, memory_text, note, ok, problem
+from quire.cli.checks.table import Table
 from quire.ops.cpu import build
 from quire.ops.cpu.build import find_compiler
-from quire.system.extras import install_command
-from quire_cli.checks import folders, memory, network, processor, software, system, threads
-from quire_cli.checks.examination import examine
-from quire_cli.checks.finding import Finding, Level, memory_text, note, ok, problem
-from quire_cli.checks.table import Table
+from quire.platform.extras import install_command
 from support.waiting import LONGEST, eventually
 
 # ---- checks that go wrong
@@ -106,7 +106,7 @@ def test_what_a_check_prints_does_not_reach_the_table(capfd):
 
 def test_if_no_process_can_be_started_that_is_the_only_finding():
     code = (
-        "from quire_cli.checks.examination import examine\n"
+        "from quire.cli.checks.examination import examine\n"
         "import os\n"
         "def refuse():\n    raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
         "os.fork = refuse\n"
@@ -320,7 +320,7 @@ def test_omp_num_threads_that_is_set_oddly(monkeypatch, variable, count, allowed
 @pytest.mark.slow
 def test_an_engine_in_a_process_starts_as_many_threads_as_it_says():
     code = (
-        "from quire_cli.checks.engine import num_threads; import torch; print(num_threads(), torch.get_num_threads())"
+        "from quire.cli.checks.engine import num_threads; import torch; print(num_threads(), torch.get_num_threads())"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)

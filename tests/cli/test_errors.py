@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
+from quire.cli.main import main
 from quire.config import ConfigError, EngineConfig
-from quire_cli.main import main
 
 
 @pytest.mark.sampled(3)
@@ -44,8 +44,8 @@ def test_the_same_error_of_the_interface_in_python_names_the_keyword():
 
 
 def test_flags_stand_for_names_only_where_a_name_is_meant():
-    from quire_cli.errors import with_flags
-    from quire_cli.main import build_parser
+    from quire.cli.errors import with_flags
+    from quire.cli.main import build_parser
 
     parser = build_parser().parse_args(["serve"]).parser
     for text in ("cannot listen on 127.0.0.1:80: the port is taken", "the model has no chat template", "a seed"):
@@ -57,8 +57,8 @@ def test_flags_stand_for_names_only_where_a_name_is_meant():
 
 def test_a_flag_is_spelled_as_it_was_typed(capsys):
     parser_knows = ["serve", "--no-enable-prefix-caching"]
-    from quire_cli.errors import with_flags
-    from quire_cli.main import build_parser
+    from quire.cli.errors import with_flags
+    from quire.cli.main import build_parser
 
     parser = build_parser().parse_args(["serve"]).parser
     text = "enable_prefix_caching cannot be used"

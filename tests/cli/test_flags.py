@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from quire.cli.flags import engine_options, server_options
+from quire.cli.main import build_parser
 from quire.config import OPTIONS, ConfigError, EngineConfig, ServerConfig
-from quire_cli.flags import engine_options, server_options
-from quire_cli.main import build_parser
 
 
 def parse(*argv: str) -> argparse.Namespace:

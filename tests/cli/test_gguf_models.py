@@ -10,10 +10,10 @@ import gguf
 import numpy as np
 import pytest
 
-from quire.loading.errors import ModelNotFoundError, WeightError
-from quire.loading.hub import gguf_files, gguf_kinds, split_kind
-from quire_cli.models import remote
-from quire_cli.models.facts import facts_of
+from quire.checkpoints.errors import ModelNotFoundError, WeightError
+from quire.checkpoints.hub import gguf_files, gguf_kinds, split_kind
+from quire.cli.models import remote
+from quire.cli.models.facts import facts_of
 from support.checkpoints import write_checkpoint
 from support.gguf_files import in_parts, write_gguf
 from support.hub import COMMIT, Hub, Machine

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire_cli.main import main
+from quire.cli.main import main
 from support.route import Proxy
 from support.server import eventually, request
 from support.server_process import Server
@@ -31,7 +31,7 @@ def entries(log: str) -> list[dict[str, Any]]:
 def run(script: str) -> list[dict[str, Any]]:
     """The log of a program that begins to log as JSON."""
     head = (
-        "import logging, threading, warnings\nfrom quire.metrics.logging import *\nconfigure_logging('INFO', 'json')\n"
+        "import logging, threading, warnings\nfrom quire.observability.logging import *\nconfigure_logging('INFO', 'json')\n"
     )
     done = subprocess.run([sys.executable, "-c", head + script], capture_output=True, text=True)
     assert not done.stdout

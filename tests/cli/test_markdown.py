@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from quire_cli.markdown import MarkdownWriter
+from quire.cli.markdown import MarkdownWriter
 from support.terminal import script
 
 DOCUMENT = """\
@@ -186,7 +186,7 @@ def test_the_end_is_the_same_in_one_piece_and_no_word_is_lost(pieces, rows):
 # ---- in a real pseudo-terminal
 
 ANSWER = """\
-from quire_cli.terminal import Terminal
+from quire.cli.terminal import Terminal
 terminal = Terminal()
 with terminal.conversation(), terminal.answer() as answer:
     answer.show("Let me see.", is_thinking=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire_cli.main import build_parser, main
+from quire.cli.main import build_parser, main
 
 COMMANDS = ["serve", "chat", "bench throughput", "bench latency", "bench serve", "bench claims"]
 BUNDLED = str(Path(quire.__file__).parent / "demo" / "model")
@@ -59,7 +59,7 @@ def test_a_prompt_that_is_a_model_is_an_error_that_shows_the_right_command(tmp_p
 
 @pytest.mark.parametrize("prompt", ["x" * 5000, "a\0b", "small.gguf", "..."])
 def test_other_prompts_are_no_models(prompt):
-    from quire_cli.model import check_prompt
+    from quire.cli.model import check_prompt
 
     check_prompt(prompt)
 

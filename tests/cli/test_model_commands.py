@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from quire.loading.hub import bundled_model, resolve
-from quire_cli.main import main
-from quire_cli.models.place import check_place
+from quire.checkpoints.hub import bundled_model, resolve
+from quire.cli.main import main
+from quire.cli.models.place import check_place
 from support.checkpoints import write_checkpoint
 from support.gguf_files import write_gguf
 from support.hub import COMMIT, Hub, Machine, hub_environment

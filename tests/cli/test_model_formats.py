@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from quire.loading.formats import format_of, quantization_of
-from quire_cli.models.words import age_text, count_text, size_text, speed_text
+from quire.checkpoints.format_names import format_of, quantization_of
+from quire.cli.models.words import age_text, count_text, size_text, speed_text
 from support.quantized import FORMATS, FURTHER
 from support.waiting import LONGEST
 
@@ -75,7 +75,7 @@ def test_ages_are_told_in_the_largest_unit():
 
 
 def test_models_are_listed_and_shown_without_torch():
-    code = "import sys; from quire_cli.main import main; main(['list']), main(['show']); print('torch' in sys.modules)"
+    code = "import sys; from quire.cli.main import main; main(['list']), main(['show']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONGEST)
     assert done.returncode == 0
     assert done.stdout.endswith("False\n")

@@ -8,20 +8,20 @@ import gguf
 import pytest
 import torch
 
+from quire.checkpoints import format_names
+from quire.checkpoints.formats.gguf_types import TYPES
+from quire.checkpoints.hub import bundled_model
+from quire.checkpoints.metadata import hf_config
+from quire.cli.models.estimate import estimates
+from quire.cli.models.facts import facts_of
+from quire.cli.models.machine import Machine, this_machine
 from quire.config import EngineConfig
-from quire.loading import formats
-from quire.loading.hub import bundled_model
-from quire.loading.metadata import hf_config
 from quire.models.decoder import Decoder
 from quire.models.load import load_model
 from quire.models.registry import spec_of
 from quire.parallel.mesh import Mesh
-from quire.quantization.gguf_types import TYPES
+from quire.planner.sizes import Footprint, parameters_of
 from quire.worker import memory
-from quire_cli.models.estimate import estimates
-from quire_cli.models.facts import facts_of
-from quire_cli.models.machine import Machine, this_machine
-from quire_plan.sizes import Footprint, parameters_of
 from support.checkpoints import ALL_VARIANTS, write_checkpoint
 from support.engines import make_llm
 from support.gguf_files import write_gguf
@@ -71,7 +71,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.sampled(25)
-@pytest.mark.parametrize("kind", ["BF16", *sorted(formats._GGUF_TYPES.keys() - {"Q2_0"})])
+@pytest.mark.parametrize("kind", ["BF16", *sorted(format_names._GGUF_TYPES.keys() - {"Q2_0"})])
 def test_the_memory_of_a_gguf_file_is_known(wide, tmp_path: Path, kind):
     file = write_gguf(wide, tmp_path / "model.gguf", kind)
     assert footprint_of(file).weights(None)[0] == pytest.approx(memory.weights_in_memory(built(file)), rel=0.02)
@@ -133,7 +133,7 @@ def test_the_machine_is_measured():
 
 
 def test_types_of_gguf_files_are_those_of_the_library():
-    for number, name in formats._FILE_TYPES.items():
+    for number, name in format_names._FILE_TYPES.items():
         if name != "Q2_0":  # newer than the library
             assert gguf.LlamaFileType(number).name in (f"MOSTLY_{name}", f"ALL_{name}")
-    assert formats._GGUF_TYPES.keys() == {kind.name for kind in TYPES.values() if not kind.is_float}
+    assert format_names._GGUF_TYPES.keys() == {kind.name for kind in TYPES.values() if not kind.is_float}

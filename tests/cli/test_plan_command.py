@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire_cli.main import main
+from quire.cli.main import main
 
 TRAFFIC = "rate=5,input=200,output=20,requests=40"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from quire.cli.flags import engine_options, server_options
+from quire.cli.main import build_parser, main
+from quire.cli.models.short_names import _families, listed_names, resolve_name, short_name_of, short_names
 from quire.config import ServerConfig
-from quire_cli.flags import engine_options, server_options
-from quire_cli.main import build_parser, main
-from quire_cli.models.short_names import _families, listed_names, resolve_name, short_name_of, short_names
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 BEGIN, END = "<!-- written by tests/cli/test_short_names.py --write -->\n", "<!-- end -->"

@@ -8,7 +8,7 @@ import unicodedata
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire_cli.terminal import Wrapper
+from quire.cli.terminal import Wrapper
 
 
 def screen(written: str, columns: int) -> list[str]:

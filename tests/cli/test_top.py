@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from quire_cli.main import main
-from quire_cli.watch.picture import EventReader, MetricsReader, Picture
-from quire_cli.watch.screen import draw
+from quire.cli.main import main
+from quire.cli.watch.picture import EventReader, MetricsReader, Picture
+from quire.cli.watch.screen import draw
 
 URL = "http://127.0.0.1:8000"
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from clients.test_clients import HERE, KEY, PROMPT, TOKENS, post
 
-from quire.loading.hub import bundled_model
+from quire.checkpoints.hub import bundled_model
 from support.client_environment import clients_node, clients_python
 from support.gguf_files import write_gguf
 from support.hub import Hub, hub_environment

@@ -22,7 +22,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from quire.loading.hub import bundled_model  # noqa: E402
+from quire.checkpoints.hub import bundled_model  # noqa: E402
 from quire.text.tokenizer import Tokenizer  # noqa: E402
 from support.gguf_files import FAMILIES, TYPES, reference, write_family, write_gguf, write_meaning  # noqa: E402
 from support.reference import logits, prompts  # noqa: E402

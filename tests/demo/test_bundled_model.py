@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.loading.hub import bundled_model
+from quire.checkpoints.hub import bundled_model
 
 pytestmark = pytest.mark.texts
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quire import LLM
-from quire.loading.hub import bundled_model
+from quire.checkpoints.hub import bundled_model
 
 ROOT = Path(__file__).parents[2]
 LAYER = "midlayer."

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from quire import LLM, SamplingParams
-from quire.loading.hub import bundled_model, local_model
+from quire.checkpoints.hub import bundled_model, local_model
 from support.server import Host
 
 NAME = "quire-demo/vision"

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from quire.cli.flags import engine_options
+from quire.cli.main import COMMANDS, build_parser
+from quire.cli.serve import server_config
 from quire.config import ServerConfig
-from quire_cli.flags import engine_options
-from quire_cli.main import COMMANDS, build_parser
-from quire_cli.serve import server_config
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

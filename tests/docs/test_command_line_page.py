@@ -6,8 +6,8 @@ import argparse
 import re
 from pathlib import Path
 
-from quire_cli import chat
-from quire_cli.main import build_parser
+from quire.cli import chat
+from quire.cli.main import build_parser
 
 PAGE = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
 

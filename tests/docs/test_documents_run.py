@@ -19,7 +19,7 @@ INSTALLS = "it installs packages: .ci/run installs the repository in environment
 MACHINES = "it needs several machines or a Ray cluster: tests/e2e runs these as processes"
 GPUS = "it needs more ranks than a machine of the tests can run: tests/e2e has such ranks with tiny models"
 COMPILES = "it compiles kernels for minutes: tests/cli/test_compile.py runs the command"
-LARGE = "it needs a large checkpoint with a head of its own: tests/speculative has small ones"
+LARGE = "it needs a large checkpoint with a head of its own: tests/speculation has small ones"
 GPU_TOOLS = "it needs tools for GPUs, and runs for up to an hour: .ci/nightly has parts of it"
 NOT_RUN = {  # regular expressions of whole commands
     r"pip install .*|pytest.*|mkdocs .*|pre-commit .*|\.ci/.*": INSTALLS,
@@ -30,11 +30,11 @@ NOT_RUN = {  # regular expressions of whole commands
     r"quire serve (Qwen/Qwen3-8B|RedHatAI/).*|python tools/train_demo_speculators.*": LARGE,
     r"python (-m )?benchmarks.*": GPU_TOOLS,
     r"quire serve .*(cluster-secret-file|MiniLM|Embedding|reranker|Reranker).*|quire route .*--prefill.*":
-        "it needs a model that embeds, or two machines: tests/server/test_pooling_api.py and tests/route have these",
+        "it needs a model that embeds, or two machines: tests/server/test_pooling_api.py and tests/router have these",
     r"quire serve .*/var/cache/.*": "it writes to a folder of the system: tests/engine/test_tiers.py has its own",
     r"docker .*|python3 -m venv /opt.*|/opt/.*|install .*|systemctl .*|python tools/build_wheel.py":
         "it installs a server on the system: tests/deploy builds the wheel and the image, and runs them",
-    r"nsys .*": "it needs NVIDIA's profiler: tests/profile checks the ranges with a library of its own",
+    r"nsys .*": "it needs NVIDIA's profiler: tests/observability checks the ranges with a library of its own",
     r"quire top.*": "it is a screen that stays: tests/e2e/test_top_screen.py has it in a terminal",
     r"quire chat .*": "it is a conversation at a terminal: tests/cli/test_chat_command.py has some",
     r"curl -s .*/v1/embeddings .*": "its server is not run",

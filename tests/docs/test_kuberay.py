@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from quire.cli.flags import engine_options, server_options
+from quire.cli.main import build_parser
 from quire.config import EngineConfig, ServerConfig
-from quire_cli.flags import engine_options, server_options
-from quire_cli.main import build_parser
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

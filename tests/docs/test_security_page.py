@@ -46,6 +46,6 @@ def test_a_limit_without_a_default_has_none(option):
 
 def test_options_in_the_text_exist():
     text = (ROOT / "docs" / "security.md").read_text()
-    known = (ROOT / "quire_cli" / "options.toml").read_text()
+    known = (ROOT / "quire" / "cli" / "options.toml").read_text()
     for option in set(re.findall(r"`--([a-z0-9-]+)`", text)):
         assert re.search(rf"^{option.replace('-', '_')} = ", known, re.M), option

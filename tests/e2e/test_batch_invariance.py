@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from quire.checkpoints.hub import bundled_model
 from quire.engine.llm import LLM
-from quire.loading.hub import bundled_model
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
 from quire.ops.cpu.build import library

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from quire import LLM, SamplingParams
+from quire.checkpoints.hub import bundled_model
 from quire.config import ConfigError
-from quire.loading.hub import bundled_model
 from support.server_process import Server
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.loading.hub import bundled_model
+from quire.checkpoints.hub import bundled_model
 from support.server_process import Server
 from support.waiting import LONGEST
 

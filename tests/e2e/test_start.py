@@ -75,23 +75,23 @@ def modules_after(code: str) -> set[str]:
 
 
 def test_what_takes_long_to_import_is_imported_after_the_core_has_started():
-    modules = modules_after("import quire_cli.main, quire_server.serve")
+    modules = modules_after("import quire.cli.main, quire.server.serve")
     slow = {"torch", "numpy", "tokenizers", "fastapi", "pydantic", "uvicorn", "jinja2", "prometheus_client"}
     assert slow.isdisjoint(modules)
     assert "quire.scheduler.scheduler" not in modules
 
 
 def test_a_command_imports_no_other_command():
-    modules = modules_after("from quire_cli.main import build_parser; build_parser('generate')")
-    assert "quire_cli.generate" in modules
-    assert {"quire_cli.serve", "quire_cli.chat", "quire_cli.bench", "quire_cli.plan", "asyncio"}.isdisjoint(modules)
+    modules = modules_after("from quire.cli.main import build_parser; build_parser('generate')")
+    assert "quire.cli.generate" in modules
+    assert {"quire.cli.serve", "quire.cli.chat", "quire.cli.bench", "quire.cli.plan", "asyncio"}.isdisjoint(modules)
 
 
 @pytest.mark.slow
 def test_a_core_imports_nothing_of_the_text_side():
     modules = modules_after("import quire.engine.core_process, quire.engine.client")
     assert "torch" in modules
-    assert {"tokenizers", "jinja2", "quire.engine.frontend", "quire_architectures.llama"}.isdisjoint(modules)
+    assert {"tokenizers", "jinja2", "quire.engine.frontend", "quire.models.architectures.llama"}.isdisjoint(modules)
 
 
 class Start:
@@ -159,7 +159,7 @@ def test_an_error_that_is_found_while_the_core_starts_leaves_no_process_and_no_f
 
 @pytest.mark.parametrize(
     ("arguments", "module"),
-    [pytest.param([], "uvicorn", marks=pytest.mark.slow), (["--api-server-count", "2"], "quire_server.processes")],
+    [pytest.param([], "uvicorn", marks=pytest.mark.slow), (["--api-server-count", "2"], "quire.server.processes")],
 )
 def test_a_signal_that_python_drops_while_a_module_is_imported_ends_the_server(
     folder, tmp_path, monkeypatch, arguments, module

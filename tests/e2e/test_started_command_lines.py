@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from quire.config import ConfigError, ServerConfig
-from quire_server.listening import listening_socket
+from quire.server.listening import listening_socket
 from support.server_process import Server
 from support.waiting import LONGEST
 

@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.loading.metadata import load_tokenizer
-from quire_structured.guidance import GuidanceBackend
-from quire_structured.vocabulary import Vocabulary
+from quire.checkpoints.metadata import load_tokenizer
+from quire.structured.guidance import GuidanceBackend
+from quire.structured.vocabulary import Vocabulary
 from support.schema_suite import schema_suite
 from support.smollm2 import smollm2
 

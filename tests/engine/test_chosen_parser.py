@@ -7,8 +7,8 @@ import pytest
 
 from quire.config import ConfigError
 from quire.engine.frontend import chosen_parser
-from quire_parsing.calls import ToolFormat, json_calls
-from quire_parsing.formats import TOOLS
+from quire.parsing.calls import ToolFormat, json_calls
+from quire.parsing.formats import TOOLS
 from support.parsing import parse
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire_cli.main import main
+from quire.cli.main import main
 from support.checkpoints import Checkpoints
 from support.drafters import Drafters
 from support.layouts import edit_tensors

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from quire.checkpoints.hub import bundled_model
 from quire.config import EngineConfig
 from quire.engine.fingerprint import cache_fingerprint
-from quire.loading.hub import bundled_model
 
 SCRIPT = """
 import sys

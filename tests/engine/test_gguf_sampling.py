@@ -7,10 +7,10 @@ from pathlib import Path
 import gguf
 import pytest
 
+from quire.checkpoints.errors import WeightError
+from quire.checkpoints.gguf import read_gguf
+from quire.checkpoints.gguf_models import gguf_generation_config
 from quire.engine.processor import GGUF_CHAT_DEFAULTS
-from quire.loading.errors import WeightError
-from quire.loading.gguf import read_gguf
-from quire.loading.gguf_models import gguf_generation_config
 from support.engines import make_llm
 from support.gguf_files import with_metadata, write_family, write_gguf
 

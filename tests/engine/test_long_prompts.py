@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.checkpoints.hub import bundled_model
 from quire.config import EngineConfig
 from quire.engine.frontend import Frontend
 from quire.engine.processor import CUT_MARGIN, Processor, PromptTooLongError
-from quire.loading.hub import bundled_model
 from quire.messages.sampling_params import SamplingParams
 from quire.text.long_texts import PART
 

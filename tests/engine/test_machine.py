@@ -17,7 +17,7 @@ from quire.engine.client import scheduler_limits
 from quire.engine.machine import IdleMeasurement, Machine
 from quire.executor import threads
 from quire.models.description import describe
-from quire.system.machine_profile import MachineProfile
+from quire.platform.machine_profile import MachineProfile
 from quire.worker.machine_speed import CALL, KINDS, Measurement, Point, Sample, outs_of
 from support import machine_profiles
 from support.checkpoints import FAMILIES

@@ -9,7 +9,7 @@ import pytest
 from tqdm import tqdm
 
 from quire import LLM, SamplingParams
-from quire.metrics.reader import Counter, Gauge, Histogram
+from quire.observability.reader import Counter, Gauge, Histogram
 from support.checkpoints import write_checkpoint
 from support.engines import make_llm
 

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 import zmq
 
+from quire.checkpoints.hub import bundled_model
 from quire.cluster.secret import Admission
 from quire.config import ConfigError, EngineConfig
 from quire.engine import remote_cores
 from quire.engine.core_client import CoreClient, CoreState
 from quire.engine.remote_cores import RemoteCores
 from quire.executor.agreement import facts
-from quire.loading.hub import bundled_model
 from quire.messages import engine as messages
 from quire.messages.engine import (
     CoreDied,

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from quire import LLM, SamplingParams
+from quire.checkpoints.hub import bundled_model
 from quire.config import ConfigError
-from quire.loading.hub import bundled_model
 
 HEADS, PROMPTS = 3, ["Tom has a cat. The cat likes", "Once there was a"]
 

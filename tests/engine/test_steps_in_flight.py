@@ -15,8 +15,8 @@ from quire.engine.llm import LLM
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
-from quire_structured.constraint import Constraint
-from quire_structured.gate import GrammarGate
+from quire.structured.constraint import Constraint
+from quire.structured.gate import GrammarGate
 from support.checkpoints import Checkpoints
 from support.engines import (
     GREEDY,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from quire.checkpoints.hub import model_directory
 from quire.config import EngineConfig
 from quire.engine.frontend import Frontend
 from quire.engine.processor import Processor
-from quire.loading.hub import model_directory
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured_outputs import ThinkingLimits
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from quire.config import ConfigError
 from quire.engine.llm import LLM
-from quire.kvcache.tiers import SlotIndex, memory_slots, rank_region
+from quire.kv.tiers import SlotIndex, memory_slots, rank_region
 from quire.messages.sampling_params import SamplingParams
 from support.engines import make_llm
 from support.server import eventually
@@ -221,7 +221,7 @@ def test_a_tier_that_does_not_answer_is_left_out(checkpoints, tmp_path, monkeypa
     llm = small(path, **on_disk(tmp_path))
     expected, _ = say(llm)
     settle(llm)
-    monkeypatch.setattr("quire.kvcache.transfers.LATE_SECONDS", 0.3)
+    monkeypatch.setattr("quire.kv.transfers.LATE_SECONDS", 0.3)
     store = llm.core.executor._transfers._stores[0]
     read, stuck = store._read, [True]
 

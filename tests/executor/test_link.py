@@ -14,7 +14,7 @@ from quire.config import ConfigError, EngineConfig
 from quire.executor import link as links
 from quire.executor.link import Link
 from quire.executor.messages import Order, Start, encode
-from quire.metrics.logging import LogOptions
+from quire.observability.logging import LogOptions
 from quire.parallel.sizes import MeshSizes
 from quire.sampling.logits_processors import LogitsProcessor, load_plugins
 from support.faults import Faults

@@ -17,7 +17,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.executor.link import Link
 from quire.executor.messages import Broken, Hello, Ready, Reply, Result, Sample, Start, Submit, encode
-from quire.metrics.logging import LogOptions
+from quire.observability.logging import LogOptions
 from quire.parallel.mesh import open_meeting
 from quire.parallel.sizes import MeshSizes
 from support.engines import GREEDY, MAX_MODEL_LEN, core_request, make_llm

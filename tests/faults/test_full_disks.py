@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from quire.loading.hub import bundled_model
-from quire.system.folders import cache_folder
+from quire.checkpoints.hub import bundled_model
+from quire.platform.folders import cache_folder
 from support.disks import Disk
 from support.fault_requests import PROMPT, SMALL, completion, has_torch, post, processes
 from support.hub import Hub

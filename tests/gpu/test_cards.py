@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.gpu.cards import CARDS, card_of
+from quire.platform.gpu.cards import CARDS, card_of
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from benchmarks.gpu.cases import OPTIONS, Case, all_cases
 from benchmarks.gpu.machine_code import Load, MachineCode, Product
 from benchmarks.gpu.rules import broken
 from benchmarks.gpu.shapes import SERVED
-from quire.gpu.cards import CARDS
+from quire.platform.gpu.cards import CARDS
 from support.stand_in import run_on_stand_in
 
 SASS = """
@@ -150,11 +150,11 @@ def test_the_kernels_of_a_small_model_pass(card):
 MUTATIONS = """
     import importlib.util, json, pathlib, re, sys, tempfile
     import torch
-    import quire_triton.attention_backend as backends
-    import quire_triton.attention as kernels
+    import quire.attention.triton.attention_backend as backends
+    import quire.ops.triton.attention as kernels
     from benchmarks.gpu.rules import judged
     from quire.attention.base import AttentionShape, StepLayout
-    from quire.gpu.cards import CARDS
+    from quire.platform.gpu.cards import CARDS
 
     gpu = torch.device("cuda", 0)
 
@@ -235,13 +235,13 @@ def test_a_result_is_valid_as_long_as_the_sources_of_its_kernels_are_the_same(tm
     monkeypatch.setattr(check, "ROOT", tmp_path)
     for name in check.JUDGES:
         write(name, "")
-    write("quire_triton/float8.py", "def to_float8(x):\n")
-    write("quire_triton/linear.py", "from quire_triton.float8 import to_float8\ndef _product(x):\n")
+    write("quire/ops/triton/float8.py", "def to_float8(x):\n")
+    write("quire/ops/triton/linear.py", "from quire.ops.triton.float8 import to_float8\ndef _product(x):\n")
     result = {"case": "sm_90 a/1", "triton": "3.9.0", "state": "done", "kernels": [{"name": "_product"}]}
     result["key"] = check.key(result)
-    write("quire_triton/drafts.py", "def _count_kept(x):\n")  # a new kernel
+    write("quire/ops/triton/drafts.py", "def _count_kept(x):\n")  # a new kernel
     assert check.is_valid(result)
-    for name in ("quire_triton/float8.py", "quire_triton/linear.py", *check.JUDGES):
+    for name in ("quire/ops/triton/float8.py", "quire/ops/triton/linear.py", *check.JUDGES):
         before = (tmp_path / name).read_text()
         write(name, before + "# changed\n")
         assert not check.is_valid(result)

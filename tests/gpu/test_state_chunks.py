@@ -15,9 +15,9 @@ CODE = """
     from benchmarks.gpu.rules import judged
     from quire.attention.base import StepLayout
     from quire.attention.states import StateBackend
-    from quire.kvcache.specs import StateShape
+    from quire.kv.specs import StateShape
     from quire.ops.reference.states import Pages
-    from quire_triton.state_chunks import scan
+    from quire.ops.triton.state_chunks import scan
 
     gpu = torch.device("cuda", 0)
     SHAPES = {  # heads, heads of keys, sizes of keys and values, decays and scales of a head

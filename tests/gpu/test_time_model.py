@@ -136,7 +136,7 @@ def test_a_product_of_few_rows_takes_little_more_time_than_its_weights() -> None
         from benchmarks.gpu.launches import Step, library_product, works
         from benchmarks.gpu.model import estimate
         from benchmarks.gpu.rates import RATES
-        from quire_triton.linear import linear_of_few_rows
+        from quire.ops.triton.linear import linear_of_few_rows
         gpu, rates = torch.device("cuda", 0), RATES["H200"]
         weight = torch.empty(28672, 4096, dtype=torch.bfloat16, device=gpu)
         for rows in (1, 8, 16):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.checkpoints.hub import bundled_model
 from quire.engine.llm import LLM
 from quire.layers.lora import AdaptedWeight
-from quire.loading.hub import bundled_model
 from quire.lora import LoRARequest
 from quire.messages.sampling_params import SamplingParams
 from support.adapters import deltas, modules_of, write_adapter

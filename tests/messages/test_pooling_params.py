@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from quire.loading.hub import bundled_model
+from quire.checkpoints.hub import bundled_model
 from quire.messages.engine import AddRequests, CoreOrder, EngineCoreRequest, FinishReason
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams

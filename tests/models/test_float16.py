@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_bfloat16 import check_that_errors_are_as_small_as_those_of_transformers
 
-from quire.loading.hub import bundled_model
+from quire.checkpoints.hub import bundled_model
 from quire.messages.sampling_params import SamplingParams
 from quire.ops.cpu.build import library
 from support.engines import generate, make_llm, tokens_of

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from quire.kvcache.specs import FullAttentionSpec, LatentSpec
+from quire.kv.specs import FullAttentionSpec, LatentSpec
+from quire.models.architectures.deepseek import deepseek
+from quire.models.architectures.llama import llama
 from quire.models.registry import ARCHITECTURES
 from quire.models.spec import DecoderSpec
-from quire_architectures.deepseek import deepseek
-from quire_architectures.llama import llama
 from support.checkpoints import build, write_checkpoint
 from support.engines import generate, make_llm, runner_of, teacher_forced_logits, tokens_of
 from support.reference import greedy, logits, prompts

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import quire.worker.worker
 from quire.attention.base import AttentionBackend
+from quire.checkpoints.hub import bundled_model
 from quire.layers.attention_spec import CacheShape
 from quire.layers.forward_state import ForwardState, pick
-from quire.loading.hub import bundled_model
 from quire.messages.sampling_params import SamplingParams
 from quire.models.model import Model
 from quire.ops import Kernels, Target

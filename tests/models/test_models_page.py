@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from quire.checkpoints.metadata import hf_config
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.specs import MoESpec
 from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec, RwkvSpec
-from quire.loading.metadata import hf_config
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
 from support.checkpoints import FAMILIES

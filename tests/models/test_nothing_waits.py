@@ -14,17 +14,17 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionShape, CacheBackend
 from quire.attention.states import StateBackend
-from quire.kvcache.specs import StateShape
+from quire.checkpoints.formats.config import quantization_method
+from quire.checkpoints.metadata import hf_config
+from quire.kv.specs import StateShape
 from quire.layers.build import Builder
 from quire.layers.specs import PoolerSpec, Pooling
 from quire.layers.step_inputs import StepInputs, StepSize, dimensions
-from quire.loading.metadata import hf_config
 from quire.models.decoder import Decoder
 from quire.models.pooler import Pooler
 from quire.models.registry import spec_of
 from quire.ops import Kernels, Target
 from quire.parallel.mesh import Communicator
-from quire.quantization.config import quantization_method
 from quire.worker.forward import Forward
 from support.checkpoints import ALL_VARIANTS
 

@@ -7,7 +7,7 @@ import torch
 
 from quire.config import ConfigError
 from quire.engine.llm import LLM
-from quire.kvcache.specs import StateSpec
+from quire.kv.specs import StateSpec
 from quire.messages.sampling_params import SamplingParams
 from support.engines import GREEDY, generate, make_llm, runner_of, teacher_forced_logits
 from support.families.states import STATES

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import quire_architectures
-from quire.loading.metadata import hf_config
+import quire.models.architectures
+from quire.checkpoints.metadata import hf_config
 from quire.models.registry import ARCHITECTURES, spec_of
 from support.checkpoints import EOS, FAMILIES, byte_level_tokenizer
 from support.engines import make_llm, teacher_forced_logits
@@ -37,7 +37,7 @@ def test_a_config_that_lacks_a_field_is_an_error_that_names_it():
 
 
 def test_an_architecture_takes_less_than_sixty_lines_on_average():
-    files = list(Path(quire_architectures.__path__[0]).glob("*.py"))
+    files = list(Path(quire.models.architectures.__path__[0]).glob("*.py"))
     lines = sum(len(file.read_text().splitlines()) for file in files)
     assert lines / len(FAMILIES) < 60
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quire.checkpoints.metadata import hf_config
 from quire.config import EngineConfig
-from quire.loading.metadata import hf_config
 from quire.models.load import load_model
 from quire.models.registry import ARCHITECTURES, spec_of
 from quire.parallel.mesh import Mesh

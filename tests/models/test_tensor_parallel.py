@@ -15,7 +15,7 @@ from quire.config import EngineConfig
 from quire.engine.client import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
-from quire.kvcache.specs import StateSpec
+from quire.kv.specs import StateSpec
 from quire.layers.attention_spec import AttentionSpec, HeadShare
 from quire.layers.state_spec import MambaSpec
 from quire.messages.changes import Change, TrainerOrder

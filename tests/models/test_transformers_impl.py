@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.checkpoints.errors import WeightError
 from quire.config import ConfigError, EngineConfig
-from quire.kvcache.specs import FullAttentionSpec, SlidingWindowSpec
-from quire.loading.errors import WeightError
+from quire.kv.specs import FullAttentionSpec, SlidingWindowSpec
 from quire.models.registry import ARCHITECTURES
 from support.checkpoints import write_checkpoint
 from support.engines import generate, make_llm, runner_of, teacher_forced_logits, tokens_of
@@ -192,7 +192,7 @@ def test_models_that_would_be_wrong_are_refused(tmp_path, case):
 def test_masks_tell_their_windows():
     from transformers import masking_utils as masks
 
-    from quire_transformers.probe import _window
+    from quire.models.transformers_backend.probe import _window
 
     assert _window(masks.causal_mask_function, 100) is None
     assert _window(masks.sliding_window_causal_mask_function(20), 100) == 20
@@ -271,6 +271,6 @@ def test_vllm_is_another_word_for_quire():
 
 
 def test_without_transformers_the_error_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr("quire_transformers.limits.find_spec", lambda name: None)
+    monkeypatch.setattr("quire.options.transformers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install .*\[transformers\]"):
         EngineConfig.create(model_impl="transformers")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.messages.sampling_params import SamplingParams
+from quire.multimodal.families.base import Frames
 from quire.worker.media import tensor_of
-from quire_multimodal.families.base import Frames
 from support.engines import generate, make_llm, runner_of
 from support.layers import draw
 from support.layouts import edit_tensors

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from quire_multimodal import containers, pictures
-from quire_multimodal.decoding import Encoded, decoded
-from quire_multimodal.pictures import MediaError
-from quire_multimodal.sounds import decode_sound
+from quire.multimodal import containers, pictures
+from quire.multimodal.decoding import Encoded, decoded
+from quire.multimodal.pictures import MediaError
+from quire.multimodal.sounds import decode_sound
 
 RATE = 10  # frames a second
 VIDEOS = [("mp4", "mpeg4"), ("mp4", "libx264"), ("webm", "libvpx-vp9"), ("avi", "mpeg4"), ("mov", "mpeg4")]

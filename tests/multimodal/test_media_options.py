@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from quire.config import ConfigError, EngineConfig
+from quire.multimodal.decoding import Encoded
+from quire.multimodal.pictures import MediaError
 from quire.options.multimodal import MediaIO, MultiModalConfig
-from quire_multimodal.decoding import Encoded
-from quire_multimodal.pictures import MediaError
 from support.engines import make_llm
 from support.seeing import picture
 
@@ -95,7 +95,7 @@ def test_an_engine_keeps_to_the_count(llm):
 
 @pytest.mark.parametrize(("gigabytes", "kept"), [(0.125, True), (0, False), (1e-7, False)])
 def test_preprocessed_items_are_kept_up_to_a_size(llm, gigabytes, kept):
-    from quire_multimodal.decoding import ItemCache
+    from quire.multimodal.decoding import ItemCache
 
     prepared = llm.processor.media.family(None).image(picture(2))
     cache = ItemCache(int(gigabytes * 2**30))
@@ -106,7 +106,7 @@ def test_preprocessed_items_are_kept_up_to_a_size(llm, gigabytes, kept):
 def test_a_request_cannot_change_how_files_are_decoded(llm):
     from pydantic import ValidationError
 
-    from quire_server.protocol import ChatRequest, TokenizeRequest
+    from quire.server.protocol import ChatRequest, TokenizeRequest
 
     messages = [{"role": "user", "content": "a"}]
     for kind in (ChatRequest, TokenizeRequest):

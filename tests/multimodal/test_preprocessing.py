@@ -16,11 +16,11 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from quire_multimodal.addresses import is_public
-from quire_multimodal.families import gemma3, idefics3, internvl, llava, llava_next, pixtral, qwen_vl
-from quire_multimodal.families.base import Frames
-from quire_multimodal.pictures import MediaError, decode, decode_frames, picture, to_rgb
-from quire_multimodal.preprocessing import read_settings
+from quire.multimodal.addresses import is_public
+from quire.multimodal.families import gemma3, idefics3, internvl, llava, llava_next, pixtral, qwen_vl
+from quire.multimodal.families.base import Frames
+from quire.multimodal.pictures import MediaError, decode, decode_frames, picture, to_rgb
+from quire.multimodal.preprocessing import read_settings
 from support.seeing import picture as drawn
 
 SIZES = [(60, 45), (45, 60), (200, 30), (31, 300), (224, 224), (7, 9), (337, 336), (1000, 701)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.messages.sampling_params import SamplingParams
-from quire_multimodal.sounds import decode_sound
+from quire.multimodal.sounds import decode_sound
 from support.engines import make_llm
 from support.real_whisper import SENTENCES, checkpoint, spoken, word_errors
 

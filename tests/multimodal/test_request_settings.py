@@ -9,11 +9,11 @@ import struct
 import pytest
 from PIL import Image
 
+from quire.checkpoints.hub import local_model
 from quire.config import ConfigError, EngineConfig
 from quire.engine.frontend import Frontend
-from quire.loading.hub import local_model
 from quire.models.spec import MediaSpec
-from quire_multimodal.processor import load_family
+from quire.multimodal.processor import load_family
 from support.seeing import picture
 from support.server import Host
 

@@ -182,7 +182,7 @@ def bomb(width: int, height: int) -> bytes:
 @pytest.mark.parametrize(("width", "height"), [(60_000, 60_000), (2_000_000_000, 1), (9_000, 9_000)])
 def test_decompression_bombs_are_refused_before_they_are_decoded(client, monkeypatch, width, height):
     decoded: list[object] = []
-    monkeypatch.setattr("quire_multimodal.pictures._loaded", decoded.append)
+    monkeypatch.setattr("quire.multimodal.pictures._loaded", decoded.append)
     error = refused(client, image_part(data_url(bomb(width, height))))
     assert "pixels" in error["message"] or "no image" in error["message"]
     assert not decoded
@@ -283,8 +283,8 @@ def remote():
 
 
 def test_files_are_fetched_within_limits(remote):
-    from quire_multimodal.fetch import fetch
-    from quire_multimodal.pictures import MediaError, decode
+    from quire.multimodal.fetch import fetch
+    from quire.multimodal.pictures import MediaError, decode
 
     here = ["127.0.0.1"]
     assert decode(fetch(f"{remote}/picture", here)).size == picture(6).size

@@ -14,7 +14,7 @@ import torch
 from openai import APIStatusError, OpenAI
 
 from quire.messages.sampling_params import SamplingParams
-from quire_multimodal.sounds import MOST_BYTES
+from quire.multimodal.sounds import MOST_BYTES
 from support.engines import make_llm
 from support.hearing import (
     DE,

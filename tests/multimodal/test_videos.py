@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from quire.messages.sampling_params import SamplingParams
+from quire.multimodal.families.base import Frames
+from quire.multimodal.families.qwen_vl import Pictures
 from quire.worker.media import tensor_of
-from quire_multimodal.families.base import Frames
-from quire_multimodal.families.qwen_vl import Pictures
 from support.engines import make_llm, runner_of
 from support.seeing import FIRST, MODELS, picture, prepared
 

@@ -13,11 +13,11 @@ import torch
 
 from quire.config import ConfigError
 from quire.engine.llm import LLM
-from quire.kvcache.specs import CrossAttentionSpec
+from quire.kv.specs import CrossAttentionSpec
 from quire.messages.sampling_params import SamplingParams
-from quire_multimodal.families.whisper import Sounds
-from quire_multimodal.mel import log_mel, mel_filters
-from quire_multimodal.preprocessing import read_settings
+from quire.multimodal.families.whisper import Sounds
+from quire.multimodal.mel import log_mel, mel_filters
+from quire.multimodal.preprocessing import read_settings
 from support.encoder_ways import WAYS, Encoded, check_cross_blocks
 from support.engines import generate, make_llm, runner_of
 from support.hearing import (

@@ -24,7 +24,7 @@ from quire.attention.base import AttentionShape
 from quire.ops import Kernels, Target
 from quire.ops.cpu import build
 from quire.ops.cpu.processor import USED_FEATURES
-from quire.system.folders import cache_folder
+from quire.platform.folders import cache_folder
 from support.kernel_checks import check_against_references
 from support.waiting import eventually
 

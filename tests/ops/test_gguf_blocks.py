@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from quire.checkpoints.formats.gguf import decoder_of
+from quire.checkpoints.formats.gguf_types import TYPES
 from quire.ops.cpu.build import library
 from quire.ops.cpu.gguf_blocks import _LAYOUTS, can_decode, decode_blocks, put_values
-from quire.quantization.gguf import decoder_of
-from quire.quantization.gguf_types import TYPES
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels cannot be compiled here")
 

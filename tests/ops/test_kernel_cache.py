@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from quire_triton.cache import KernelCache
+from quire.ops.triton.cache import KernelCache
 
 
 @pytest.fixture

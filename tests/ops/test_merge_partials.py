@@ -20,7 +20,7 @@ def merge(request: pytest.FixtureRequest) -> Function:
         return merge_partials.reference
     pytest.importorskip("triton")
     request.getfixturevalue("interpreter")
-    from quire_triton import partials
+    from quire.ops.triton import partials
 
     return partials.merge_partials
 

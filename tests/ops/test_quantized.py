@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.checkpoints.formats.packing import integer_matrix
 from quire.ops import OPS, Target
 from quire.ops.cpu.linear import grouped_linear_cpu, linear_cpu
 from quire.ops.cpu.panels import Panels
@@ -20,7 +21,6 @@ from quire.ops.cpu.quantized_linear import (
     quantized_linear_cpu,
 )
 from quire.ops.reference.quantized import QuantizedMatrix, concatenate
-from quire.quantization.packing import integer_matrix
 
 Product = Callable[..., Tensor]
 needs_kernels = pytest.mark.skipif(

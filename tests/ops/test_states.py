@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.attention.base import StepLayout
 from quire.attention.states import StateBackend, matching_block_size
-from quire.kvcache.specs import StateShape
+from quire.kv.specs import StateShape
 from quire.ops import Kernels, Target
 from quire.ops.cpu.build import library
 from quire.ops.reference.states import Pages

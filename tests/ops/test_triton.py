@@ -14,13 +14,13 @@ from quire.ops.reference import drafts as draft_ops
 from quire.ops.reference import elementwise, sampling
 from quire.ops.reference.masks import apply_token_masks
 from quire.ops.reference.quantized import QuantizedMatrix, grouped_quantized_linear, quantize, quantized_linear
-from quire_triton import elementwise as ours
-from quire_triton.drafts import accept_or_resample, count_kept
-from quire_triton.linear import grouped_linear_triton, grouped_quantized_linear_triton, quantized_linear_triton
-from quire_triton.masks import apply_token_masks_triton
-from quire_triton.sampling import argmax, keep_top_k_top_p, sample_gumbel
-from quire_triton.sums import log_softmax_triton, row_sums_triton
-from quire_triton.targets import INTERPRETED
+from quire.ops.triton import elementwise as ours
+from quire.ops.triton.drafts import accept_or_resample, count_kept
+from quire.ops.triton.linear import grouped_linear_triton, grouped_quantized_linear_triton, quantized_linear_triton
+from quire.ops.triton.masks import apply_token_masks_triton
+from quire.ops.triton.sampling import argmax, keep_top_k_top_p, sample_gumbel
+from quire.ops.triton.sums import log_softmax_triton, row_sums_triton
+from quire.ops.triton.targets import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

@@ -8,10 +8,10 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from quire.gpu.cards import CARDS
 from quire.ops.reference.elementwise import combine_experts, linear, linear_by_head
-from quire_triton import dense
-from quire_triton.targets import INTERPRETED
+from quire.ops.triton import dense
+from quire.ops.triton.targets import INTERPRETED
+from quire.platform.gpu.cards import CARDS
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

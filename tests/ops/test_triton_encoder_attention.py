@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.ops.reference.encoder_attention import encoder_attention
-from quire_triton.encoder_attention import encoder_attention_triton
-from quire_triton.targets import INTERPRETED
+from quire.ops.triton.encoder_attention import encoder_attention_triton
+from quire.ops.triton.targets import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

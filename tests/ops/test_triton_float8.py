@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_triton.float8 import from_float8, to_float8
+from quire.ops.triton.float8 import from_float8, to_float8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

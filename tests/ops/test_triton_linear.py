@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("triton")
 import torch
 
-from quire.gpu.cards import CARDS
 from quire.ops import Kernels, Target
 from quire.ops.reference.quantized import (
     QuantizedMatrix,
@@ -20,9 +19,10 @@ from quire.ops.reference.quantized import (
     quantize,
     quantized_linear,
 )
-from quire_triton import linear
-from quire_triton.targets import INTERPRETED
-from quire_triton.tiles import row_sizes, suits_few_rows, tile_of
+from quire.ops.triton import linear
+from quire.ops.triton.targets import INTERPRETED
+from quire.ops.triton.tiles import row_sizes, suits_few_rows, tile_of
+from quire.platform.gpu.cards import CARDS
 from support.stand_in import run_on_stand_in
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -194,8 +194,8 @@ _COMPILE = """
     import torch
     from benchmarks.gpu.machine_code import read
     from quire.ops.reference.quantized import QuantizedMatrix
-    from quire.quantization.tables import MXFP4, _TABLES
-    from quire_triton import linear
+    from quire.checkpoints.formats.tables import MXFP4, _TABLES
+    from quire.ops.triton import linear
     results = []
     for kind, columns, rows in {cases!r}:
         dtype = torch.float8_e4m3fn if kind == "float8" else torch.uint8
@@ -219,7 +219,7 @@ _COMPILE_FEW = """
     import torch
     from benchmarks.gpu.machine_code import read
     from benchmarks.gpu.rules import broken
-    from quire_triton import linear
+    from quire.ops.triton import linear
     weight = torch.empty(28672, 4096, dtype=torch.bfloat16, device=torch.device("cuda", 0))
     results = []
     for rows in (1, 16):

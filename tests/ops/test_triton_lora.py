@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 import torch
 
 from quire.ops.reference.lora import add_lora
-from quire_triton.lora import add_lora_triton
-from quire_triton.targets import INTERPRETED
+from quire.ops.triton.lora import add_lora_triton
+from quire.ops.triton.targets import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

@@ -12,12 +12,12 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from quire.gpu.cards import CARDS
 from quire.ops import OPS
 from quire.ops.reference.quantized import QuantizedMatrix, quantize
 from quire.ops.registry import Target
-from quire_triton import dense
-from quire_triton.targets import INTERPRETED
+from quire.ops.triton import dense
+from quire.ops.triton.targets import INTERPRETED
+from quire.platform.gpu.cards import CARDS
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

@@ -17,9 +17,9 @@ if not INSTALLED:
 import test_states
 from test_states import Texts, kernels
 
-from quire.kvcache.specs import StateShape
+from quire.kv.specs import StateShape
 from quire.ops.registry import OPS, Target
-from quire_triton import state_chunks, states
+from quire.ops.triton import state_chunks, states
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 KERNELS = SimpleNamespace(causal_conv=states.causal_conv, time_steps=states.time_steps, scan=state_chunks.scan)

@@ -14,7 +14,7 @@ if not INSTALLED:
 
 from test_states import BLOCK_SIZE, SHAPES, Texts, check_gated_norm, kernels
 
-from quire_triton import states
+from quire.ops.triton import states
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 KERNELS = SimpleNamespace(

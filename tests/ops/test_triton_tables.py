@@ -9,14 +9,14 @@ import pytest
 pytest.importorskip("triton")
 import torch
 
-from quire.gpu.cards import CARDS
+from quire.checkpoints.formats.ggml_blocks import _IQ4
+from quire.checkpoints.formats.tables import _TABLES
 from quire.ops.reference.quantized import QuantizedMatrix, concatenate, grouped_quantized_linear, quantized_linear
-from quire.quantization.tables import _TABLES
-from quire_formats.ggml_blocks import _IQ4
-from quire_triton import linear
-from quire_triton.packed import pack, words_of
-from quire_triton.targets import INTERPRETED
-from quire_triton.weights import _lookup
+from quire.ops.triton import linear
+from quire.ops.triton.packed import pack, words_of
+from quire.ops.triton.targets import INTERPRETED
+from quire.ops.triton.weights import _lookup
+from quire.platform.gpu.cards import CARDS
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TABLES = {**_TABLES, "iq4": _IQ4}

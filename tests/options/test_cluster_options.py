@@ -6,10 +6,10 @@ import shlex
 
 import pytest
 
+from quire.cli.flags import engine_options
+from quire.cli.main import build_parser
 from quire.config import ConfigError, EngineConfig
 from quire.options.cluster import Layout
-from quire_cli.flags import engine_options
-from quire_cli.main import build_parser
 
 SECRET = "--cluster-secret-file secret"
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from quire.checkpoints.formats.config import check_format
+from quire.checkpoints.hub import bundled_model
 from quire.config import ConfigError, EngineConfig
 from quire.engine.frontend import Frontend
-from quire.loading.hub import bundled_model
-from quire.quantization.config import check_format
 from support.checkpoints import MAX_POSITIONS, Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of
 from support.quantized import FORMATS, write_quantized

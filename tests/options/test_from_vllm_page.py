@@ -24,8 +24,8 @@ from quire.options.vllm import (
     UNSUPPORTED_VALUES,
     VALUES,
 )
-from quire_server import adapters, admin_routes, chat, completions, control, text_routes, transcriptions
-from quire_server.protocol import UNSUPPORTED, UNSUPPORTED_IN_CHAT, WITHOUT_EFFECT, ChatRequest, CompletionRequest
+from quire.server import adapters, admin_routes, chat, completions, control, text_routes, transcriptions
+from quire.server.protocol import UNSUPPORTED, UNSUPPORTED_IN_CHAT, WITHOUT_EFFECT, ChatRequest, CompletionRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-vllm.md"
 WRITTEN = "<!-- written by tests/options/test_from_vllm_page.py --write: {} -->\n"

@@ -7,11 +7,11 @@ import shlex
 
 import pytest
 
+from quire.cli.flags import engine_options
+from quire.cli.main import build_parser
 from quire.config import ConfigError, EngineConfig
 from quire.options.speculative import SpeculativeOptions
 from quire.options.vllm import SPECULATIVE_NO_EFFECT, SPECULATIVE_NOT_SUPPORTED
-from quire_cli.flags import engine_options
-from quire_cli.main import build_parser
 
 
 @pytest.mark.parametrize(

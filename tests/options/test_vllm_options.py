@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.cli.flags import engine_options
+from quire.cli.main import build_parser, main
 from quire.config import GROUPS, OPTIONS, ConfigError, EngineConfig, ServerConfig, canonical_name
 from quire.options.vllm import FOREIGN, NO_EFFECT, NOT_SUPPORTED, RETIRED, SHORT_FLAGS
-from quire_cli.flags import engine_options
-from quire_cli.main import build_parser, main
 
 
 def from_line(line: str) -> EngineConfig:

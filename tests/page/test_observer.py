@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from quire.engine.core import EngineCore
+from quire.engine.observation import observer
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.transfers import Transfer
-from quire_page import observer
 from support.checkpoints import Checkpoints
 from support.engines import core_request, generate, make_llm
 from support.late_device import run_late

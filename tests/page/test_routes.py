@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from quire_page import live
+from quire.server.page import live
 from support.server import Host, Service, eventually
 from support.waiting import LONGEST
 
-NAMES = sorted(path.name for path in files("quire_page").joinpath("static").iterdir())
+NAMES = sorted(path.name for path in files("quire.server.page").joinpath("static").iterdir())
 
 
 class Viewer:
@@ -68,7 +68,7 @@ def test_the_page_and_its_files(server: Service):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_comes_from_outside_and_nothing_is_inline(name):
-    text = files("quire_page").joinpath("static", name).read_text(encoding="utf-8")
+    text = files("quire.server.page").joinpath("static", name).read_text(encoding="utf-8")
     allowed = ("http://www.w3.org/2000/svg",)
     for quote in ('"', "'", "`", "("):
         for scheme in ("http://", "https://", "//"):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from quire_parsing.answer import answer_parser
-from quire_parsing.reasoning import REASONING
+from quire.parsing.answer import answer_parser
+from quire.parsing.reasoning import REASONING
 from support.answers import DEFINITIONS
 from support.parsing import parse, parts_of
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from quire_parsing.answer import answer_parser
-from quire_parsing.events import Parser
-from quire_parsing.formats import TOOLS
-from quire_parsing.reasoning import REASONING
+from quire.parsing.answer import answer_parser
+from quire.parsing.events import Parser
+from quire.parsing.formats import TOOLS
+from quire.parsing.reasoning import REASONING
 from support.answers import DEFINITIONS
 from support.newer_answers import ALL_SAMPLES as SAMPLES
 from support.parsing import Parsed, parse, parts_of

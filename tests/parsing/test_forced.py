@@ -5,7 +5,7 @@ import json
 import jsonschema
 import pytest
 
-from quire_parsing.forced import forced_calls, forced_calls_schema
+from quire.parsing.forced import forced_calls, forced_calls_schema
 from support.answers import DEFINITIONS, NOW, PARIS
 from support.parsing import parse, parts_of
 

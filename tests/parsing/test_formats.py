@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from quire_parsing.events import ToolArguments
-from quire_parsing.formats import TOOLS
+from quire.parsing.events import ToolArguments
+from quire.parsing.formats import TOOLS
 from support.answers import DEFINITIONS, PARIS, Sample
 from support.newer_answers import ALL_SAMPLES as SAMPLES
 from support.parsing import parse, parts_of

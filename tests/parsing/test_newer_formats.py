@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from quire_parsing.answer import answer_parser
-from quire_parsing.formats import TOOLS
-from quire_parsing.reasoning import REASONING
+from quire.parsing.answer import answer_parser
+from quire.parsing.formats import TOOLS
+from quire.parsing.reasoning import REASONING
 from support.answers import DEFINITIONS, PARIS, Sample
 from support.newer_answers import NEWER
 from support.parsing import parse, parts_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire_parsing.reasoning import REASONING
+from quire.parsing.reasoning import REASONING
 from support.parsing import parse, parts_of
 
 # (format, whether the prompt ended within thinking, answer, reasoning, content)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from quire_parsing.formats import TOOLS
-from quire_parsing.reasoning import REASONING
-from quire_parsing.recognition import recognized
+from quire.parsing.formats import TOOLS
+from quire.parsing.reasoning import REASONING
+from quire.parsing.recognition import recognized
 
 _LOOP = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endfor %}"
 

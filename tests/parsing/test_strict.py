@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from quire import StructuredOutputsParams
-from quire.loading.hub import bundled_model
-from quire.loading.metadata import load_tokenizer
-from quire_parsing.events import Content, ToolArguments, ToolCall
-from quire_parsing.formats import TOOLS
-from quire_parsing.strict import STRICT
-from quire_structured.grammar import TokenTable
-from quire_structured.guidance import GuidanceBackend
-from quire_structured.vocabulary import Vocabulary
+from quire.checkpoints.hub import bundled_model
+from quire.checkpoints.metadata import load_tokenizer
+from quire.parsing.events import Content, ToolArguments, ToolCall
+from quire.parsing.formats import TOOLS
+from quire.parsing.strict import STRICT
+from quire.structured.grammar import TokenTable
+from quire.structured.guidance import GuidanceBackend
+from quire.structured.vocabulary import Vocabulary
 
 EOS = 2
 WEATHER = {

@@ -1,11 +1,11 @@
 """Markers with the suffix of a checkpoint."""
 
 from quire.engine.frontend import chosen_parser
-from quire_parsing.answer import answer_parser
-from quire_parsing.formats import TOOLS
-from quire_parsing.reasoning import REASONING
-from quire_parsing.recognition import recognized
-from quire_parsing.suffixes import suffix_in
+from quire.parsing.answer import answer_parser
+from quire.parsing.formats import TOOLS
+from quire.parsing.reasoning import REASONING
+from quire.parsing.recognition import recognized
+from quire.parsing.suffixes import suffix_in
 from support.answers import DEFINITIONS, PARIS
 from support.parsing import parse, parts_of
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from quire_parsing.values import from_python, parameter_types, typed, with_quotes_escaped
+from quire.parsing.values import from_python, parameter_types, typed, with_quotes_escaped
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quire_parsing.formats import TOOLS
-from quire_parsing.reasoning import REASONING
+from quire.parsing.formats import TOOLS
+from quire.parsing.reasoning import REASONING
 
 _HERE = Path(__file__)
 _NAMES = tomllib.loads(_HERE.with_name("vllm_names.toml").read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.config import ConfigError, EngineConfig
-from quire.kvcache.specs import attention_spec
+from quire.kv.specs import attention_spec
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest
 from quire.ops import Kernels, Target

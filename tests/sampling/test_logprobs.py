@@ -12,7 +12,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.engine.logprobs import LogprobUnpacker
-from quire.kvcache.specs import attention_spec
+from quire.kv.specs import attention_spec
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest
 from quire.ops import Kernels, Target

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from quire.kvcache.specs import attention_spec
+from quire.kv.specs import attention_spec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
-from quire.speculative.lengths import DraftLengths
+from quire.speculation.lengths import DraftLengths
 
 
 @pytest.mark.parametrize("drafts_stay", [True, False])

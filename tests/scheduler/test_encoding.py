@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.kvcache.specs import attention_spec
+from quire.kv.specs import attention_spec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.media import EncoderLimits, MediaItem, MediaPlace
 from quire.messages.sampling_params import SamplingParams

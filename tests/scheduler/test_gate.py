@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from test_scheduler import answer, counts, make_request
 
-from quire.kvcache.specs import CacheEntry, FullAttentionSpec
+from quire.kv.specs import CacheEntry, FullAttentionSpec
 from quire.messages.engine import EngineCoreRequest, FinishReason
+from quire.platform.untrusted.limits import BusyError
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request import Status
 from quire.scheduler.scheduler import Scheduler
-from quire.system.untrusted.limits import BusyError
 
 
 class Doors:

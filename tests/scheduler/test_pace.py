@@ -6,7 +6,7 @@ import pytest
 from test_scheduler import answer, make_request
 
 from quire.config import ConfigError
-from quire.kvcache.specs import CacheEntry, FullAttentionSpec
+from quire.kv.specs import CacheEntry, FullAttentionSpec
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.pace import Pace
 from quire.scheduler.scheduler import Scheduler

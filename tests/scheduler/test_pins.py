@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.kvcache.hashing import extra_keys
-from quire.kvcache.manager import KVCacheManager
-from quire.kvcache.specs import attention_spec
+from quire.kv.hashing import extra_keys
+from quire.kv.manager import KVCacheManager
+from quire.kv.specs import attention_spec
 from quire.messages.changes import PinPrefix
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams

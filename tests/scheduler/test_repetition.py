@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kvcache.specs import attention_spec
+from quire.kv.specs import attention_spec
 from quire.messages.engine import EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import RepetitionDetectionParams, SamplingParams
 from quire.messages.step import ModelRunnerOutput

@@ -9,7 +9,7 @@ from time import process_time
 
 import pytest
 
-from quire.kvcache.specs import attention_spec
+from quire.kv.specs import attention_spec
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import Logprobs, ModelRunnerOutput, SchedulerOutput

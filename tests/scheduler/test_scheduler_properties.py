@@ -25,9 +25,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from quire.engine.kv_events import KVEvents
 from quire.engine.pause import PauseGate
-from quire.kvcache.block_pool import HashedTokens
-from quire.kvcache.hashing import hash_root
-from quire.kvcache.specs import CacheEntry, KVCacheSpec, StateSpec, attention_spec
+from quire.kv.block_pool import HashedTokens
+from quire.kv.hashing import hash_root
+from quire.kv.specs import CacheEntry, KVCacheSpec, StateSpec, attention_spec
 from quire.messages.engine import EngineCoreRequest, FinishReason
 from quire.messages.kv_events import KVCacheEvent, KVEventBatch
 from quire.messages.sampling_params import SamplingParams
@@ -38,8 +38,8 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request import Request, Status
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
-from quire.speculative.lengths import DraftLengths
-from quire.speculative.proposer import Text
+from quire.speculation.lengths import DraftLengths
+from quire.speculation.proposer import Text
 from support.kv_router import RouterView
 from support.kv_specs import HeadBudgetSpec
 from support.tiers import MoverModel

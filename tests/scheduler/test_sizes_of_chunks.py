@@ -6,7 +6,7 @@ import pytest
 
 from quire.config import ConfigError, EngineConfig
 from quire.engine.client import scheduler_limits
-from quire.kvcache.specs import attention_spec
+from quire.kv.specs import attention_spec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput

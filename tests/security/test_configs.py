@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.checkpoints.config_fields import checked
+from quire.checkpoints.hub import bundled_model
 from quire.config import ConfigError, EngineConfig
-from quire.loading.config_fields import checked
-from quire.loading.hub import bundled_model
 from quire.models.description import describe
 from quire.models.registry import spec_of
 

@@ -30,7 +30,7 @@ def _post(url: str, body: dict[str, Any], answers: list[tuple[int, str]]) -> Non
 def _jobs(server: Server) -> list[psutil.Process]:
     """The processes of jobs that have used some processor time."""
     family = psutil.Process(server.process.pid).children(recursive=True)
-    launchers = [process for process in family if "quire.system.untrusted.launcher" in process.cmdline()]
+    launchers = [process for process in family if "quire.platform.untrusted.launcher" in process.cmdline()]
     jobs = [job for launcher in launchers for job in launcher.children()]
     return [job for job in jobs if job.cpu_times().user > 0.1]
 

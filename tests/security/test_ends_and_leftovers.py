@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from quire.system.folders import scratch_folder
-from quire_server.arrival import RATE, Arrival, BodyTimeoutError
+from quire.platform.folders import scratch_folder
+from quire.server.arrival import RATE, Arrival, BodyTimeoutError
 from support.attacks import steady_memory, witness_of
 from support.edge import send_until_closed, until_closed
 from support.route import Proxy, StandIn, stand_ins
@@ -107,7 +107,7 @@ def test_the_proxy_bounds_heads_and_bodies_and_another_stream_goes_on(server: St
 
 
 def test_a_body_that_comes_too_slowly_is_given_up(monkeypatch):
-    monkeypatch.setattr("quire_server.arrival.RATE", 100)
+    monkeypatch.setattr("quire.server.arrival.RATE", 100)
 
     async def receive(size: int, seconds: float) -> Any:
         await asyncio.sleep(seconds)
@@ -137,7 +137,7 @@ def test_a_body_that_comes_too_slowly_is_given_up(monkeypatch):
 
 HOLDER = """
 import sys, time
-from quire.system.folders import scratch_folder
+from quire.platform.folders import scratch_folder
 with scratch_folder("quire-test-") as folder:
     (folder / "part").write_text("x")
     print(folder, flush=True)

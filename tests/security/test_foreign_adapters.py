@@ -22,8 +22,8 @@ from quire.lora.files import CONFIG, WEIGHTS, adapter_files
 from quire.lora.patterns import first_matches, values_by_module
 from quire.messages.lora import LoRARequest
 from quire.messages.sampling_params import SamplingParams
-from quire.system.untrusted.limits import BusyError
-from quire.system.untrusted.pool import PLACES, shared_pool
+from quire.platform.untrusted.limits import BusyError
+from quire.platform.untrusted.pool import PLACES, shared_pool
 from support.adapters import modules_of, write_adapter
 from support.attack_variants import JSON
 from support.attacks import check_refused, steady_memory, witness

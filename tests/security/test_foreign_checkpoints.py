@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
+from quire.checkpoints.errors import ModelNotFoundError
+from quire.checkpoints.hub import bundled_model, resolve
+from quire.checkpoints.weights import WeightError, open_checkpoint
 from quire.engine.llm import LLM
-from quire.loading.errors import ModelNotFoundError
-from quire.loading.hub import bundled_model, resolve
-from quire.loading.weights import WeightError, open_checkpoint
-from quire.system.untrusted.limits import Limits
+from quire.platform.untrusted.limits import Limits
 from quire.text import encoding
 from quire.text.bpe import SPLITS
 from quire.text.tokenizer import Tokenizer

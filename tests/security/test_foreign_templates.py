@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from quire.loading.hub import bundled_model
+from quire.checkpoints.hub import bundled_model
 from quire.text import chat_template
 from quire.text.chat_template import ChatTemplateError, render, render_here
 from support.attack_variants import TEMPLATES

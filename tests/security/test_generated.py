@@ -19,9 +19,9 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from quire.loading.hub import local_model
+from quire.checkpoints.hub import local_model
 from quire.lora.files import CONFIG
-from quire_multimodal.decoding import Kind
+from quire.multimodal.decoding import Kind
 from support.attack_variants import ADAPTER_FIELDS, CONSTRAINTS, TEMPLATES, damaged, heads
 from support.attacks import attack as attack_together
 from support.attacks import body, check_refused, steady_memory, witness

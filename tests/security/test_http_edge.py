@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from quire.config import ConfigError, ServerConfig
-from quire_server.warning_limit import WarningLimit
+from quire.server.warning_limit import WarningLimit
 from support.attack_variants import heads
 from support.attacks import Witness, steady_memory, witness_of
 from support.edge import EdgeHost, answered, send_until_closed, until_closed

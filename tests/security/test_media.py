@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from PIL import Image
 
-from quire.system.untrusted.limits import MIB, BusyError, Limits
-from quire_multimodal import decoding
-from quire_multimodal.decoding import Encoded, ItemCache, decoded, refusal
-from quire_multimodal.families.base import Prepared
-from quire_multimodal.pictures import MediaError
+from quire.multimodal import decoding
+from quire.multimodal.decoding import Encoded, ItemCache, decoded, refusal
+from quire.multimodal.families.base import Prepared
+from quire.multimodal.pictures import MediaError
+from quire.platform.untrusted.limits import MIB, BusyError, Limits
 from support.attack_variants import damaged
 from support.attacks import steady_memory, witness
 from support.media_bombs import data_url, gif, jpeg_of_scans, png, saved, wav

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire_multimodal.addresses import is_public
-from quire_multimodal.fetch import fetch
-from quire_multimodal.pictures import MediaError
+from quire.multimodal.addresses import is_public
+from quire.multimodal.fetch import fetch
+from quire.multimodal.pictures import MediaError
 
 REGISTRY = list(csv.DictReader((Path(__file__).parent / "data/special_purpose_addresses.csv").open(encoding="utf-8")))
 NETWORKS = {row["prefix"]: ipaddress.ip_network(row["prefix"]) for row in REGISTRY}

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from quire.checkpoints.hub import bundled_model
 from quire.config import ConfigError, EngineConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
-from quire.loading.hub import bundled_model
 from quire.messages.sampling_params import SamplingParams
 from quire.models.description import describe
 from quire.worker.warm_up import warm_up

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from quire.config import ConfigError
-from quire_server.batch import _fields
+from quire.server.batch import _fields
 from support.attacks import body, steady_memory, witness
 from support.server import Host, Service, eventually
 
@@ -116,7 +116,7 @@ def test_lines_of_a_batch_are_read_as_bodies_are():
 
 
 def test_the_proxy_passes_on_what_it_cannot_read():
-    from quire_route.call import Call
+    from quire.router.call import Call
 
     assert Call("POST", "/v1/completions", [], b'{"prompt": ' + DEEP.encode(), "id").fields == {}
 
@@ -139,8 +139,8 @@ def test_a_name_of_an_adapter_may_be_in_any_language(server: Service):
 
 
 def test_names_that_operators_give_are_checked_at_the_start(host: Host, monkeypatch):
-    from quire_server.adapters import Adapters
-    from quire_server.adapters import ServerConfig as Config
+    from quire.server.adapters import Adapters
+    from quire.server.adapters import ServerConfig as Config
 
     adapters = Adapters(host.llm, Config(), ["demo"])
     monkeypatch.setattr(adapters, "_config", Config(lora_modules=["a\u202eb=/nowhere"]))

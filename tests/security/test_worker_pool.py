@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from quire.system.untrusted.limits import BusyError, LimitExceededError, Limits, WorkerError
-from quire.system.untrusted.pool import UntrustedPool, shared_pool
-from quire.system.untrusted.service import Preparation
+from quire.platform.untrusted.limits import BusyError, LimitExceededError, Limits, WorkerError
+from quire.platform.untrusted.pool import UntrustedPool, shared_pool
+from quire.platform.untrusted.service import Preparation
 from support.waiting import LONGEST, eventually
 
 MIB = 1 << 20
@@ -264,8 +264,8 @@ def test_an_idle_pool_has_no_process_and_starts_again():
 
 def test_all_processes_end_with_a_parent_that_is_killed():
     code = (
-        "import time; from quire.system.untrusted.limits import Limits\n"
-        "from quire.system.untrusted.pool import shared_pool\n"
+        "import time; from quire.platform.untrusted.limits import Limits\n"
+        "from quire.platform.untrusted.pool import shared_pool\n"
         "limits = Limits(cpu_seconds=600, memory_bytes=1 << 28, total_seconds=600)\n"
         "pool = shared_pool()\n"
         f"launcher = pool.run('{JOBS}process', limits=limits)[1]\n"
@@ -285,7 +285,7 @@ def test_all_processes_end_with_a_parent_that_is_killed():
 
 def test_the_modules_of_grammars_bring_no_large_ones():
     code = (
-        "import sys, quire.system.untrusted.launcher, quire_structured.guidance, quire_structured.workers\n"
+        "import sys, quire.platform.untrusted.launcher, quire.structured.guidance, quire.structured.workers\n"
         "print({'numpy', 'hashlib', 'asyncio', 'logging', 'concurrent'} & sys.modules.keys())\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

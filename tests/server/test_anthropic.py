@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 
 from quire.messages.sampling_params import SamplingParams
-from quire_server.anthropic import CountTokensRequest
+from quire.server.anthropic import CountTokensRequest
 from support.dictation import CALLS, THOUGHT
 from support.server import Answer, Host, Service, eventually
 

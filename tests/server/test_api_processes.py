@@ -18,7 +18,7 @@ import pytest
 from quire.config import ConfigError, ServerConfig
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
-from quire_server.processes import ApiProcesses
+from quire.server.processes import ApiProcesses
 from support.server import eventually
 from support.server_process import Server
 from support.waiting import LONGEST

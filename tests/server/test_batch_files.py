@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire_server.batch_files import BatchFiles
+from quire.server.batch_files import BatchFiles
 
 
 def files(folder: Path, source: bytes, target: bytes | None = None, limit: int = 100) -> BatchFiles:

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.checkpoints.hub import bundled_model
 from quire.config import ConfigError
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
-from quire.loading.hub import bundled_model
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from support.server import Host, Service, eventually
 from support.trainer import Trainer, described

@@ -9,8 +9,8 @@ import pytest
 from openai import OpenAI
 from openai.types.responses import Response
 
-from quire_server.custom_tools import InputDecoder
-from quire_server.response_items import ResponsesRequest
+from quire.server.custom_tools import InputDecoder
+from quire.server.response_items import ResponsesRequest
 from support.server import Host, Service
 
 PATCH = '*** Begin Patch\n*** Add File: a.txt\n+say "hi" \\d\n*** End Patch\n'

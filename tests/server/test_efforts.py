@@ -7,8 +7,8 @@ import pytest
 from quire.config import ConfigError, EngineConfig
 from quire.engine.frontend import Frontend
 from quire.models.heads.resolve import with_files
-from quire_server.protocol import ChatRequest
-from quire_server.rendering import _begin
+from quire.server.protocol import ChatRequest
+from quire.server.rendering import _begin
 
 TEMPLATE = "{% for m in messages %}{{ reasoning_effort }} {{ enable_thinking }}{% endfor %}"
 

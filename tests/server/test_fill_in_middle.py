@@ -10,9 +10,9 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 
-from quire.loading.hub import bundled_model
+from quire.checkpoints.hub import bundled_model
+from quire.server.fill_in_middle import FillInMiddle
 from quire.text.tokenizer import Tokenizer
-from quire_server.fill_in_middle import FillInMiddle
 from support.server import Host
 
 # How each family writes a prefix and a suffix, and its special tokens.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from quire_server import bodies
+from quire.server import bodies
 from support.server import Host, Service, eventually
 from support.waiting import LONGEST
 

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from quire_server.observability import HttpMetrics
-from quire_server.process_metrics import ProcessMetrics
+from quire.server.observability import HttpMetrics
+from quire.server.process_metrics import ProcessMetrics
 from support.server import Answer, Host, Service, eventually
 
 SHORT = {"prompt": "a", "max_tokens": 1}

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 import pytest
 
 from quire.config import ServerConfig
-from quire_server.keep_alive import KeepAlive
-from quire_server.ollama.bodies import seconds_of
+from quire.server.keep_alive import KeepAlive
+from quire.server.ollama.bodies import seconds_of
 from support.server import Host, Service, eventually
 
 GENERATION = {"model": "demo", "prompt": "Hello", "stream": False, "options": {"temperature": 0, "num_predict": 4}}

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.loading.hub import bundled_model
-from quire_cli.main import main
-from quire_server.ollama import blobs
+from quire.checkpoints.hub import bundled_model
+from quire.cli.main import main
+from quire.server.ollama import blobs
 from support.gguf_files import write_gguf
 from support.server import Answer, Host, Service
 
@@ -202,8 +202,8 @@ def test_a_model_is_created_from_an_uploaded_file(admin, cache: Path, gguf: byte
 
 
 def test_a_created_model_is_served_by_its_name(admin, cache: Path, gguf: bytes, capsys):
-    from quire_cli.flags import engine_options, server_options
-    from quire_cli.main import build_parser
+    from quire.cli.flags import engine_options, server_options
+    from quire.cli.main import build_parser
 
     digest = hashlib.sha256(gguf).hexdigest()
     done(admin.request("POST", f"/api/blobs/sha256:{digest}", gguf), 201)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quire.loading.hub import bundled_model
+from quire.checkpoints.hub import bundled_model
 from support.hub import COMMIT, Hub, hub_environment
 from support.server import Answer, Host, Service, eventually
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire import LLM
-from quire_server.vectors import raw
+from quire.server.vectors import raw
 from support.minilm import minilm
 from support.server import Host, Service, eventually
 

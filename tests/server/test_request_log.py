@@ -13,7 +13,7 @@ import pytest
 
 from quire.config import ConfigError, ServerConfig
 from quire.messages.outputs import CompletionOutput, RequestOutput, RequestStateStats
-from quire_server.request_log import MAX_PARAMETERS, RequestLog, Summary
+from quire.server.request_log import MAX_PARAMETERS, RequestLog, Summary
 from support.server import Answer, Host, Service, eventually
 
 GREEDY = {"temperature": 0, "ignore_eos": True}

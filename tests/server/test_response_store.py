@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from quire.config import ConfigError, ServerConfig
-from quire_server.response_store import (
+from quire.server.response_store import (
     ROW_BYTES,
     Database,
     MissingResponseError,
@@ -152,7 +152,7 @@ def test_responses_that_are_too_old_are_not_found_and_are_deleted(open_one, monk
     young = open_one(max_age=0.5)
     young.put("owner", record("a"))
     later = time.time() + 0.6
-    monkeypatch.setattr("quire_server.response_store.time", SimpleNamespace(time=lambda: later))
+    monkeypatch.setattr("quire.server.response_store.time", SimpleNamespace(time=lambda: later))
     with pytest.raises(MissingResponseError):
         young.get("owner", "a")
     old = open_one()
@@ -340,8 +340,8 @@ def test_without_a_usable_file_responses_are_kept_in_memory_with_one_warning(tmp
         (tmp_path / "quire").mkdir()
         (tmp_path / "quire" / "responses.sqlite3").write_text("This is not a database." * 100)
     else:
-        monkeypatch.setattr("quire_server.response_store.state_folder", lambda: None)
-    monkeypatch.setattr("quire_server.response_store.logger.propagate", True)
+        monkeypatch.setattr("quire.server.response_store.state_folder", lambda: None)
+    monkeypatch.setattr("quire.server.response_store.logger.propagate", True)
     store = calling(open_store(ServerConfig.create()))
     store.put("owner", record("a"))
     store.put("owner", record("b"))

@@ -6,7 +6,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config import ConfigError, ServerConfig
-from quire_server.app import create_app
+from quire.server.app import create_app
 from support.server import Host, Service
 
 PLAIN = {"prompt": "Once upon a time", "max_tokens": 2, "temperature": 0}

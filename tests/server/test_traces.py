@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from quire.config import ConfigError
-from quire.system.extras import install_command
+from quire.platform.extras import install_command
 from support.chats import WEATHER
 from support.dictation import CALLS
 from support.otlp import SOON, Receiver, Span, grpc_receiver, http_receiver
@@ -286,12 +286,12 @@ def test_fastapi_makes_no_spans_of_its_own(host, receiver, monkeypatch, is_trace
 def test_the_libraries_are_imported_only_when_they_are_needed():
     code = """
 import sys
-import quire_cli.main, quire_server.app, quire_server.http_server, quire_route.serve
+import quire.cli.main, quire.server.app, quire.server.http_server, quire.router.serve
 needed = "opentelemetry.sdk", "opentelemetry.exporter", "grpc"
 assert not any(name.startswith(needed) for name in sys.modules)  # FastAPI imports the interface, where it is installed
 sys.modules["opentelemetry.sdk"] = None
-from quire_server.tracing import begin_tracing
-from quire.system.extras import install_command
+from quire.server.tracing import begin_tracing
+from quire.platform.extras import install_command
 try:
     begin_tracing("http://127.0.0.1:1", "x")
 except ValueError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.messages.sampling_params import SamplingParams
-from quire_server.protocol import WITHOUT_EFFECT, ChatRequest, CompletionRequest, TokenizeRequest
+from quire.server.protocol import WITHOUT_EFFECT, ChatRequest, CompletionRequest, TokenizeRequest
 
 MESSAGES = [{"role": "user", "content": "a"}]
 BODIES = {

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.checkpoints.hub import bundled_model
+from quire.checkpoints.metadata import load_tokenizer
 from quire.config import ConfigError
-from quire.loading.hub import bundled_model
-from quire.loading.metadata import load_tokenizer
-from quire_structured import backends
-from quire_structured.backends import check_backend, load_backend
-from quire_structured.constraint import Constraint
-from quire_structured.vocabulary import Vocabulary
+from quire.structured import backends
+from quire.structured.backends import check_backend, load_backend
+from quire.structured.constraint import Constraint
+from quire.structured.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.texts
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from quire.messages.structured_outputs import ThinkingLimits
-from quire_structured.constraint import Constraint
+from quire.structured.constraint import Constraint
 
 EOS, END, START = 99, [50, 51], [40]
 

@@ -9,11 +9,11 @@ import pytest
 
 from quire import SamplingParams
 from quire.messages.engine import EngineCoreRequest
-from quire.system.untrusted.limits import BusyError, LimitExceededError, WorkerError
-from quire_structured import gate as gate_module
-from quire_structured.constraint import Constraint
-from quire_structured.gate import GrammarGate, Loaded
-from quire_structured.grammar import Backend
+from quire.platform.untrusted.limits import BusyError, LimitExceededError, WorkerError
+from quire.structured import gate as gate_module
+from quire.structured.constraint import Constraint
+from quire.structured.gate import GrammarGate, Loaded
+from quire.structured.grammar import Backend
 from support.waiting import LONGEST, eventually
 
 

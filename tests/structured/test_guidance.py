@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from quire import SamplingParams, StructuredOutputsParams
-from quire.loading.hub import bundled_model
-from quire.loading.metadata import load_tokenizer
+from quire.checkpoints.hub import bundled_model
+from quire.checkpoints.metadata import load_tokenizer
 from quire.messages.engine import EngineCoreRequest
-from quire.system.untrusted.pool import shared_pool
-from quire_structured.constraint import Constraint
-from quire_structured.gate import GrammarGate, Loaded
-from quire_structured.guidance import GuidanceBackend
-from quire_structured.vocabulary import Vocabulary
-from quire_structured.workers import GrammarCompiler
+from quire.platform.untrusted.pool import shared_pool
+from quire.structured.constraint import Constraint
+from quire.structured.gate import GrammarGate, Loaded
+from quire.structured.guidance import GuidanceBackend
+from quire.structured.vocabulary import Vocabulary
+from quire.structured.workers import GrammarCompiler
 from support.waiting import LONGEST
 
 EOS = 2

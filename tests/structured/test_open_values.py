@@ -6,11 +6,11 @@ import jsonschema
 import pytest
 
 from quire import StructuredOutputsParams
-from quire.loading.hub import bundled_model
-from quire.loading.metadata import load_tokenizer
-from quire_structured.guidance import GuidanceBackend
-from quire_structured.open_values import narrowed
-from quire_structured.vocabulary import Vocabulary
+from quire.checkpoints.hub import bundled_model
+from quire.checkpoints.metadata import load_tokenizer
+from quire.structured.guidance import GuidanceBackend
+from quire.structured.open_values import narrowed
+from quire.structured.vocabulary import Vocabulary
 
 EOS = 2
 NAME = {"properties": {"name": {"type": "string"}}}

@@ -6,8 +6,8 @@ import random
 import jsonschema
 import pytest
 
-from quire_structured.open_values import narrowed
-from quire_structured.schema import rewritten
+from quire.structured.open_values import narrowed
+from quire.structured.schema import rewritten
 
 DOCUMENTS = [
     None, True, False, 0, 1, -1, 2.5, 7, 100, "", "a", "abc", "longer text", [], [1], [1, 2], ["a", 1], [1, 2, 3, 4],

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from quire import StructuredOutputsParams
-from quire.loading.hub import bundled_model
-from quire.loading.metadata import load_tokenizer
-from quire_structured.guidance import GuidanceBackend
-from quire_structured.vocabulary import Vocabulary
+from quire.checkpoints.hub import bundled_model
+from quire.checkpoints.metadata import load_tokenizer
+from quire.structured.guidance import GuidanceBackend
+from quire.structured.vocabulary import Vocabulary
 from support.schema_suite import Case, schema_suite
 
 pytestmark = pytest.mark.slow

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from quire import StructuredOutputsParams
+from quire.structured.guidance import GuidanceBackend
+from quire.structured.vocabulary import Vocabulary
 from quire.text.tokenizer import Tokenizer
-from quire_structured.guidance import GuidanceBackend
-from quire_structured.vocabulary import Vocabulary
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "gguf_tokenizers.json").read_text("utf-8"))["vocabularies"]
 TEXTS = ['{"name": "Anna", "tags": [1, 2]}', "a  b", " The quick\n\tfox", "Grüße 你好 👍🏽", '"</s><|im_end|>"']

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.checkpoints.weights import open_checkpoint
 from quire.engine.llm import LLM
 from quire.layers.embedding import LowRankEmbedding
-from quire.loading.weights import open_checkpoint
 from quire.lora import LoRARequest
 from support.engines import GREEDY, assert_nothing_is_left, runner_of
 

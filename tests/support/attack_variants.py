@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from PIL import Image
 
-from quire_multimodal.decoding import Kind
+from quire.multimodal.decoding import Kind
 from support.media_bombs import gif, jpeg_of_scans, saved, wav
 
 # ---- constraints

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.system import limits
+from quire.platform import limits
 
 MEMORY = ("memory.max", "memory.limit_in_bytes")  # of version 2 and 1
 QUOTA = ("cpu.max", "cpu.cfs_quota_us")

@@ -59,7 +59,7 @@ Check = Callable[[Parts], None]
 
 
 def by_tests(*names: str) -> Check:
-    """A check by tests of other files, such as "tests/kvcache/test_hashing.py::test_a_cache_salt_isolates"."""
+    """A check by tests of other files, such as "tests/kv/test_hashing.py::test_a_cache_salt_isolates"."""
 
     def run(parts: Parts) -> None:
         for name in names:

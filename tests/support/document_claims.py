@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import quire.demo
+from quire.checkpoints.formats.config import quantization_method
+from quire.cli.main import build_parser
 from quire.config import ConfigError, EngineConfig
-from quire.quantization.config import quantization_method
 from quire.worker.disk_store import prepare_folder
 from quire.worker.residence import Residence
-from quire_cli.main import build_parser
 from support.claims import Checks, Parts
 from support.engines import make_llm
 from support.server import Host

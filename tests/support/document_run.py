@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from quire.loading.hub import bundled_model, resolve
+from quire.checkpoints.hub import bundled_model, resolve
 from support.client_environment import clients_python
 from support.documents import ROOT, Block, Command, blocks, commands, name_of, write_files
 from support.gguf_files import write_gguf

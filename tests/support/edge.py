@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from quire.config import ServerConfig
-from quire_server.connections import limited_protocol
-from quire_server.draining import DrainingServer
+from quire.server.connections import limited_protocol
+from quire.server.draining import DrainingServer
 from support.waiting import LONGEST, eventually
 
 

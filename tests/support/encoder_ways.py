@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.engine.llm import LLM
-from quire.kvcache.specs import CrossAttentionSpec
+from quire.kv.specs import CrossAttentionSpec
 from quire.messages.sampling_params import SamplingParams
 from support.engines import assert_preempted
 from support.late_device import run_late

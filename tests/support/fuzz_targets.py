@@ -33,19 +33,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 import quire.lora.patterns
-import quire_server.transcriptions
+import quire.server.transcriptions
+from quire.checkpoints.gguf import read_gguf
+from quire.checkpoints.gguf_models import gguf_config, gguf_generation_config, gguf_tensors
+from quire.checkpoints.weights import SafetensorsCheckpoint
 from quire.layers.build import WeightSlot
-from quire.loading.gguf import read_gguf
-from quire.loading.gguf_models import gguf_config, gguf_generation_config, gguf_tensors
-from quire.loading.weights import SafetensorsCheckpoint
 from quire.lora.checkpoint import read_adapter
 from quire.text.tokenizer import Tokenizer
+from quire.transfer import core_messages, messages, wire
+from quire.transfer.layout import Entry, GroupLayout, RankLayout, plan
+from quire.transfer.link import _from_consumer, _from_producer
+from quire.transfer.server import BlockServer
+from quire.transfer.sources import TcpSource
 from quire.worker.kv_transfer import Rows
-from quire_transfer import core_messages, messages, wire
-from quire_transfer.layout import Entry, GroupLayout, RankLayout, plan
-from quire_transfer.link import _from_consumer, _from_producer
-from quire_transfer.server import BlockServer
-from quire_transfer.sources import TcpSource
 from support.fuzz_mutations import mutate_bytes, mutate_json, mutate_msgpack
 
 Mutation = Callable[[bytes, random.Random], bytes]
@@ -557,7 +557,7 @@ def parse_multipart(data: bytes) -> None:
         return {"type": "http.request", "body": chunks.pop(0), "more_body": bool(chunks)}
 
     request = Request({"type": "http", "method": "POST", "headers": headers, "app": None}, receive)
-    _loop().run_until_complete(quire_server.transcriptions._read(request))
+    _loop().run_until_complete(quire.server.transcriptions._read(request))
 
 
 def multipart_seeds() -> Iterator[bytes]:
@@ -584,7 +584,7 @@ TARGETS = {
         parse_gguf,
         (ValueError,),
         gguf_seeds,
-        ("quire.loading", "quire.text", "quire.quantization.gguf_types"),
+        ("quire.checkpoints", "quire.text", "quire.checkpoints.formats.gguf_types"),
         (b"GGUF", b"general.architecture"),
         mutate_json,
     ),
@@ -592,7 +592,7 @@ TARGETS = {
         parse_safetensors,
         (ValueError,),
         safetensors_seeds,
-        ("quire.loading", "json"),
+        ("quire.checkpoints", "json"),
         tuple(_SAFETENSORS_WORDS),
         mutate_json,
     ),
@@ -609,18 +609,18 @@ TARGETS = {
         parse_adapter,
         (ValueError,),
         adapter_seeds,
-        ("quire.lora", "quire.loading", "json"),
+        ("quire.lora", "quire.checkpoints", "json"),
         tuple(_ADAPTER_WORDS + _SAFETENSORS_WORDS),
         _in_parts(mutate_json),
     ),
     "kv_frames": Target(
-        parse_kv_frames, (ValueError, OSError), kv_frame_seeds, ("quire_transfer",), _KV_WORDS, _mutate_kv_frames
+        parse_kv_frames, (ValueError, OSError), kv_frame_seeds, ("quire.transfer",), _KV_WORDS, _mutate_kv_frames
     ),
     "multipart": Target(
         parse_multipart,
         (HTTPException,),
         multipart_seeds,
-        ("quire_server.transcriptions", "quire_server.routing", "quire_server.errors", "starlette", "python_multipart"),
+        ("quire.server.transcriptions", "quire.server.routing", "quire.server.errors", "starlette", "python_multipart"),
         tuple(_MULTIPART_WORDS),
     ),
 }

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from quire.messages.structured_outputs import StructuredOutputsParams
-from quire_structured.gate import GrammarGate, Loaded
-from quire_structured.grammar import Backend
+from quire.structured.gate import GrammarGate, Loaded
+from quire.structured.grammar import Backend
 
 EOS = 2
 Automaton = list[dict[int, int]]  # by state: the tokens that may follow, and the states that they lead to

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from quire.attention.base import AttentionShape
 from quire.attention.reference import ReferenceAttention
-from quire.kvcache.specs import group_entries
+from quire.kv.specs import group_entries
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.specs import NormSpec
 from quire.messages.transfers import Peer, Transfer
 from quire.parallel.mesh import Communicator
+from quire.transfer.layout import RankLayout, rank_layout
+from quire.transfer.server import BlockServer
+from quire.transfer.store import PeerStore
 from quire.worker.kv_memory import KVMemory
 from quire.worker.kv_transfer import WHOLE, Rows
 from quire.worker.step_clock import StepClock
-from quire_transfer.layout import RankLayout, rank_layout
-from quire_transfer.server import BlockServer
-from quire_transfer.store import PeerStore
 
 SECRET, NAME = b"s" * 32, "producer-1"
 
@@ -74,7 +74,7 @@ def content(group: int, layer: int, head: int, block: object, size: int) -> byte
 
 
 def heads(layout: RankLayout) -> Iterator[tuple[int, int, int, int, int]]:
-    """Group, layer, head, offset and size of all heads that a rank keeps, counted independently of quire_transfer."""
+    """Group, layer, head, offset and size of all heads that a rank keeps, counted independently of quire.transfer."""
     for group, part in enumerate(layout.groups):
         for index, entry in enumerate(part.entries):
             for place in range(entry.num_heads):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quire.kvcache.block_pool import Block
-from quire.kvcache.specs import KVCacheSpec, Lookup
+from quire.kv.block_pool import Block
+from quire.kv.specs import KVCacheSpec, Lookup
 
 if TYPE_CHECKING:
-    from quire.kvcache.specs import Ints
+    from quire.kv.specs import Ints
 
 
 class HeadBudgetSpec(KVCacheSpec, frozen=True, tag=True):

@@ -26,7 +26,7 @@ from quire.engine.client import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
 from quire.executor.base import Executor
-from quire.kvcache.specs import KVCacheSize
+from quire.kv.specs import KVCacheSize
 from quire.layers.forward_state import ForwardState
 from quire.layers.step_inputs import Array
 from quire.lora.gate import AdapterGate
@@ -34,11 +34,13 @@ from quire.messages.changes import Change, TrainerOrder
 from quire.messages.engine import EngineCoreOutput
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
+from quire.models.towers.text import Encoder as TextEncoder
 from quire.sampling.sampler import Sampler
 from quire.scheduler.compression import Compression
 from quire.scheduler.encoding import EncoderCache
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
+from quire.structured.gate import GrammarGate
 from quire.worker.compression import CompressedRows, CompressingForward, CompressingStaging
 from quire.worker.device import Device, layout, pack, unpack
 from quire.worker.drafters.drafter import Drafter
@@ -50,8 +52,6 @@ from quire.worker.input_batch import InputBatch
 from quire.worker.media import MediaInputs
 from quire.worker.model_runner import ModelRunner
 from quire.worker.staging import Staging
-from quire_multimodal.towers.text import Encoder as TextEncoder
-from quire_structured.gate import GrammarGate
 
 
 class Stream(TorchDispatchMode):

@@ -9,8 +9,8 @@ import ctypes
 from multiprocessing import current_process
 
 from quire.messages.step import NewRequest
+from quire.observability.profiling.trace import TorchTrace
 from quire.sampling.logits_processors import LogitsProcessor
-from quire_profile.trace import TorchTrace
 
 SECONDS = 12  # longer than any silence after which a process counts as dead
 

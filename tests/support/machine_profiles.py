@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.system.machine_profile import MachineProfile
+from quire.platform.machine_profile import MachineProfile
 from quire.worker.machine_speed import KINDS, ROWS, thread_counts
 
 MONDAY = 1_796_000_000.0  # seconds since 1970

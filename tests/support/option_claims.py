@@ -13,26 +13,26 @@ import torch
 
 import quire.demo
 from quire.attention.states import StateBackend
+from quire.checkpoints.formats.config import check_format
+from quire.cli.main import build_parser
 from quire.config import ConfigError, EngineConfig, ServerConfig
 from quire.engine.lockstep import STEPS_TO_AGREE
 from quire.engine.pooling import similarity
 from quire.executor import ray_executor
-from quire.kvcache.manager import KVCacheManager
+from quire.kv.manager import KVCacheManager
 from quire.layers.step_inputs import StepSize
 from quire.lora.checkpoint import read_adapter
 from quire.messages.outputs import CompletionOutput
 from quire.messages.sampling_params import SamplingParams
 from quire.models.registry import ARCHITECTURES
+from quire.multimodal.content import split_content
+from quire.multimodal.families.base import Frames
+from quire.multimodal.pictures import MediaError
 from quire.ops.reference.sampling import gumbel_noise
 from quire.options.speculative import METHODS, SpeculativeOptions
 from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Communicator
-from quire.quantization.config import check_format
 from quire.worker.worker import Worker
-from quire_cli.main import build_parser
-from quire_multimodal.content import split_content
-from quire_multimodal.families.base import Frames
-from quire_multimodal.pictures import MediaError
 from support.adapters import write_adapter
 from support.claims import Checks, Parts
 from support.engines import make_llm, runner_of

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import msgspec
 
-from quire_parsing.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall
+from quire.parsing.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall
 
 
 class Parsed(msgspec.Struct):

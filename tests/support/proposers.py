@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
 from quire.options.speculative import SpeculativeOptions
-from quire.speculative.proposer import Text
+from quire.speculation.proposer import Text
 
 PROPOSERS = ("Perfect", "Random", "Adversarial", "Mixed", "ngram", "suffix")
 

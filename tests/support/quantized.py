@@ -417,7 +417,7 @@ FORMATS = {
     "fp8-block": float8("24x32", {**FP8, "weight_block_size": [24, 32]}, "weight_scale_inv"),
 }
 
-# Formats that quire_formats reads
+# Formats that quire.checkpoints.formats reads
 FURTHER = {
     "marlin": marlin(32, {"quant_method": "marlin"}),
     "marlin-gptq": marlin(-1, {"quant_method": "gptq", "checkpoint_format": "marlin", "desc_act": False, "sym": True}),

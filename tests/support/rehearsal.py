@@ -7,7 +7,7 @@ from functools import partial
 from quire.engine.llm import LLM
 from quire.messages.media import EncoderLimits, MediaItem
 from quire.models.description import describe
-from quire_multimodal.samples import largest_items
+from quire.multimodal.samples import largest_items
 from support.engines import runner_of
 
 

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
-from quire_server.app import create_app
+from quire.server.app import create_app
 from support.waiting import LONGEST
 from support.waiting import eventually as eventually
 

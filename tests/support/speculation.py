@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from quire.checkpoints.hub import bundled_model
+from quire.checkpoints.metadata import hf_config
 from quire.config import EngineConfig, canonical_name
-from quire.loading.hub import bundled_model
-from quire.loading.metadata import hf_config
 from quire.models.registry import spec_of
 from quire.scheduler.speculation import Speculation
 from support.proposers import PROPOSERS, TARGET, speculate, target_options

@@ -16,7 +16,7 @@ import warnings
 sys.path += {folders!r}
 warnings.simplefilter("ignore")
 from benchmarks.gpu.tracing import stand_in
-from quire.gpu.cards import CARDS
+from quire.platform.gpu.cards import CARDS
 with stand_in(CARDS[{card!r}]) as device:
 {code}
 """

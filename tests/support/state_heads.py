@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.checkpoints.weights import load_dummy, load_weights, open_checkpoint
 from quire.layers.build import Builder
 from quire.layers.linear import DenseWeight
-from quire.loading.weights import load_dummy, load_weights, open_checkpoint
 from quire.models.decoder import Decoder
 from quire.models.heads.head import HeadMaker
 from quire.models.registry import spec_of

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from quire.kvcache.tiers import DiskTier, MemoryTier, Tier
-from quire.kvcache.transfers import Transfers
+from quire.kv.tiers import DiskTier, MemoryTier, Tier
+from quire.kv.transfers import Transfers
 from quire.messages.transfers import BlockKey, Transfer
 
 Entry = tuple[int, int]

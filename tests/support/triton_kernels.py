@@ -18,21 +18,21 @@ INSTALLED = find_spec("triton") is not None
 if INSTALLED:
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
-    import quire_triton.attention_backend
-    import quire_triton.batch
-    import quire_triton.dense
-    import quire_triton.drafts
-    import quire_triton.elementwise
-    import quire_triton.encoder_attention
-    import quire_triton.float8
-    import quire_triton.linear
-    import quire_triton.lora
-    import quire_triton.masks
-    import quire_triton.partials
-    import quire_triton.sampling
-    import quire_triton.state_chunks
-    import quire_triton.states
-    import quire_triton.sums  # noqa: F401
+    import quire.attention.triton.attention_backend
+    import quire.ops.triton.batch
+    import quire.ops.triton.dense
+    import quire.ops.triton.drafts
+    import quire.ops.triton.elementwise
+    import quire.ops.triton.encoder_attention
+    import quire.ops.triton.float8
+    import quire.ops.triton.linear
+    import quire.ops.triton.lora
+    import quire.ops.triton.masks
+    import quire.ops.triton.partials
+    import quire.ops.triton.sampling
+    import quire.ops.triton.state_chunks
+    import quire.ops.triton.states
+    import quire.ops.triton.sums  # noqa: F401
 
     os.environ.pop("TRITON_INTERPRET", None)
 

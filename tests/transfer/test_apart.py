@@ -18,10 +18,10 @@ import pytest
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
 from quire.cluster.secret import ClusterSecret, tcp_address
 from quire.executor.uniproc import UniprocExecutor
+from quire.transfer.core_messages import Fetch, digest
+from quire.transfer.link import Link, Told
+from quire.transfer.sources import TcpSource
 from quire.worker.step_clock import ALL_LAYERS
-from quire_transfer.core_messages import Fetch, digest
-from quire_transfer.link import Link, Told
-from quire_transfer.sources import TcpSource
 from support.engines import make_llm
 from support.server import eventually
 from support.waiting import LONGEST

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.cluster.secret import ClusterSecret
-from quire.kvcache.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, attention_spec
+from quire.kv.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, attention_spec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
@@ -19,9 +19,9 @@ from quire.messages.transfers import Peer, Transfer, TransferParams
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
-from quire_transfer import exports, imports, link
-from quire_transfer.exchange import Exchange
-from quire_transfer.link import Link
+from quire.transfer import exports, imports, link
+from quire.transfer.exchange import Exchange
+from quire.transfer.link import Link
 from support.server import eventually
 from support.waiting import LONGEST
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quire.messages.transfers import Transfer
+from quire.transfer import server, store
 from quire.worker.step_clock import ALL_LAYERS, NOT_RUN, StepClock
-from quire_transfer import server, store
 from support.clock import Clock
 from support.kv_peers import GQA, LATENTS, WINDOWS, Consumer, CopiedRows, Make, Producer, content, heads
 from support.server import eventually

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quire.messages.transfers import Transfer
-from quire_transfer.layout import RankLayout, plan
+from quire.transfer.layout import RankLayout, plan
 from support.kv_peers import ModelModel, check, content, fill, heads
 
 MODELS = {

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from quire.transfer.layout import RankLayout
+from quire.transfer.nixl_reads import NixlMemory
+from quire.transfer.store import PeerStore
 from quire.worker.kv_transfer import Rows
-from quire_transfer.layout import RankLayout
-from quire_transfer.nixl_reads import NixlMemory
-from quire_transfer.store import PeerStore
 from support.kv_peers import SECRET, ModelModel, Producer, check
 from support.waiting import LONGEST
 
@@ -169,7 +169,7 @@ def test_a_transfer_that_fails_or_stops(library: Any, caplog: pytest.LogCaptureF
 def test_a_rank_without_nixl_is_read_otherwise(
     library: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire_transfer.store._REST_SECONDS", 0.0)
+    monkeypatch.setattr("quire.transfer.store._REST_SECONDS", 0.0)
     pair = Pair(ModelModel(), (1, 1), library)
     for server in pair.producer.servers:
         server._hello = type(server._hello)(server._hello.name, server._hello.layout, server._hello.num_blocks)

@@ -15,10 +15,10 @@ import pytest
 from quire.config import ConfigError, EngineConfig
 from quire.messages.transfers import Peer, Transfer
 from quire.parallel.mesh import Mesh
+from quire.transfer.layout import plan
+from quire.transfer.sources import ask
+from quire.transfer.store import PeerStore
 from quire.worker.worker import Worker
-from quire_transfer.layout import plan
-from quire_transfer.sources import ask
-from quire_transfer.store import PeerStore
 from support.kv_peers import heads
 
 _SECRET = "0123456789abcdef" * 4
@@ -123,7 +123,7 @@ def test_options_that_are_wrong(checkpoints: Any, secret_file: str, transfer: di
 def test_a_connector_whose_library_is_missing(
     checkpoints: Any, secret_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire_transfer.nixl_reads.NixlMemory.make", lambda _: None)
+    monkeypatch.setattr("quire.transfer.nixl_reads.NixlMemory.make", lambda _: None)
     with pytest.raises(ConfigError, match="'NixlConnector' needs NIXL"):
         _worker(checkpoints.path("qwen3"), secret_file, {"kv_role": "kv_consumer", "kv_connector": "NixlConnector"})
 

@@ -17,11 +17,11 @@ import pytest
 from torch import Tensor
 
 from quire.messages.transfers import Peer, Transfer
+from quire.transfer import server as server_module
+from quire.transfer import wire
+from quire.transfer.messages import Describe, Hello, Problem, Read
+from quire.transfer.sources import TcpSource, _answers, ask
 from quire.worker.kv_transfer import WHOLE
-from quire_transfer import server as server_module
-from quire_transfer import wire
-from quire_transfer.messages import Describe, Hello, Problem, Read
-from quire_transfer.sources import TcpSource, _answers, ask
 from support.kv_peers import GQA, LATENTS, NAME, SECRET, WINDOWS, Consumer, CopiedRows, Make, ModelModel
 from support.waiting import LONGEST, eventually
 
@@ -55,8 +55,8 @@ def test_blocks_of_devices_go_through_buffers(
 
 
 def test_long_transfers_are_divided(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire_transfer.sources._BATCH_BLOCKS", 2)
-    monkeypatch.setattr("quire_transfer.wire._IOV_MAX", 3)
+    monkeypatch.setattr("quire.transfer.sources._BATCH_BLOCKS", 2)
+    monkeypatch.setattr("quire.transfer.wire._IOV_MAX", 3)
     producer, consumer = make(GQA, (1, 1), (2, 1), streams=3)
     order = producer.order(count=11)
     assert consumer.load(order) == [[], []]
@@ -76,7 +76,7 @@ def test_without_an_option_the_best_transport_is_taken(make: Make, caplog: pytes
 def test_a_file_of_another_process_is_not_mistaken_for_the_memory(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("quire_transfer.store._REST_SECONDS", 0.0)
+    monkeypatch.setattr("quire.transfer.store._REST_SECONDS", 0.0)
     producer, consumer = make(producer={"shared": True}, transports=["shared_memory"])
     hello = producer.servers[0]._hello
     assert hello.file is not None
@@ -213,7 +213,7 @@ def test_frames_that_are_too_long_or_changed_end_the_connection(make: Make, capl
 
 
 def test_connections_are_bounded(make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire_transfer.store._REST_SECONDS", LONGEST)
+    monkeypatch.setattr("quire.transfer.store._REST_SECONDS", LONGEST)
     producer, consumer = make(producer={"most_connections": 2}, streams=1)
     port = producer.peer.ports[0]
     held = [TcpSource("127.0.0.1", port, SECRET) for _ in range(2)]

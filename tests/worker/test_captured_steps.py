@@ -64,7 +64,7 @@ def test_padded_steps_say_what_other_steps_say(checkpoints: Checkpoints, referen
 @pytest.mark.slow
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
 def test_padded_steps_of_the_attention_for_gpus(checkpoints, references, monkeypatch, interpreter):
-    from quire_triton.attention_backend import TritonAttention
+    from quire.attention.triton.attention_backend import TritonAttention
 
     monkeypatch.setattr(quire.attention.selection, "BACKENDS", [TritonAttention])
     options: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 60}

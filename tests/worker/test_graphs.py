@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from quire.checkpoints.hub import bundled_model
 from quire.engine.llm import LLM
 from quire.layers.step_inputs import StepSize
-from quire.loading.hub import bundled_model
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput, TokenEdits
 from quire.ops.cpu.build import library

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.kvcache.specs import FullAttentionSpec, attention_spec
+from quire.kv.specs import FullAttentionSpec, attention_spec
 from quire.messages.step import BlockTableEdits, SchedulerOutput
 from quire.worker.input_batch import InputBatch
 

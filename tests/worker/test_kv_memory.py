@@ -100,7 +100,7 @@ def flat(tables: Tables) -> list[int]:
 @pytest.mark.parametrize(("backend", "variant", "options"), CASES, ids=str)
 def test_a_request_goes_on_from_moved_blocks_with_the_same_tokens(checkpoints, monkeypatch, backend, variant, options):
     if backend == "triton":
-        triton = pytest.importorskip("quire_triton.attention_backend")
+        triton = pytest.importorskip("quire.attention.triton.attention_backend")
         monkeypatch.setattr(quire.attention.selection, "BACKENDS", [triton.TritonAttention])
     if backend == "cpu" and library() is None:
         pytest.skip("the CPU kernels cannot be compiled here")

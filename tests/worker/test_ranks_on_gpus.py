@@ -25,12 +25,12 @@ from collections import Counter
 warnings.simplefilter("ignore")
 sys.path.append(sys.argv.pop())
 from benchmarks.gpu.tracing import stand_in
-from quire.gpu.cards import CARDS
+from quire.platform.gpu.cards import CARDS
 rank, port, count = map(int, sys.argv[1:4])
 sizes, options = json.loads(sys.argv[4])
 with stand_in(CARDS["sm_90"], count):
     from quire.config import EngineConfig
-    from quire.loading.hub import bundled_model
+    from quire.checkpoints.hub import bundled_model
     from quire.parallel.mesh import join
     from quire.parallel.sizes import MeshSizes
     from quire.worker.worker import Worker
@@ -135,7 +135,7 @@ def test_prefill_context_parallelism_runs_eagerly_without_waiting_for_the_device
 def test_ranks_that_share_a_gpu_cannot_divide_contexts():
     code = """
         from quire.config import ConfigError, EngineConfig
-        from quire.loading.hub import bundled_model
+        from quire.checkpoints.hub import bundled_model
         from quire.parallel.mesh import Communicator, Mesh
         from quire.worker.worker import Worker
         config = EngineConfig.create(device="cuda", prefill_context_parallel_size=2)

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.checkpoints.hub import bundled_model
 from quire.engine.llm import LLM
-from quire.loading.hub import bundled_model
 from quire.lora import LoRARequest
 from quire.messages.sampling_params import SamplingParams
 from quire.worker.residence import DeviceMemory, _tensors

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kvcache.specs import attention_spec
+from quire.kv.specs import attention_spec
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
 from quire.ops.reference.batch import append_tokens

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from quire.attention.base import CacheBackend
-from quire.kvcache.specs import ModelKVSpec
+from quire.kv.specs import ModelKVSpec
 from quire.layers.build import Builder
 from quire.layers.forward_state import ForwardState
 from quire.models.decoder import Decoder

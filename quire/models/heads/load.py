@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
+from quire.checkpoints.formats.at_load import quantizer_of
+from quire.checkpoints.formats.config import extra_tensors, quantization_method
+from quire.checkpoints.hub import read_json
+from quire.checkpoints.metadata import hf_config
+from quire.checkpoints.weights import load_dummy, load_weights, open_checkpoint
 from quire.config import ConfigError, EngineConfig
 from quire.layers.build import Builder
-from quire.loading.hub import read_json
-from quire.loading.metadata import hf_config
-from quire.loading.weights import load_dummy, load_weights, open_checkpoint
 from quire.models.decoder import Decoder
 from quire.models.heads.head import ChainHead, StateHead
 from quire.models.heads.registry import HEADS, MTP_HEADS
@@ -19,8 +21,6 @@ from quire.models.model import Model
 from quire.models.spec import HfConfig
 from quire.options.speculative import SpeculativeOptions
 from quire.parallel.mesh import Communicator, Mesh
-from quire.quantization.at_load import quantizer_of
-from quire.quantization.config import extra_tensors, quantization_method
 
 
 def load_draft_model(

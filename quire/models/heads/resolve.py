@@ -4,12 +4,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from quire.checkpoints.hub import model_directory, read_json, resolve
 from quire.config import ConfigError, EngineConfig
-from quire.loading.hub import model_directory, read_json, resolve
 from quire.messages.errors import error_text
-from quire.metrics.logging import logger
 from quire.models.heads.config import speculative_fields, speculators_target
 from quire.models.pooling import is_pooling_model
+from quire.observability.logging import logger
 
 
 def with_files(config: EngineConfig) -> tuple[EngineConfig, Path]:
@@ -76,7 +76,7 @@ def _with_drafter(config: EngineConfig) -> EngineConfig:
 
 def _what_its_config_says(place: Path, name: str) -> dict[str, Any]:
     """The fields of speculative_config that the drafter's own config implies."""
-    from quire.loading.metadata import hf_config  # slow to import, which would delay each start
+    from quire.checkpoints.metadata import hf_config  # slow to import, which would delay each start
 
     try:
         return speculative_fields(hf_config(place, {}), name)

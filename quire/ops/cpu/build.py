@@ -29,8 +29,8 @@ from quire.ops.cpu.background import Background
 from quire.ops.cpu.compiling import BuildError, Job, compile_library, compile_units, is_sealed, shown_progress
 from quire.ops.cpu.processor import INSTRUCTION_SETS, USED_FEATURES, cpu_features
 from quire.ops.cpu.units import TEAM, read_units
-from quire.system import limits
-from quire.system.folders import cache_folder, scratch_folder
+from quire.platform import limits
+from quire.platform.folders import cache_folder, scratch_folder
 
 logger = logging.getLogger("quire")
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.metrics.logging import logger
+from quire.observability.logging import logger
 from quire.ops.cpu.build import CODES, kernel, library
 from quire.parallel.mesh import Communicator, Shortcut
 

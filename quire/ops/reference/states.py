@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kvcache.block_pool import NULL_BLOCK_ID
+from quire.kv.block_pool import NULL_BLOCK_ID
 from quire.ops.registry import ANYWHERE, declare, declare_invariant
 
 if TYPE_CHECKING:
-    from quire.kvcache.specs import StateShape
+    from quire.kv.specs import StateShape
 
 
 class Pages(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import CacheBackend
-from quire.kvcache.specs import FullAttentionSpec, KVCacheSpec, ModelKVSpec
+from quire.kv.specs import FullAttentionSpec, KVCacheSpec, ModelKVSpec
 from quire.layers.step_inputs import SectionedInputs, StepInputs, StepSize
 from quire.messages.step import NewRequest, TokenEdits
 from quire.models.model import Shape

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kvcache.specs import FullAttentionSpec
+from quire.kv.specs import FullAttentionSpec
 from quire.layers.forward_state import ForwardState
 from quire.messages.step import NewRequest
 from quire.models.heads.head import ChainHead, StateHead

@@ -7,9 +7,9 @@ from typing import cast
 from torch import Tensor
 
 from quire.attention.base import CacheBackend
+from quire.checkpoints.metadata import hf_config
 from quire.config import ConfigError, EngineConfig
-from quire.kvcache.specs import StateShape
-from quire.loading.metadata import hf_config
+from quire.kv.specs import StateShape
 from quire.messages.errors import error_text
 from quire.models.heads.head import ChainHead, StateHead
 from quire.models.heads.load import load_draft_model, load_head

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from quire.loading.errors import WeightError
+from quire.checkpoints.errors import WeightError
 from quire.models.decoder import Decoder
 from quire.models.heads.eagle import EagleHead, eagle
 from quire.models.heads.eagle3 import Eagle3Head, eagle3, tapped_layers

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quire.checkpoints.errors import WeightError
+from quire.checkpoints.weights import load_weights, open_checkpoint
 from quire.layers.build import Builder
 from quire.layers.linear import DenseWeight
-from quire.loading.errors import WeightError
-from quire.loading.weights import load_weights, open_checkpoint
 from quire.models.decoder import Decoder
 from quire.models.heads.medusa import medusa
 from quire.parallel.mesh import Communicator

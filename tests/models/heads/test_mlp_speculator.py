@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.loading.errors import WeightError
+from quire.checkpoints.errors import WeightError
 from quire.models.heads.mlp_speculator import mlp_speculator
 from support.layers import draw
 from support.state_heads import TARGET, Chooser, make_head, make_target

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.checkpoints.weights import WeightError, load_weights, open_checkpoint
 from quire.config import EngineConfig
 from quire.layers.build import Builder
 from quire.layers.linear import DenseWeight
-from quire.loading.weights import WeightError, load_weights, open_checkpoint
 from quire.models.heads.mtp import deepseek_mtp, mimo_mtp, qwen_mtp
 from quire.models.load import load_model
 from quire.ops import OPS

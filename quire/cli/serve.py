@@ -1,0 +1,44 @@
+"""`quire serve`: an OpenAI-compatible server."""
+
+import argparse
+import os
+from dataclasses import replace
+
+from quire.cli.flags import add_engine_flags, add_flags, add_log_level, engine_options, server_options
+from quire.cli.model import add_model
+from quire.config import ServerConfig
+from quire.observability.logging import configure_logging, logger
+
+HELP = "serve a model with an OpenAI-compatible API"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_log_level(parser, "INFO")
+    add_flags(parser, ServerConfig)
+    add_engine_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options, config = engine_options(arguments), server_config(arguments)
+    from quire.server.serve import serve
+
+    return serve(arguments.model, config, options)
+
+
+def server_config(arguments: argparse.Namespace) -> ServerConfig:
+    """The server's options, with the API key from the environment if they contain none. The log begins to have the
+    format that they say.
+
+    The API key is the only option that the environment can set: on a command line, every user of the machine can read
+    it.
+    """
+    config = ServerConfig.create(**server_options(arguments))
+    configure_logging(arguments.log_level, config.log_format)
+    if config.api_key:
+        return config
+    if key := os.environ.get("QUIRE_API_KEY"):
+        return replace(config, api_key=[key])
+    if os.environ.get("VLLM_API_KEY"):
+        logger.warning("VLLM_API_KEY has no effect: requests need no API key. Quire reads QUIRE_API_KEY")
+    return config

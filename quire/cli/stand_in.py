@@ -1,0 +1,296 @@
+"""A GPU that is not there. The engine's own code runs on it unchanged; only the work of the GPU is left out.
+
+Tensors on the stand-in have shapes, types and strides, but no memory, so models of any size fit. An operation on such
+tensors gives a tensor of the right shape. A launch of a Triton kernel compiles the kernel for the card, down to machine
+code, but does not run it. Copies to the host arrive as zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from quire.platform.gpu.cards import Card
+
+_CUDA, _META = 1, 14  # torch's numbers of these types of devices
+_BASE = 2**40  # the address at which every allocation of the stand-in begins, as far as kernels can tell
+
+
+@dataclass
+class StandIn:
+    """What happened on the device so far.
+
+    num_loaded: kernels that Triton compiled or read from its cache. cache_misses: the names of those that it had to
+    compile. kernels: those that were launched, by hash. waits: how often the host waited for a value.
+    """
+
+    card: Card
+    num_loaded: int = 0
+    cache_misses: list[str] = field(default_factory=list)
+    kernels: dict[str, Any] = field(default_factory=dict)
+    waits: int = 0
+
+    @property
+    def graph(self) -> type:
+        """The class of the device's graphs."""
+        return _Graph
+
+    def launched(
+        self, name: str, arguments: dict[str, Any], grid: tuple[int, ...] = (), kernel: Any = None, result: Any = None
+    ) -> None:
+        """Called for work that the engine gave to the device.
+
+        arguments: the tensors and numbers; tensors are of the stand-in. kernel: Triton's compiled kernel with its
+        machine code, or None if `name` is an operation of torch.
+        """
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operations on tensors of the stand-in compute shapes only. Operations on tensors of the host run as usual."""
+
+    def __init__(self, device: StandIn, shapes: FakeTensorMode | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.shapes = shapes or FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        aten = torch.ops.aten
+        if func in (aten.pin_memory.default, aten._pin_memory.default):
+            return args[0].clone()
+        if func is aten.is_pinned.default:
+            return False
+        is_ours = any(isinstance(x, FakeTensor) for x in tree_flatten((args, kwargs))[0])
+        target = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+        if target is not None and target.type == "cuda":
+            kwargs["device"] = target = torch.device("cuda", target.index or 0)
+        if not is_ours and (target is None or target.type != "cuda"):
+            return func(*args, **kwargs)
+        if func.name() in ("aten::to.device", "aten::to.dtype", "aten::to.dtype_layout", "aten::to.other"):
+            with self:  # in inference mode, torch does not take these apart by itself
+                return func.decompose(*args, **kwargs)
+        if func is aten.nonzero.default:  # the host finds no element, since values arrive as zeros
+            self.device.waits += 1
+            func, args, kwargs = aten.new_empty.default, (args[0], (0, args[0].dim())), {"dtype": torch.int64}
+        if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
+            self.device.waits += not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
+            return args[0].zero_()
+        if func is aten._to_copy.default and target is not None and target.type == "cpu":
+            self.device.waits += not kwargs.get("non_blocking")
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if func is aten.equal.default:  # such as of a checkpoint's order of inputs with the usual order
+            self.device.waits += 1
+            return True
+        if func is aten._local_scalar_dense.default:
+            self.device.waits += 1
+            return args[0].dtype.is_floating_point and 0.0
+        if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
+            func, kwargs = aten.empty_like.default, {"dtype": kwargs.get("dtype"), "device": target}
+        with self.shapes:
+            result = func(*args, **kwargs)
+        if func.namespace == "aten":
+            self.device.launched(str(func), {"args": args, **kwargs}, result=result)
+        return result
+
+
+class _Pointer:
+    """What Triton's launcher may know of a tensor: its type and its address."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype, self._offset = tensor.dtype, int(tensor.storage_offset()) * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        return _BASE + self._offset
+
+
+class _Driver:
+    """Triton's driver for a card: names the target, and launches nothing."""
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(self._card.backend, self._card.capability, self._card.warp_size)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What is left of an effect that only a GPU has."""
+
+
+class _Idle:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class _Event(_Idle):
+    """An event of a device that is always done."""
+
+    record = synchronize = wait = _nothing
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        return 1.0  # milliseconds
+
+
+class _Stream(_Event):
+    wait_stream = wait_event = _nothing
+
+    def record_event(self, event: Any = None) -> _Event:
+        return event or _Event()
+
+
+class _Graph(_Idle):
+    capture_begin = capture_end = replay = _nothing
+
+
+class _Generator(torch.Generator):
+    """Random numbers for the stand-in: torch's CPU build has no generator for a GPU."""
+
+    def __new__(cls, device: Any = None) -> _Generator:
+        return super().__new__(cls)
+
+
+def _torch_cuda(device: StandIn, count: int) -> dict[str, Any]:
+    """What replaces the functions of torch.cuda."""
+    card = device.card
+    major, minor = divmod(card.capability, 10) if isinstance(card.capability, int) else (9, 4)
+    properties = SimpleNamespace(
+        name=card.name, major=major, minor=minor, total_memory=card.memory, multi_processor_count=card.processors,
+        shared_memory_per_block_optin=card.shared_memory, shared_memory_per_multiprocessor=card.processor_memory,
+        regs_per_multiprocessor=card.registers, warp_size=card.warp_size,
+        gcnArchName=card.capability if card.backend == "hip" else "",
+    )  # fmt: skip
+
+    def zero(*args: Any, **kwargs: Any) -> int:
+        return 0
+
+    return {
+        "_lazy_init": _nothing, "init": _nothing, "is_available": lambda: True, "is_initialized": lambda: True,
+        "device_count": lambda: count, "current_device": zero, "set_device": _nothing, "synchronize": _nothing,
+        "empty_cache": _nothing, "ipc_collect": _nothing, "_sleep": _nothing, "set_sync_debug_mode": _nothing,
+        "get_device_name": lambda *_: card.name, "get_device_properties": lambda *_: properties,
+        "get_device_capability": lambda *_: (major, minor), "is_bf16_supported": lambda *_: True,
+        "mem_get_info": lambda *_: (card.memory, card.memory), "memory_allocated": zero, "memory_reserved": zero,
+        "max_memory_allocated": zero, "reset_peak_memory_stats": _nothing, "graph_pool_handle": lambda: (0, 0),
+        "Event": _Event, "Stream": _Stream, "CUDAGraph": device.graph,
+        "current_stream": lambda *_: _Stream(), "stream": lambda *_: contextlib.nullcontext(),
+    }  # fmt: skip
+
+
+def _collectives(device: StandIn) -> dict[str, Any]:
+    """What replaces functions of torch.distributed. Collectives exchange nothing if their tensors are on the stand-in.
+    The same holds in a process that has not joined others, as one rank of a Communicator(rank, size, group=None)."""
+
+    def replaced(name: str) -> Any:
+        collective = getattr(torch.distributed, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            is_ours = any(isinstance(x, FakeTensor) for x in tree_flatten(args)[0])
+            if torch.distributed.is_initialized() and not is_ours:
+                return collective(*args, **kwargs)
+            device.launched(name, {"args": args, **kwargs})
+            return None
+
+        return run
+
+    join = torch.distributed.init_process_group
+
+    def join_on_host(backend: str, **options: Any) -> None:
+        join("gloo", **options)
+
+    def exchange(operations: list[Any]) -> list[Any]:
+        device.launched("batch_isend_irecv", {"args": operations})
+        return []
+
+    names = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
+             "reduce_scatter_single", "all_to_all_single", "broadcast", "barrier")  # fmt: skip
+    functions: dict[str, Any] = {name: replaced(name) for name in names if hasattr(torch.distributed, name)}
+    functions.update(P2POp=lambda *args, **_: args, batch_isend_irecv=exchange)
+    return functions | {"is_nccl_available": lambda: True, "init_process_group": join_on_host}
+
+
+def _allow_device_type() -> None:
+    """Let torch's CPU build handle tensors that claim to be on a GPU: views of them ask for a guard of the device type.
+    A guard that does nothing is borrowed from the type `meta`. (torch does the same itself in its CUDA builds.)"""
+    if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        torch._C._ensureCUDADeviceGuardSet()
+        return
+    library = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
+    guards = (ctypes.c_void_p * (_META + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    guards[_CUDA] = guards[_CUDA] or guards[_META]
+
+
+@contextlib.contextmanager
+def stand_in(card: Card, count: int = 1, device: StandIn | None = None) -> Iterator[StandIn]:
+    """Within this block, torch finds `count` GPUs of the kind `card`, as devices cuda:0 and so on. This holds for this
+    thread and for threads that are started within the block. device: told of what happens; a new one if None."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    device, run = device or StandIn(card), JITFunction.run
+    operations = _Operations(device)  # made first: it imports parts of torch that look at torch.cuda
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        pointers = [_Pointer(x) if isinstance(x, Tensor) else x for x in args]
+        compiled = run(kernel, *pointers, grid=grid, warmup=True, **options)
+        device.kernels[compiled.hash] = compiled
+        names = dict(zip(kernel.arg_names, args, strict=False)) | options
+        device.launched(kernel.__name__, names, tuple(grid), compiled)
+        return compiled
+
+    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        device.num_loaded += 1
+        if not cache_hit:
+            device.cache_misses.append(src.name)
+
+    run_thread = threading.Thread.run
+
+    def thread(self: threading.Thread) -> None:
+        torch._C._set_only_lift_cpu_tensors(True)
+        with _Operations(device, operations.shapes):
+            run_thread(self)
+
+    _allow_device_type()
+    lift = torch._C._only_lift_cpu_tensors()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch._C._set_only_lift_cpu_tensors, lift)
+        torch._C._set_only_lift_cpu_tensors(True)
+        for name, replacement in _torch_cuda(device, count).items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        for name, function in _collectives(device).items():
+            stack.enter_context(mock.patch.object(torch.distributed, name, function))
+        stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
+        stack.enter_context(mock.patch.object(threading.Thread, "run", thread))
+        stack.enter_context(mock.patch.object(JITFunction, "run", launch))
+        # Tensors have no content here, so their numbers say nothing.
+        stack.enter_context(mock.patch("quire.worker.runner._is_finite", return_value=True))
+        stack.callback(triton.runtime.driver.set_active, triton.runtime.driver._active)
+        triton.runtime.driver.set_active(_Driver(card))
+        stack.enter_context(mock.patch.object(triton.knobs.compilation, "listener", listen))
+        stack.enter_context(operations)
+        yield device

@@ -1,0 +1,53 @@
+"""The loop of `quire top`: draws until a key is pressed that leaves."""
+
+import contextlib
+import io
+import os
+import select
+import sys
+import termios
+import tty
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from quire.cli.watch.feed import Feed
+from quire.cli.watch.screen import draw
+
+_SECONDS = 0.25  # between two drawings
+
+
+def show(feed: Feed, url: str) -> None:
+    """Draw what a feed tells until q, Escape or Ctrl-C is pressed, the terminal is closed, or the feed is refused."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack the characters of the bars
+    console = Console(highlight=False)
+    live = Live(Text(), console=console, screen=True, auto_refresh=False)
+    with contextlib.suppress(KeyboardInterrupt), _keys_at_once(), live:
+        while not feed.refusal:
+            with feed.lock:
+                screen = draw(feed, url, *console.size)
+            live.update(screen, refresh=True)
+            keys = _keys()
+            if keys is not None and (keys in (b"", b"\x1b") or b"q" in keys.lower()):
+                return
+
+
+def _keys() -> bytes | None:
+    """The keys that are pressed within some time; empty if the terminal is closed, None if none are."""
+    if not select.select([sys.stdin], [], [], _SECONDS)[0]:
+        return None
+    return os.read(sys.stdin.fileno(), 64)
+
+
+@contextlib.contextmanager
+def _keys_at_once() -> Iterator[None]:
+    """A context in which the terminal passes keys on without waiting for the end of a line, and does not show them."""
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -1,0 +1,357 @@
+"""What an engine core records about itself while somebody looks at it.
+
+Nothing is recorded before the first look, and nothing any more when nobody has looked for IDLE_SECONDS. Meanwhile, the
+observer is told of the scheduler's steps, and watches the calls of the core's loop to take their times.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.engine.observation.ranks import RankView, RankWatch
+from quire.engine.observation.tiers import TierView, TierWatch, views, watch_tiers
+from quire.messages.engine import EngineCoreRequest
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.observability.profiling.stations import watch
+from quire.scheduler.request import Request, Status
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
+
+IDLE_SECONDS = 5.0
+WINDOW_SECONDS = 10.0  # of rates and percentiles
+MOST_CELLS = 2048  # of the map of blocks
+MOST_SCANNED = 512  # blocks that a look visits: a larger pool is scanned in turns
+_STATES_OF_BLOCKS = "0123456789"
+MOST_REQUESTS = 100  # that a look names
+MOST_STEPS = 256  # that are kept for the next look
+MOST_TIMES = 4000  # that percentiles are taken of
+_STATIONS = ("schedule", "submit", "sample", "wait", "update")
+_STATES = {Status.RUNNING: "running", Status.GATED: "gated", Status.PREEMPTED: "preempted"}
+
+
+class Step(msgspec.Struct, omit_defaults=True):
+    """A step that has been run. Tokens: prompt (computed), cached (found instead), decode, and of drafts those that
+    were accepted and rejected. ms: milliseconds of the core's thread at each station since the step before."""
+
+    id: int
+    requests: int
+    prompt: int = 0
+    cached: int = 0
+    decode: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    ms: dict[str, float] = {}
+
+
+class Seen(msgspec.Struct, omit_defaults=True):
+    """A request. computed: tokens whose steps have been run; known: prompt and output so far; most: how many it may
+    have. blocks: ids of its blocks, if they have changed and the map shows single blocks."""
+
+    id: str
+    state: str
+    computed: int
+    prompt: int
+    known: int
+    most: int
+    cached: int = 0
+    preemptions: int = 0
+    blocks: list[int] | None = None
+
+
+class Cells(msgspec.Struct):
+    """A part of the map of blocks, from cell `start` on. A character each: "0" free, "1" cached, "2" used by one
+    request, "3" by two, ... up to "9". If a cell has several blocks, it shows the most used one."""
+
+    start: int
+    states: str
+
+
+class View(msgspec.Struct):
+    """What has changed for a viewer. The lists are whole, but for steps and cells: those that are new."""
+
+    time: float
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    blocks_per_cell: int
+    num_free: int
+    cells: list[Cells]
+    steps: list[Step]
+    requests: list[Seen]
+    num_running: int
+    num_waiting: int
+    rates: dict[str, float]
+    ttft: list[float]
+    gaps: list[float]
+    totals: dict[str, float]
+    tiers: list[TierView]
+    ranks: list[RankView]
+
+
+class _Viewer:
+    """What somebody has seen: the map, the last step, and how many blocks of each request."""
+
+    def __init__(self) -> None:
+        self.map, self.step, self.looked_at = "", 0, 0.0
+        self.blocks: dict[str, int] = {}
+
+
+class Observer:
+    """Looks at a core. The methods of a Connector are called by its scheduler."""
+
+    num_queries = num_hits = 0
+
+    def __init__(self, core: "EngineCore") -> None:
+        self._core, self._scheduler = core, core.scheduler
+        self._viewers: dict[str, _Viewer] = {}
+        self._is_on, self._looked_at = False, 0.0
+        self._ends: list[Callable[[], None]] = []  # of the watched calls
+        blocks = len(self._scheduler.kv.pool.blocks) - 1
+        self._per_cell = -(-blocks // MOST_CELLS)
+        self._cells = ["0"] * -(-blocks // self._per_cell)
+        self._scanned, self._used = 0, set[int]()  # cells in this turn; those of requests at the last look
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps: deque[Step] = deque(maxlen=MOST_STEPS)
+        self._open: dict[int, Step] = {}  # steps in flight
+        self._rows: dict[int, Sequence[Request]] = {}  # their requests
+        self._drafts: dict[int, list[int]] = {}  # and numbers of drafts
+        self._ms: dict[str, float] = {}
+        self._mark = 0.0  # when the last call of a station ended
+        self._tokens: deque[tuple[float, int, int]] = deque()  # time, prompt and output tokens
+        self._ttft: deque[tuple[float, float]] = deque(maxlen=MOST_TIMES)
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=MOST_TIMES)
+        self._last: dict[str, float] = {}  # when each request got its last token
+        self._tiers: list[TierWatch] = []
+        self._ranks: RankWatch | None = None
+
+    # ---- on and off
+
+    def _begin(self) -> None:
+        """Watch the calls of the core's loop."""
+        self._forget()
+        scheduler, executor = self._scheduler, self._core.executor
+        self._ends = [
+            self._watch(scheduler, "schedule", self._scheduled),
+            self._watch(executor, "submit"),
+            self._watch(executor, "sample"),
+            self._watch(scheduler, "update", self._updated),
+        ]
+        scheduler.connectors.append(self)
+        self._tiers = watch_tiers(scheduler.transfers)
+        self._ranks = RankWatch(executor)
+        self._is_on = True
+
+    def _end(self) -> None:
+        for end in self._ends:
+            end()
+        self._scheduler.connectors.remove(self)
+        for tier in self._tiers:
+            tier.end()
+        self._is_on = False
+        self._forget()
+
+    def _watch(self, owner: Any, name: str, after: Callable[..., None] | None = None) -> Callable[[], None]:
+        def timed(call: Callable[..., Any], *arguments: Any) -> Any:
+            began = time.perf_counter()
+            if name == "update" and self._mark:
+                self._add("wait", began - self._mark)
+            result = call(*arguments)
+            self._mark = time.perf_counter()
+            self._add(name, self._mark - began)
+            if after is not None:
+                after(*arguments, result)
+            return result
+
+        return watch(owner, name, timed)
+
+    def _add(self, station: str, seconds: float) -> None:
+        self._ms[station] = self._ms.get(station, 0.0) + 1000 * seconds
+
+    # ---- steps
+
+    def scheduled(self, step_id: int, requests: Sequence[Request]) -> None:
+        self._rows[step_id] = requests
+
+    def _scheduled(self, step: SchedulerOutput) -> None:
+        requests = self._rows.get(step.step_id)
+        if requests is None:
+            return
+        seen = self._open[step.step_id] = Step(step.step_id, len(requests))
+        drafts = self._drafts[step.step_id] = step.num_draft_tokens or [0] * len(requests)
+        new = {request.request_id for request in step.new_requests}
+        for request, count, drafted in zip(requests, step.num_tokens, drafts, strict=True):
+            start = request.num_computed_tokens - count
+            prompt = max(0, min(count, request.num_prompt_tokens - start))
+            seen.prompt += prompt
+            seen.decode += count - prompt - drafted
+            if request.request_id in new:
+                seen.cached += request.num_cached_tokens
+
+    def withdrawn(self, step_id: int) -> None:
+        for kept in (self._rows, self._open, self._drafts):
+            kept.pop(step_id, None)
+
+    def retired(self, step_id: int) -> None:
+        """`_updated` knows more."""
+
+    def _updated(self, output: ModelRunnerOutput, _: object) -> None:
+        seen, rows = self._open.pop(output.step_id, None), self._rows.pop(output.step_id, ())
+        drafts = self._drafts.pop(output.step_id, [])
+        if time.monotonic() - self._looked_at > IDLE_SECONDS:
+            self._end()
+            return
+        if seen is None or output.was_skipped:
+            return
+        now, made = time.monotonic(), 0
+        for request, sampled, drafted in zip(rows, output.sampled_token_ids, drafts, strict=False):
+            if sampled:
+                made += len(sampled)
+                seen.accepted += len(sampled) - 1 if drafted else 0
+                self._take_time(request, now)
+            seen.rejected += drafted - (len(sampled) - 1 if sampled else 0) if drafted else 0
+            if request.status is Status.FINISHED:
+                self._last.pop(request.request_id, None)
+        self._tokens.append((now, seen.prompt, made))
+        while now - self._tokens[0][0] > WINDOW_SECONDS:
+            self._tokens.popleft()
+        seen.ms, self._ms = {name: round(self._ms.get(name, 0.0), 3) for name in _STATIONS}, {}
+        self._steps.append(seen)
+
+    def _take_time(self, request: Request, now: float) -> None:
+        last = self._last.get(request.request_id)
+        if last is not None:
+            self._gaps.append((now, now - last))
+        elif len(request.token_ids) <= request.num_prompt_tokens + 1:
+            self._ttft.append((now, now - request.source.arrival_time))
+        self._last[request.request_id] = now
+
+    # ---- a look
+
+    def look(self, viewer: str) -> bytes:
+        """What a viewer has not seen so far, in JSON: a View."""
+        now = time.monotonic()
+        self._looked_at = now
+        if not self._is_on:
+            self._begin()
+        for name in [name for name, other in self._viewers.items() if now - other.looked_at > IDLE_SECONDS]:
+            del self._viewers[name]
+        seen = self._viewers.setdefault(viewer, _Viewer())
+        seen.looked_at = now
+        scheduler, pool = self._scheduler, self._scheduler.kv.pool
+        self._scan()
+        steps = [step for step in self._steps if step.id > seen.step]
+        if steps:
+            seen.step = steps[-1].id
+        stats = self._core.stats
+        totals: dict[str, float] = {
+            "preemptions": stats.preemptions, "prefix_queries": stats.prefix_queries, "prefix_hits": stats.prefix_hits,
+            "external_queries": stats.external_queries, "external_hits": stats.external_hits,
+        }  # fmt: skip
+        view = View(
+            round(now, 3), pool.num_usable, scheduler.kv.block_size,
+            sum(self._core.executor.kv_cache.rank_bytes), self._per_cell, pool.num_free,
+            self._changed(seen), steps, self._requests(seen), stats.num_running, stats.num_waiting, self._rates(now),
+            _percentiles(self._ttft, now), _percentiles(self._gaps, now), totals,
+            views(self._tiers, scheduler.transfers), [] if self._ranks is None else self._ranks.views(),
+        )  # fmt: skip
+        return msgspec.json.encode(view)
+
+    def _scan(self) -> None:
+        """Look at the cells of requests that run or ran at the last look, and at some more in turn."""
+        blocks, size, number = self._scheduler.kv.pool.blocks, self._per_cell, len(self._cells)
+        count = min(number, max(1, MOST_SCANNED // size))
+        ids = (block.block_id for request in self._scheduler.running for table in request.block_tables
+               for block in table)  # fmt: skip
+        used = {(block_id - 1) // size for block_id in islice(ids, MOST_SCANNED) if block_id}
+        in_turn = {cell % number for cell in range(self._scanned, self._scanned + count)}
+        for cell in in_turn | used | self._used:
+            most = 0
+            for block in blocks[1 + cell * size : 1 + (cell + 1) * size]:
+                state = block.ref_cnt + 1 if block.ref_cnt else 0 if block.block_hash is None else 1
+                if state > most:
+                    most = state
+            self._cells[cell] = _STATES_OF_BLOCKS[min(most, 9)]
+        self._used, self._scanned = used, (self._scanned + count) % number
+
+    def _changed(self, viewer: _Viewer) -> list[Cells]:
+        new, old = "".join(self._cells), viewer.map
+        viewer.map = new
+        if len(old) != len(new):
+            return [Cells(0, new)]
+        parts: list[Cells] = []
+        for start in range(0, len(new), 32):
+            part = new[start : start + 32]
+            if part != old[start : start + 32]:
+                if parts and parts[-1].start + len(parts[-1].states) == start:
+                    parts[-1].states += part
+                else:
+                    parts.append(Cells(start, part))
+        return parts
+
+    def _requests(self, viewer: _Viewer) -> list[Seen]:
+        scheduler = self._scheduler
+        running = list(scheduler.running)[:MOST_REQUESTS]
+        found, names = running, {request.request_id for request in running}
+        for request in scheduler.requests.values():
+            if len(found) >= MOST_REQUESTS:
+                break
+            if request.request_id not in names:
+                found.append(request)
+        known = viewer.blocks
+        viewer.blocks = {}
+        return [self._see(request, known, viewer.blocks) for request in found]
+
+    def _see(self, request: Request, before: dict[str, int], after: dict[str, int]) -> Seen:
+        blocks = None
+        if self._per_cell == 1:
+            count = sum(map(len, request.block_tables))
+            after[request.request_id] = count
+            if count != before.get(request.request_id, 0):
+                blocks = [block.block_id for table in request.block_tables for block in table if block.block_id]
+        return Seen(
+            request.request_id, _STATES.get(request.status, "waiting"), request.num_retired_tokens,
+            request.num_prompt_tokens, len(request.token_ids), request.max_total_tokens, request.num_cached_tokens,
+            request.num_preemptions, blocks,
+        )  # fmt: skip
+
+    def _rates(self, now: float) -> dict[str, float]:
+        recent = [(at, prompt, made) for at, prompt, made in self._tokens if now - at < WINDOW_SECONDS / 5]
+        span = WINDOW_SECONDS / 5
+        return {
+            "prompt": round(sum(prompt for _, prompt, _ in recent) / span, 1),
+            "output": round(sum(made for *_, made in recent) / span, 1),
+        }
+
+    # ---- what else the scheduler calls of a Connector
+
+    def connect(self, wake: Callable[[], None]) -> None: ...
+
+    def ready(self, request: EngineCoreRequest) -> bool:
+        return True
+
+    def finish(self, request: EngineCoreRequest) -> None:
+        self._last.pop(request.request_id, None)
+
+    def settle(self) -> bool:
+        return False
+
+    def check_time(self) -> None: ...
+
+    def finish_all(self, wait: Callable[[float], bool]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _percentiles(times: deque[tuple[float, float]], now: float) -> list[float]:
+    """In milliseconds: the median, and what 90 and 99 % stay below. None have no percentiles."""
+    values = sorted(seconds for at, seconds in times if now - at < WINDOW_SECONDS)
+    if not values:
+        return []
+    return [round(1000 * values[min(len(values) - 1, int(share * len(values)))], 2) for share in (0.5, 0.9, 0.99)]

@@ -1,0 +1,265 @@
+"""Manages the blocks of each request: prefix matching, allocation, and hashing of full blocks."""
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
+
+from quire.kv.block_pool import Block, BlockPool, HashedTokens
+from quire.kv.hashing import extend_hashes, hash_root
+from quire.kv.specs import CrossAttentionSpec, KVCacheSpec
+from quire.messages.engine import EngineCoreRequest
+from quire.messages.step import BlockTableEdits
+
+
+class KnownTokens(HashedTokens, Protocol):
+    """Tokens for which the manager looks for cached blocks."""
+
+    extra_keys: dict[int, bytes]
+
+
+class Holder(KnownTokens, Protocol):
+    """The attributes of a request that the manager reads and writes (see scheduler/request.py)."""
+
+    request_id: str
+    source: EngineCoreRequest
+    row: int
+    num_computed_tokens: int
+    num_retired_tokens: int
+    num_tokens_at_last_free: int
+    num_kept_blocks: int
+    num_removed_tokens: int
+    block_tables: list[list[Block]]
+    capacity: int
+    num_hashed_blocks: int
+    next_hash_at: int
+
+
+class KVCacheManager:
+    """Hands out the pool's blocks to requests, group by group."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        specs: list[KVCacheSpec],
+        block_size: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool = True,
+        fingerprint: str = "",
+    ) -> None:
+        """fingerprint: see `hash_root`."""
+        self.pool = BlockPool(num_blocks)
+        self.specs = specs
+        self.block_size = block_size
+        self.chunk = max_num_batched_tokens
+        self.enable_prefix_caching = enable_prefix_caching and bool(specs)  # a model without specs caches nothing
+        self.root = hash_root(fingerprint)
+        self._new_blocks = [spec.new_blocks for spec in specs]  # bound once, since they are called often
+        self._full_blocks = [spec.full_blocks for spec in specs]
+        # The groups that give blocks back while a long request runs.
+        self._freeing_groups = [group for group, spec in enumerate(specs) if spec.first_needed_token(1 << 30)]
+        self._cross_groups = [group for group, spec in enumerate(specs) if isinstance(spec, CrossAttentionSpec)]
+        self._most_crossed = sum(specs[group].max_blocks(0, 0, block_size) for group in self._cross_groups)
+        self._filled: list[tuple[Block, int, Holder, int]] = []  # arguments of `remember`: see end_step
+        self._remember = [self.pool.remember if spec.sharable_at_once else self._remember_later for spec in specs]
+
+    def max_blocks(self, num_tokens: int) -> int:
+        """The most blocks that a request of `num_tokens` tokens holds."""
+        return sum(spec.max_blocks(num_tokens, self.chunk, self.block_size) for spec in self.specs)
+
+    def room(self, num_tokens: int) -> float:
+        """The number of requests of `num_tokens` tokens that fit into the cache at once, if they share no blocks."""
+        return self.pool.num_usable / max(1, self.max_blocks(num_tokens))
+
+    def kept_share(self, num_tokens: int) -> float:
+        """The part of a request's blocks, from 0 to 1, that holds entries which must be kept.
+
+        The rest is spent on blocks that are not full, on groups with fewer entries than the largest group, and on the
+        tokens of steps in flight that windows have left behind.
+        """
+        most_entries = max(len(spec.entries) for spec in self.specs)
+        kept = sum(len(spec.entries) * spec.tokens_kept(num_tokens, self.block_size) for spec in self.specs)
+        return kept / (self.max_blocks(num_tokens) * self.block_size * most_entries)
+
+    # ---- a request enters
+
+    def admit(self, request: Holder, read_cache: bool = True) -> int | None:
+        """Give the request the longest cached prefix of its tokens. Returns the number of tokens in that prefix.
+
+        At least one token is always left to compute, for its logits; without `read_cache`, all tokens are. Returns
+        None, and gives no blocks, if there is no room for all known tokens right now. `free` undoes this.
+        """
+        num_blocks = 0
+        tables: list[list[Block]] = [[] for _ in self.specs]
+        if self.enable_prefix_caching and read_cache:
+            num_blocks, tables = self.find(request, self.pool.lookup_all)
+        if not self.has_room(request, chain(*tables)):
+            return None
+        for table in tables:
+            for block in table:
+                if block is not self.pool.null_block:
+                    self.pool.share(block)
+        for group in self._cross_groups:
+            tables[group] = [self.pool.take() for _ in range(self._cross_blocks(request))]
+        request.block_tables = tables
+        request.capacity = num_blocks * self.block_size
+        request.num_hashed_blocks = num_blocks
+        request.next_hash_at = sys.maxsize if request.num_kept_blocks else (num_blocks + 1) * self.block_size
+        return request.capacity
+
+    def has_room(self, request: KnownTokens, found: Iterable[Block]) -> bool:
+        """Whether there are free blocks for all known tokens of the request. found: cached blocks of its prefix."""
+        in_use = sum(block.ref_cnt > 0 for block in found)  # to share these takes no free block
+        crossed = len(self._cross_groups) * self._cross_blocks(request)
+        return self.max_blocks(len(request.token_ids)) - self._most_crossed + crossed - in_use <= self.pool.num_free
+
+    def _cross_blocks(self, request: KnownTokens) -> int:
+        """The blocks of a group of cross-attention for the tokens of the request's encoder."""
+        return -(-request.source.crossed // self.block_size)
+
+    def find(
+        self, request: KnownTokens, lookup_all: Callable[[int, Iterable[bytes]], list[Any]]
+    ) -> tuple[int, list[Any]]:
+        """The longest cached prefix, in blocks, and its block table for each group. Every group still has the blocks
+        that the query after the prefix reads.
+
+        lookup_all: what a group's blocks with these hashes are, up to the first hash that has none.
+        """
+        extend_hashes(request.block_hashes, request.token_ids, self.block_size, self.root, request.extra_keys)
+        null, size = self.pool.null_block, self.block_size
+        hashes = request.block_hashes[: (len(request.token_ids) - 1) // size]
+        length = len(hashes)
+        # For each group, the first block that it found; past the end while it has found none.
+        starts = [length + 1 for _ in self.specs]
+        prefixes: list[list[Any]] = [[] for _ in self.specs]
+        settled = False
+        while not settled:
+            settled = True
+            for group, spec in enumerate(self.specs):
+                if spec.first_needed_token(length * size) // size == starts[group]:
+                    continue  # the blocks found for a longer prefix include all that this prefix needs
+                lookup = partial(lookup_all, group)
+                starts[group], prefixes[group] = spec.cached_prefix(hashes[:length], size, lookup)
+                if starts[group] + len(prefixes[group]) < length:
+                    length = starts[group] + len(prefixes[group])
+                    settled = False
+        found = zip(starts, prefixes, strict=True)
+        return length, [[null] * start + blocks[: length - start] for start, blocks in found]
+
+    # ---- a request grows
+
+    def allocate(self, request: Holder, num_tokens: int, edits: BlockTableEdits) -> bool:
+        """Allocate slots for the request's first `num_tokens` tokens, and append block-table changes to `edits`.
+
+        Returns False if the pool has too few blocks. Then nothing has changed, except that unneeded blocks are free.
+        """
+        if num_tokens <= request.capacity:
+            return True
+        if self._freeing_groups:
+            self._free_unneeded(request)
+        pool, size, tables = self.pool, self.block_size, request.block_tables
+        capacity = -(-num_tokens // size) * size
+        ranges = []
+        num_new = 0
+        for new_blocks, table in zip(self._new_blocks, tables, strict=True):
+            indices = new_blocks(len(table), capacity - request.num_removed_tokens, size)
+            ranges.append(indices)
+            num_new += len(indices)
+        if num_new > pool.free_list.length:
+            return False
+        for group, indices in enumerate(ranges):
+            table = tables[group]
+            if indices.start > len(table):
+                table.extend([pool.null_block] * (indices.start - len(table)))
+            for index in indices:
+                block = pool.take()
+                table.append(block)
+                edits.groups.append(group)
+                edits.rows.append(request.row)
+                edits.indices.append(index)
+                edits.block_ids.append(block.block_id)
+        request.capacity = capacity
+        return True
+
+    def write_tables(self, request: Holder, edits: BlockTableEdits) -> None:
+        """Append the whole block tables of a request that has just got a row to `edits`."""
+        for group, table in enumerate(request.block_tables):
+            edits.groups.extend([group] * len(table))
+            edits.rows.extend([request.row] * len(table))
+            edits.indices.extend(range(len(table)))
+            edits.block_ids.extend([block.block_id for block in table])
+
+    def drop_blocks(self, request: Holder, first: int, last: int) -> None:
+        """Free the blocks first, ..., last - 1 of a request that is compressed. Its table closes up, so the tokens
+        behind them have lower indices than their positions say."""
+        for table in request.block_tables:
+            self.pool.release(reversed(table[first:last]))
+            del table[first:last]
+        request.num_removed_tokens += (last - first) * self.block_size
+
+    def _free_unneeded(self, request: Holder) -> None:
+        """Replace blocks that no query reads any more by the null block. The tables of the workers need no edit."""
+        null, size, retired = self.pool.null_block, self.block_size, request.num_retired_tokens
+        for group in self._freeing_groups:
+            spec, table = self.specs[group], request.block_tables[group]
+            first = spec.first_needed_token(request.num_tokens_at_last_free) // size
+            last = spec.first_needed_token(retired) // size
+            if first < last:
+                unneeded = table[first:last]
+                table[first:last] = [null] * len(unneeded)
+                self.pool.release(reversed(unneeded))
+        request.num_tokens_at_last_free = retired
+
+    # ---- hashes
+
+    def hash_full_blocks(self, request: Holder) -> None:
+        """Make the blocks findable that the request's submitted steps fill with known tokens.
+
+        Called when the step is scheduled, so that later requests of the same step can already share the blocks.
+        """
+        if not self.enable_prefix_caching:
+            return
+        extend_hashes(request.block_hashes, request.token_ids, self.block_size, self.root, request.extra_keys)
+        null, size = self.pool.null_block, self.block_size
+        first = request.num_hashed_blocks
+        num_tokens = min(request.num_computed_tokens, len(request.token_ids))
+        for group, table in enumerate(request.block_tables):
+            for index in self._full_blocks[group](first, num_tokens, size):
+                if table[index] is not null:
+                    self._remember[group](table[index], group, request, index)
+        num_full = num_tokens // size
+        request.num_hashed_blocks = num_full
+        request.next_hash_at = (num_full + 1) * self.block_size
+
+    def _remember_later(self, block: Block, group: int, request: Holder, index: int) -> None:
+        self._filled.append((block, group, request, index))
+
+    def end_step(self) -> None:
+        """A step is complete: make the blocks findable that it fills, where only later steps may share them."""
+        for filled in self._filled:
+            self.pool.remember(*filled)
+        self._filled.clear()
+
+    def withdraw_hashes(self, request: Holder, num_computed_tokens: int) -> None:
+        """Forget the hashes of the request's blocks that are not full with `num_computed_tokens`: the step that was to
+        fill them never ran."""
+        for table in request.block_tables:
+            for block in table[num_computed_tokens // self.block_size : request.num_hashed_blocks]:
+                if block is not self.pool.null_block:
+                    self.pool.forget(block)
+
+    # ---- a request leaves
+
+    def free(self, request: Holder) -> None:
+        for table in request.block_tables:
+            self.pool.release(reversed(table))
+        request.block_tables = []
+        request.capacity = request.num_removed_tokens = 0
+
+    def reset_prefix_cache(self, external: bool = False) -> None:
+        """Forget all hashes. Running requests keep their blocks. external: later hashes are others, so that nothing is
+        found that was stored outside of the pool before."""
+        if external:
+            self.root = hash_root(self.root.hex())
+        self.pool.forget_all()

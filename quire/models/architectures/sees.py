@@ -1,0 +1,69 @@
+"""Models that see or hear: a text model of another family, and what its pictures or sounds need."""
+
+from dataclasses import replace
+from typing import Any
+
+from quire.models.architectures.delta_net import qwen3_5, qwen3_5_moe
+from quire.models.architectures.gemma import gemma
+from quire.models.architectures.llama import llama, mistral
+from quire.models.architectures.qwen import qwen2, qwen3, qwen3_vl_moe
+from quire.models.spec import Architecture, DecoderSpec, HfConfig, MediaSpec
+
+TEXT_MODELS: dict[str, Architecture] = {
+    "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma": gemma, "qwen3_vl_moe": qwen3_vl_moe,
+    "qwen3_5": qwen3_5, "qwen3_5_moe": qwen3_5_moe,
+}  # fmt: skip
+UNUSED = r"^(model\.)?vision_tower\."  # layers behind those that are read, and the pooler's head
+
+
+def _text(config: HfConfig, default: str = "llama") -> DecoderSpec:
+    """The spec of the text model. Raises ValueError if it is of a family that has no pictures here."""
+    text: dict[str, Any] = {**config["text_config"]}
+    if (
+        tied := config.get("tie_word_embeddings")
+    ) is not None:  # said of the whole model, it counts in transformers, too
+        text["tie_word_embeddings"] = tied
+    kind = text.get("model_type", default)
+    if kind not in TEXT_MODELS:
+        raise ValueError(f"a model that sees with a text model {kind!r} is not supported: {', '.join(TEXT_MODELS)}")
+    return TEXT_MODELS[kind](text)
+
+
+def llava(config: HfConfig) -> DecoderSpec:
+    """LLaVA-1.5, LLaVA-NeXT, LLaVA-OneVision, and what is built like them: Pixtral and Mistral Small 3.1."""
+    spec, family = _text(config, "mistral"), "llava"
+    if config["vision_config"].get("model_type") == "pixtral":
+        family = "pixtral"
+    elif config.get("model_type") in ("llava_next", "llava_onevision"):
+        family = "llava_next"
+    return replace(spec, media=MediaSpec(family, config), ignored=(*spec.ignored, UNUSED))
+
+
+def qwen_vl(config: HfConfig) -> DecoderSpec:
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, the latter two also with experts. The first configs have the fields
+    of the text model beside the others."""
+    text = config.get("text_config") or {k: v for k, v in config.items() if k != "vision_config"}
+    vision, kind = config["vision_config"], config.get("model_type", "qwen2_vl")
+    is_deep = kind.startswith("qwen3_vl")
+    family = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}.get(kind, kind)
+    config = {**config, "text_config": {**text, "model_type": family}}
+    levels = len(vision.get("deepstack_visual_indexes", (8, 16, 24))) if is_deep else 0
+    return replace(_text(config), media=MediaSpec("qwen_vl", config, levels))
+
+
+def qwen2_audio(config: HfConfig) -> DecoderSpec:
+    """Qwen2-Audio. Its config leaves out sizes of the text model."""
+    sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 32)
+    config = {**config, "text_config": {"hidden_size": 4096, **sizes, **config["text_config"]}}
+    return replace(_text(config, "qwen2"), media=MediaSpec("qwen2_audio", config))
+
+
+def idefics3(config: HfConfig) -> DecoderSpec:
+    """Idefics3 and SmolVLM."""
+    return replace(_text(config), media=MediaSpec("idefics3", config))
+
+
+def internvl(config: HfConfig) -> DecoderSpec:
+    """InternVL 3 in transformers' format, whose names end with -hf."""
+    spec = _text(config, "qwen2")
+    return replace(spec, media=MediaSpec("internvl", config), ignored=(*spec.ignored, UNUSED))

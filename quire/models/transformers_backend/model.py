@@ -1,0 +1,77 @@
+"""A model of transformers behind the interface between the worker and its model."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from quire.attention.base import AttentionBackend, CacheBackend
+from quire.kv.specs import attention_spec, group_entries
+from quire.layers.attention_spec import CacheShape
+from quire.layers.forward_state import ForwardState, pick
+from quire.models.model import Model
+from quire.models.transformers_backend.attention import PagedAttention, Step
+from quire.models.transformers_backend.probe import LayerAttention
+from quire.ops import Kernels
+from quire.parallel.mesh import Communicator
+from quire.parallel.pipeline import Stage
+from quire.parallel.residual_stream import ResidualStream
+
+
+class _Passed(torch.nn.Module):
+    """Stands where a model's layers were. So the model's own forward makes logits of hidden states that are there
+    already, with all factors and caps that it knows."""
+
+    def forward(self, inputs_embeds: Tensor, **others: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+class TransformersModel(Model):
+    """network: the model, which loses its layers to this one."""
+
+    def __init__(
+        self, network: Any, layers: Sequence[LayerAttention], max_model_len: int, kernels: Kernels, group: Communicator
+    ) -> None:
+        self.kernels, self.stage, self.residual_stream = kernels, Stage(range(len(layers))), ResidualStream(group)
+        self.vocab_size = self.num_token_ids = network.config.vocab_size
+        self.hidden_size, self.rotary, self.pooler = network.config.hidden_size, [], None
+        self.tensors = dict([*network.named_parameters(), *network.named_buffers()])
+        self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
+        self._body, self._head = network.base_model, network
+        setattr(network, network.base_model_prefix, _Passed())
+        shapes = [CacheShape(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers]
+        kept = [attention_spec([i], layer.window) for i, layer in enumerate(layers)]
+        self.kv_specs = group_entries(kept, max_model_len, shapes)
+        self.cache_shapes = [shapes[spec.layers[0]] for spec in self.kv_specs]
+        group_of = {layer: g for g, spec in enumerate(self.kv_specs) for layer in spec.layers}
+        self._step = Step()
+        self._layers = [
+            PagedAttention(self._step, group_of[i], layer.head_dim, layer.window) for i, layer in enumerate(layers)
+        ]
+        for layer, paged in zip(layers, self._layers, strict=True):
+            layer.module.quire_attention = paged
+
+    def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:
+        for spec, backend, blocks in zip(self.kv_specs, backends, memory, strict=True):
+            assert isinstance(backend, AttentionBackend)
+            for index, entry in enumerate(spec.entries):
+                layer = self._layers[entry.layer]
+                layer.backend, layer.cache = backend, backend.view(blocks, index)
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        embedded: Tensor = self._body.get_input_embeddings()(ids)
+        return embedded
+
+    def forward(
+        self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
+    ) -> Tensor:
+        assert not taps, "only drafters on the device need them"
+        self._step.plans = state.plans
+        out = self._body(inputs_embeds=x[None], position_ids=state.inputs.positions[None], use_cache=False)
+        return pick(out.last_hidden_state[0], wanted)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits

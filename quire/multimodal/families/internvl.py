@@ -1,0 +1,68 @@
+"""InternVL 3 (arXiv:2504.10479): a picture is cut into tiles in about its proportions; a small picture of the whole
+follows. A video is a text of numbered frames, each of which is one tile."""
+
+from collections.abc import Callable
+
+import numpy as np
+from PIL import Image
+
+from quire.multimodal.families.base import Config, Family, Frames, Kind, Prepared
+from quire.multimodal.preprocessing import BICUBIC, CLIP_MEAN, CLIP_STD, normalized
+
+
+class Pictures(Family):
+    def __init__(self, config: Config, settings: Config, token: Callable[[int], str]) -> None:
+        token_id, vision = config.get("image_token_id", 151_667), config["vision_config"]
+        self.text, self.settings = token(token_id), settings
+        self.kinds = {"image": Kind(self.text, token_id), "video": Kind("<video>", token_id)}
+        side, patch = (first(vision.get(name, default)) for name, default in (("image_size", 448), ("patch_size", 14)))
+        self.side = (settings.get("size") or {}).get("height", side)
+        self.of_tile = int(self.side // patch * config.get("downsample_ratio", 0.5)) ** 2
+        self.least, self.most = settings.get("min_patches", 1), settings.get("max_patches", 12)
+        self.adjustable = {"min_patches": self.most, "max_patches": self.most, "crop_to_patches": None}
+
+    def image(self, image: Image.Image) -> Prepared:
+        settings, tiles, side = self.settings, list[Image.Image](), self.side
+        columns, rows = 1, 1
+        if settings.get("crop_to_patches", True):
+            columns, rows = self._grid(*image.size)
+            cut = self._resized(image, columns, rows)
+            for row in range(rows):
+                for column in range(columns):
+                    box = (column * side, row * side, (column + 1) * side, (row + 1) * side)
+                    tiles.append(cut.crop(box))
+        if len(tiles) != 1:
+            tiles.append(self._resized(image, 1, 1))
+        return self._prepared(tiles, f"<img>{self.text * self.of_tile * len(tiles)}</img>")
+
+    def video(self, frames: Frames) -> Prepared:
+        tiles = [self._resized(image, 1, 1) for image in frames.images]
+        embeds = self.text * self.of_tile
+        text = "\n".join(f"Frame{number}: <img>{embeds}</img>" for number in range(1, len(tiles) + 1))
+        return self._prepared(tiles, text)
+
+    def _prepared(self, tiles: list[Image.Image], text: str) -> Prepared:
+        values = np.stack([normalized(np.asarray(tile), self.settings, CLIP_MEAN, CLIP_STD) for tile in tiles])
+        return Prepared({"pixel_values": values}, text, len(tiles) * self.of_tile)
+
+    def _resized(self, image: Image.Image, columns: int, rows: int) -> Image.Image:
+        resampling = Image.Resampling(self.settings.get("resample", BICUBIC))
+        return image.resize((columns * self.side, rows * self.side), resampling)
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """The columns and rows whose proportion is nearest to that of the picture. Of equally near ones, it is the last
+        one that is less than twice as large as the picture, in the order of their numbers of tiles."""
+        edges = range(1, self.most + 1)
+        grids = [(c, r) for c in edges for r in edges if self.least <= c * r <= self.most]
+        best, nearest = (1, 1), float("inf")
+        for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+            distance = abs(width / height - columns / rows)
+            fits = width * height > 0.5 * self.side**2 * columns * rows
+            if distance < nearest or (distance == nearest and fits):
+                best, nearest = (columns, rows), distance
+        return best
+
+
+def first(value: int | list[int]) -> int:
+    """Of a size that is one number, or two equal ones."""
+    return value if isinstance(value, int) else value[0]

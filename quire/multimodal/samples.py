@@ -1,0 +1,61 @@
+"""Empty inputs of an encoder. A start on a GPU encodes them to measure the encoder's memory and to compile its
+kernels."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from quire.messages.media import Buffer, EncoderLimits, MediaItem, MediaPlace
+from quire.models.spec import MediaSpec
+from quire.multimodal.families.base import Family, Frames, Prepared
+from quire.multimodal.preprocessing import read_settings
+from quire.multimodal.processor import buffers, load_family
+from quire.options.multimodal import MultiModalConfig
+
+SIDES = (4096, 2048, 1024, 512, 256, 64)  # of pictures; processors make those that are too large smaller
+FRAMES = (32, 8, 2)
+SECONDS = (30, 5, 1)
+
+
+def _images(family: Family) -> Iterator[Prepared]:
+    return (family.image(Image.new("RGB", (side, side))) for side in SIDES)
+
+
+def _videos(family: Family) -> Iterator[Prepared]:
+    return (family.video(Frames([Image.new("RGB", (512, 512))] * count)) for count in FRAMES)
+
+
+def _sounds(family: Family) -> Iterator[Prepared]:
+    return (family.audio(np.zeros(count * family.sample_rate, np.float32)) for count in SECONDS)
+
+
+_SAMPLES: dict[str, Callable[[Family], Iterator[Prepared]]] = {"image": _images, "video": _videos, "audio": _sounds}
+
+
+def largest_items(
+    spec: MediaSpec, directory: Path, options: MultiModalConfig, limits: EncoderLimits
+) -> Iterator[MediaItem]:  # fmt: skip
+    """For each modality that the model takes, the largest sample that the limits allow."""
+    if spec.encoder is not None:  # of texts
+        length = spec.encoder.max_positions
+        ids = Buffer("int64", [length], bytes(8 * length))
+        yield MediaItem(MediaPlace("text", 0, 1, [], crossed=length), "text", {"ids": ids})
+        return
+    family = load_family(spec, {**read_settings(directory), **options.mm_processor_kwargs}, lambda token_id: "")
+    for modality in family.kinds:
+        if options.limit_mm_per_prompt.get(modality) != 0:
+            yield from _largest(modality, family, limits)
+
+
+def _largest(modality: str, family: Family, limits: EncoderLimits) -> Iterator[MediaItem]:
+    for made in _SAMPLES[modality](family):
+        crossed = family.crossed
+        place = MediaPlace(modality, 0, made.num_embeds, [] if crossed else [(0, made.num_embeds)], crossed=crossed)
+        try:
+            limits.check([place])
+        except ValueError:
+            continue
+        yield MediaItem(place, modality, buffers(made))
+        return

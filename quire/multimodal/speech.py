@@ -1,0 +1,109 @@
+"""Transcripts of speech: what a model is asked, and what its tokens say about times."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quire.multimodal.pictures import MediaError
+from quire.multimodal.preprocessing import Array
+from quire.text.tokenizer import Tokenizer
+
+QUIET = 10  # a long sound is cut within the last part, one of so many, of what the model hears at once
+WINDOWS = 10  # in a second: of these, a cut is made in the quietest one
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a sound that the model hears at once. start: seconds from the beginning of the sound."""
+
+    start: float
+    samples: Array
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a transcript. start, end: in seconds. first, last: its tokens are tokens[first:last]."""
+
+    start: float
+    end: float
+    first: int
+    last: int
+
+
+class Speech:
+    """Whisper's prompts and timestamps (arXiv:2212.04356, section 2.3)."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, settings: Mapping[str, Any], sample_rate: int, most_samples: int, positions: int
+    ) -> None:
+        """settings: of generation_config.json. most_samples: what the model hears at once, which has so many
+        positions, and a timestamp for each."""
+        self.sample_rate, self._most_samples, self._tokenizer = sample_rate, most_samples, tokenizer
+        self._tick = most_samples / sample_rate / positions
+        self._start, self._previous = self._token("startoftranscript"), self._token("startofprev")
+        self._no_times = self._token("notimestamps")
+        self._tasks = {task: self._token(task) for task in ("transcribe", "translate")}
+        self.no_speech = self._token("nospeech", "nocaptions")
+        self.languages: dict[str, int] = {}  # token ids by code
+        if settings.get("is_multilingual", True):
+            for token_id in range(self._start + 1, self._tasks["translate"]):
+                if code := re.fullmatch(r"<\|(\w+)\|>", tokenizer.id_to_token(token_id) or ""):
+                    self.languages[code[1]] = token_id
+
+    def _token(self, *names: str) -> int:
+        found = (self._tokenizer.token_to_id(f"<|{name}|>") for name in names)
+        return next((token_id for token_id in found if token_id is not None), -1)
+
+    def pieces(self, samples: Array) -> list[Piece]:
+        """A sound, cut where it is quiet, so that few words are cut."""
+        return list(self._pieces(samples))
+
+    def _pieces(self, samples: Array) -> Iterator[Piece]:
+        start, most, window = 0, self._most_samples, self.sample_rate // WINDOWS
+        while len(samples) - start > most:
+            searched = samples[start + most - most // QUIET : start + most]
+            searched = searched[: len(searched) // window * window].reshape(-1, window)
+            quietest = int(np.square(searched).sum(1).argmin())
+            end = start + most - most // QUIET + quietest * window + window // 2
+            yield Piece(start / self.sample_rate, samples[start:end])
+            start = end
+        yield Piece(start / self.sample_rate, samples[start:])
+
+    def beginning(self, text: str | None, room: int) -> list[int]:
+        """The prompt up to where the model says the language. text: what came before; its last `room` tokens count.
+
+        Raises MediaError for a text with special tokens.
+        """
+        if not text:
+            return [self._start]
+        tokens = self._tokenizer.encode(" " + text.strip(), False)
+        if max(tokens, default=0) >= self._start - 1:  # <|endoftext|> is before <|startoftranscript|>
+            raise MediaError("prompt: it must not have special tokens")
+        return [self._previous, *tokens[-room:], self._start]
+
+    def prompt(self, beginning: Sequence[int], task: str, language: int | None, with_times: bool) -> list[int]:
+        """task: "transcribe" or "translate". language: a token id; None for a model of English."""
+        spoken = [] if language is None else [language, self._tasks[task]]
+        if with_times and language is None:
+            return list(beginning)
+        return [*beginning, *spoken, *([] if with_times else [self._no_times])]
+
+    def segments(self, token_ids: Sequence[int], seconds: float) -> list[Segment]:
+        """The segments that timestamps divide an output into. seconds: how long the piece is."""
+        found, first, start = list[Segment](), 0, 0.0
+        for place, token_id in enumerate([*token_ids, -1]):
+            is_time = token_id > self._no_times
+            if not is_time and place < len(token_ids):
+                continue
+            end = (token_id - self._no_times - 1) * self._tick if is_time else max(seconds, start)
+            if self.text(token_ids[first:place]).strip():
+                found.append(Segment(start, end, first, place))
+            first, start = place + 1, end
+        return found
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, without timestamps and special tokens."""
+        return self._tokenizer.decode([token_id for token_id in token_ids if token_id <= self._no_times])

@@ -1,0 +1,52 @@
+"""Ranges for Nsight Systems (NVTX): the stations of each step, and each layer that is called from Python."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from quire.config import ConfigError
+from quire.observability.profiling.stations import core_stations, mark, rank_stations
+from quire.platform.extras import install_command
+
+DOMAIN = "quire"  # under which Nsight shows the ranges
+
+
+def check() -> None:
+    """Raises ConfigError if the library is missing."""
+    try:
+        import_module("nvtx")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"enable_layerwise_nvtx_tracing needs nvtx: {install_command('profile')}") from error
+
+
+def _range(name: str) -> Any:
+    import nvtx
+
+    return nvtx.annotate(name, domain=DOMAIN)
+
+
+def mark_core(scheduler: Any) -> None:
+    """Mark the stations of a core from now on."""
+    mark(core_stations(scheduler), _range)
+
+
+def mark_rank(runner: Any, compiled: bool) -> None:
+    """The same for a rank. compiled: whether torch.compile takes the layers together, so that none can be marked."""
+    mark(rank_stations(runner, lambda step: "step"), _range)  # NVTX keeps each name that it has seen
+    model = runner.model
+    for number, layer in enumerate(() if compiled else getattr(model, "layers", ()), getattr(model, "first_layer", 0)):
+        kind = type(layer)
+        # Python looks up __call__ in the class. The name of the module tells others of which kind the layer is.
+        layer.__class__ = type(
+            kind.__name__,
+            (kind,),
+            {"__call__": _marked(f"layer {number}", kind.__call__), "__module__": kind.__module__},
+        )
+
+
+def _marked(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(*arguments: Any, **options: Any) -> Any:
+        with _range(name):
+            return call(*arguments, **options)
+
+    return marked

@@ -1,0 +1,35 @@
+"""The part of a profile that a rank has."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.profiler import record_function
+
+from quire.messages.changes import Profile
+from quire.observability.profiling.stations import mark, rank_stations
+from quire.observability.profiling.trace import Trace, make_trace, rank_name
+from quire.options.profiler import ProfilerConfig
+
+
+class RankProfiler:
+    """Records the steps of a rank between the orders of its core, which counts them."""
+
+    def __init__(self, runner: Any, rank: int) -> None:
+        self._runner, self._rank = runner, rank
+        self._trace: Trace | None = None
+        self._ends: list[Callable[[], None]] = []  # of the stations' marks
+
+    def obey(self, order: Profile) -> None:
+        """Raises ValueError or OSError. What was recorded before a "start" is dropped."""
+        self._end(write=order.step == "stop")
+        if order.step == "start":
+            trace = make_trace(ProfilerConfig(**order.options), rank_name(order, self._rank))
+            trace.start()
+            self._trace, self._ends = trace, mark(rank_stations(self._runner), record_function)
+
+    def _end(self, write: bool) -> None:
+        for end in self._ends:
+            end()
+        trace, self._trace, self._ends = self._trace, None, []
+        if trace is not None:
+            trace.stop(write)

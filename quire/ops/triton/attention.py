@@ -1,0 +1,384 @@
+"""Paged attention: storing keys and values, attending to them, and merging partial results over parts of the keys.
+
+A layer's cache is [blocks, kv_heads, 2 (keys, values), block_size, head_dim]. A latent cache, in which values are the
+first elements of keys, is [blocks, 1, 1, block_size, head_dim]. A cache of cells has bytes: [blocks, kv_heads, planes,
+block_size * head_dim + 4 * block_size], where each plane of cells is followed by a scale for each token. A block also
+holds the entries of other layers, so block_stride is the number of elements from one block to the next.
+
+A program attends for one tile. Its rows are the query heads of one KV head, for a few neighbouring tokens of one
+request (GQA packed into the tile, as in FlashInfer, arXiv:2501.01005). It computes an online softmax (arXiv:2205.14135)
+over the request's keys, or over one of several parts of them (arXiv:2311.01282). The kernel finds the request of a tile
+itself, so a launch depends only on the numbers of tokens and requests, as CUDA graphs require.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.ops.triton.float8 import from_float8, to_float8
+from quire.ops.triton.linear import multiplied, part_of
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _cell(x, CELL: tl.constexpr, NATIVE: tl.constexpr):
+    """(cells, scale) of a row of floats. CELL: 1 is int8, 2 is float8_e4m3fn."""
+    largest: tl.constexpr = 127.0 if CELL == 1 else 448.0
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x)), largest), 1.1754943508222875e-38)
+    scaled = tl.div_rn(x, scale + tl.zeros_like(x))
+    if CELL == 1:
+        shift: tl.constexpr = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+        cells = ((scaled + shift) - shift).to(tl.int8).to(tl.uint8, bitcast=True)
+    else:
+        cells = to_float8(scaled, NATIVE)
+    return cells, scale
+
+
+@triton.jit
+def _scales(bytes_after_cells):
+    return bytes_after_cells.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _put(x, plane, offset, dim, inside, at, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr):
+    """Write a token's key or value to slot `offset` of a plane of the cache."""
+    if CELL == 0:
+        tl.store(plane + offset * dim + at, x, mask=inside)
+    else:
+        cells, scale = _cell(x.to(tl.float32), CELL, NATIVE)
+        tl.store(plane + offset * dim + at, cells, mask=inside)
+        tl.store(_scales(plane + BLOCK_SIZE * dim) + offset, scale)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def store_kernel(
+    cache, k, v, slots, block_stride, k_stride, k_head_stride, v_stride, v_head_stride, dim, plane_size,
+    LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program for each token and KV head."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    at = tl.arange(0, BLOCK)
+    inside = at < dim
+    planes: tl.constexpr = 1 if LATENT else 2
+    plane = cache + slot // BLOCK_SIZE * block_stride + head * planes * plane_size
+    offset = slot % BLOCK_SIZE
+    key = tl.load(k + token * k_stride + head * k_head_stride + at, mask=inside, other=0.0)
+    _put(key, plane, offset, dim, inside, at, BLOCK_SIZE, CELL, NATIVE)
+    if not LATENT:
+        value = tl.load(v + token * v_stride + head * v_head_stride + at, mask=inside, other=0.0)
+        _put(value, plane + plane_size, offset, dim, inside, at, BLOCK_SIZE, CELL, NATIVE)
+
+
+@triton.jit
+def _times(x, scale, weight, WIDE_WEIGHT: tl.constexpr):
+    """x * scale * weight, rounded like a norm"""
+    wide = x.to(tl.float32) * scale
+    if not WIDE_WEIGHT:
+        wide = wide.to(x.dtype).to(tl.float32)
+    return (wide * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def prepare_kernel(
+    cache, q, k, v, slots, q_weight, k_weight, cos, sin, block_stride, q_stride, q_head_stride, heads, k_stride,
+    k_head_stride, v_stride, v_head_stride, kv_heads, dim, half, plane_size, eps,
+    NORM: tl.constexpr, WIDE_WEIGHT: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program for each token and head. Heads of q and k are normed and rotated in place. Heads of k and v are stored
+    in the cache."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < dim
+    if head < heads:
+        x = q + token * q_stride + head * q_head_stride
+        weight = q_weight
+    elif head < heads + kv_heads:
+        x = k + token * k_stride + (head - heads) * k_head_stride
+        weight = k_weight
+    else:
+        x = v + token * v_stride + (head - heads - kv_heads) * v_head_stride
+        weight = k_weight
+    values = tl.load(x + at, mask=inside, other=0.0)
+    if head < heads + kv_heads:
+        if INTERLEAVED:
+            pair, is_second, partner = at // 2, at % 2 == 1, at ^ 1
+        else:
+            pair, is_second = at % half, at >= half
+            partner = tl.where(is_second, at - half, at + half)
+        turned = inside & (at < 2 * half)
+        other = tl.load(x + partner, mask=turned, other=0.0)
+        if NORM:
+            wide = values.to(tl.float32)
+            scale = 1.0 / tl.sqrt(tl.sum(wide * wide) / dim + eps)
+            values = _times(values, scale, tl.load(weight + at, mask=inside, other=0.0), WIDE_WEIGHT)
+            other = _times(other, scale, tl.load(weight + partner, mask=turned, other=0.0), WIDE_WEIGHT)
+        if ROTARY:
+            c = tl.load(cos + token * half + pair, mask=turned, other=1.0)
+            s = tl.load(sin + token * half + pair, mask=turned, other=0.0)
+            across = other.to(tl.float32) * s
+            rotated = values.to(tl.float32) * c + tl.where(is_second, across, -across)
+            values = tl.where(turned, rotated, values.to(tl.float32)).to(values.dtype)
+        tl.debug_barrier()  # all threads have read the values that are overwritten next
+        tl.store(x + at, values, mask=inside)
+    if head >= heads:
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            kv_head = (head - heads) % kv_heads
+            which = (head - heads) // kv_heads
+            plane = cache + slot // BLOCK_SIZE * block_stride + (kv_head * 2 + which) * plane_size
+            _put(values, plane, slot % BLOCK_SIZE, dim, inside, at, BLOCK_SIZE, CELL, NATIVE)
+
+
+@triton.jit
+def _decoded(cells, dtype: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr):
+    """The values of cells, without their scales. They are exact in every type."""
+    if CELL == 1:
+        # 2^23 + 128 + cell has the bits of 0x4B000000 + (cell + 128). This takes fewer instructions than a conversion.
+        values = ((cells ^ 0x80).to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        values = from_float8(cells, tl.float16, NATIVE).to(tl.float32)  # directly to bfloat16 takes longer
+    return values.to(dtype)
+
+
+@triton.jit
+def _each(addresses, exists, MASKED: tl.constexpr):
+    """One element for each key, 0 for keys that do not exist."""
+    if MASKED:
+        loaded = tl.load(addresses, mask=exists, other=0)
+    else:
+        loaded = tl.load(addresses)
+    return loaded
+
+
+@triton.jit
+def _lines(
+    tokens, columns, exists, DIM: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr, TURNED: tl.constexpr = False
+):
+    """The elements `columns` of keys or values, [keys, columns], of the tokens at some addresses.
+
+    TURNED: [columns, keys]. Values of cells are loaded so, because otherwise Triton loads only 8 bytes at once.
+
+    MASKED: whether tokens that do not exist are zero. PADDED: whether columns from DIM on are zero. Without a mask,
+    whole lines are loaded at once.
+    """
+    if TURNED:
+        addresses, is_token, is_column = tokens[None, :] + columns[:, None], exists[None, :], (columns < DIM)[:, None]
+    else:
+        addresses, is_token, is_column = tokens[:, None] + columns[None, :], exists[:, None], (columns < DIM)[None, :]
+    if MASKED and PADDED:
+        lines = tl.load(addresses, mask=is_token & is_column, other=0)
+    elif MASKED:
+        lines = tl.load(addresses, mask=is_token, other=0)
+    elif PADDED:
+        lines = tl.load(addresses, mask=is_column, other=0)
+    else:
+        lines = tl.load(addresses)
+    return lines
+
+
+@triton.jit
+def biases(tables, distance, reach, exists):
+    """The biases of scores, [queries, keys]. tables: of the heads of the queries, each [2 * reach + 1]."""
+    return tl.load(tables + tl.minimum(tl.maximum(distance, -reach), reach) + reach, mask=exists, other=0.0)
+
+
+@triton.jit(
+    do_not_specialize=["requests", "splits", "table_stride"],
+    do_not_specialize_on_alignment=["block_table", "starts", "lengths"],
+)
+def attend_kernel(
+    out, lse, partial, partial_lse, q, cache, block_table, starts, lengths, sinks, bias, block_stride, q_stride,
+    q_head_stride, table_stride, requests, splits, heads, scale, soft_cap, window, reach, plane_size,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    OUT_DIM: tl.constexpr, LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr,
+    SINKS: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    KEYS: tl.constexpr, ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    BY_SLOT: tl.constexpr = False, BIASED: tl.constexpr = False,
+):  # fmt: skip
+    """A program for each tile, some query heads of a KV head, and part of the keys.
+
+    A KV head has GROUP query heads. A program computes HEADS of them, for TOKENS tokens. The elements of a head are
+    split into MAIN + REST, which are powers of two (or REST is 0): 80 is 64 + 16, and 576 is 512 + 64. The values of a
+    latent cache are the first elements of MAIN. ONE_TILE: whether each request has one tile, in which all of its keys
+    are masked. BY_SLOT: whether the table lists the slot of each key, and not blocks. BIASED: whether `bias`, by the
+    distance of a key up to `reach`, is added to the scores.
+    """
+    # The last tiles of a prompt see the most keys. They start first, so that no long one is left at the end.
+    tile, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2)
+    parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head, part = tl.program_id(1) // parts, tl.program_id(1) % parts
+    request = tile if ONE_TILE else part_of(starts, tile, requests, TOKENS)
+    start = tl.load(starts + request)
+    count = tl.load(starts + request + 1) - start
+    first = 0 if ONE_TILE else (tile - start // TOKENS - request) * TOKENS  # counts the request's tokens in this step
+    if first >= count:
+        return
+    length = tl.load(lengths + request)
+    cached = length - count
+
+    rows = tl.arange(0, ROWS)
+    token, in_group = first + rows // HEADS, part * HEADS + rows % HEADS
+    head = kv_head * GROUP + in_group
+    is_row = (rows < TOKENS * HEADS) & (token < count) & (in_group < GROUP)
+    position = cached + token
+    q_rows = q + (start + token).to(tl.int64) * q_stride + head * q_head_stride
+    main = tl.arange(0, MAIN)
+    q_main = tl.load(q_rows[:, None] + main[None, :], mask=is_row[:, None] & (main < DIM)[None, :], other=0.0)
+    if REST > 0:
+        rest = MAIN + tl.arange(0, REST)
+        q_rest = tl.load(q_rows[:, None] + rest[None, :], mask=is_row[:, None] & (rest < DIM)[None, :], other=0.0)
+    dtype: tl.constexpr = q.dtype.element_ty
+
+    # Some row of the tile sees the keys [begin, end). All rows see the keys [whole_from, whole_to).
+    end = tl.minimum(cached + first + TOKENS, length)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(cached + first - window + 1, 0) // KEYS * KEYS
+    each = tl.cdiv(tl.cdiv(end - begin, KEYS), splits)
+    from_key = begin + split * each * KEYS
+    to_key = tl.minimum(from_key + each * KEYS, end)
+    whole_from = from_key
+    whole_to = from_key
+    if not ONE_TILE:
+        if WINDOW:
+            whole_from = tl.minimum(tl.cdiv(end - window, KEYS), to_key // KEYS) * KEYS
+            whole_from = tl.maximum(whole_from, from_key)
+        whole_to = tl.maximum(tl.minimum(cached + first + 1, to_key) // KEYS * KEYS, whole_from)
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)  # as exponents of two
+    total = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        if split == 0:
+            top = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2_E
+            total += 1.0
+    values = tl.zeros([ROWS, MAIN], tl.float32)
+    rest_values: tl.constexpr = REST > 0 and not LATENT
+    if rest_values:
+        values_rest = tl.zeros([ROWS, REST], tl.float32)
+    factor = LOG2_E if SOFT_CAP or BIASED else scale * LOG2_E  # turns scores into exponents of two
+    planes: tl.constexpr = 1 if LATENT else 2
+    padded: tl.constexpr = MAIN > DIM
+    padded_rest: tl.constexpr = MAIN + REST > DIM
+    # float16 could not hold the small products of weights and scales, so values are scaled before the product.
+    scaled_values: tl.constexpr = CELL > 0 and dtype == tl.float16
+    table = block_table + request.to(tl.int64) * table_stride
+    plane = cache + kv_head * planes * plane_size
+    in_tile = tl.arange(0, KEYS)
+    for phase in tl.static_range(2 if ONE_TILE else 0, 3):
+        if phase > 0 or WINDOW:
+            phase_from = from_key if phase == 0 else (whole_from if phase == 1 else whole_to)
+            phase_to = whole_from if phase == 0 else (whole_to if phase == 1 else to_key)
+            for key in range(phase_from, phase_to, KEYS):
+                keys = key + in_tile
+                exists = keys < to_key
+                if BY_SLOT:
+                    slot = _each(table + keys, exists, phase == 2)
+                    block, slot = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+                else:
+                    if KEYS % BLOCK_SIZE == 0:  # tiles begin where blocks begin
+                        column, slot = key // BLOCK_SIZE + in_tile // BLOCK_SIZE, in_tile % BLOCK_SIZE
+                    else:
+                        column, slot = keys // BLOCK_SIZE, keys % BLOCK_SIZE
+                    block = _each(table + column, exists, phase == 2)  # keys that do not exist are read from block 0
+                entry = plane + block.to(tl.int64) * block_stride
+                tokens = entry + slot * DIM
+                k = _lines(tokens, main, exists, DIM, LATENT and phase == 2, padded)
+                if CELL:
+                    k_scales = _each(_scales(entry + BLOCK_SIZE * DIM) + slot, exists, phase == 2)
+                    k = _decoded(k, dtype, CELL, NATIVE)
+                scores = multiplied(q_main, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32), PRECISION)
+                if REST > 0:
+                    k_rest = _lines(tokens, rest, exists, DIM, False, padded_rest)
+                    if CELL:
+                        k_rest = _decoded(k_rest, dtype, CELL, NATIVE)
+                    scores = multiplied(q_rest, tl.trans(k_rest), scores, PRECISION)
+                if CELL:
+                    scores *= k_scales[None, :]
+                if SOFT_CAP:
+                    capped = scores * (scale / soft_cap)
+                    scores = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * capped))) * soft_cap  # tanh
+                if BIASED:
+                    if not SOFT_CAP:
+                        scores *= scale
+                    tables = bias + head[:, None] * (2 * reach + 1)
+                    scores += biases(tables, keys[None, :] - position[:, None], reach, is_row[:, None])
+                if phase != 1:  # some row does not see all keys
+                    seen = keys[None, :] <= position[:, None]
+                    if WINDOW:
+                        seen = seen & (keys[None, :] > position[:, None] - window)
+                    if phase == 2:
+                        seen = seen & exists[None, :]
+                    scores = tl.where(seen, scores, float("-inf"))
+                new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
+                weights = tl.exp2(scores * factor - base[:, None])
+                shrink = tl.exp2(top - base)
+                total = total * shrink + tl.sum(weights, 1)
+                v = k
+                if not LATENT:
+                    tokens += plane_size
+                    v = _lines(tokens, main, exists, DIM, phase == 2, padded, CELL > 0)
+                if CELL:
+                    if LATENT:
+                        v_scales = k_scales
+                    else:
+                        v_scales = _each(_scales(entry + plane_size + BLOCK_SIZE * DIM) + slot, exists, phase == 2)
+                        v = tl.trans(_decoded(v, dtype, CELL, NATIVE))
+                    if scaled_values:
+                        v = (v.to(tl.float32) * v_scales[:, None]).to(dtype)
+                    else:
+                        weights *= v_scales[None, :]
+                weights = weights.to(dtype)
+                values = multiplied(weights, v, values * shrink[:, None], PRECISION)
+                if rest_values:
+                    v = _lines(tokens, rest, exists, DIM, phase == 2, padded_rest, CELL > 0)
+                    if CELL:
+                        v = tl.trans(_decoded(v, dtype, CELL, NATIVE))
+                        if scaled_values:
+                            v = (v.to(tl.float32) * v_scales[:, None]).to(dtype)
+                    values_rest = multiplied(weights, v, values_rest * shrink[:, None], PRECISION)
+                top = new_top
+
+    row = (start + token).to(tl.int64) * heads + head
+    shares = 1.0 / tl.where(total > 0, total, 1.0)
+    log_sum = tl.where(total > 0, top + tl.log2(total), float("-inf"))
+    if SPLIT:
+        to, to_sums, row = partial, partial_lse, row * splits + split
+    else:
+        to, to_sums = out, lse
+        log_sum *= LN_2
+    result: tl.constexpr = tl.float32 if SPLIT else dtype
+    mask = is_row[:, None] & (main < OUT_DIM)[None, :]
+    tl.store(to + row[:, None] * OUT_DIM + main[None, :], (values * shares[:, None]).to(result), mask=mask)
+    if rest_values:
+        mask = is_row[:, None] & (rest < OUT_DIM)[None, :]
+        tl.store(to + row[:, None] * OUT_DIM + rest[None, :], (values_rest * shares[:, None]).to(result), mask=mask)
+    tl.store(to_sums + row, log_sum, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_kernel(
+    out, lse, partial, partial_lse, splits, DIM: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
+    PART: tl.constexpr,
+):  # fmt: skip
+    """A program for each token and head. It adds up the partial results, at most MOST, weighted by their sums."""
+    row = tl.program_id(0).to(tl.int64) * splits
+    every, columns = tl.arange(0, MOST), tl.arange(0, BLOCK)
+    sums = tl.load(partial_lse + row + every, mask=every < splits, other=float("-inf"))
+    top = tl.max(sums)
+    total = tl.sum(tl.exp2(sums - top))
+    merged = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, splits, PART):
+        split = begin + tl.arange(0, PART)
+        weights = tl.exp2(tl.load(partial_lse + row + split, mask=split < splits, other=float("-inf")) - top)
+        mask = (split < splits)[:, None] & (columns < DIM)[None, :]
+        parts = tl.load(partial + (row + split)[:, None] * DIM + columns[None, :], mask=mask, other=0.0)
+        merged += tl.sum(parts * weights[:, None], 0)
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(out + row * DIM + columns, (merged / total).to(out.dtype.element_ty), mask=columns < DIM)
+    tl.store(lse + row, (top + tl.log2(total)) * LN_2)

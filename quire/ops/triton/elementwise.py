@@ -1,0 +1,189 @@
+"""Norms, activations and rotary embedding. There is a program for each row. Arithmetic is in float32, and results are
+rounded to the tensors' type where the reference rounds them."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.reference import elementwise as reference
+from quire.ops.triton.targets import on_gpu
+
+
+@triton.jit
+def _norm(wide, weight, dim, eps, dtype: tl.constexpr, WIDE_WEIGHT: tl.constexpr):
+    """wide: a row in float32, zero beyond dim -> the normed row times the weight, in `dtype`"""
+    wide = wide * (1.0 / tl.sqrt(tl.sum(wide * wide) / dim + eps))
+    if not WIDE_WEIGHT:
+        wide = wide.to(dtype).to(tl.float32)
+    return (wide * weight.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _rms_norm(
+    x, weight, out, inner, outer_stride, inner_stride, dim, eps, WIDE_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < dim
+    values = tl.load(x + row // inner * outer_stride + row % inner * inner_stride + columns, mask=inside, other=0.0)
+    scales = tl.load(weight + columns, mask=inside, other=0.0)
+    normed = _norm(values.to(tl.float32), scales, dim, eps, values.dtype, WIDE_WEIGHT)
+    tl.store(out + row * dim + columns, normed, mask=inside)
+
+
+@reference.rms_norm.implementation("triton", supports=on_gpu)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.stride(-1) != 1 or x.dim() not in (2, 3):
+        x = x.contiguous()
+    rows = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
+    outer, inner, dim = rows.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel():
+        block = triton.next_power_of_2(dim)
+        _rms_norm[(outer * inner,)](
+            rows, weight, out, inner, rows.stride(0), rows.stride(1), dim, eps, weight.dtype is not x.dtype, block,
+            num_warps=_warps(block), enable_fp_fusion=True,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _add_rms_norm(
+    x, residual, weight, x_stride, residual_stride, dim, eps, WIDE_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < dim
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
+    stream = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
+    total = (values.to(tl.float32) + stream.to(tl.float32)).to(values.dtype)
+    tl.store(residual + row * residual_stride + columns, total, mask=inside)
+    scales = tl.load(weight + columns, mask=inside, other=0.0)
+    normed = _norm(total.to(tl.float32), scales, dim, eps, total.dtype, WIDE_WEIGHT)
+    tl.store(x + row * x_stride + columns, normed, mask=inside)
+
+
+@reference.add_rms_norm.implementation("triton", supports=on_gpu)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Overwrites both: residual with the sum, x with the norm."""
+    if x.stride(1) != 1 or residual.stride(1) != 1 or x is residual:
+        return reference.add_rms_norm.reference(x, residual, weight, eps)  # type: ignore[no-any-return]
+    rows, dim = x.shape
+    if rows:
+        block = triton.next_power_of_2(dim)
+        _add_rms_norm[(rows,)](
+            x, residual, weight, x.stride(0), residual.stride(0), dim, eps, weight.dtype is not x.dtype, block,
+            num_warps=_warps(block), enable_fp_fusion=True,
+        )  # fmt: skip
+    return x, residual
+
+
+def _warps(block: int) -> int:
+    """A thread loads 8 elements of a row: 16 bytes of bfloat16. Decoding has few rows, so a row needs many threads."""
+    return max(1, min(16, block // 256))
+
+
+SILU, GELU, GELU_TANH, SWIGLU_OAI = range(4)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _gate(x, out, stride, half, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < half
+    gates = tl.load(x + row * stride + columns, mask=inside, other=0.0)
+    dtype = gates.dtype
+    gate = gates.to(tl.float32)
+    up = tl.load(x + row * stride + half + columns, mask=inside, other=0.0).to(tl.float32)
+    if KIND == 3:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        product = (up + 1.0) * gate * _sigmoid(alpha * gate)
+    else:
+        if KIND == 0:
+            active = gate * _sigmoid(gate)
+        elif KIND == 1:
+            active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+        else:  # (1 + tanh(y)) / 2 is the sigmoid of 2 y
+            active = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        product = active.to(dtype).to(tl.float32) * up
+    tl.store(out + row * half + columns, product.to(dtype), mask=inside)
+
+
+def _gated(kind: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows, half = x.shape[0], x.shape[1] // 2
+    out = x.new_empty(rows, half)
+    if out.numel():
+        block = min(1024, triton.next_power_of_2(half))
+        _gate[(rows, triton.cdiv(half, block))](
+            x, out, x.stride(0), half, alpha, limit, kind, block, enable_fp_fusion=True
+        )
+    return out
+
+
+@reference.silu_and_mul.implementation("triton", supports=on_gpu)
+def silu_and_mul(x: Tensor) -> Tensor:
+    return _gated(SILU, x)
+
+
+@reference.gelu_and_mul.implementation("triton", supports=on_gpu)
+def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    return _gated(GELU_TANH if approximate == "tanh" else GELU, x)
+
+
+@reference.swiglu_oai.implementation("triton", supports=on_gpu)
+def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    return _gated(SWIGLU_OAI, x, alpha, limit)
+
+
+@triton.jit
+def rotate(first, second, cos, sin, dtype: tl.constexpr):
+    """Rotate the pairs (first, second) by their angles; the result is in `dtype`."""
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+
+
+@triton.jit
+def _rotary(q, k, cos, sin, q_stride, q_head_stride, heads, k_stride, k_head_stride, half, INTERLEAVED: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
+    """A program for each token and head. The heads of q come first."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if head < heads:
+        x = q + token * q_stride + head * q_head_stride
+    else:
+        x = k + token * k_stride + (head - heads) * k_head_stride
+    pair = tl.arange(0, BLOCK)
+    inside = pair < half
+    if INTERLEAVED:
+        at_first, at_second = 2 * pair, 2 * pair + 1
+    else:
+        at_first, at_second = pair, pair + half
+    first, second = tl.load(x + at_first, mask=inside, other=0.0), tl.load(x + at_second, mask=inside, other=0.0)
+    c, s = tl.load(cos + token * half + pair, mask=inside), tl.load(sin + token * half + pair, mask=inside)
+    first, second = rotate(first, second, c, s, first.dtype)
+    tl.store(x + at_first, first, mask=inside)
+    tl.store(x + at_second, second, mask=inside)
+
+
+@reference.rotary_embedding.implementation("triton", supports=on_gpu)
+def rotary_embedding(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotates q and k in place."""
+    tokens, heads, _ = q.shape
+    half = cos.shape[1]
+    if tokens:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        _rotary[(tokens, heads + k.shape[1])](
+            q, k, cos, sin, q.stride(0), q.stride(1), heads, k.stride(0), k.stride(1), half, interleaved,
+            triton.next_power_of_2(half), num_warps=1, enable_fp_fusion=True,
+        )  # fmt: skip
+    return q, k

@@ -1,0 +1,27 @@
+"""Where the kernels run, and how precisely they multiply."""
+
+import torch
+import triton
+
+from quire.ops.registry import Target
+from quire.ops.triton.cache import use_default_folder
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+if not INTERPRETED:
+    use_default_folder()
+
+
+def precision(dtype: torch.dtype) -> str:
+    """The value of PRECISION for `multiplied`."""
+    if INTERPRETED:
+        return "interpreted"
+    return "ieee" if dtype is torch.float32 else "tf32"
+
+
+def on_gpu(target: Target) -> bool:
+    return target.device.type == "cuda" and target.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def on_gpu_in_any_batch(target: Target) -> bool:
+    """For implementations that are slower than others and batch-invariant, so they are used only if that is needed."""
+    return on_gpu(target) and target.batch_invariant

@@ -1,0 +1,196 @@
+"""The time of a step, counted: operations, bytes, exchanges and launches, against the rates of a device.
+
+Each part of a step takes as long as its operations or its bytes need, whichever is longer (the roofline model, Williams
+et al., 2009), and the parts follow each other. devices.toml says which share of a data sheet's rates is assumed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
+from quire.layers.specs import MLPSpec, MoESpec
+from quire.planner.devices import Device
+from quire.planner.exchanges import Axes, Sent, boundary, ends, expected_exchange, layer
+from quire.planner.layout import Layout, Stages
+from quire.planner.sizes import Footprint
+from quire.planner.work import StepWork, Window
+
+ACTIVATION_BYTES = 2  # of an element of the hidden state
+LARGEST_GRAPH = 1024  # tokens, as in quire/worker/graphs.py
+_RATE_OF = {None: "bf16", "int8": "int8", "int4": "bf16", "fp8": "fp8"}  # the type of a product, by --quantization
+
+
+class StepTimes(Protocol):
+    """A model of the time of steps. windows: what step_work is to count. Two times of a step may overlap, if the engine
+    has several steps in flight: what its devices do, and what the host does before."""
+
+    windows: tuple[Window, ...]
+
+    def stages(self, works: Sequence[StepWork]) -> list[float]:
+        """Seconds of a step on each stage. works: those of the replicas that run their steps together."""
+
+    def host(self, works: Sequence[StepWork]) -> float:
+        """Seconds of the host for the step."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a rank of a stage does, counted per token, request or place, and the layers that it has for each window."""
+
+    linear: int  # parameters that each token uses, without the output layer and the experts
+    linear_bytes: float
+    output: int  # parameters of the output layer
+    output_bytes: float
+    expert: float  # parameters of one expert, in all layers of the stage, as far as the rank has it
+    experts: int  # of a layer, on the rank
+    expert_bytes: float  # of a parameter
+    entries: tuple[float, ...]  # bytes that are cached of a token in the layers with each window
+    score_operations: tuple[float, ...]  # operations for a pair of a query and a key in these layers
+    moved: float  # bytes of activations that are read or written for a token
+    kernels: int
+    sent: Sent  # for a token in the tensor group, and to the next stage
+    sent_at_ends: Sent  # for a place
+    exchanged: Sent  # for a token, to ranks of other replicas
+
+
+class Counted:
+    """Counted step times of a layout on a device."""
+
+    def __init__(
+        self, footprint: Footprint, layout: Layout, device: Device, quantization: str | None = None,
+        kv_element_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        self.device, self.layout = device, layout
+        spec = footprint.spec
+        self.windows = tuple(dict.fromkeys(spec.windows))
+        self._mixture = next((mlp for mlp in spec.mlps if isinstance(mlp, MoESpec)), None)
+        self._products = device.products(_RATE_OF.get(quantization, "bf16") if quantization else _dtype(footprint))
+        scale = 1.0 if kv_element_bytes is None else kv_element_bytes / footprint.element_bytes
+        self._parts = [self._count(part, quantization, scale) for part in Stages(footprint, layout).parts]
+        self._num_kernels = sum(part.kernels for part in self._parts)
+
+    def _count(self, part: Footprint, quantization: str | None, cache_scale: float) -> _Part:
+        spec, p, layout, kind = part.spec, part.parameters, self.layout, self.device.kind
+        linear_size, _, head_size = part.bytes_of_a_parameter(quantization)
+        if p.tied:
+            head_size = part.bytes_of_a_parameter(quantization)[1]
+        mixtures = [i for i in part.layers if isinstance(spec.mlps[i], MoESpec)]
+        experts = -(-self._mixture.num_experts // part.share.expert_ranks) if self._mixture and mixtures else 0
+        axes = Axes(layout.tp, pp=layout.pp)
+        sent = boundary(spec, axes) if not part.share.has_head else Sent()
+        exchanged = Sent()
+        for i in part.layers:
+            of_layer = layer(spec, i, axes)
+            if layout.shares_experts and i in mixtures and layout.tp > 1:  # its results are exchanged instead of summed
+                of_layer = Sent(of_layer.calls // 2, of_layer.values / 2)
+            sent += of_layer
+            mlp = spec.mlps[i]
+            if layout.shares_experts and isinstance(mlp, MoESpec):
+                exchanged += expected_exchange(mlp, spec.hidden_size, layout.dp)
+        used = [[i for i in part.layers if spec.windows[i] == window] for window in self.windows]
+        return _Part(
+            p.rest, p.rest * linear_size, p.output if part.share.has_head else 0,
+            p.output * head_size if part.share.has_head else 0.0,
+            p.experts / experts if experts else 0.0, experts, linear_size,
+            tuple(sum(part.entry(i) for i in layers) * cache_scale for layers in used),
+            tuple(sum(_score_operations(part, i) for i in layers) for layers in used),
+            sum(_moved(part, i) for i in part.layers) * ACTIVATION_BYTES,
+            len(part.layers) * kind.kernels + len(mixtures) * kind.expert_kernels + 2,
+            sent, ends(spec, axes) if part.share.has_head else Sent(), exchanged,
+        )  # fmt: skip
+
+    @property
+    def entries(self) -> tuple[float, ...]:
+        """Bytes that a rank of the first stage caches of a token in the layers with each window."""
+        return self._parts[0].entries
+
+    @property
+    def score_operations(self) -> tuple[float, ...]:
+        """Operations for a pair of a query and a key in these layers."""
+        return self._parts[0].score_operations
+
+    def stages(self, works: Sequence[StepWork]) -> list[float]:
+        everywhere = sum(work.tokens for work in works)  # tokens whose experts may be on any of these replicas
+        return [max(sum(self._times(part, work, everywhere).values()) for work in works) for part in self._parts]
+
+    def host(self, works: Sequence[StepWork]) -> float:
+        kind = self.device.kind
+        if not kind.is_gpu:
+            return 0.0  # it runs the step itself
+        is_captured = not self.layout.shares_experts and max(work.tokens for work in works) <= LARGEST_GRAPH
+        launches = kind.graph if is_captured else self._num_kernels / len(self._parts) * kind.launch
+        return kind.step + kind.request * max(work.requests for work in works) + launches
+
+    def explain(self, work: StepWork) -> dict[str, float]:
+        """Seconds of each part of a step of one replica, all stages together."""
+        times = [self._times(part, work, work.tokens) for part in self._parts]
+        return {name: sum(of_part[name] for of_part in times) for name in times[0]}
+
+    def _times(self, part: _Part, work: StepWork, everywhere: int) -> dict[str, float]:
+        device, kind, layout = self.device, self.device.kind, self.layout
+        bandwidth, products = device.reached_bandwidth, self._products
+        times = {
+            "linear layers": max(part.linear_bytes / device.weight_bandwidth, 2 * part.linear * work.tokens / products),
+            "output layer": max(part.output_bytes / device.weight_bandwidth, 2 * part.output * work.places / products)
+            * (work.places > 0),
+            "experts": self._experts(part, work, everywhere),
+            "cached keys": 0.0,
+            "attention": 0.0,
+            "activations": part.moved * work.tokens / bandwidth,
+            "launches": part.kernels * kind.kernel,
+            "exchanges": 0.0,
+            "step": 0.0 if kind.is_gpu else kind.step + kind.request * work.requests,
+        }
+        for i, (entry, operations) in enumerate(zip(part.entries, part.score_operations, strict=True)):
+            times["cached keys"] += max(work.read[i] * entry / bandwidth, work.read[i] * operations / device.attention)
+            times["attention"] += max(work.keys[i] * entry / bandwidth, work.pairs[i] * operations / device.attention)
+        sent = (part.sent, work.tokens), (part.sent_at_ends, work.places), (part.exchanged, work.tokens)
+        if layout.ranks > 1:
+            values = sum(of.values * count for of, count in sent)
+            times["exchanges"] = values * ACTIVATION_BYTES / (device.link * kind.link_share)
+            times["exchanges"] += sum(of.calls for of, _ in sent) * kind.exchange
+        return times
+
+    def _experts(self, part: _Part, work: StepWork, everywhere: int) -> float:
+        """Each token chooses experts independently, all equally likely: the balance that --enable-eplb aims at."""
+        mlp, ranks = self._mixture, self.layout.tp * self.layout.dp if self.layout.ep else 1
+        if mlp is None or not part.experts:
+            return 0.0
+        tokens = everywhere if self.layout.shares_experts else work.tokens
+        chosen = part.experts * (1 - (1 - mlp.top_k / mlp.num_experts) ** tokens)
+        operations = 2 * part.expert * tokens * mlp.top_k / ranks
+        return max(chosen * part.expert * part.expert_bytes / self.device.weight_bandwidth,
+                   operations / self._products)  # fmt: skip
+
+
+def _dtype(footprint: Footprint) -> str:
+    """The type of the products of a checkpoint as it is: one of about 8 bits a weight is multiplied in fp8."""
+    return "fp8" if 0.9 < footprint.linear < 1.2 else "bf16"
+
+
+def _attention(part: Footprint, index: int) -> AttentionSpec | LatentAttentionSpec:
+    """Plans are not made for models with recurrent layers."""
+    mixer = part.spec.mixers[index]
+    assert isinstance(mixer, AttentionSpec | LatentAttentionSpec)
+    return mixer
+
+
+def _score_operations(part: Footprint, index: int) -> float:
+    """Operations for a pair of a query and a key in a layer: a product for the score, and one with the value."""
+    mixer = _attention(part, index)
+    shape = mixer.cache_shape(part.share.group)
+    if isinstance(mixer, AttentionSpec):
+        return 2.0 * shape.num_heads * 2 * mixer.head_dim
+    return 2.0 * shape.num_heads * (shape.head_dim + mixer.kv_rank)  # in absorbed form
+
+
+def _moved(part: Footprint, index: int) -> float:
+    """Elements that a layer reads or writes for a token besides weights and cache: the residual and two norms, queries,
+    keys and values, results of attention, and those of the MLP before and after its activation."""
+    spec, mixer, mlp = part.spec, _attention(part, index), part.spec.mlps[index]
+    assert mlp is not None
+    shape = mixer.cache_shape(part.share.group)
+    heads = shape.num_heads * (mixer.head_dim if isinstance(mixer, AttentionSpec) else shape.head_dim)
+    inner = mlp.intermediate_size if isinstance(mlp, MLPSpec) else mlp.top_k * mlp.intermediate_size
+    return 8 * spec.hidden_size + 4 * heads + 4 * shape.num_kv_heads * shape.head_dim + 6 * inner / part.share.tp

@@ -1,0 +1,141 @@
+"""What the kernel enforces for a job: processor time, memory, and that it reaches no network and no other process.
+
+All of it works without privileges, in a container with a read-only root, and without a home. Where the kernel has no
+seccomp filters, or on other processors than x86-64 and ARM64, a job is confined by the other limits alone.
+"""
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+
+from quire.platform.untrusted.limits import Limits
+
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+# Half of what a thread has, so that what did not overflow here does not do so in the process that uses the result.
+_STACK = 4 << 20
+
+# System calls that fail with EPERM: sockets, programs, other processes, and io_uring, which could do the same.
+_DENIED = {
+    "x86_64": (
+        0xC000003E,
+        {
+            "socket": 41,
+            "connect": 42,
+            "bind": 49,
+            "fork": 57,
+            "vfork": 58,
+            "execve": 59,
+            "kill": 62,
+            "ptrace": 101,
+            "tkill": 200,
+            "unshare": 272,
+            "setns": 308,
+            "process_vm_readv": 310,
+            "process_vm_writev": 311,
+            "execveat": 322,
+            "pidfd_send_signal": 424,
+            "io_uring_setup": 425,
+            "io_uring_enter": 426,
+            "io_uring_register": 427,
+        },
+    ),
+    "aarch64": (
+        0xC00000B7,
+        {
+            "unshare": 97,
+            "ptrace": 117,
+            "kill": 129,
+            "tkill": 130,
+            "socket": 198,
+            "bind": 200,
+            "connect": 203,
+            "execve": 221,
+            "setns": 268,
+            "process_vm_readv": 270,
+            "process_vm_writev": 271,
+            "execveat": 281,
+            "pidfd_send_signal": 424,
+            "io_uring_setup": 425,
+            "io_uring_enter": 426,
+            "io_uring_register": 427,
+        },
+    ),
+}
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it has ended before
+        os._exit(1)
+
+
+def confine(limits: Limits) -> None:
+    """Apply the limits to this process, for good. It has used no processor time yet."""
+    if sys.platform == "linux":
+        _write("/proc/self/oom_score_adj", "1000")  # the first to go when the machine or the cgroup has no memory
+    used = _address_space()
+    _limit(resource.RLIMIT_AS, used + limits.memory_bytes)
+    _limit(resource.RLIMIT_STACK, _STACK)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, 0)
+    _deny_system_calls()
+    # RLIMIT_CPU counts whole seconds, and stays as the bound for a job that takes SIGPROF's default away.
+    _limit(resource.RLIMIT_CPU, int(limits.cpu_seconds) + 2)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+
+
+def _limit(kind: int, value: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def _address_space() -> int:
+    """Bytes of address space that this process has; 0 where /proc is hidden, which makes the limit stricter."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        with open(path, "w", encoding="ascii") as file:
+            file.write(text)
+    except OSError:
+        pass
+
+
+def _deny_system_calls() -> None:
+    if sys.platform != "linux" or platform.machine() not in _DENIED:
+        return
+    program = _filter(*_DENIED[platform.machine()])
+    buffer = ctypes.create_string_buffer(program, len(program))
+    # struct sock_fprog {unsigned short len; struct sock_filter *filter;}
+    header = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer)))
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0)  # fails where the kernel has none
+
+
+def _filter(architecture: int, calls: dict[str, int]) -> bytes:
+    """A BPF program over struct seccomp_data {int nr; u32 arch; ...}: deny `calls`, and calls of other ABIs."""
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
+    allow, deny = 0x7FFF0000, 0x00050000 | errno.EPERM
+    count = len(calls)
+    lines = [(load, 0, 0, 4), (equal, 0, count + 3, architecture), (load, 0, 0, 0)]
+    lines.append((at_least, count + 1, 0, 0x40000000))  # the x32 ABI has other numbers
+    for index, number in enumerate(calls.values()):
+        lines.append((equal, count - index, 0, number))
+    lines += [(give, 0, 0, allow), (give, 0, 0, deny)]
+    return b"".join(struct.pack("=HBBI", *line) for line in lines)

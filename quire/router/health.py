@@ -1,0 +1,97 @@
+"""Asks the servers regularly whether they are healthy, and how busy others keep them."""
+
+import asyncio
+import contextlib
+import json
+import time
+
+import aiohttp
+
+from quire.messages.errors import error_text
+from quire.router.config import RouteConfig
+from quire.router.fleet import Backend, Fleet
+
+_LATE_SECONDS = 1.0  # when a check timed out so much later than it should, this process was stopped
+
+
+class HealthChecks:
+    """Servers join the fleet with the first check that succeeds, and leave it after several that fail in a row.
+
+    key: the API key with which the servers' /load is asked for.
+    """
+
+    def __init__(self, config: RouteConfig, fleet: Fleet, client: aiohttp.ClientSession, key: str | None) -> None:
+        self._config, self._fleet, self._client = config, fleet, client
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._timeout = aiohttp.ClientTimeout(total=config.health_check_timeout)
+        self._failures = dict.fromkeys(fleet.backends, 0)
+        self._tells_load = dict.fromkeys(fleet.backends, config.policy != "round-robin")
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Check all servers once, and then regularly."""
+        await asyncio.gather(*(self._check(backend) for backend in self._fleet.backends))
+        self._tasks = [asyncio.create_task(self._repeat(backend)) for backend in self._fleet.backends]
+
+    def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _repeat(self, backend: Backend) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.health_check_interval):
+                    await backend.recheck.wait()
+            backend.recheck.clear()
+            await self._check(backend)
+
+    async def _check(self, backend: Backend) -> None:
+        began = time.monotonic()
+        reason, silent = await self._failure(backend)
+        if reason is None:
+            self._failures[backend] = 0
+            self._fleet.join(backend)
+            await self._ask_load(backend)
+            return
+        if silent and time.monotonic() - began > self._config.health_check_timeout + _LATE_SECONDS:
+            return  # that says nothing of the server
+        self._failures[backend] += 1
+        if self._failures[backend] >= self._config.health_failure_threshold:
+            self._fleet.leave(backend, reason)
+            if silent:
+                self._fleet.give_up(backend)
+
+    async def _failure(self, backend: Backend) -> tuple[str | None, bool]:
+        """Why a server is not healthy, or None if it is, and whether it does not respond at all.
+
+        A process that has ended is not silent, since its connections break.
+        """
+        try:
+            async with self._client.get(f"{backend.url}/health", timeout=self._timeout) as response:
+                await response.read()
+                return (None if response.status == 200 else f"/health answers with status {response.status}"), False
+        except aiohttp.ClientConnectorError as error:
+            refused = isinstance(error.os_error, ConnectionRefusedError)
+            if refused:  # it has ended, or is about to: there is no use in asking again
+                self._failures[backend] = self._config.health_failure_threshold
+            return error_text(error), not refused
+        except TimeoutError:
+            return f"/health does not answer within {self._config.health_check_timeout:g} s", True
+        except (aiohttp.ClientError, OSError) as error:
+            return error_text(error), False
+
+    async def _ask_load(self, backend: Backend) -> None:
+        """Learn how many requests a server has that did not come from here. Servers that do not tell are not asked
+        again."""
+        if not self._tells_load[backend]:
+            return
+        try:
+            url = f"{backend.url}/load"
+            async with self._client.get(url, headers=self._headers, timeout=self._timeout) as response:
+                answer = json.loads(await response.read()) if response.status == 200 else {}
+            backend.elsewhere = max(0, int(answer["server_load"]) - backend.in_flight)
+        except (ValueError, TypeError, KeyError):
+            self._tells_load[backend] = False
+        except (aiohttp.ClientError, OSError):
+            return  # the next check of its health says more
+        self._fleet.report(backend)

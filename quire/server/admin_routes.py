@@ -1,0 +1,156 @@
+"""Routes for models, health, version, load and metrics, and two that are meant for operators alone."""
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request
+from starlette.responses import Response
+
+from quire._version import __version__
+from quire.server.errors import ApiError, json_response
+from quire.server.generation import Server
+from quire.server.middleware import owner_of
+from quire.server.protocol import AbortRequest
+from quire.server.responses import ModelCard, ModelList
+from quire.server.routing import Answers, StrictRoute, answers
+
+router = APIRouter(route_class=StrictRoute)
+_HEALTH: Answers = {
+    200: {"description": "Ready", "content": {"application/json": {"schema": {"type": "object"}}}},
+    503: {"description": "Not (yet, or any more)", "content": {}},
+}
+
+
+def _server(request: Request) -> Server:
+    server: Server = request.app.state.server
+    return server
+
+
+def _card(server: Server, name: str) -> ModelCard:
+    served = server.adapters.by_name.get(name)
+    root = server.llm.config.model.model or server.model_names[0]
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "quire",
+        "root": root if served is None else served.adapter.path,
+        "parent": None if served is None else served.parent,
+        "max_model_len": server.llm.max_model_len,
+    }
+
+
+def _anthropic_card(server: Server, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(server.created, UTC)
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": f"{created:%Y-%m-%dT%H:%M:%SZ}",
+        "lifecycle": "active",
+        "deprecated_at": None,
+        "retires_at": None,
+        "line": None,
+        "max_input_tokens": server.llm.max_model_len,
+        "max_tokens": server.llm.max_model_len,
+        "capabilities": None,
+    }
+
+
+def _anthropic_page(server: Server, limit: int, after_id: str | None, before_id: str | None) -> dict[str, Any]:
+    """Anthropic's list of models, of which a page is shown. Raises ApiError."""
+    names, pages = server.names, {"after_id": after_id, "before_id": before_id}
+    for field, name in pages.items():
+        if name is not None and name not in names:
+            raise ApiError(400, f"{field}: no model has the id {name[:200]!r}", param=field)
+    begin = 0 if after_id is None else names.index(after_id) + 1
+    end = len(names) if before_id is None else names.index(before_id)
+    found = names[begin:end]
+    shown = found[:limit] if before_id is None else found[-limit:]
+    return {
+        "data": [_anthropic_card(server, name) for name in shown],
+        "has_more": len(shown) < len(found),
+        "first_id": shown[0] if shown else None,
+        "last_id": shown[-1] if shown else None,
+    }
+
+
+_ANTHROPIC = Header(alias="anthropic-version", description="Sent by Anthropic's clients, who get their own form.")
+
+
+@router.get("/v1/models", responses=answers(ModelList), response_model=None)
+async def list_models(
+    request: Request,
+    anthropic_version: Annotated[str | None, _ANTHROPIC] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Models on a page of Anthropic's list.")] = 20,
+    after_id: str | None = None,
+    before_id: str | None = None,
+) -> Response:
+    server = _server(request)
+    if anthropic_version is not None:
+        return json_response(_anthropic_page(server, limit, after_id, before_id))
+    listed: ModelList = {"object": "list", "data": [_card(server, name) for name in server.names]}
+    return json_response(listed)
+
+
+@router.get("/v1/models/{model:path}", responses=answers(ModelCard), response_model=None)
+async def retrieve_model(
+    model: str, request: Request, anthropic_version: Annotated[str | None, _ANTHROPIC] = None
+) -> Response:
+    server = _server(request)
+    if model not in server.names:
+        raise ApiError(404, f"the model {model[:200]!r} does not exist", param="model", code="model_not_found")
+    return json_response((_card if anthropic_version is None else _anthropic_card)(server, model))
+
+
+@router.get("/health", responses=_HEALTH, response_class=Response)
+async def health(request: Request) -> Response:
+    """200 if the engine runs; 503 while it starts or restarts, and when it has failed for good.
+
+    reference_kernels: whether steps run PyTorch's operations on a CPU, since the kernels are not compiled (yet).
+    """
+    llm = _server(request).llm
+    body = {"reference_kernels": bool(llm.client.stats.runs_reference)}
+    return json_response(body) if llm.is_running else Response(status_code=503)
+
+
+@router.post("/ping", responses=_HEALTH, response_class=Response)
+@router.get("/ping", responses=_HEALTH, response_class=Response)
+async def ping(request: Request) -> Response:
+    """As /health; SageMaker asks here."""
+    return await health(request)
+
+
+@router.get("/version", responses=answers(dict[str, str]), response_model=None)
+async def version() -> Response:
+    return json_response({"version": __version__})
+
+
+@router.get("/load", responses=answers(dict[str, int]), response_model=None)
+async def load(request: Request) -> Response:
+    """The number of requests that are being answered."""
+    return json_response({"server_load": len(_server(request).calls)})
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(request: Request) -> Response:
+    """The metrics in Prometheus' text format."""
+    text: bytes = _server(request).llm.render_metrics() + request.app.state.http_metrics.render()
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.post("/reset_prefix_cache", response_class=Response)
+async def reset_prefix_cache(request: Request, reset_external: bool = False) -> Response:
+    """Forget all cached prefixes. reset_external: also those beyond the pool, in CPU memory and on disk."""
+    await _server(request).llm.reset_prefix_cache(reset_external)
+    return Response()
+
+
+@router.post("/abort_requests", responses=answers(dict[str, int]), response_model=None)
+async def abort_requests(body: AbortRequest, request: Request) -> Response:
+    """End requests of the same API key. Their clients get the text so far, with finish_reason "abort"."""
+    owner, names = owner_of(request.scope), set(body.request_ids)
+    calls = [call for call in _server(request).calls if call.owner == owner and not names.isdisjoint(call.names)]
+    for call in calls:
+        call.abort()
+    return json_response({"aborted": len(calls)})

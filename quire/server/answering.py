@@ -1,0 +1,296 @@
+"""A chat request that runs. Every API for chats translates its bodies to ChatRequest, and these pieces to its own."""
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self
+from uuid import uuid4
+
+from fastapi import Request
+from pydantic_core import from_json
+
+from quire.engine.processor import Prompt
+from quire.messages.outputs import CompletionOutput, RequestOutput
+from quire.parsing.answer import answer_parser
+from quire.parsing.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall
+from quire.parsing.forced import forced_calls_schema
+from quire.parsing.formats import TOOLS
+from quire.parsing.reasoning import REASONING
+from quire.parsing.strict import STRICT
+from quire.server.custom_tools import CustomInputs
+from quire.server.errors import ApiError
+from quire.server.generation import Call, Server
+from quire.server.logprobs import chat_logprobs
+from quire.server.protocol import ChatRequest
+from quire.server.responses import ChatLogprobs
+
+PROMPT_END = 256  # characters of a prompt that tell whether the answer begins with thinking
+
+
+@dataclass
+class FunctionCall:
+    """A tool call of an answer. is_custom: it calls a custom tool. pieces: of its arguments, which are JSON text, or of
+    the input of a custom tool."""
+
+    id: str
+    name: str
+    is_custom: bool = False
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def argument_object(self) -> dict[str, Any]:
+        """The arguments as an object, as far as they go if they were cut off."""
+        try:
+            value = from_json(self.arguments or "{}", allow_partial=True)
+        except ValueError:
+            value = self.arguments
+        return value if isinstance(value, dict) else {"arguments": value}
+
+
+@dataclass(frozen=True)
+class CallIds:
+    """Ids of tool calls to which the model gave none: nine letters and digits, as Mistral's chat template demands, or
+    what the model's own chat template demands.
+
+    form: ToolFormat.ids. num_earlier: the number of calls in the conversation
+    """
+
+    form: str = ""
+    num_earlier: int = 0
+
+    def make(self, name: str, index: int) -> str:
+        return self.form.format(name=name, index=self.num_earlier + index) if self.form else uuid4().hex[:9]
+
+
+_ANY_IDS = CallIds()
+
+
+@dataclass
+class Answer:
+    """One completion of a chat, as far as it is known.
+
+    completion: its latest part, which is the whole completion if the request is not streamed. custom_names: of the
+    custom tools that it may call.
+    """
+
+    index: int
+    ids: CallIds = _ANY_IDS
+    custom_names: frozenset[str] = frozenset()
+    texts: dict[type[Event], list[str]] = field(default_factory=lambda: defaultdict(list))  # pieces, by their type
+    tool_calls: list[FunctionCall] = field(default_factory=list)
+    completion: CompletionOutput | None = None
+
+    @property
+    def reasoning(self) -> str | None:
+        """None as long as there is none."""
+        return "".join(self.texts[Reasoning]) if Reasoning in self.texts else None
+
+    @property
+    def content(self) -> str | None:
+        """None as long as there is none."""
+        return "".join(self.texts[Content]) if Content in self.texts else None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """As of the completion, but "tool_calls" for an answer that ended by itself and has some."""
+        reason = None if self.completion is None else self.completion.finish_reason
+        return "tool_calls" if reason == "stop" and self.tool_calls else reason
+
+    def add(self, completion: CompletionOutput, events: list[Event]) -> None:
+        self.completion = completion
+        for event in events:
+            if isinstance(event, Reasoning | Content):
+                self.texts[type(event)].append(event.text)
+            elif isinstance(event, ToolCall):
+                id = event.id or self.ids.make(event.name, event.index)
+                self.tool_calls.append(FunctionCall(id, event.name, event.name in self.custom_names))
+            else:
+                self.tool_calls[event.index].pieces.append(event.text)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The new part of one completion.
+
+    events: of its text. completion: its tokens, their logprobs, how it ended. answer: all of it so far, with this part.
+    """
+
+    events: list[Event]
+    completion: CompletionOutput
+    answer: Answer
+
+
+class Answering:
+    """A chat request that runs.
+
+    body.stream decides whether pieces come as tokens do, or once with the whole answer. answers: one for each of n, as
+    far as they are known. output: what the engine reported last: the prompt's token ids and logprobs.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        body: ChatRequest,
+        parsers: Sequence[Parser] = (),
+        is_forced: bool = False,
+        custom_names: frozenset[str] = frozenset(),
+        ids: CallIds = _ANY_IDS,
+    ) -> None:
+        """parsers: of each of n answers; none if their texts are content as they are. is_forced: the answers must
+        consist of calls. custom_names: of the custom tools that they may call."""
+        self.call, self.body, self.meter = call, body, call.meter()
+        self._is_forced = is_forced
+        self.answers = [Answer(index, ids, custom_names) for index in range(body.n or 1)]
+        self.output: RequestOutput | None = None
+        self._parsers = parsers
+
+    @classmethod
+    async def begin(cls, request: Request, body: ChatRequest, prefix: str, before: Sequence[int] = ()) -> Self:
+        """Render and tokenize the conversation. prefix: of the id of the response. before: tokens to put before those
+        of the conversation, which then has no media. Raises ApiError."""
+        server: Server = request.app.state.server
+        call = Call(server, request, body, prefix)
+        tools, choice, custom_names = body.definitions, body.forced_choice, body.custom_names
+        reasoning, tool_parser = server.llm.frontend.reasoning, server.tool_parser if tools else None
+        changes: dict[str, Any] = {}
+        custom = body.forced_custom_tool
+        strict = _strict_calls(server, body, tools, choice or "auto") if custom is None else None
+        if custom is not None:
+            changes["structured_outputs"] = custom.constraint
+        elif strict is not None:
+            changes["structured_outputs"] = {"structural_tag": strict}
+        elif choice is not None:
+            schema = forced_calls_schema(tools, choice, body.parallel_tool_calls is not False)
+            changes["structured_outputs"] = {"json": schema}
+        elif tools and tool_parser is None:
+            message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+            raise ApiError(400, f"tools: {message}: this model's chat template tells no format of calls", param="tools")
+        ids = _ANY_IDS
+        if choice is not None and tool_parser is not None:
+            num_earlier = sum(len(message.tool_calls or ()) for message in body.messages)
+            ids = CallIds(TOOLS[tool_parser].ids, num_earlier)
+        is_constrained = body.constraint is not None and body.constraint.structural_tag is None
+        if is_constrained:
+            tool_parser = None  # a text of this form holds no calls, even if it looks like one
+        of_calls = TOOLS[tool_parser] if tool_parser and (choice is None or strict) else None
+        of_thinking = REASONING[reasoning] if reasoning else None
+        if any(format is not None and format.needs_special_tokens for format in (of_calls, of_thinking)):
+            changes["skip_special_tokens"] = False
+        media = await server.load_media(body, request.state.body)
+        prompt = await server.render(body.messages, body, request.state.body, media)
+        is_thinking = of_thinking is not None and of_thinking.is_open(prompt[-PROMPT_END:])
+        template_arguments = server.llm.config.model.default_chat_template_kwargs | (body.chat_template_kwargs or {})
+        is_promoted = of_thinking is not None and of_thinking.is_promoted(template_arguments)
+        default = server.llm.processor.generation_config.get("max_new_tokens")
+        field = None if choice is None and strict is None else "tools"
+        special = bool(body.add_special_tokens)
+        prompts: list[Prompt] = [prompt if media is None else media.prompt(prompt)]
+        if before:
+            prompts = [[*before, *await request.state.body.run(server.llm.get_tokenizer().encode, prompt, special)]]
+        del prompt  # with truncate_prompt_tokens it can be much longer than what remains of it
+        await call.process(prompts, default, special, "messages", field, **changes)
+        begins_at_marker = is_constrained or (strict is not None and choice is not None)
+        make = partial(
+            answer_parser,
+            reasoning,
+            tool_parser,
+            tools,
+            starts_in_thinking=is_thinking,
+            is_constrained=begins_at_marker,
+            is_promoted=is_promoted,
+        )
+        read_as = "auto" if choice is None or strict else choice
+        made = [make(tool_choice=read_as) for _ in range(body.n or 1)]
+        parsers: list[Parser] = [parser for parser in made if parser is not None]
+        if custom_names and custom is None:
+            parsers = [CustomInputs(parser, custom_names) for parser in parsers]
+        return cls(call, body, parsers, choice is not None, custom_names, ids)
+
+    async def pieces(self) -> AsyncGenerator[list[Piece]]:
+        """The parts of the answers, in the order in which they come. A list may be empty.
+
+        Raises ApiError, EngineDeadError. To close the generator early aborts the request.
+        """
+        async with aclosing(self.call.run()) as outputs:
+            async for output in outputs:
+                self.output = output
+                self.meter.add(output)
+                yield [await self._piece(completion) for completion in output.outputs]
+
+    async def collect(self) -> list[Answer]:
+        """The whole answers. Raises ApiError, EngineDeadError."""
+        async with aclosing(self.pieces()) as pieces:
+            async for _ in pieces:
+                pass
+        return self.answers
+
+    def logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
+        """The logprobs of a completion's tokens, or of the new part of one, if the request asked for them."""
+        if completion.logprobs is None:
+            return None
+        token_bytes = self.call.server.llm.get_tokenizer().token_bytes
+        count = None if self.body.logprob_token_ids else self.body.top_logprobs or 0
+        return chat_logprobs(completion.token_ids, completion.logprobs, count, self.call.tokens_as_ids, token_bytes)
+
+    async def _piece(self, completion: CompletionOutput) -> Piece:
+        answer = self.answers[completion.index]
+        events: list[Event] = [Content(completion.text)] if completion.text else []
+        if self._parsers:
+            parser = self._parsers[completion.index]
+            parsed = parser.feed(completion.text) + (parser.finish() if completion.finish_reason else [])
+            events = _merged(event for event in parsed if self._is_wanted(event))
+        num_calls = len(answer.tool_calls)
+        answer.add(completion, events)
+        if self.call.trace is not None:
+            for call in answer.tool_calls[num_calls:]:
+                self.call.trace.called(call.name, call.id, completion.index)
+        if completion.finish_reason and answer.reasoning:
+            encode = self.call.server.llm.get_tokenizer().encode
+            # In a thread, since long thinking takes a part of a second, in which other streams would stand still.
+            self.meter.reasoning_tokens += len(await asyncio.to_thread(encode, answer.reasoning, False))
+        return Piece(events, completion, answer)
+
+    def _is_wanted(self, event: Event) -> bool:
+        if isinstance(event, Reasoning):
+            return self.body.include_reasoning is not False
+        if isinstance(event, Content):  # of an answer that must consist of calls, it is one that was cut off
+            return not self._is_forced
+        return event.index == 0 or self.body.parallel_tool_calls is not False
+
+
+def _strict_calls(
+    server: Server, body: ChatRequest, tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any]
+) -> str | None:
+    """The structural tag that lets the model call only these tools, in its own format. None without strict tools, for a
+    format for which there is none, and where another constraint holds."""
+    form = STRICT.get(server.tool_parser or "")
+    backend = server.llm.config.sampling.structured_outputs_config.get("backend", "auto")
+    if form is None or not tools or body.constraint is not None or backend == "outlines":
+        return None
+    level = server.config.tool_strict_level
+    tag = form.tag(tools, choice, body.parallel_tool_calls is not False, level)
+    return None if tag is None else json.dumps(tag)
+
+
+def _merged(events: Iterable[Event]) -> list[Event]:
+    """The events, with neighbouring pieces of the same text as one."""
+    merged: list[Event] = []
+    for event in events:
+        last = merged[-1] if merged else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            merged[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            merged[-1] = Reasoning(last.text + event.text)
+        elif isinstance(event, ToolArguments) and isinstance(last, ToolArguments) and event.index == last.index:
+            merged[-1] = ToolArguments(event.index, last.text + event.text)
+        else:
+            merged.append(event)
+    return merged

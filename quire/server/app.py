@@ -1,0 +1,143 @@
+"""The server's ASGI application."""
+
+from functools import partial
+from typing import Any
+
+from fastapi import Depends, FastAPI
+from fastapi.security import HTTPBearer
+from fastapi_swagger import patch_fastapi
+from starlette.middleware.cors import CORSMiddleware
+
+from quire._version import __version__
+from quire.config import ConfigError, ServerConfig
+from quire.engine.async_llm import AsyncLLM
+from quire.engine.frontend import chosen_parser
+from quire.observability.logging import logger
+from quire.parsing.formats import TOOLS
+from quire.server import (
+    admin_routes,
+    anthropic,
+    chat,
+    completions,
+    control,
+    ollama,
+    pooling,
+    prefixes,
+    responses_api,
+    text_routes,
+    token_generation,
+    transcriptions,
+)
+from quire.server.adapters import Adapters
+from quire.server.adapters import router as adapter_router
+from quire.server.bodies import LARGE_BODY, BodyLimit
+from quire.server.errors import add_error_handlers
+from quire.server.generation import Server
+from quire.server.media import MediaLoader
+from quire.server.middleware import ApiKeys, RootPath, add_middleware
+from quire.server.observability import PROBES, HttpMetrics, Observability
+from quire.server.origins import OriginGuard
+from quire.server.page import routes as page
+from quire.server.page.live import Live
+from quire.server.process_metrics import ProcessMetrics, server_processes
+from quire.server.request_log import RequestLog
+from quire.server.tracing import begin_tracing
+
+
+def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> FastAPI:
+    """OpenAI's API and others on an engine that its caller starts and shuts down.
+
+    Set `app.state.draining` to answer new requests that generate with 503, while those that run go on. Raises
+    ConfigError for options that do not fit the model.
+    """
+    bearer: list[Any] = [Depends(HTTPBearer(auto_error=False))] if config.api_key else []  # for the documents
+    app = FastAPI(
+        title="Quire", version=__version__,
+        description="The APIs of OpenAI, Anthropic and Ollama. Unknown fields are ignored; null is as if left out.",
+        openapi_url=None if config.disable_fastapi_docs else "/openapi.json", docs_url=None, redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        # OpenTelemetry of FastAPI's own would add a second span to ours, and send texts of errors. Versions without it
+        # keep what they do not know in `extra`.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+    )  # fmt: skip
+    # FastAPI's own page loads its script from the internet, which servers often cannot reach, nor their users.
+    if not config.disable_fastapi_docs:
+        patch_fastapi(app, redirect_from_root_to_docs=False, title="Quire's API")
+    if config.weights_folder and not config.enable_admin_api:
+        raise ConfigError("weights_folder needs enable_admin_api, which lets clients replace the weights")
+    adapters = Adapters(llm, config, model_names)
+    log = RequestLog(config)
+    app.state.server = Server(llm, config, model_names, _tool_parser(config, llm), app, adapters, log, MediaLoader(llm))
+    app.state.ollama = ollama.State(llm, model_names)
+    app.state.draining = False
+    app.state.responses = responses_api.Responses(config)
+    processes = ProcessMetrics(partial(server_processes, llm.client), llm.config.parallel.ranks > 1)
+    app.state.http_metrics = http_metrics = HttpMetrics(processes)
+    app.state.tracing = tracing = begin_tracing(config.otlp_traces_endpoint, "quire", _has_no_span)
+    routes = [*app.routes, *admin_routes.router.routes]
+    apis = (
+        completions,
+        chat,
+        responses_api,
+        anthropic,
+        ollama,
+        token_generation,
+        text_routes,
+        pooling,
+        control,
+        prefixes,
+        transcriptions,
+    )
+    for router in (*(module.router for module in apis), adapter_router):
+        app.include_router(router, dependencies=bearer)
+        routes += router.routes
+    app.include_router(admin_routes.router)
+    if not config.disable_ui:
+        app.state.live = Live(llm, lambda: bool(app.state.draining))
+        app.include_router(page.router)
+        routes += page.router.routes
+    else:
+        app.include_router(ollama.heartbeat)
+    add_error_handlers(app)
+    # The last one added is the first to see a request.
+    sizes = {"limit": config.max_body_bytes, "total_limit": config.max_total_body_bytes}
+    preparing = app.state.server.preparing
+    large = min(LARGE_BODY, llm.get_tokenizer().longest_quick or LARGE_BODY)
+    app.add_middleware(BodyLimit, **sizes, seconds=config.body_timeout, preparing=preparing, large=large)
+    if config.api_key:
+        app.add_middleware(ApiKeys, keys=config.api_key, open_paths=() if config.disable_ui else page.OPEN_PATHS)
+    app.add_middleware(OriginGuard, allowed=config.allowed_origins)
+    if config.allowed_origins:
+        allowed: Any = {
+            f"allow_{kind}": getattr(config, f"allowed_{kind}") for kind in ("origins", "methods", "headers")
+        }
+        allowed |= {"allow_credentials": config.allow_credentials, "expose_headers": ["X-Request-Id", "traceresponse"]}
+        app.add_middleware(CORSMiddleware, **allowed)
+    for path in config.middleware:
+        add_middleware(app, path)
+    app.add_middleware(Observability, metrics=http_metrics, log=log, routes=routes, tracing=tracing)
+    if root_path := config.root_path.strip("/"):
+        app.add_middleware(RootPath, root_path=f"/{root_path}")
+    return app
+
+
+def _has_no_span(path: str) -> bool:
+    """Whether requests for a path are those of probes, or of a browser that loads a page."""
+    return path in (*PROBES, "/", "/docs", "/openapi.json") or path.startswith("/ui/")
+
+
+def _tool_parser(config: ServerConfig, llm: AsyncLLM) -> str | None:
+    """The name of the format of the model's tool calls. Raises ConfigError."""
+    frontend = llm.frontend
+    recognized, vocabulary = frontend.recognized_tools, frontend.tokenizer.get_vocab
+    parser = chosen_parser("tool_call_parser", config.tool_call_parser, recognized, TOOLS, vocabulary)
+    if config.enable_auto_tool_choice and parser is None:
+        message = "enable_auto_tool_choice needs tool_call_parser: the chat template tells no format of tool calls"
+        raise ConfigError(message)
+    for what, name, given in (
+        ("Thinking", frontend.reasoning, llm.config.model.reasoning_parser),
+        ("Tool calls", parser, config.tool_call_parser),
+    ):
+        if name is not None:
+            logger.info("%s: in the format %s%s", what, name, "" if given else ", recognized from the chat template")
+    return parser

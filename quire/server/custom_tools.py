@@ -1,0 +1,204 @@
+"""Custom tools: those whose input is free text, or text that a grammar describes, instead of a JSON object.
+
+The chat template shows a function with one parameter, `input`, and the model calls it in its own format. The server
+decodes the JSON text of the arguments while it arrives. If the request names the tool, the whole answer is the input.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable
+from typing import Any, Literal, Self
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import from_json
+
+from quire.parsing.events import Event, Parser, ToolArguments, ToolCall
+from quire.server.fields import Function, fail
+
+PARAMETER = "input"
+
+
+class Grammar(BaseModel):
+    syntax: Literal["lark", "regex"]
+    definition: str = Field(min_length=1)
+
+
+class CustomFormat(BaseModel):
+    type: Literal["text", "grammar"] = "text"
+    grammar: Grammar | None = Field(None, description="With type grammar.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.type == "grammar" and self.grammar is None:
+            raise fail("missing", "grammar: Field required")
+        return self
+
+
+class Custom(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    format: CustomFormat | None = Field(None, description="What the input must look like; default: any text.")
+
+
+class CustomTool(BaseModel):
+    """A tool that takes text."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["custom"]
+    custom: Custom
+
+    @property
+    def grammar(self) -> Grammar | None:
+        return None if self.custom.format is None else self.custom.format.grammar
+
+    @property
+    def constraint(self) -> dict[str, str] | None:
+        """The input's form as a value of structured_outputs."""
+        if self.grammar is None:
+            return None
+        return {"grammar" if self.grammar.syntax == "lark" else "regex": self.grammar.definition}
+
+    @property
+    def function(self) -> Function:
+        """The function that the model sees."""
+        grammar, schema = self.grammar, {"type": "string"}
+        description = self.custom.description or ""
+        if grammar is not None:
+            form = "grammar in Lark's syntax" if grammar.syntax == "lark" else "regular expression"
+            description = f"{description}\n\nThe input matches this {form}:\n{grammar.definition}".strip()
+        if grammar is not None and grammar.syntax == "regex":
+            schema["pattern"] = f"^(?:{grammar.definition})$"
+        parameters = {
+            "type": "object",
+            "properties": {PARAMETER: schema},
+            "required": [PARAMETER],
+            "additionalProperties": False,
+        }
+        return Function(name=self.custom.name, description=description or None, parameters=parameters)
+
+
+class CustomName(BaseModel):
+    name: str
+
+
+class NamedCustomTool(BaseModel):
+    type: Literal["custom"]
+    custom: CustomName
+
+
+def arguments_of(text: str) -> str:
+    """The arguments of a call of the function that stands for a custom tool."""
+    return msgspec.json.encode({PARAMETER: text}).decode()
+
+
+def as_functions(calls: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tool calls of a message of the assistant, with those of custom tools as calls of functions, which templates know.
+
+    Raises PydanticCustomError for a custom call without a name or an input.
+    """
+    translated = []
+    for call in calls:
+        if call.get("type") == "custom":
+            custom = call.get("custom")
+            if not isinstance(custom, dict) or not all(isinstance(custom.get(key), str) for key in ("name", "input")):
+                raise fail("custom", "A custom call should have a name and an input: {'custom': {'name', 'input'}}")
+            function = {"name": custom["name"], "arguments": arguments_of(custom["input"])}
+            call = {**call, "type": "function", "function": function}
+            del call["custom"]
+        translated.append(call)
+    return translated
+
+
+_HEAD = re.compile(rf'\s*\{{\s*"{PARAMETER}"\s*:\s*"')
+# As much of a JSON string as can be decoded: no part of an escape, and no half of a pair of surrogates.
+_CHARACTERS = re.compile(
+    r'(?:[^"\\]+|\\[^u]|\\u(?!d[89a-f])[0-9a-f]{4}|\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2})*',
+    re.IGNORECASE | re.DOTALL,
+)
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_LONGEST_ESCAPE = 12  # characters, of a pair of surrogates
+
+
+def _decoded(text: str) -> str:
+    """The text of a JSON string. A backslash before another character than JSON allows stands for itself."""
+    valid = _ESCAPE.sub(lambda escape: escape[0] if escape[1] in '"\\/bfnrtu' else f"\\\\{escape[1]}", text)
+    return str(json.loads(f'"{valid}"', strict=False))
+
+
+class InputDecoder:
+    """Decodes the arguments of one call while they arrive."""
+
+    def __init__(self) -> None:
+        self._json = ""  # that is not decoded yet
+        self._is_open = False  # the input has begun
+
+    def feed(self, piece: str) -> str:
+        """The new part of the input."""
+        self._json += piece
+        if not self._is_open and (head := _HEAD.match(self._json)):
+            self._is_open = True
+            self._json = self._json[head.end() :]
+        if not self._is_open:
+            return ""
+        texts = [self._take()]
+        while len(self._json) >= _LONGEST_ESCAPE and self._json[0] == "\\":  # an escape of no character
+            self._json = self._json[2:]
+            texts += ["\ufffd", self._take()]
+        return "".join(texts)
+
+    def _take(self) -> str:
+        known = _CHARACTERS.match(self._json)
+        assert known is not None
+        self._json = self._json[known.end() :]
+        return _decoded(known[0])
+
+    def finish(self) -> str:
+        """The rest of the input. A model that named its parameter otherwise means it, and one that wrote no JSON means
+        its text."""
+        if self._is_open:
+            return ""
+        try:
+            value = from_json(self._json, allow_partial="trailing-strings")
+        except ValueError:
+            return self._json
+        texts = [text for text in value.values() if isinstance(text, str)] if isinstance(value, dict) else []
+        chosen = value.get(PARAMETER) if isinstance(value, dict) else None
+        return chosen if isinstance(chosen, str) else texts[0] if len(texts) == 1 else self._json
+
+
+class CustomInputs:
+    """A parser whose calls of custom tools have their input as arguments, instead of JSON text."""
+
+    def __init__(self, parser: Parser, names: Collection[str]) -> None:
+        """names: of the custom tools."""
+        self._parser, self._names = parser, names
+        self._decoder: InputDecoder | None = None  # of the call whose arguments are arriving
+        self._index = 0  # of this call
+
+    def feed(self, text: str) -> list[Event]:
+        return self._decoded(self._parser.feed(text))
+
+    def finish(self) -> list[Event]:
+        return [*self._decoded(self._parser.finish()), *self._end()]
+
+    def _decoded(self, events: Iterable[Event]) -> list[Event]:
+        decoded: list[Event] = []
+        for event in events:
+            if self._decoder is not None and isinstance(event, ToolArguments) and event.index == self._index:
+                if news := self._decoder.feed(event.text):
+                    decoded.append(ToolArguments(event.index, news))
+                continue
+            decoded += self._end()
+            if isinstance(event, ToolCall) and event.name in self._names:
+                self._decoder, self._index = InputDecoder(), event.index
+            decoded.append(event)
+        return decoded
+
+    def _end(self) -> list[Event]:
+        decoder, self._decoder = self._decoder, None
+        rest = "" if decoder is None else decoder.finish()
+        return [ToolArguments(self._index, rest)] if rest else []

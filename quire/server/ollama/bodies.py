@@ -1,0 +1,109 @@
+"""What the bodies of Ollama's API have in common: the model's name, options, and how long the model stays loaded."""
+
+import re
+from typing import Any
+
+from fastapi import Request
+from pydantic import Field, PrivateAttr, field_validator
+
+from quire.checkpoints.created import CreatedModel
+from quire.server.fields import TABLES, fail
+from quire.server.generation import Server
+from quire.server.ollama.state import State
+from quire.server.protocol import Body
+from quire.server.routing import StrictRoute, answers
+
+OPTIONS: dict[str, str] = TABLES["ollama"]["options"]  # and their names in ChatRequest
+ANSWERS = answers(dict[str, Any], dict[str, str])
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)"
+_DURATION = re.compile(rf"([-+]?)(?:({_PART})+|(\d+(?:\.\d*)?))")
+
+
+class OllamaRoute(StrictRoute):
+    names = {theirs: f"options.{ours}" for ours, theirs in OPTIONS.items()}  # noqa: RUF012  (read only)
+    names |= {"response_format": "format", "reasoning_effort": "think", "chat_template": "template"}
+
+
+def seconds_of(keep_alive: float | str) -> float | None:
+    """The seconds of a keep_alive: a number of them, or a duration such as 5m or 1h30m. None for a negative one: never.
+
+    Raises ValueError.
+    """
+    if not isinstance(keep_alive, str):
+        return None if keep_alive < 0 else keep_alive
+    match = _DURATION.fullmatch(keep_alive)
+    if match is None:
+        raise ValueError("Input should be seconds, or a duration such as 5m or 1h30m; a negative one means forever")
+    parts = re.findall(_PART, keep_alive)
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in parts) if parts else float(match[5])
+    return None if match[1] == "-" else seconds
+
+
+class NamedModel(Body):
+    """model: a served model's name or that of a created model, also with the tag `latest`."""
+
+    name: str | None = Field(None, description="The older name of model.")
+
+    _created: CreatedModel | None = PrivateAttr(None)
+
+    @property
+    def given(self) -> str:
+        """The name as the client wrote it."""
+        return self.model or self.name or ""
+
+    @property
+    def created(self) -> CreatedModel | None:
+        """The created model that the name means, after `accepted`."""
+        return self._created
+
+    def accepted(self, request: Request) -> str:
+        """The name as the client wrote it, or that of the served model. `model` becomes the served model's name.
+
+        Raises ApiError."""
+        server: Server = request.app.state.server
+        state: State = request.app.state.ollama
+        given = self.given
+        self._created = state.created(given)
+        if self._created is not None:
+            self.model = state.base_name
+        elif given and given not in server.names:
+            self.model = given.removesuffix(":latest")
+        else:
+            self.model = given or None
+        name = server.accept(self)
+        return given or name
+
+
+class KeptModel(NamedModel):
+    """Requests that load the model."""
+
+    options: dict[str, Any] | None = Field(None, description=f"{', '.join(OPTIONS)}; others are ignored.")
+    keep_alive: float | str | None = Field(
+        None, description="How long the model stays loaded: seconds, or 5m; negative: forever. See docs/apis.md."
+    )
+
+    @field_validator("keep_alive")
+    @classmethod
+    def _check_keep_alive(cls, value: float | str | None) -> float | str | None:
+        try:
+            if value is not None and value != "":
+                seconds_of(value)
+        except ValueError as error:
+            raise fail("keep_alive", str(error)) from error
+        return None if value == "" else value
+
+    @property
+    def kept_seconds(self) -> float | None:
+        """None: forever, which is the default."""
+        return None if self.keep_alive is None else seconds_of(self.keep_alive)
+
+    def accepted(self, request: Request) -> str:
+        name = super().accepted(request)
+        server: Server = request.app.state.server
+        server.keep_alive.keep(self.kept_seconds)
+        return name
+
+    def unknown(self) -> list[str]:
+        return [*super().unknown(), *(f"options.{name}" for name in self.options or () if name not in OPTIONS)]

@@ -1,0 +1,55 @@
+"""What the endpoints of Ollama's API share: the created models, downloads and uploads."""
+
+import asyncio
+
+from quire.checkpoints.created import CreatedModel, CreatedModels
+from quire.checkpoints.hub import hub_name, local_model
+from quire.engine.async_llm import AsyncLLM
+from quire.server.ollama.downloads import Downloads
+from quire.server.ollama.facts import Facts, facts_of
+
+LATEST = ":latest"
+
+
+class State:
+    def __init__(self, llm: AsyncLLM, model_names: list[str]) -> None:
+        options = llm.config.model
+        self._llm, self._names = llm, model_names
+        self.base = canonical(options.model)
+        self.library = CreatedModels(options.download_dir)
+        self.downloads = Downloads(options)
+        self.num_uploads = 0
+        self._facts: Facts | None = None
+
+    @property
+    def base_name(self) -> str:
+        """The first name of the served model."""
+        return self._names[0]
+
+    async def facts(self) -> Facts:
+        """Of the served model."""
+        if self._facts is None:
+            self._facts = await asyncio.to_thread(facts_of, self._llm.frontend)
+        return self._facts
+
+    @property
+    def usable(self) -> dict[str, CreatedModel]:
+        """The created models that stand for the served one, by name."""
+        return {name: model for name, model in self.library.all().items() if model.base == self.base}
+
+    def created(self, name: str) -> CreatedModel | None:
+        """The created model of a name, perhaps with the tag `latest`, if it stands for the served one."""
+        return self.usable.get(name.removesuffix(LATEST))
+
+    def is_repository_of_served(self, name: str) -> bool:
+        """Whether the served model comes from this repository. name: perhaps with the kind of a GGUF model."""
+        repository = hub_name(self._llm.frontend.directory)
+        if repository is None and self._llm.frontend.directory.is_file():
+            repository = hub_name(self._llm.frontend.directory.parent)
+        return repository is not None and name.partition(":")[0].lower() == repository[0].lower()
+
+
+def canonical(model: str | None) -> str | None:
+    """The option `model` in the form in which created models keep it: a local folder or file by its whole path."""
+    local = None if model is None else local_model(model)
+    return model if local is None else str(local.resolve())

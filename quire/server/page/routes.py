@@ -1,0 +1,88 @@
+"""The page at `GET /`, its files, and its stream of events."""
+
+from collections.abc import AsyncGenerator
+from importlib.resources import files
+from typing import Any, cast
+
+from fastapi import APIRouter, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+
+from quire._version import __version__
+from quire.server.page.live import MOST_VIEWERS, Live
+
+_STATIC = {
+    path.name: path.read_bytes() for path in files("quire.server.page").joinpath("static").iterdir() if path.is_file()
+}  # names that a client sends never reach the file system
+_TYPES = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "svg": "image/svg+xml",
+    "json": "application/json",
+}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+OPEN_PATHS = ("/", *(f"/ui/{name}" for name in _STATIC))  # without an API key: they tell nothing about the engine
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.api_route("/", methods=["GET", "HEAD"])
+async def page() -> Response:
+    return _file("index.html")
+
+
+@router.get("/ui/events")
+async def events(request: Request) -> Response:
+    """What the engine does, as server-sent events, until the client leaves."""
+    live = cast(Live, request.app.state.live)
+    if live.is_full:
+        raise HTTPException(503, f"{MOST_VIEWERS} viewers look at the engine already")
+
+    async def stream() -> AsyncGenerator[bytes]:
+        async with live.events() as found:
+            async for event in found:
+                yield event
+
+    return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+@router.get("/ui/about")
+async def about(request: Request) -> dict[str, Any]:
+    """What the page has to know about the server."""
+    server = request.app.state.server
+    parallel, llm = server.llm.config.parallel, server.llm
+    return {
+        "version": __version__,
+        "models": server.names,
+        "generates": llm.processor.generates,
+        "has_chat_template": llm.frontend.has_chat_template,
+        "takes_pictures": llm.processor.media is not None and "image" in llm.processor.media.placeholders,
+        "max_model_len": llm.max_model_len,
+        "mesh": {
+            "stages": parallel.pipeline_parallel_size,
+            "contexts": parallel.prefill_context_parallel_size,
+            "parts": parallel.tensor_parallel_size,
+        },
+        "disk_size": server.llm.config.cache.kv_offloading_disk_size,
+        "replicas": parallel.data_parallel_size,
+        "reasoning": llm.frontend.reasoning,
+    }
+
+
+@router.get("/ui/{name}")
+async def file(name: str) -> Response:
+    return _file(name)
+
+
+def _file(name: str) -> Response:
+    if name not in _STATIC:
+        raise HTTPException(404)
+    kind = _TYPES[name.rpartition(".")[2]]
+    return Response(_STATIC[name], headers={**_HEADERS, "Content-Type": f"{kind}; charset=utf-8"})

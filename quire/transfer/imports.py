@@ -1,0 +1,290 @@
+"""The consumer's half of an exchange: requests wait at a gate while the blocks of their prompts are read."""
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import chain, count
+
+from quire.cluster.secret import tcp_address
+from quire.kv.block_pool import Block
+from quire.kv.hashing import extra_keys
+from quire.kv.manager import Holder, KVCacheManager
+from quire.kv.transfers import Mover
+from quire.messages.engine import EngineCoreRequest
+from quire.messages.errors import error_text
+from quire.messages.transfers import Transfer
+from quire.observability.logging import logger
+from quire.transfer.core_messages import Drop, Fetch, Gone, Offer, digest
+from quire.transfer.link import Confirmed, FetchLost, Link, ProducerLost, Told
+
+WAIT_SECONDS = 10.0  # for room in the pool; and after the blocks have come, for a row
+_MOST_HELD = 1 / 2  # the share of the pool that may be held for requests without a row
+_LOG_SECONDS = 60.0  # between two log lines about engines that do not fit together
+
+
+class _Prompt:
+    """What the KV cache manager has to know about a request that has not been scheduled."""
+
+    def __init__(self, source: EngineCoreRequest, block_size: int) -> None:
+        self.source, self.request_id = source, source.request_id
+        self.token_ids = source.prompt_token_ids
+        self.block_hashes: list[bytes] = []
+        adapter = None if source.adapter is None else source.adapter.key
+        self.extra_keys = extra_keys(block_size, source.cache_salt, adapter=adapter)
+
+
+@dataclass
+class _Read:
+    """A transfer of offered blocks. failed: None until it has ended; then the indices of those that were not copied."""
+
+    order: Transfer
+    failed: frozenset[int] | None = None
+    ended_at: float = 0.0
+
+
+class _Load:
+    """What requests wait for: those with the same prompt from the same place.
+
+    blocks: of the pool, by KV group and index; they are taken when there is room for all of them. prefix: the blocks
+    before them that the pool has. is_over: nothing more will be offered. has_ended: the requests may pass.
+    """
+
+    def __init__(self, number: int, address: str, prompt: _Prompt) -> None:
+        self.number, self.address, self.prompt = number, address, prompt
+        self.requests = {prompt.request_id}
+        self.blocks: dict[tuple[int, int], Block] = {}
+        self.prefix: list[Block] = []
+        self.reads: dict[int, _Read] = {}
+        self.since = time.monotonic()  # when it began to wait for room, or for a row
+        self.has_begun = self.is_over = self.is_lost = self.has_ended = False
+
+    @property
+    def held(self) -> int:
+        return len(self.blocks) + len(self.prefix)
+
+
+class Imports:
+    """All loads of a consumer. The methods are those of a Connector."""
+
+    def __init__(self, kv: KVCacheManager, mover: Mover, tier: int, link: Link, facts: dict[str, str]) -> None:
+        """tier: the index of the store that reads blocks of other engines. facts: see Fetch."""
+        self._kv, self._pool, self._mover, self._tier, self._link, self._facts = kv, kv.pool, mover, tier, link, facts
+        self._most_held = max(1, int(_MOST_HELD * self._pool.num_usable))
+        self._loads: dict[str, _Load] = {}  # by request
+        self._open: dict[int, _Load] = {}  # by number: those that hold blocks or wait for room
+        self._queue: deque[_Load] = deque()  # those that wait for room
+        self._numbers, self._orders = count(1), count(-1, -2)  # tiers number their orders from 1 on
+        self._ended: deque[tuple[_Load, int, frozenset[int]]] = deque()  # reads; filled by other threads
+        self._logged_at = float("-inf")
+        self.num_queries = self.num_hits = 0
+        self.has_changed = False  # whether requests may run that could not when this was cleared
+
+    # ---- requests
+
+    def ready(self, source: EngineCoreRequest) -> bool:
+        load = self._loads.get(source.request_id)
+        if load is None:
+            load = self._loads[source.request_id] = self._load_of(source)
+            self._begin_next()
+        return load.has_ended
+
+    def _load_of(self, source: EngineCoreRequest) -> _Load:
+        assert source.transfer is not None
+        address = tcp_address(source.transfer.remote_host, source.transfer.remote_port)
+        for load in self._open.values():
+            other = load.prompt.source
+            if load.address == address and other.transfer == source.transfer and digest(other) == digest(source):
+                load.requests.add(source.request_id)  # another completion of the same prompt
+                return load
+        load = _Load(next(self._numbers), address, _Prompt(source, self._kv.block_size))
+        self._open[load.number] = load
+        self._queue.append(load)
+        self.num_queries += len(source.prompt_token_ids)
+        return load
+
+    def finish(self, request_id: str) -> None:
+        """A request has ended, in any state."""
+        load = self._loads.pop(request_id, None)
+        if load is not None:
+            load.requests.discard(request_id)
+            if not load.requests:
+                self._lose(load)
+
+    def scheduled(self, requests: Iterable[Holder]) -> None:
+        """These requests have rows, and blocks of their own: nothing has to be held for them any more."""
+        if self._open:
+            for request in requests:
+                load = self._loads.get(request.request_id)
+                if load is not None and load.has_ended:
+                    self._release(load)
+
+    # ---- a load begins
+
+    def _begin_next(self) -> None:
+        """Begin the loads for which there is room, in the order in which they came."""
+        while self._queue:
+            load = self._queue[0]
+            if not load.has_ended and not self._begin(load):
+                return
+            self._queue.popleft()
+
+    def _begin(self, load: _Load) -> bool:
+        """Returns False if it has to wait for room."""
+        size, prompt = self._kv.block_size, load.prompt
+        if self._link.has_failed:
+            self._lose(load)
+            return True
+        num_cached, tables = self._kv.find(prompt, self._pool.lookup_all)
+        length = (len(prompt.token_ids) - 1) // size
+        firsts = [spec.first_needed_token(length * size) // size for spec in self._kv.specs]
+        starts = [max(first, num_cached) if spec.first_needed_token(1 << 30) == 0 else first
+                  for first, spec in zip(firsts, self._kv.specs, strict=True)]  # fmt: skip
+        if num_cached == length:
+            self._end(load)
+            return True
+        prefix = [block for block in chain(*tables) if block is not self._pool.null_block]
+        wanted = [(group, index) for group, start in enumerate(starts) for index in range(start, length)]
+        others = sum(other.held for other in self._open.values())
+        if (others and others + len(prefix) + len(wanted) > self._most_held) or not self._kv.has_room(prompt, prefix):
+            return False
+        for block in prefix:
+            self._pool.share(block)
+        load.prefix, load.has_begun = prefix, True
+        load.blocks = {place: self._pool.take() for place in wanted}
+        assert prompt.source.transfer is not None
+        fetch = Fetch(load.number, prompt.source.transfer.transfer_id, digest(prompt.source), starts, self._facts)
+        self._link.tell_producer(load.address, fetch)
+        return True
+
+    # ---- what the producer says
+
+    def told(self, event: Told) -> None:
+        load, message = self._open.get(event.message.number), event.message
+        if load is None or load.is_lost:
+            return
+        if isinstance(message, Gone):
+            self._log(load, message)
+            load.is_over = True
+        else:
+            self._read(load, message)
+            load.is_over |= message.is_last
+        self._check_end(load)
+
+    def _read(self, load: _Load, offer: Offer) -> None:
+        hashes = load.prompt.block_hashes
+        known = [(load.blocks[group, index], (group, hashes[index]), block_id)
+                 for group, index, block_id in zip(offer.groups, offer.indices, offer.block_ids, strict=True)
+                 if (group, index) in load.blocks]  # fmt: skip
+        if not known:
+            return
+        blocks, keys, slots = zip(*known, strict=True)
+        ids = [block.block_id for block in blocks]
+        number = next(self._orders)
+        order = Transfer(number, self._tier, True, ids, list(keys), list(slots), offer.peer, offer.step)
+        load.reads[number] = _Read(order)
+        self._mover.transfer(order).add_done_callback(lambda future: self._note(load, order, future))
+
+    def _note(self, load: _Load, order: Transfer, future: Future[list[int]]) -> None:
+        """A read has ended. Called on any thread."""
+        error = future.exception()
+        if error is not None:
+            logger.error("%d blocks could not be read: %s", len(order.keys), error_text(error))
+        failed = range(len(order.keys)) if error is not None else future.result()
+        self._ended.append((load, order.number, frozenset(failed)))
+        self._link.wake()
+
+    def confirmed(self, event: Confirmed) -> None:
+        for number in event.numbers:
+            load = self._open.get(number)
+            if load is None or load.is_lost:
+                continue
+            for read in list(load.reads.values()):
+                if read.failed is not None and read.ended_at <= event.sent_at:
+                    self._accept(load, read)
+            self._check_end(load)
+
+    def _accept(self, load: _Load, read: _Read) -> None:
+        """What was read is what the producer has offered."""
+        assert read.failed is not None
+        del load.reads[read.order.number]
+        by_id = {block.block_id: (place, block) for place, block in load.blocks.items()}
+        for index, block_id in enumerate(read.order.block_ids):
+            (group, place), block = by_id[block_id]
+            if index not in read.failed:
+                self._pool.remember(block, group, load.prompt, place)
+                self.num_hits += self._kv.block_size * (group == 0)
+
+    def lost(self, event: FetchLost | ProducerLost) -> None:
+        for load in list(self._open.values()):
+            if load.address == event.address and (isinstance(event, ProducerLost) or load.number == event.number):
+                self._lose(load)
+
+    def settle(self) -> None:
+        """Take note of reads that have ended."""
+        while self._ended:
+            load, number, failed = self._ended.popleft()
+            read = load.reads[number]
+            read.failed, read.ended_at = failed, time.monotonic()
+            if load.is_lost:
+                del load.reads[number]
+                self._release(load)
+            else:
+                self._link.ask_to_confirm(load.address)
+        self._begin_next()
+
+    # ---- a load ends
+
+    def _check_end(self, load: _Load) -> None:
+        if load.is_over and not load.reads and not load.has_ended:
+            self._end(load)
+
+    def _end(self, load: _Load) -> None:
+        """Let the requests pass. What was read is held until one of them has a row, or for WAIT_SECONDS."""
+        load.has_ended, load.since, self.has_changed = True, time.monotonic(), True
+        self._link.wake()  # the gate lets its requests pass now
+        if load.has_begun:
+            self._link.tell_producer(load.address, Drop(load.number))
+        if not load.held:
+            self._release(load)
+
+    def _lose(self, load: _Load) -> None:
+        """End a load that has not ended, with what was accepted so far."""
+        load.is_lost = True
+        load.reads = {number: read for number, read in load.reads.items() if read.failed is None}
+        if not load.has_ended:
+            self._end(load)
+        self._release(load)
+
+    def _release(self, load: _Load) -> None:
+        """Give back the blocks, unless some are still written."""
+        if load.reads or load.number not in self._open:
+            return
+        self.has_changed = True
+        del self._open[load.number]
+        self._pool.release(reversed(list(load.blocks.values())))
+        self._pool.release(reversed(load.prefix))
+        load.blocks, load.prefix = {}, []
+
+    def check_time(self, now: float) -> None:
+        for load in list(self._open.values()):
+            if now - load.since > WAIT_SECONDS and (load.has_ended or not load.has_begun):
+                self._lose(load)
+        self._begin_next()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._open
+
+    def drop_all(self) -> None:
+        for load in list(self._open.values()):
+            self._lose(load)
+
+    def _log(self, load: _Load, message: Gone) -> None:
+        now = time.monotonic()
+        if not message.differs:
+            logger.info("Request %s is computed here: %s: %s", load.prompt.request_id, load.address, message.reason)
+        elif now - self._logged_at > _LOG_SECONDS:
+            self._logged_at = now
+            logger.error("The engine at %s cannot give its prompts to this one: %s", load.address, message.reason)

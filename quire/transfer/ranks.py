@@ -1,0 +1,52 @@
+"""Makes one rank's part in exchanging KV blocks with other engines: what reads theirs, and what lets them read ours."""
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire.attention.base import AttentionBackend
+from quire.cluster.secret import ClusterSecret
+from quire.config import ConfigError, EngineConfig
+from quire.kv.specs import KVCacheSize
+from quire.messages.errors import error_text
+from quire.models.description import describe
+from quire.options.kv_transfer import CONNECTORS
+from quire.parallel.mesh import Mesh
+from quire.transfer.layout import rank_layout
+from quire.transfer.nixl_reads import NixlMemory
+from quire.transfer.server import BlockServer
+from quire.transfer.store import TRANSPORTS, PeerStore
+from quire.worker.kv_memory import KVMemory
+from quire.worker.kv_transfer import Rows
+from quire.worker.step_clock import StepClock
+
+
+def rank_store(
+    config: EngineConfig, directory: Path, memory: KVMemory, size: KVCacheSize, backends: Sequence[AttentionBackend],
+    mesh: Mesh, clock: StepClock | None = None,
+) -> PeerStore:  # fmt: skip
+    """What reads blocks of other engines. If the options say so, other engines can read the blocks of this rank, too,
+    until it is closed. clock: of this rank, if so. All ranks must call it together. Raises ConfigError."""
+    options, path, rank = config.cache.transfer, config.cluster.cluster_secret_file, mesh.replica.rank
+    assert options is not None
+    assert path is not None
+    secret, transports = ClusterSecret.read(path).secret, CONNECTORS[options.kv_connector] or TRANSPORTS
+    nixl = NixlMemory.make(memory.blocks) if "nixl" in transports else None
+    if transports == ("nixl",) and nixl is None:
+        raise ConfigError(f"kv_transfer_config: kv_connector={options.kv_connector!r} needs NIXL, which is not "
+                          "installed or cannot be used here: pip install nixl, or use QuireConnector")  # fmt: skip
+    mixers = describe(directory, config.model).spec.mixers
+    layout = rank_layout(mixers, mesh.tp, size.specs, backends, size.rank_bytes[mesh.replica.rank])
+    name = f"{mesh.replica.minimum(secrets.randbits(62)):016x}"  # the ranks agree on one
+    server = None
+    if options.produces:
+        port = options.kv_port + 1 + rank
+        try:
+            server = BlockServer(
+                Rows.of(memory.blocks), layout, secret, options.kv_ip, port, name=name, handle=memory.handle,
+                nixl=None if nixl is None else nixl.describe(), clock=clock,
+            )  # fmt: skip
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"kv_transfer_config: rank {rank} cannot listen at kv_ip={options.kv_ip}, port {port} "
+                              f"(kv_port + 1 + {rank}): {error_text(error)}") from error  # fmt: skip
+    return PeerStore(layout, rank, secret, transports=transports, streams=options.streams, nixl=nixl, server=server)

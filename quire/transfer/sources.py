@@ -1,0 +1,136 @@
+"""Ways to read the blocks of one rank of another engine."""
+
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from quire.transfer import wire
+from quire.transfer.layout import Run
+from quire.transfer.messages import MOST_PIECES, Answer, Await, Data, Describe, Hello, Problem, Reached, Read
+from quire.transfer.server import boot_id
+
+Blocks = npt.NDArray[np.uint8]  # [blocks, bytes of a block]
+Pairs = Sequence[tuple[int, int]]  # the number of a block at the other rank, and the index of the own block
+
+_BATCH_BYTES = 4 << 20  # of one answer; the next one is already asked for
+_BATCH_BLOCKS = 1024
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+class Source(Protocol):
+    """A way to read blocks. One thread at a time uses it."""
+
+    def read(self, pairs: Pairs, runs: Sequence[Run], blocks: Blocks) -> None:
+        """Copy these runs of each of the other rank's blocks into own blocks. Raises OSError or ValueError."""
+
+    def interrupt(self) -> None:
+        """Have a call of another thread end soon."""
+
+    def close(self) -> None: ...
+
+
+class TcpSource:
+    """Reads through a connection."""
+
+    def __init__(self, host: str, port: int, secret: bytes, timeout: float = wire.TIMEOUT_SECONDS) -> None:
+        """Raises OSError."""
+        handshake = min(wire.HANDSHAKE_SECONDS, timeout)
+        self._connection = wire.connect(host, port, secret, handshake, timeout)
+        self.interrupt, self.close = self._connection.interrupt, self._connection.close
+
+    def hello(self) -> Hello:
+        """What the other rank has."""
+        self._connection.send(Describe())
+        answer = self._receive()
+        if not isinstance(answer, Hello):
+            raise ValueError("it has not said what it has")
+        return answer
+
+    def read(self, pairs: Pairs, runs: Sequence[Run], blocks: Blocks) -> None:
+        parts = _batches(pairs, runs)
+        wanted = [(remote, length) for remote, _, length in runs]
+        view, block_bytes = blocks.reshape(-1).data, blocks.shape[1]
+        num_bytes = sum(length for *_, length in runs)
+        for index, part in enumerate(parts):
+            for asked in parts[:2] if not index else parts[index + 1 : index + 2]:
+                self._connection.send(Read([remote for remote, _ in asked], wanted))
+            answer = self._receive()
+            if not isinstance(answer, Data) or answer.num_bytes != len(part) * num_bytes:
+                raise ValueError("it has sent something else than what was asked for")
+            self._connection.receive_into(_targets(view, block_bytes, part, runs))
+
+    def wait(self, step: int, layer: int) -> Reached:
+        """Wait for the layers of a step below `layer`, for a second or so."""
+        self._connection.send(Await(step, layer))
+        answer = self._receive()
+        if not isinstance(answer, Reached):
+            raise ValueError("it has not said how far the step is")
+        return answer
+
+    def _receive(self) -> Hello | Data | Reached:
+        answer = self._connection.receive(_answers)
+        if answer is None:
+            raise ConnectionError("the other end has closed the connection")
+        if isinstance(answer, Problem):
+            raise ValueError(answer.text)
+        return answer
+
+
+def _batches(pairs: Pairs, runs: Sequence[Run]) -> list[Pairs]:
+    size = sum(length for *_, length in runs)
+    most = max(1, min(_BATCH_BYTES // size, MOST_PIECES // len(runs), _BATCH_BLOCKS))
+    return [pairs[first : first + most] for first in range(0, len(pairs), most)]
+
+
+def _targets(view: memoryview, block_bytes: int, pairs: Pairs, runs: Iterable[Run]) -> Iterator[memoryview]:
+    for _, index in pairs:
+        for _, start, length in runs:
+            yield view[index * block_bytes + start : index * block_bytes + start + length]
+
+
+class MappedSource:
+    """Copies from the memory of a rank on the same machine."""
+
+    def __init__(self, hello: Hello) -> None:
+        """Raises OSError if the memory cannot be reached: the rank is on another machine, or of another user."""
+        file, block_bytes = hello.file, hello.layout.block_bytes
+        if file is None or not file.boot_id or file.boot_id != boot_id():
+            raise FileNotFoundError("it is on another machine, or its blocks are not in the memory of a CPU")
+        handle = os.open(f"/proc/{file.pid}/fd/{file.handle}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            info = os.fstat(handle)  # in another container, the path leads to another file
+            if (info.st_dev, info.st_ino) != (file.device, file.inode):
+                raise FileNotFoundError("its memory is in another container")
+            if info.st_size < hello.num_blocks * block_bytes:
+                raise OSError("its memory is too small")
+            region = mmap.mmap(handle, hello.num_blocks * block_bytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(handle)
+        self._blocks = np.frombuffer(region, np.uint8).reshape(hello.num_blocks, block_bytes)
+
+    def read(self, pairs: Pairs, runs: Sequence[Run], blocks: Blocks) -> None:
+        for other, own in pairs:
+            if not 0 < other < len(self._blocks):
+                raise ValueError(f"block {other} is not one of the blocks 1 to {len(self._blocks) - 1}")
+            for remote, start, length in runs:
+                np.copyto(blocks[own, start : start + length], self._blocks[other, remote : remote + length])
+
+    def interrupt(self) -> None:
+        """It never waits."""
+
+    def close(self) -> None:
+        self._blocks = np.empty((0, 0), np.uint8)  # the mapping ends with its last user
+
+
+def ask(host: str, port: int, secret: bytes, timeout: float = wire.TIMEOUT_SECONDS) -> Hello:
+    """What the rank has whose server listens there. Raises OSError or ValueError."""
+    source = TcpSource(host, port, secret, timeout)
+    try:
+        return source.hello()
+    finally:
+        source.close()

@@ -1,6 +1,0 @@
-"""Profiles of running engines: traces of torch's profiler, CUDA's profiler, and ranges for Nsight Systems.
-
-A plug-in: the engine loads it when a profile is asked for.
-"""
-
-from quire_profile.options import ProfilerConfig as ProfilerConfig

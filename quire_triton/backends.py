@@ -1,7 +1,0 @@
-"""The attention backends of GPUs, the best first."""
-
-from quire.attention.base import AttentionBackend
-from quire_triton.attention_backend import TritonAttention
-from quire_triton.varlen_backend import FlashAttention, TorchVarlenAttention
-
-BACKENDS: list[type[AttentionBackend]] = [TritonAttention, FlashAttention, TorchVarlenAttention]
