@@ -6,7 +6,6 @@ of vLLM that Quire does not have.
 
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
-from importlib import import_module
 from typing import Any, Literal, Self, get_type_hints
 
 from quire.options.cache import CacheConfig as CacheConfig
@@ -229,7 +228,9 @@ class EngineConfig:
             message = f"kv_cache_dtype={kv_dtype!r} needs dtype={kv_dtype!r}, but dtype is {dtype!r}; leave one at auto"
             raise ConfigError(message)
         if self.model.model_impl == "transformers":
-            import_module("quire.options.transformers").check(self)
+            from quire.options.transformers import check
+
+            check(self)
         if self.lora.enable_lora and self.model.torch_compile:
             raise ConfigError("enable_lora and torch_compile exclude each other; leave one of the two out")
         drafts = self.scheduler.speculation

@@ -37,7 +37,9 @@ def fuzz(name: str, libfuzzer: list[str]) -> None:
     sys.path.insert(0, str(TESTS))
     sys.path.append(str(ROOT))
     os.environ |= {"OMP_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
-    modules = "quire.checkpoints quire.text quire.lora quire.transfer quire.server starlette python_multipart json".split()
+    modules = (
+        "quire.checkpoints quire.text quire.lora quire.transfer quire.server starlette python_multipart json".split()
+    )
     with atheris.instrument_imports(include=modules, enable_loader_override=False):
         from support.fuzz_targets import MEMORY_BYTES, TARGETS
 

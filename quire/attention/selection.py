@@ -1,7 +1,5 @@
 """Chooses the attention backend of a model."""
 
-from importlib import import_module
-
 from quire.attention.base import AttentionBackend, AttentionShape
 from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
@@ -10,7 +8,9 @@ from quire.ops import HAS_TRITON
 
 BACKENDS: list[type[AttentionBackend]] = [CpuAttention, ReferenceAttention]  # best first
 if HAS_TRITON:
-    BACKENDS = [*import_module("quire.attention.triton.backends").BACKENDS, *BACKENDS]
+    from quire.attention.triton.backends import BACKENDS as TRITON_BACKENDS
+
+    BACKENDS = [*TRITON_BACKENDS, *BACKENDS]
 
 # vLLM's names, with the nearest backend of Quire. They are preferences: a command line that has one starts anywhere.
 VLLM_BACKENDS = {

@@ -5,7 +5,6 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from importlib import import_module
 from secrets import token_hex
 from typing import Any, NamedTuple, get_args
 
@@ -361,12 +360,16 @@ class AsyncLLM:
             task.add_done_callback(self._pinning.discard)
 
     async def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Record the steps of all cores, see quire.observability.profiling. profile_prefix: of the traces' names. Raises ValueError."""
-        await import_module("quire.observability.profiling.client").start(self.client, profile_prefix)
+        """Record the steps of all cores. profile_prefix: of the traces' names. Raises ValueError."""
+        from quire.observability.profiling.client import start
+
+        await start(self.client, profile_prefix)
 
     async def stop_profile(self) -> int:
         """Returns how many cores have written their traces. Raises ValueError if none has."""
-        return int(await import_module("quire.observability.profiling.client").stop(self.client))
+        from quire.observability.profiling.client import stop
+
+        return await stop(self.client)
 
     async def look(self, viewer: str) -> list[bytes]:
         """What each core does, in JSON, see quire.server.page. viewer: who asks. Raises EngineDeadError."""

@@ -214,7 +214,9 @@ def make_core(
             encoders=_encoders(config, spec, limits),
         )  # fmt: skip
         if config.profile.enable_layerwise_nvtx_tracing:
-            import_module("quire.observability.profiling.ranges").mark_core(scheduler)
+            from quire.observability.profiling.ranges import mark_core
+
+            mark_core(scheduler)
         kv_events = _kv_events(config, kv, rank)
         if config.cache.transfer is not None and kv.specs:
             plugin = import_module(f"{config.cache.transfer.kv_connector_module_path}.exchange")

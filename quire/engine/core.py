@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -335,8 +334,7 @@ class EngineCore:
         elif isinstance(command, Sleep):
             self._sleep(command)
         elif isinstance(command, Profile):
-            self._profiler = self._profiler or import_module("quire.observability.profiling.core").CoreProfiler(self)
-            self._profiler.obey(command)
+            self._profile(command)
         elif isinstance(command, WakeUp) and not self._asleep:
             pass
         elif isinstance(command, WakeUp):
@@ -450,9 +448,17 @@ class EngineCore:
     def look(self, viewer: str) -> bytes:
         """See Look. Nothing is recorded before the first look."""
         if self._observer is None:
-            self._observer = import_module("quire.engine.observation.observer").Observer(self)
-        answer: bytes = self._observer.look(viewer)
-        return answer
+            from quire.engine.observation.observer import Observer
+
+            self._observer = Observer(self)
+        return self._observer.look(viewer)
+
+    def _profile(self, command: Profile) -> None:
+        if self._profiler is None:
+            from quire.observability.profiling.core import CoreProfiler
+
+            self._profiler = CoreProfiler(self)
+        self._profiler.obey(command)
 
     def reset_prefix_cache(self, external: bool = False) -> None:
         """Forget all cached prefixes. Pinned ones lose their hold, until they are computed and pinned again. external:

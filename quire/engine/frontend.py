@@ -1,7 +1,6 @@
 """The text side of an engine: tokenizer, chat template, validation of requests. The core computes the rest."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,9 +83,9 @@ class Frontend:
             return None
         tokens = scheduler.tokens_of_a_step(gpu=False)  # the least that it can be
         limits = options.limits(tokens, min(scheduler.long_prefill_token_threshold or tokens, tokens))
-        make = import_module("quire.multimodal.processor").MediaProcessor
-        processor: MediaProcessor = make(spec.media, self.directory, self.tokenizer, limits, options, spec.hidden_size)
-        return processor
+        from quire.multimodal.processor import MediaProcessor  # imports the library of pictures
+
+        return MediaProcessor(spec.media, self.directory, self.tokenizer, limits, options, spec.hidden_size)
 
     def adapter(self, request: LoRARequest | None) -> Adapter | None:
         """The adapter that a request names. Raises ValueError if it does not exist, or if the engine takes none."""

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from importlib import import_module
 from itertools import count
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal
@@ -302,11 +301,15 @@ class LLM:
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Record steps as `profiler_config` says. profile_prefix: of the traces' names. Raises ValueError."""
-        self.core.carry_out(import_module("quire.observability.profiling.client").start_order(self.config, profile_prefix))
+        from quire.observability.profiling.client import start_order
+
+        self.core.carry_out(start_order(self.config, profile_prefix))
 
     def stop_profile(self) -> None:
         """Write the traces. Raises ValueError if no profile runs, OSError if they cannot be written."""
-        self.core.carry_out(import_module("quire.observability.profiling.client").stop_order())
+        from quire.observability.profiling.client import stop_order
+
+        self.core.carry_out(stop_order())
 
     def init_weights_update_group(self, *place: Any, **options: Any) -> None:
         """Join a trainer's process group, as AsyncLLM does."""

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 
 from quire.checkpoints.metadata import hf_config
@@ -37,7 +36,9 @@ def describe(directory: Path, options: ModelConfig) -> ModelDescription:
     config = hf_config(directory, options.hf_overrides)
     _check_dtype(config, options)
     if options.model_impl == "transformers":
-        spec: DecoderSpec = import_module("quire.models.transformers_backend.spec").spec_of(config)
+        from quire.models.transformers_backend.spec import spec_of
+
+        spec = spec_of(config)
     else:
         spec = spec_of(config)
     if not is_pooling_model(config, directory, options):

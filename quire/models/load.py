@@ -16,6 +16,7 @@ from quire.checkpoints.gguf import read_gguf
 from quire.checkpoints.gguf_checkpoint import GgufCheckpoint
 from quire.checkpoints.gguf_models import gguf_tensors
 from quire.checkpoints.mxfp4 import Mxfp4Checkpoint
+from quire.checkpoints.packed.cache import open_cache
 from quire.checkpoints.rwkv import PACKED, RwkvCheckpoint
 from quire.checkpoints.weights import Checkpoint, load_dummy, load_weights, open_checkpoint, parts_of
 from quire.config import ConfigError, EngineConfig, ModelConfig
@@ -79,8 +80,9 @@ def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     if quantization_kind(config) == "bitsandbytes":
         return BitsAndBytesCheckpoint(checkpoint)
     if quantization_kind(config) == "torchao":
-        of_torchao: Checkpoint = import_module("quire.checkpoints.formats.torchao").TorchaoCheckpoint(checkpoint)
-        return of_torchao
+        from quire.checkpoints.formats.torchao import TorchaoCheckpoint
+
+        return TorchaoCheckpoint(checkpoint)
     return checkpoint
 
 
@@ -92,9 +94,9 @@ def _transformers_model(
     if isinstance(weights, Checkpoint):
         raise ValueError("model_impl='transformers' takes new weights from a folder only")
     prepare_kernels(config, description.spec, description.config, False, target, mesh)
-    kernels, load = Kernels(target, config.kernels.kernels), import_module("quire.models.transformers_backend.load").load_model
-    model: Model = load(description, config, max_model_len, kernels, mesh.tp, weights)
-    return model
+    from quire.models.transformers_backend.load import load_model  # imports transformers
+
+    return load_model(description, config, max_model_len, Kernels(target, config.kernels.kernels), mesh.tp, weights)
 
 
 def load_model(
@@ -158,8 +160,9 @@ def load_model(
         if hasattr(towers, "output_rules"):
             model.output_rules = partial(towers.output_rules, directory, spec.media)
         if device.type == "cuda":
-            largest = import_module("quire.multimodal.samples").largest_items
-            model.largest_items = partial(largest, spec.media, directory, config.multimodal)
+            from quire.multimodal.samples import largest_items
+
+            model.largest_items = partial(largest_items, spec.media, directory, config.multimodal)
     elsewhere |= builder.tensors_elsewhere
     if adapters is not None:
         adapters.elsewhere = {name.rpartition(".")[0] for name in elsewhere}
@@ -173,7 +176,7 @@ def load_model(
         ignored = (*spec.ignored, *extra_tensors(description.config), *tied)
         model.parts = parts_of(checkpoint, builder)
         if weights is None and not is_deferred():  # new weights are used once, and so are those of a first minute
-            model.weight_cache = import_module("quire.checkpoints.packed.cache").open_cache(config, directory, builder)
+            model.weight_cache = open_cache(config, directory, builder)
         builder.is_restored = model.weight_cache is not None and model.weight_cache.restore()
         load_weights(checkpoint, builder, ignored, show_progress, elsewhere)
         if model.weight_cache is not None and not builder.is_restored:

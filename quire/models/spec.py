@@ -11,6 +11,7 @@ from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.rotary_spec import RotarySpec, max_model_positions, rotary_spec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec
+from quire.multimodal.spec import MediaSpec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
 # What keeps an entry in the cache
@@ -25,22 +26,6 @@ NAMES: Mapping[str, dict[str, str | None]] = {
     family: {role: name or None for role, name in names.items()}
     for family, names in tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8")).items()
 }
-
-
-@dataclass(frozen=True)
-class MediaSpec:
-    """What a model sees or hears besides text, or what text its encoder reads.
-
-    family: of the modules quire.multimodal.families.FAMILY (preprocessing) and quire.models.towers.FAMILY (the
-    encoder). config: the checkpoint's whole config. levels: for how many layers the encoder has features of their own,
-    see StepMedia. two_way: whether the tokens of a picture see each other in both directions. encoder: of texts.
-    """
-
-    family: str
-    config: HfConfig = field(default_factory=dict, compare=False)
-    levels: int = 0
-    two_way: bool = False
-    encoder: "DecoderSpec | None" = None
 
 
 @dataclass(frozen=True)

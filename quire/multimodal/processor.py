@@ -18,7 +18,6 @@ from PIL import Image
 from quire.checkpoints.metadata import load_generation_config
 from quire.messages.errors import error_text
 from quire.messages.media import Buffer, EncoderLimits, MediaItem, MediaPlace
-from quire.models.spec import MediaSpec
 from quire.multimodal.content import MediaPart, Sources, split_content
 from quire.multimodal.decoding import Encoded, ItemCache, decoded, refusal
 from quire.multimodal.embeds import CHUNK, buffer_of, decode_embeddings
@@ -29,6 +28,7 @@ from quire.multimodal.families.whisper import Sounds
 from quire.multimodal.pictures import MediaError, picture
 from quire.multimodal.preprocessing import read_settings
 from quire.multimodal.sounds import sound
+from quire.multimodal.spec import MediaSpec
 from quire.multimodal.speech import Speech
 from quire.options.declaration import ConfigError
 from quire.options.multimodal import MOST_GIVEN_FRAMES, MultiModalConfig

@@ -1,6 +1,5 @@
 """The operations of the forward pass and the sampler, and their implementations."""
 
-from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -39,6 +38,6 @@ def triton_works() -> bool:
 
 HAS_TRITON = triton_works()
 if HAS_TRITON:
-    import_module("quire.ops.triton.kernels")  # registers them
+    import quire.ops.triton.kernels  # registers them
 
 __all__ = ["HAS_TRITON", "OPS", "Kernels", "Op", "Target", "declare"]

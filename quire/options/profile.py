@@ -1,10 +1,10 @@
-"""The options of profiles. What they mean is known to quire.observability.profiling, which is loaded when one is given."""
+"""The options of profiles."""
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
-from quire.options.declaration import option
+from quire.options.declaration import ConfigError, option
+from quire.platform.extras import install_command
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,16 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         if self.profiler_config:
-            import_module("quire.options.profiler").ProfilerConfig.read(self.profiler_config)
+            from quire.options.profiler import ProfilerConfig
+
+            ProfilerConfig.read(self.profiler_config)
         if self.enable_layerwise_nvtx_tracing:
-            import_module("quire.observability.profiling.ranges").check()
+            check_nvtx()
+
+
+def check_nvtx() -> None:
+    """Raises ConfigError if the library for ranges of Nsight Systems is missing."""
+    try:
+        import nvtx  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"enable_layerwise_nvtx_tracing needs nvtx: {install_command('profile')}") from error

@@ -1,12 +1,16 @@
 """Which options go with transformers' models."""
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from quire.config import ConfigError, EngineConfig
+from quire.options.declaration import ConfigError
 from quire.platform.extras import install_command
 
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
 
-def check(config: EngineConfig) -> None:
+
+def check(config: "EngineConfig") -> None:
     """Raises ConfigError if transformers is not installed, or for an option that its models cannot have."""
     if find_spec("transformers") is None:
         raise ConfigError(f"model_impl='transformers' needs transformers: {install_command('transformers')}")

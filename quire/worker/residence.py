@@ -4,7 +4,6 @@ import ctypes
 import mmap
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any, Protocol
@@ -120,8 +119,10 @@ class Residence:
         Raises ValueError if it cannot be."""
         if self._groups is None:
             self._check_replaceable()
-            make = import_module("quire.worker.weight_groups").WeightGroups
-            self._groups = make(self._model.kernels.target.device, self._rank, self._directory, self._model.parts)
+            from quire.worker.weight_groups import WeightGroups  # imports what connects machines
+
+            device = self._model.kernels.target.device
+            self._groups = WeightGroups(device, self._rank, self._directory, self._model.parts)
         self._groups.exchange(order)
 
     def _storages(self) -> list[UntypedStorage]:

@@ -2,7 +2,6 @@
 
 import time
 from functools import partial
-from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -190,10 +189,12 @@ class Worker:
         transfer = config.cache.transfer
         clock = self._clock(forward) if transfer is not None and transfer.produces else None
         self.transfers = kv_transfers(config, directory, self.kv_cache, self.kv_memory, self.backends, mesh, clock)
-        self._profiler: Any = None
+        self._profiler: RankProfiler | None = None
         self._rank = mesh.replica.rank
         if config.profile.enable_layerwise_nvtx_tracing:
-            import_module("quire.observability.profiling.ranges").mark_rank(self.runner, config.model.torch_compile)
+            from quire.observability.profiling.ranges import mark_rank
+
+            mark_rank(self.runner, config.model.torch_compile)
         self.step_costs = StepCosts()
         if speculation is not None and speculation.adaptive and not pools:
             self.step_costs = step_costs(self.runner, most_tokens, speculation.num_speculative_tokens, replica)
@@ -201,8 +202,9 @@ class Worker:
     def change(self, change: Change) -> None:
         """Raises ValueError or OSError if it cannot be; then nothing has changed."""
         if isinstance(change, Profile):
-            make = import_module("quire.observability.profiling.rank").RankProfiler
-            self._profiler = self._profiler or make(self.runner, self._rank)
+            from quire.observability.profiling.rank import RankProfiler
+
+            self._profiler = self._profiler or RankProfiler(self.runner, self._rank)
             self._profiler.obey(change)
         else:
             self.runner.was_finite = False  # the weights may be others

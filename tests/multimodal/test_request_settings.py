@@ -12,8 +12,8 @@ from PIL import Image
 from quire.checkpoints.hub import local_model
 from quire.config import ConfigError, EngineConfig
 from quire.engine.frontend import Frontend
-from quire.models.spec import MediaSpec
 from quire.multimodal.processor import load_family
+from quire.multimodal.spec import MediaSpec
 from support.seeing import picture
 from support.server import Host
 

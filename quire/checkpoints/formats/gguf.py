@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -115,7 +114,9 @@ def decoder_of(kind: TensorType) -> torch.dtype | Decoder:
     """Raises WeightError if the type needs a package that is not installed."""
     if (known := _DECODERS.get(kind.name)) is not None:
         return known
-    further: Decoder = import_module("quire.checkpoints.formats.ggml_blocks").decoder_of(kind.name)
+    from quire.checkpoints.formats.ggml_blocks import decoder_of
+
+    further: Decoder = decoder_of(kind.name)
     return further
 
 

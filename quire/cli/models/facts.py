@@ -4,7 +4,6 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +164,9 @@ def _inputs(spec: DecoderSpec) -> str:
     """What a model with an encoder of pictures or sounds takes."""
     if spec.media is None or spec.media.encoder is not None:
         return ""
-    family = import_module("quire.multimodal.processor").load_family(spec.media, {}, str)
+    from quire.multimodal.processor import load_family  # imports the library of pictures
+
+    family = load_family(spec.media, {}, str)
     taken = [_INPUTS[modality] for modality in family.kinds]
     return f" from {', '.join(taken if family.crossed else ['text', *taken])}"
 

@@ -5,7 +5,8 @@ from math import sqrt
 from typing import Any
 
 from quire.layers.specs import MLPSpec, NormSpec
-from quire.models.spec import NAMES, DecoderSpec, HfConfig, MediaSpec, Names, decoder_spec
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, Names, decoder_spec
+from quire.multimodal.spec import MediaSpec
 
 # Copies of the shared embedding.
 _IGNORED = (r"(encoder|decoder)\.embed_tokens\.weight$",)

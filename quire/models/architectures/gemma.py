@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from quire.layers.specs import MLPSpec, NormSpec
-from quire.models.spec import NAMES, DecoderSpec, HfConfig, MediaSpec, decoder_spec, layer_windows, rotary_by_window
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows, rotary_by_window
+from quire.multimodal.spec import MediaSpec
 
 _GEMMA3 = {  # defaults of fields that the config does not have
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,

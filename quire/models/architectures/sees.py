@@ -7,7 +7,8 @@ from quire.models.architectures.delta_net import qwen3_5, qwen3_5_moe
 from quire.models.architectures.gemma import gemma
 from quire.models.architectures.llama import llama, mistral
 from quire.models.architectures.qwen import qwen2, qwen3, qwen3_vl_moe
-from quire.models.spec import Architecture, DecoderSpec, HfConfig, MediaSpec
+from quire.models.spec import Architecture, DecoderSpec, HfConfig
+from quire.multimodal.spec import MediaSpec
 
 TEXT_MODELS: dict[str, Architecture] = {
     "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma": gemma, "qwen3_vl_moe": qwen3_vl_moe,

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from quire.layers.attention_spec import Buckets
 from quire.layers.specs import MLPSpec, NormSpec
-from quire.models.spec import NAMES, DecoderSpec, HfConfig, MediaSpec, Names, decoder_spec
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, Names, decoder_spec
+from quire.multimodal.spec import MediaSpec
 
 # Copies of the shared embedding, and a bias that the first checkpoints have and no layer uses.
 _IGNORED = (r"^(encoder|decoder)\.embed_tokens\.weight$", r"\.EncDecAttention\.relative_attention_bias\.weight$")

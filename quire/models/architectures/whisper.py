@@ -1,7 +1,8 @@
 """Whisper (arXiv:2212.04356): an encoder of log-mel spectra, and a decoder whose layers read its results."""
 
 from quire.layers.specs import MLPSpec, NormSpec
-from quire.models.spec import NAMES, DecoderSpec, HfConfig, MediaSpec, decoder_spec
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
+from quire.multimodal.spec import MediaSpec
 
 
 def whisper(config: HfConfig) -> DecoderSpec:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.models.spec import MediaSpec
 from quire.models.towers.layers import LayerNorm, Linear
 from quire.models.towers.vit import VisionTransformer
+from quire.multimodal.spec import MediaSpec
 
 
 class Tower:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.models.spec import MediaSpec
 from quire.models.towers.layers import ACTIVATIONS, LayerNorm, Linear, RMSNorm, attend, patches
 from quire.multimodal.families.base import Config
 from quire.multimodal.families.internvl import first
+from quire.multimodal.spec import MediaSpec
 
 DEFAULTS = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.models.spec import MediaSpec
 from quire.models.towers import llava
 from quire.multimodal.families.llava_next import SIZES, best_size, kept, most_tiles, tile_sizes
+from quire.multimodal.spec import MediaSpec
 
 
 class Tower(llava.Tower):

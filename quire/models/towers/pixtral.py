@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.models.spec import MediaSpec
 from quire.models.towers.layers import ACTIVATIONS, Linear, RMSNorm, attend, patches, rotate
 from quire.multimodal.families.base import Config
+from quire.multimodal.spec import MediaSpec
 
 EPS = 1e-5
 

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.models.spec import MediaSpec
 from quire.models.towers.layers import Linear
 from quire.models.towers.whisper import Encoder
+from quire.multimodal.spec import MediaSpec
 
 
 class Tower:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.models.spec import MediaSpec
 from quire.models.towers.layers import ACTIVATIONS, LayerNorm, Linear, RMSNorm, rotate
 from quire.multimodal.families.base import Config
+from quire.multimodal.spec import MediaSpec
 
 EPS = 1e-6
 Norm = Callable[[Tensor], Tensor]

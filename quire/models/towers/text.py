@@ -10,7 +10,7 @@ from quire.layers.build import Builder
 from quire.layers.forward_state import ForwardState
 from quire.layers.step_inputs import StepInputs, StepSize
 from quire.models.decoder import Decoder
-from quire.models.spec import MediaSpec
+from quire.multimodal.spec import MediaSpec
 from quire.ops.memory import upload
 
 

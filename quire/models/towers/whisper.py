@@ -13,9 +13,9 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.layers.build import Builder
 from quire.messages.step import NewRequest
-from quire.models.spec import MediaSpec
 from quire.models.towers.layers import ACTIVATIONS, LayerNorm, Linear, attend
 from quire.multimodal.families.base import Config
+from quire.multimodal.spec import MediaSpec
 from quire.sampling.logits_processors import LogitsProcessor, SamplingPlaces
 
 _NEVER = float("-inf")

@@ -1,22 +1,11 @@
 """Ranges for Nsight Systems (NVTX): the stations of each step, and each layer that is called from Python."""
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
-from quire.config import ConfigError
 from quire.observability.profiling.stations import core_stations, mark, rank_stations
-from quire.platform.extras import install_command
 
 DOMAIN = "quire"  # under which Nsight shows the ranges
-
-
-def check() -> None:
-    """Raises ConfigError if the library is missing."""
-    try:
-        import_module("nvtx")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"enable_layerwise_nvtx_tracing needs nvtx: {install_command('profile')}") from error
 
 
 def _range(name: str) -> Any:
