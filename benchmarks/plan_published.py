@@ -4,8 +4,8 @@
 
 Each row is simulated as it was measured: so many requests at once, or so many at a time, with prompts and outputs of
 the lengths that are stated, the layout, the type of the weights, and the engine's limits as far as they are known.
-Counted times say what the devices need, by the shares in quire/planner/devices.toml; what the other engines' hosts add is
-not in them. Tables are not chosen by how well they agree.
+Counted times say what the devices need, by the shares in quire/planner/devices.toml; what the other engines' hosts add
+is not in them. Tables are not chosen by how well they agree.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.models.heads.resolve import with_files
 from quire.observability.engine import EngineMetrics
 from quire.observability.logging import logger
+from quire.observability.profiling import client as profiling
 from quire.platform.untrusted.limits import BusyError
 from quire.text.tokenizer import Tokenizer
 
@@ -361,15 +362,11 @@ class AsyncLLM:
 
     async def start_profile(self, profile_prefix: str | None = None) -> None:
         """Record the steps of all cores. profile_prefix: of the traces' names. Raises ValueError."""
-        from quire.observability.profiling.client import start
-
-        await start(self.client, profile_prefix)
+        await profiling.start(self.client, profile_prefix)
 
     async def stop_profile(self) -> int:
         """Returns how many cores have written their traces. Raises ValueError if none has."""
-        from quire.observability.profiling.client import stop
-
-        return await stop(self.client)
+        return await profiling.stop(self.client)
 
     async def look(self, viewer: str) -> list[bytes]:
         """What each core does, in JSON, see quire.server.page. viewer: who asks. Raises EngineDeadError."""

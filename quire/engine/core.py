@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from quire.engine.kernel_switch import KernelSwitch
 from quire.engine.pause import PauseGate
@@ -39,6 +39,8 @@ from quire.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from quire.engine.kv_events import KVEvents
     from quire.engine.machine import IdleMeasurement
+    from quire.engine.observation.observer import Observer
+    from quire.observability.profiling.core import CoreProfiler
 
 
 SWITCH_SECONDS = 60.0  # how long a core may be silent while it loads the model again
@@ -116,8 +118,8 @@ class EngineCore:
             gate.connect(self._wake)
         if lockstep is not None:
             lockstep.connect(self._wake)
-        self._observer: Any = None
-        self._profiler: Any = None
+        self._observer: Observer | None = None
+        self._profiler: CoreProfiler | None = None
         self.busy: Callable[[float], None] = lambda seconds: None  # is told that this process may be silent for so long
         self._cause_of_death: BaseException | None = None
         self._retired_at = 0.0  # when the last step was retired, if there is a pace

@@ -42,6 +42,7 @@ from quire.messages.outputs import (
 from quire.messages.pooling_params import PoolingParams, PoolingTask
 from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.models.heads.resolve import with_files
+from quire.observability.profiling.client import start_order, stop_order
 from quire.platform.untrusted.limits import BusyError
 from quire.text.hf_tokenizer import HFTokenizer
 
@@ -301,14 +302,10 @@ class LLM:
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Record steps as `profiler_config` says. profile_prefix: of the traces' names. Raises ValueError."""
-        from quire.observability.profiling.client import start_order
-
         self.core.carry_out(start_order(self.config, profile_prefix))
 
     def stop_profile(self) -> None:
         """Write the traces. Raises ValueError if no profile runs, OSError if they cannot be written."""
-        from quire.observability.profiling.client import stop_order
-
         self.core.carry_out(stop_order())
 
     def init_weights_update_group(self, *place: Any, **options: Any) -> None:

@@ -116,9 +116,10 @@ class LeaveGroup(msgspec.Struct, array_like=True, tag=True):
 
 
 class Profile(msgspec.Struct, array_like=True, tag=True):
-    """Start or stop a profile (see quire.observability.profiling), or drop it if it has this name. name: of its files. replica: the
-    number of the core. has_core: whether the core's process has a trace of its own, beside those of its ranks. options:
-    the fields of profiler_config."""
+    """Start or stop a profile (see quire.observability.profiling), or drop it if it has this name.
+
+    name: of its files. replica: the number of the core. has_core: whether the core's process has a trace of its own,
+    beside those of its ranks. options: the fields of profiler_config."""
 
     step: Literal["start", "stop", "drop"]
     name: str = ""

@@ -36,9 +36,9 @@ def describe(directory: Path, options: ModelConfig) -> ModelDescription:
     config = hf_config(directory, options.hf_overrides)
     _check_dtype(config, options)
     if options.model_impl == "transformers":
-        from quire.models.transformers_backend.spec import spec_of
+        from quire.models.transformers_backend.spec import spec_of as transformers_spec  # imports transformers
 
-        spec = spec_of(config)
+        spec = transformers_spec(config)
     else:
         spec = spec_of(config)
     if not is_pooling_model(config, directory, options):

@@ -43,8 +43,7 @@ class Model(Protocol):
     has of which tensors of the checkpoint; nothing, if there was none. sees: whether it takes pictures, and whether
     tokens have several rotary positions (DecoderSpec.has_sections). tower: in the first stage. largest_items: what the
     tower may have to encode, on a GPU (quire/multimodal/samples.py). output_rules: makes the logits processor of a
-    model whose output has rules of its own. weight_cache: of quire.checkpoints.packed, where the weights are kept for later
-    starts.
+    model whose output has rules of its own. weight_cache: where the packed weights are kept for later starts.
     """
 
     kernels: Kernels

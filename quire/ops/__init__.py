@@ -16,7 +16,7 @@ import quire.ops.cpu.routing
 import quire.ops.cpu.sampling
 import quire.ops.cpu.states
 import quire.ops.reference.batch  # the imports register; nothing is compiled before an engine chooses
-import quire.ops.reference.drafts  # noqa: F401
+import quire.ops.reference.drafts
 from quire.observability.logging import logger
 from quire.ops import launchers
 from quire.ops.registry import OPS, Kernels, Op, Target, declare
@@ -38,6 +38,6 @@ def triton_works() -> bool:
 
 HAS_TRITON = triton_works()
 if HAS_TRITON:
-    import quire.ops.triton.kernels  # registers them
+    import quire.ops.triton.kernels  # noqa: F401  # registers them
 
 __all__ = ["HAS_TRITON", "OPS", "Kernels", "Op", "Target", "declare"]

@@ -58,6 +58,7 @@ from quire.worker.tiers import kv_transfers
 from quire.worker.warm_up import warm_up
 
 if TYPE_CHECKING:
+    from quire.observability.profiling.rank import RankProfiler
     from quire.worker.drafters.load import DrafterParts
 
 

@@ -1,4 +1,4 @@
-"""Further types of ggml's blocks (quire/checkpoints/formats/ggml_blocks.py): what is not in tests/checkpoints/test_gguf.py."""
+"""Further types of ggml's blocks: what is not in test_gguf.py."""
 
 from __future__ import annotations
 

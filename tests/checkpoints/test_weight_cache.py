@@ -303,7 +303,7 @@ def test_a_read_only_folder_is_read(folder, checkpoints):
     path = checkpoints.path("llama")
     start(path)
     code = (
-        "import quire.checkpoints.packed.cache, sys; quire.checkpoints.packed.cache.WORTHWHILE = 0; from quire import LLM;"
+        "import sys; from quire.checkpoints.packed import cache; cache.WORTHWHILE = 0; from quire import LLM;"
         "llm = LLM(sys.argv[1], dtype='float32', max_model_len=176, max_num_seqs=32, mamba_block_size=16);"
         "print(llm.core.executor.runner.model.weight_cache.mapped)"
     )

@@ -30,7 +30,8 @@ def entries(log: str) -> list[dict[str, Any]]:
 
 def run(script: str) -> list[dict[str, Any]]:
     """The log of a program that begins to log as JSON."""
-    head = "import logging, threading, warnings\nfrom quire.observability.logging import *\nconfigure_logging('INFO', 'json')\n"
+    head = "import logging, threading, warnings\nfrom quire.observability.logging import *\n"
+    head += "configure_logging('INFO', 'json')\n"
     done = subprocess.run([sys.executable, "-c", head + script], capture_output=True, text=True)
     assert not done.stdout
     return entries(done.stderr)

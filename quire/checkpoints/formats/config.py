@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -152,20 +151,28 @@ def _block(settings: Settings, field: str) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
-def _of_package(module: str) -> Callable[[Settings], SchemeOf]:
-    """The same for a format in the package quire.checkpoints.formats, which is imported when a checkpoint has it."""
+def _marlin(settings: Settings) -> SchemeOf:
+    from quire.checkpoints.formats.marlin import scheme_of
 
-    def scheme_of(settings: Settings) -> SchemeOf:
-        made: SchemeOf = import_module(f"quire.checkpoints.formats.{module}").scheme_of(settings)
-        return made
+    return scheme_of(settings)
 
-    return scheme_of
+
+def _hqq(settings: Settings) -> SchemeOf:
+    from quire.checkpoints.formats.hqq import scheme_of
+
+    return scheme_of(settings)
+
+
+def _torchao(settings: Settings) -> SchemeOf:
+    from quire.checkpoints.formats.torchao import scheme_of
+
+    return scheme_of(settings)
 
 
 def _gptq(settings: Settings) -> SchemeOf:
     form = "marlin" if settings.get("is_marlin_format") else settings.get("checkpoint_format", "gptq")
     if check_field({"checkpoint_format": form}, "checkpoint_format", ("gptq", "gptq_v2", "marlin")) == "marlin":
-        return _of_package("marlin")(settings)
+        return _marlin(settings)
     overrides: Settings = settings.get("dynamic") or {}  # by GPTQModel; the checkpoint shows which layers are left out
 
     def scheme_of(name: str) -> Scheme:
@@ -185,7 +192,7 @@ def _awq(settings: Settings) -> SchemeOf:
     settings = {"group_size": settings.get("q_group_size", 128), **settings}
     version = str(settings.get("version", "gemm")).lower()
     if check_field({"version": version}, "version", ("gemm", "marlin")) == "marlin":
-        return _of_package("marlin")(settings)
+        return _marlin(settings)
     scheme = AWQ(group_size_of(settings))
     return lambda name: scheme
 
@@ -282,9 +289,9 @@ _METHODS: dict[str, Callable[[Settings], SchemeOf]] = {
     "awq": _awq,
     "autoawq": _awq,
     "auto-round": _auto_round,
-    "marlin": _of_package("marlin"),
-    "hqq": _of_package("hqq"),
-    "torchao": _of_package("torchao"),
+    "marlin": _marlin,
+    "hqq": _hqq,
+    "torchao": _torchao,
     "mxfp4": lambda settings: lambda name: MXFP4 if ".experts." in name else None,  # gpt-oss
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,

@@ -1,7 +1,7 @@
 """Decodes the tensor types of GGUF files (ggml's quantized blocks) into the engine's own layout.
 
 The layouts are those of ggml's ggml-common.h. The values equal those of ggml's reference dequantization bit for bit.
-Types whose codes stand for the values of a table, and other further ones, are in quire/checkpoints/formats/ggml_blocks.py.
+Types whose codes stand for the values of a table, and other further ones, are in ggml_blocks.py.
 """
 
 import math

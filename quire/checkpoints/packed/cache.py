@@ -22,10 +22,7 @@ logger = logging.getLogger("quire")
 WORTHWHILE = 1 << 26  # bytes of weights; less is read and packed in no time
 _OF_A_CHECKPOINT = {".safetensors", ".bin", ".pt", ".json", ".gguf"}
 # The packages whose code makes weights of a checkpoint's tensors, or keeps them
-_PACKAGES = (
-    "quire/layers", "quire/checkpoints", "quire/models", "quire/ops", "quire/checkpoints/formats", "quire.checkpoints.formats",
-    "quire.checkpoints.packed",
-)  # fmt: skip
+_PACKAGES = ("checkpoints", "layers", "models", "ops")
 
 
 def open_cache(config: EngineConfig, directory: Path, builder: Builder) -> "WeightCache | None":
@@ -124,6 +121,6 @@ def _code() -> str:
     """A hash of the sources of _PACKAGES."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
-        for source in sorted(Path(__file__).parents[1].joinpath(package).rglob("*.py")):
+        for source in sorted(Path(__file__).parents[2].joinpath(package).rglob("*.py")):
             digest.update(source.read_bytes())
     return digest.hexdigest()

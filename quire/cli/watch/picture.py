@@ -17,8 +17,8 @@ STATIONS = ("schedule", "submit", "sample", "wait", "update")
 class Picture:
     """kv_usage: 0 to 1. hit_rate: of tokens looked up in the prefix cache; None if there were none. output, prompt:
     tokens per second, the latest last. first_token, gaps: 50, 90 and 99 % of the times stay below, in milliseconds;
-    empty without requests. steps, requests: as in quire.server.page. cells: the map of blocks. has_details: whether there are
-    steps, requests and cells. others: further facts by name."""
+    empty without requests. steps, requests: as in quire.server.page. cells: the map of blocks.
+    has_details: whether there are steps, requests and cells. others: further facts by name."""
 
     state: str = ""
     restarts: int = 0
