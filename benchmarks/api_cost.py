@@ -24,8 +24,13 @@ from quire import LLM, SamplingParams
 async def stream(session: aiohttp.ClientSession, url: str, model: str, prompt: list[int], tokens: int) -> int:
     """The number of events."""
     body = {
-        "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True
-    }  # fmt: skip
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     async with session.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
         return (await response.read()).count(b"data: ") - 1
@@ -46,8 +51,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     options = {"max_model_len": 512, "max_num_seqs": arguments.streams, "enable_prefix_caching": False}
-    flags = [part for name, value in options.items() if value is not False
-             for part in (f"--{name.replace('_', '-')}", str(value))]  # fmt: skip
+    flags = [
+        part
+        for name, value in options.items()
+        if value is not False
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
     command = [sys.executable, "-m", "quire", "serve", *([arguments.model] if arguments.model else []), "--port", "0"]
     server = subprocess.Popen(
         [*command, "--served-model-name", "m", "--no-enable-prefix-caching", *flags], stderr=subprocess.PIPE, text=True

@@ -40,24 +40,53 @@ __all__ = ["Axes", "Sent", "boundary", "ends", "exchange", "layer"]  # tests tak
 BYTES = 2  # of an element, in bfloat16
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
     },
     "Qwen3-30B-A3B": {
-        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 128,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": 151936, "norm_topk_prob": True,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "head_dim": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "intermediate_size": 6144,
+        "vocab_size": 151936,
+        "norm_topk_prob": True,
     },
     "Falcon-7B": {
-        "architectures": ["FalconForCausalLM"], "hidden_size": 4544, "num_hidden_layers": 32, "vocab_size": 65024,
-        "num_attention_heads": 71, "multi_query": True, "parallel_attn": True, "new_decoder_architecture": False,
-        "bias": False, "alibi": False,
+        "architectures": ["FalconForCausalLM"],
+        "hidden_size": 4544,
+        "num_hidden_layers": 32,
+        "vocab_size": 65024,
+        "num_attention_heads": 71,
+        "multi_query": True,
+        "parallel_attn": True,
+        "new_decoder_architecture": False,
+        "bias": False,
+        "alibi": False,
     },
-}  # fmt: skip
+}
 SMALL = {
-    "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 96,
-    "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 320, "num_hidden_layers": 3,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 320,
+    "num_hidden_layers": 3,
+}
 
 
 def small(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,10 +147,16 @@ def count(config: Mapping[str, Any], axes: Axes, tokens: int, stage: int = 0) ->
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         options = EngineConfig.create(
-            model=folder, load_format="dummy", device="cpu", max_num_seqs=tokens, num_gpu_blocks_override=tokens + 1,
-            tensor_parallel_size=axes.tp, enable_sequence_parallel=axes.divides_tokens, enforce_eager=True,
+            model=folder,
+            load_format="dummy",
+            device="cpu",
+            max_num_seqs=tokens,
+            num_gpu_blocks_override=tokens + 1,
+            tensor_parallel_size=axes.tp,
+            enable_sequence_parallel=axes.divides_tokens,
+            enforce_eager=True,
             pipeline_parallel_size=axes.pp,
-        )  # fmt: skip
+        )
         mesh = Mesh(1, size=axes.tp * axes.pp, tp=groups[0], pp=groups[1])
         runner = Worker(options, Path(folder), 64, mesh).runner
     for group in groups:

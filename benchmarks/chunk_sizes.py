@@ -78,9 +78,7 @@ def main() -> None:
     draw(a.out / "chunk-sizes.png", rates, waits, {"tokens a step": list(fixed), "--max-itl": list(paces)}, a.whale)
 
 
-def draw(
-    path: Path, rates: dict[str, float], waits: dict[str, float], lines: dict[str, list[str]], whale: int
-) -> None:  # fmt: skip
+def draw(path: Path, rates: dict[str, float], waits: dict[str, float], lines: dict[str, list[str]], whale: int) -> None:
     """Throughput against the largest gap: a line of points for each way to choose the size of a step."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axis = figure.subplots()

@@ -28,9 +28,12 @@ BLOCK, LEAST_SECONDS, LARGEST_CACHE = 16, 0.01, 1.5e9
 def attention_cases() -> dict[str, Callable[[], Step]]:
     """Qwen3-0.6B's attention (16 heads, 8 KV heads of 128), with caches of 8 bits, a window, and DeepSeek-V2-Lite's."""
     kinds: dict[str, dict[str, Any]] = {
-        "": {}, " int8": {"cell": "int8"}, " fp8": {"cell": "fp8"}, " window 1000": {"window": 1000},
+        "": {},
+        " int8": {"cell": "int8"},
+        " fp8": {"cell": "fp8"},
+        " window 1000": {"window": 1000},
         " latent": {"heads": (16, 1), "dim": 576, "value_dim": 512},
-    }  # fmt: skip
+    }
     cases: dict[str, Callable[[], Step]] = {}
     for kind, options in kinds.items():
         for requests in (1, 16, 64):
@@ -48,9 +51,15 @@ def attention_cases() -> dict[str, Callable[[], Step]]:
 
 
 def attention(
-    requests: int, length: int, new: int, heads: tuple[int, int] = (16, 8), dim: int = 128, cell: str | None = None,
-    window: int | None = None, value_dim: int | None = None,
-) -> Step:  # fmt: skip
+    requests: int,
+    length: int,
+    new: int,
+    heads: tuple[int, int] = (16, 8),
+    dim: int = 128,
+    cell: str | None = None,
+    window: int | None = None,
+    value_dim: int | None = None,
+) -> Step:
     import torch
 
     from quire.attention.base import AttentionShape, StepLayout
@@ -68,8 +77,9 @@ def attention(
         return StepLayout(
             torch.arange(requests + 1, dtype=torch.int32) * (stop - start),
             torch.full((requests,), stop, dtype=torch.int32),
-            (table[:, positions // BLOCK].long() * BLOCK + positions % BLOCK).flatten(), table,
-        )  # fmt: skip
+            (table[:, positions // BLOCK].long() * BLOCK + positions % BLOCK).flatten(),
+            table,
+        )
 
     for start in range(0, length, 1024):
         stop = min(start + 1024, length)

@@ -146,10 +146,15 @@ def efficiency(model: Model, cluster: Cluster, tokens: int, chunk: int, ranks: i
 
 K, M = 1 << 10, 1 << 20
 CASES = [
-    ("8B", NVLINK, 512 * K, 8, "ring"), ("8B", NVLINK, 512 * K, 8, "heads"), ("8B", NETWORK, M, 16, "ring"),
-    ("70B", NETWORK, 512 * K, 8, "ring"), ("70B", NETWORK, M, 16, "ring"),
-    ("V3", NETWORK, 512 * K, 8, "ring"), ("V3", NETWORK, M, 16, "ring"), ("405B", NETWORK, M, 16, "ring"),
-]  # fmt: skip
+    ("8B", NVLINK, 512 * K, 8, "ring"),
+    ("8B", NVLINK, 512 * K, 8, "heads"),
+    ("8B", NETWORK, M, 16, "ring"),
+    ("70B", NETWORK, 512 * K, 8, "ring"),
+    ("70B", NETWORK, M, 16, "ring"),
+    ("V3", NETWORK, 512 * K, 8, "ring"),
+    ("V3", NETWORK, M, 16, "ring"),
+    ("405B", NETWORK, M, 16, "ring"),
+]
 
 
 def on_paper(plot: str | None) -> None:
@@ -163,8 +168,10 @@ def on_paper(plot: str | None) -> None:
         faster = Cluster(cluster.name, cluster.link, attention=600e12)
         first, second = (efficiency(model, c, tokens, 4096, ranks, way) for c in (cluster, faster))
         took = seconds(model, cluster, tokens, 4096 * ranks, ranks, way)
-        print(f"| {model.name} | {cluster.name} | {ranks} | {tokens // K}K | {way} | {took:,.1f} | {100 * first:.1f} "
-              f"| {100 * second:.1f} |")  # fmt: skip
+        print(
+            f"| {model.name} | {cluster.name} | {ranks} | {tokens // K}K | {way} | {took:,.1f} | {100 * first:.1f} "
+            f"| {100 * second:.1f} |"
+        )
     if plot is not None:
         draw(plot)
 
@@ -179,9 +186,11 @@ def draw(file: str) -> None:
     lengths = [2**power * K for power in range(4, 11)]
     for axis, ranks in zip(axes, (8, 16), strict=True):
         for name, cluster, way in (
-            ("8B", NVLINK if ranks == 8 else NETWORK, "ring"), ("8B", NVLINK, "heads"), ("70B", NETWORK, "ring"),
+            ("8B", NVLINK if ranks == 8 else NETWORK, "ring"),
+            ("8B", NVLINK, "heads"),
+            ("70B", NETWORK, "ring"),
             ("V3", NETWORK, "ring"),
-        ):  # fmt: skip
+        ):
             if way == "heads" and ranks == 16:
                 continue
             shares = [100 * efficiency(MODELS[name], cluster, n, min(4096, n // ranks), ranks, way) for n in lengths]
@@ -205,9 +214,7 @@ def measure(tokens: int, **options: Any) -> float:
     ranks = options.get("prefill_context_parallel_size", 1)
     code = f"import benchmarks.context_parallel as b; b.run({tokens}, {options!r})"
     environment = {**os.environ, "OMP_NUM_THREADS": str(ranks)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.PIPE, text=True
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return float(done.stdout.split()[-1])
 
 
@@ -215,13 +222,23 @@ def run(tokens: int, options: dict[str, Any]) -> None:
     from quire import LLM, SamplingParams
 
     sizes = {
-        "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1536,
-        "head_dim": 64, "max_position_embeddings": 2 * tokens, "num_key_value_heads": options.pop("kv_heads"),
-    }  # fmt: skip
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "intermediate_size": 1536,
+        "head_dim": 64,
+        "max_position_embeddings": 2 * tokens,
+        "num_key_value_heads": options.pop("kv_heads"),
+    }
     llm = LLM(
-        load_format="dummy", hf_overrides=sizes, max_model_len=tokens + 16, max_num_batched_tokens=2048,
-        enable_prefix_caching=False, kv_cache_memory_bytes=2 << 30, **options,
-    )  # fmt: skip
+        load_format="dummy",
+        hf_overrides=sizes,
+        max_model_len=tokens + 16,
+        max_num_batched_tokens=2048,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=2 << 30,
+        **options,
+    )
     prompt, params = [7 + i % 1000 for i in range(tokens)], SamplingParams(max_tokens=1)
     llm.generate([prompt[:2048]], params, use_tqdm=False)
     began = time.perf_counter()

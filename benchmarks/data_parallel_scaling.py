@@ -155,9 +155,10 @@ class Simulation:
             sum(tokens for time, tokens in self.tokens if begin <= time < end) / seconds,
             sum(arrival.num_output_tokens for arrival in counted) / seconds,
             [self.first_token[arrival.number] - arrival.time for arrival in counted],
-            1e6 * self.routing / len(trace), sum(api.busy for api in self.apis) / len(self.apis) / self.now,
+            1e6 * self.routing / len(trace),
+            sum(api.busy for api in self.apis) / len(self.apis) / self.now,
             self.num_sent,
-        )  # fmt: skip
+        )
 
     # ---- events
 
@@ -238,7 +239,7 @@ def measured_costs(rounds: int = 3) -> tuple[float, float]:
         [sys.executable, "-m", "quire", "serve", "--port", "0", "--max-num-seqs", "32", "--disable-uvicorn-access-log"],
         stderr=subprocess.PIPE,
         text=True,
-    )  # fmt: skip
+    )
     try:
         assert server.stderr is not None
         url = next(found[1] for line in server.stderr if (found := re.search(r"Serving at (\S+): ", line)))
@@ -290,10 +291,14 @@ def main() -> None:
     arguments = parser.parse_args()
     costs = tuple(c / 1e6 for c in arguments.costs) if arguments.costs else measured_costs()
     rate = LOAD * capacity()
-    print(f"an API process needs {1e6 * costs[0]:.0f} µs for a request and {1e6 * costs[1]:.0f} µs for a token; "
-          f"a replica gets {rate:.1f} requests/s, {LOAD:.0%} of what it can answer\n")  # fmt: skip
-    print("| replicas | API processes | tokens/s | of linear | of offered | TTFT p50, ms | p99, ms | of one | "
-          "routing, µs | API load | least and most requests of a replica |")  # fmt: skip
+    print(
+        f"an API process needs {1e6 * costs[0]:.0f} µs for a request and {1e6 * costs[1]:.0f} µs for a token; "
+        f"a replica gets {rate:.1f} requests/s, {LOAD:.0%} of what it can answer\n"
+    )
+    print(
+        "| replicas | API processes | tokens/s | of linear | of offered | TTFT p50, ms | p99, ms | of one | "
+        "routing, µs | API load | least and most requests of a replica |"
+    )
     print("|---" * 11 + "|")
     results: dict[int, Result] = {}
     for ranks in arguments.ranks:

@@ -83,9 +83,12 @@ async def measure(url: str, prompts: int, seed: int) -> dict[str, float]:
             gaps += [b - a for a, b in pairwise(times) if began < b < began + seconds]
     gaps.sort()
     return {
-        "longest pause, s": gaps[-1], "99 % of pauses, s": gaps[int(0.99 * len(gaps))], "median pause, s": median(gaps),
-        "first token of a long prompt, s": median(firsts), "long prompts/s": prompts / seconds,
-    }  # fmt: skip
+        "longest pause, s": gaps[-1],
+        "99 % of pauses, s": gaps[int(0.99 * len(gaps))],
+        "median pause, s": median(gaps),
+        "first token of a long prompt, s": median(firsts),
+        "long prompts/s": prompts / seconds,
+    }
 
 
 # ---- the servers
@@ -136,9 +139,21 @@ class Servers:
         if transfer:
             more += ("--kv-transfer-config", json.dumps(transfer), "--cluster-secret-file", str(self.folder / "secret"))
         self.start(
-            number, "serve", str(self.folder / "model"), "--load-format", "dummy", "--host", ADDRESSES[number],
-            "--port", str(port), "--num-gpu-blocks-override", "3000", "--max-num-seqs", "16", *more,
-        )  # fmt: skip
+            number,
+            "serve",
+            str(self.folder / "model"),
+            "--load-format",
+            "dummy",
+            "--host",
+            ADDRESSES[number],
+            "--port",
+            str(port),
+            "--num-gpu-blocks-override",
+            "3000",
+            "--max-num-seqs",
+            "16",
+            *more,
+        )
 
     def close(self) -> None:
         for process in self.processes:

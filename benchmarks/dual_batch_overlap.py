@@ -87,10 +87,16 @@ def work(rank: int, port: int, directory: Path, tokens: list[int], rounds: int) 
     mesh = join(MeshSizes(dp=2), rank, "127.0.0.1", port)
     ep = Linked(mesh.ep.rank, mesh.ep.size, mesh.ep.group, link=link)
     common: dict[str, Any] = {
-        "model": str(directory), "load_format": "dummy", "max_model_len": 512, "max_num_seqs": 256, "device": "cpu",
-        "max_num_batched_tokens": max(tokens), "data_parallel_size": 2, "enable_expert_parallel": True,
+        "model": str(directory),
+        "load_format": "dummy",
+        "max_model_len": 512,
+        "max_num_seqs": 256,
+        "device": "cpu",
+        "max_num_batched_tokens": max(tokens),
+        "data_parallel_size": 2,
+        "enable_expert_parallel": True,
         "num_gpu_blocks_override": 256,
-    }  # fmt: skip
+    }
     halves = {"enable_dbo": True, "dbo_prefill_token_threshold": 2, "dbo_decode_token_threshold": 2}
     runners = {
         way: Worker(EngineConfig.create(**common, **more), directory, 512, replace(mesh, ep=ep)).runner
@@ -157,8 +163,10 @@ def main() -> None:
             whole, halves, hidden, rate = (
                 median(times[f"{count} {share} {name}"]) for name in ("whole", "halves", "hidden", "rate")
             )
-            print(f"| {count} | {1e3 * computing:.0f} | {1e3 * share * computing:.0f} ({rate / 1e6:.0f}) | "
-                  f"{1e3 * whole:.0f} | {1e3 * halves:.0f} | {100 * hidden:.0f} |")  # fmt: skip
+            print(
+                f"| {count} | {1e3 * computing:.0f} | {1e3 * share * computing:.0f} ({rate / 1e6:.0f}) | "
+                f"{1e3 * whole:.0f} | {1e3 * halves:.0f} | {100 * hidden:.0f} |"
+            )
 
 
 if __name__ == "__main__":

@@ -272,9 +272,16 @@ def tiny_checkpoint(directory: Path) -> Path:
 
     torch.manual_seed(3)
     config = Qwen3Config(
-        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=1000,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
     model = Qwen3ForCausalLM(config).float()
     for name, parameter in model.named_parameters():
         if "norm" not in name:

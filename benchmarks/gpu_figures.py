@@ -265,8 +265,13 @@ def host(llm: Any, steps: int) -> Figures:
     copies = sum(n for name, n in calls.items() if name.startswith("cudaMemcpy"))
     waits = sum(n for name, n in calls.items() if "Synchronize" in name)
     hidden_waits = sum("synchronizing" in str(w.message) for w in caught)
-    return {"launches_a_step": launches / steps, "copies_a_step": copies / steps, "waits_a_step": waits / steps,
-            "hidden_waits": hidden_waits, "idle_share": _idle(sorted(spans))}  # fmt: skip
+    return {
+        "launches_a_step": launches / steps,
+        "copies_a_step": copies / steps,
+        "waits_a_step": waits / steps,
+        "hidden_waits": hidden_waits,
+        "idle_share": _idle(sorted(spans)),
+    }
 
 
 def _idle(spans: list[tuple[float, float]]) -> float | None:

@@ -132,8 +132,9 @@ def _engine(
         if shape != "llama-3-8b":
             del llm
             gc.collect()  # frees its memory for the next engine
-            eager, _ = figures.start(path, device.type, enforce_eager=True,
-                                     kv_cache_memory_bytes=2**28 if small else 2**32, **options)  # fmt: skip
+            eager, _ = figures.start(
+                path, device.type, enforce_eager=True, kv_cache_memory_bytes=2**28 if small else 2**32, **options
+            )
             result["graphs_gain"] = figures.one_stream(eager, 32 if few else 200) / each
     return result
 

@@ -45,9 +45,15 @@ def write_model(folder: Path) -> Any:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     text = LlamaConfig(
-        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
     vision = CLIPVisionConfig(image_size=SIDE, patch_size=16, projection_dim=512)
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=PICTURE)
     torch.manual_seed(0)
@@ -99,9 +105,7 @@ def with_quire(folder: Path, **options: Any) -> Answer:
     return answer
 
 
-def with_transformers(
-    folder: Path, processor: Any
-) -> Answer:  # fmt: skip
+def with_transformers(folder: Path, processor: Any) -> Answer:
     from transformers import LlavaForConditionalGeneration
 
     model = LlavaForConditionalGeneration.from_pretrained(
@@ -113,9 +117,15 @@ def with_transformers(
         pixels = processor(pictures, return_tensors="pt")["pixel_values"].to(torch.bfloat16)
         ids = torch.tensor([[t for token in p for t in [token] * (EMBEDS if token == PICTURE else 1)] for p in prompts])
         made = model.generate(
-            input_ids=ids, pixel_values=pixels, attention_mask=torch.ones_like(ids), do_sample=False,
-            max_new_tokens=ANSWER, min_new_tokens=ANSWER, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+            input_ids=ids,
+            pixel_values=pixels,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=ANSWER,
+            min_new_tokens=ANSWER,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
         return [list(map(int, row)) for row in made[:, ids.shape[1] :]]
 
     return answer

@@ -119,9 +119,15 @@ def main() -> None:
     if options.cpu_time:
         torch.set_num_threads(1)
     llm = LLM(
-        options.model, max_model_len=1024, max_num_seqs=64, enable_prefix_caching=False, enforce_eager=True,
-        cpu_isa=options.cpu_isa, dtype=options.dtype, quantization=options.quantization,
-    )  # fmt: skip
+        options.model,
+        max_model_len=1024,
+        max_num_seqs=64,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        cpu_isa=options.cpu_isa,
+        dtype=options.dtype,
+        quantization=options.quantization,
+    )
     llm.generate(prompts_of(1, 16, 0), SamplingParams(max_tokens=4), use_tqdm=False)  # type: ignore[arg-type]
     report = {case: show(case, measure(llm, case, times, options.steps)) for case in options.case}
     if options.json:

@@ -83,9 +83,13 @@ class Variants:
     def __init__(self, model: str | None, longest: int, dtype: str) -> None:
         blocks = -(-longest // 16)
         self.llm = LLM(
-            model, dtype=dtype, max_model_len=longest, num_gpu_blocks_override=blocks + 2, max_num_seqs=2,
+            model,
+            dtype=dtype,
+            max_model_len=longest,
+            num_gpu_blocks_override=blocks + 2,
+            max_num_seqs=2,
             kv_compression={"ratio": 4},
-        )  # fmt: skip
+        )
         self.runner: Any = self.llm.core.executor.runner
         self.rows, self.batch = self.runner.staging.rows, self.runner.batch
         self.all_blocks = torch.arange(1, blocks + 1, dtype=torch.int32).numpy()
@@ -240,9 +244,14 @@ def continuous(model: str | None, dtype: str, length: int, num_texts: int, ratio
     for method, interval in (("", 0), ("kv_compress", 0), *product(METHODS, (128, 256, 512))):
         options = {"method": method, "ratio": ratio, "interval": interval} if method else {}
         llm = LLM(
-            model, dtype=dtype, max_model_len=longest, max_num_seqs=1, enable_prefix_caching=False,
-            num_gpu_blocks_override=longest // 16 + 2, kv_compression=options,
-        )  # fmt: skip
+            model,
+            dtype=dtype,
+            max_model_len=longest,
+            max_num_seqs=1,
+            enable_prefix_caching=False,
+            num_gpu_blocks_override=longest // 16 + 2,
+            kv_compression=options,
+        )
         if not ids:
             ids = library(llm.get_tokenizer(), model is None)
         runner: Any = llm.core.executor.runner
@@ -287,9 +296,14 @@ def continuous(model: str | None, dtype: str, length: int, num_texts: int, ratio
 PROMPT, OUTPUT = 3072, 48  # tokens
 POOL = 16  # uncompressed requests that fit into the pool
 SHAPE = {  # one whose cache dominates: 12 KB for a token, beside 12 MB of weights
-    "num_hidden_layers": 6, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64,
-    "intermediate_size": 512, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "num_hidden_layers": 6,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "max_position_embeddings": 4096,
+}
 
 
 def speed(rounds: int = 2) -> dict[str, Any]:
@@ -297,10 +311,15 @@ def speed(rounds: int = 2) -> dict[str, Any]:
     pool, result = POOL * -(-(PROMPT + OUTPUT) // 16), dict[str, Any]()
     for name, compression in (("whole", {}), ("4 x", {"method": "kv_compress", "ratio": 4})):
         llm = LLM(
-            load_format="dummy", hf_overrides=SHAPE, max_model_len=PROMPT + OUTPUT, max_num_seqs=96,
-            max_num_batched_tokens=8192, num_gpu_blocks_override=pool + 1, enable_prefix_caching=False,
+            load_format="dummy",
+            hf_overrides=SHAPE,
+            max_model_len=PROMPT + OUTPUT,
+            max_num_seqs=96,
+            max_num_batched_tokens=8192,
+            num_gpu_blocks_override=pool + 1,
+            enable_prefix_caching=False,
             kv_compression=compression,
-        )  # fmt: skip
+        )
         most, rates = 0, []
         for attempt in range(rounds):
             core, dice = llm.core, random.Random(attempt)

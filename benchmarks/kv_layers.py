@@ -79,8 +79,10 @@ def main() -> None:
                 limit(names[0], rate)
                 layers, steps = run_client(names[1], urls, options.rounds)
                 ratio = median(a / b for a, b in zip(steps, layers, strict=True))
-                print(f"| {rate / 1e6:.0f} | {share} | {median(steps):.2f} | {median(layers):.2f} | {ratio:.2f} |",
-                      flush=True)  # fmt: skip
+                print(
+                    f"| {rate / 1e6:.0f} | {share} | {median(steps):.2f} | {median(layers):.2f} | {ratio:.2f} |",
+                    flush=True,
+                )
         finally:
             servers.close()
 

@@ -53,8 +53,11 @@ def measure(ranks: int, transport: str, streams: int) -> None:
 
         rate = (NUM_BLOCKS - 1) * layout.block_bytes / seconds(list(range(1, NUM_BLOCKS)), 7) / 1e9
         single = seconds([1], 100) * 1e6
-        print(f"{ranks} ranks -> 1, {transport}, {streams} streams: {rate:5.2f} GB/s; one block of "
-              f"{layout.block_bytes >> 10} KiB in {single:.0f} us", flush=True)  # fmt: skip
+        print(
+            f"{ranks} ranks -> 1, {transport}, {streams} streams: {rate:5.2f} GB/s; one block of "
+            f"{layout.block_bytes >> 10} KiB in {single:.0f} us",
+            flush=True,
+        )
         store.close()
         other.communicate("")
 

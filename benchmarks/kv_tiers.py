@@ -35,9 +35,14 @@ BLOCK, LAYERS = 16, 28
 def engine(directory: Path, conversations: int, **options: Any) -> LLM:
     longest = PROMPT + 16 * NEXT
     return LLM(
-        str(directory), load_format="dummy", max_model_len=longest, max_num_seqs=8,
-        num_gpu_blocks_override=1 + conversations // 3 * (longest // BLOCK), kv_cache_pretouch=True, **options,
-    )  # fmt: skip
+        str(directory),
+        load_format="dummy",
+        max_model_len=longest,
+        max_num_seqs=8,
+        num_gpu_blocks_override=1 + conversations // 3 * (longest // BLOCK),
+        kv_cache_pretouch=True,
+        **options,
+    )
 
 
 class Texts:

@@ -37,9 +37,15 @@ from quire import LLM, AsyncLLM, SamplingParams
 from quire.checkpoints.hub import bundled_model
 from quire.lora import LoRARequest
 
-SIZES = {"self_attn.q_proj": (2048, 1024), "self_attn.k_proj": (1024, 1024), "self_attn.v_proj": (1024, 1024),
-         "self_attn.o_proj": (1024, 2048), "mlp.gate_proj": (3072, 1024), "mlp.up_proj": (3072, 1024),
-         "mlp.down_proj": (1024, 3072)}  # fmt: skip
+SIZES = {
+    "self_attn.q_proj": (2048, 1024),
+    "self_attn.k_proj": (1024, 1024),
+    "self_attn.v_proj": (1024, 1024),
+    "self_attn.o_proj": (1024, 2048),
+    "mlp.gate_proj": (3072, 1024),
+    "mlp.up_proj": (3072, 1024),
+    "mlp.down_proj": (1024, 3072),
+}
 SHORT, LONG = 8, 40  # tokens of output
 REQUESTS = 16
 BASE = "without --enable-lora"
@@ -142,9 +148,13 @@ def main() -> None:
         (model / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": options.layers}))
         made = [write_adapter(Path(folder) / f"a{i}", options.layers, options.rank, i) for i in range(8)]
         common: dict[str, Any] = {
-            "load_format": "dummy", "tokenizer": str(bundled_model()), "max_model_len": 1024,
-            "num_gpu_blocks_override": 400, "max_num_seqs": REQUESTS, "quantization": options.quantization,
-        }  # fmt: skip
+            "load_format": "dummy",
+            "tokenizer": str(bundled_model()),
+            "max_model_len": 1024,
+            "num_gpu_blocks_override": 400,
+            "max_num_seqs": REQUESTS,
+            "quantization": options.quantization,
+        }
         none: list[LoRARequest | None] = [None] * REQUESTS
         print("| eight streams, while eight requests arrive | longest gap, ms | median gap, ms |\n|---|---|---|")
         for name, some in (("without adapters", none[:8]), ("each with an adapter from disk", made)):

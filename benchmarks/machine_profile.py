@@ -54,9 +54,13 @@ def main() -> None:
     if a.layers:
         options |= {"hf_overrides": {"num_hidden_layers": a.layers}, "load_format": "dummy"}
     llm = LLM(
-        a.model, max_num_batched_tokens=max(SIZES), enable_prefix_caching=False, quantization=a.quantization,
-        num_gpu_blocks_override=2 * (a.prompt + 2 * DECODED) // 16, **options,
-    )  # fmt: skip
+        a.model,
+        max_num_batched_tokens=max(SIZES),
+        enable_prefix_caching=False,
+        quantization=a.quantization,
+        num_gpu_blocks_override=2 * (a.prompt + 2 * DECODED) // 16,
+        **options,
+    )
     description = describe(llm.frontend.directory, llm.config.model)
     work = work_of(description.spec, description.config, a.quantization, llm.frontend.directory)
     estimate = Estimate(profile, work)
@@ -97,9 +101,10 @@ def run(
             given, wanted = (tokens[:16], DECODED) if size == 1 else (tokens, 1)
             began = clock()
             llm.generate(
-                [{"prompt_token_ids": given}], SamplingParams(max_tokens=wanted, temperature=0, ignore_eos=True),
+                [{"prompt_token_ids": given}],
+                SamplingParams(max_tokens=wanted, temperature=0, ignore_eos=True),
                 use_tqdm=False,
-            )  # fmt: skip
+            )
             if number:
                 least[count, size] = min(clock() - began, least.get((count, size), float("inf")))
     return least

@@ -99,8 +99,10 @@ def main() -> None:
         server.terminate()
         server.wait()
     more = median(b / a - 1 for a, b in zip(found[False], found[True], strict=True))
-    print(f"CPU seconds of a round: {median(found[False]):.2f} unwatched, {median(found[True]):.2f} with {VIEWERS} "
-          f"viewers; {100 * more:+.2f} %")  # fmt: skip
+    print(
+        f"CPU seconds of a round: {median(found[False]):.2f} unwatched, {median(found[True]):.2f} with {VIEWERS} "
+        f"viewers; {100 * more:+.2f} %"
+    )
 
 
 if __name__ == "__main__":

@@ -50,9 +50,13 @@ class Times:
 def on_h100(parameters: float, hidden: int, layers: int) -> Times:
     """In bfloat16, at 600 TFLOP/s of products, 400 of attention, 3.35 TB/s of memory and 50 GB/s between cards."""
     return Times(
-        weights=2 * parameters / 3.35e12, token=2 * parameters / 600e12, key=4 * hidden * layers / 400e12,
-        launch=150e-6, host=300e-6, link=2 * hidden / 50e9,
-    )  # fmt: skip
+        weights=2 * parameters / 3.35e12,
+        token=2 * parameters / 600e12,
+        key=4 * hidden * layers / 400e12,
+        launch=150e-6,
+        host=300e-6,
+        link=2 * hidden / 50e9,
+    )
 
 
 # A model of 1.1 B parameters on processor cores of 150 GFLOP/s and 12 GB/s each, one for a stage
@@ -143,9 +147,15 @@ def measure(model: str, streams: int, requests: int, layers: list[int]) -> None:
     from quire.checkpoints.hub import bundled_model
 
     llm = LLM(
-        model, load_format="dummy", tokenizer=str(bundled_model()), pipeline_parallel_size=2, pipeline_layers=layers,
-        max_num_seqs=streams, max_model_len=6000, enable_prefix_caching=False,
-    )  # fmt: skip
+        model,
+        load_format="dummy",
+        tokenizer=str(bundled_model()),
+        pipeline_parallel_size=2,
+        pipeline_layers=layers,
+        max_num_seqs=streams,
+        max_model_len=6000,
+        enable_prefix_caching=False,
+    )
     ranks = [p for p in psutil.Process().children() if "quire.executor.rank" in p.cmdline()] + [psutil.Process()]
     arriving = deque(enumerate(lengths(requests)))
     ended = made = 0

@@ -62,11 +62,23 @@ def _throughputs() -> list[Published]:
         ("llama-3-70b", "H200", 1): (4_336, 2_909, 442, 566),
     }
     return [
-        Published(TRT, model, device, Layout(ranks), FP8, prompt, output, MANY, "tokens/s", value,
-                  requests=requests, kv_element_bytes=1)
+        Published(
+            TRT,
+            model,
+            device,
+            Layout(ranks),
+            FP8,
+            prompt,
+            output,
+            MANY,
+            "tokens/s",
+            value,
+            requests=requests,
+            kv_element_bytes=1,
+        )
         for (model, device, ranks), values in table.items()
         for (prompt, output, requests), value in zip(lengths, values, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _latencies() -> list[Published]:
@@ -90,8 +102,12 @@ def counted(row: Published) -> float:
     """The same in the simulation."""
     spec, device, layout = spec_of(SHAPES[row.model]), DEVICES[row.device], row.layout
     footprint = Footprint(spec, parameters_of(spec), row.weight, 2, 2)
-    options = EngineOptions(row.prompt + row.output, row.concurrency, max(row.batched_tokens, row.concurrency),
-                            kv_element_bytes=row.kv_element_bytes)  # fmt: skip
+    options = EngineOptions(
+        row.prompt + row.output,
+        row.concurrency,
+        max(row.batched_tokens, row.concurrency),
+        kv_element_bytes=row.kv_element_bytes,
+    )
     memory = memory_of(footprint, layout, device, options, None)
     limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len, depth=2)
     groups = kv_groups(Stages(footprint, layout).parts[0], options.max_model_len)
@@ -121,9 +137,12 @@ def main() -> None:
             errors.append((row.value / value if is_rate else value / row.value) - 1)
             shown = [f"{v:,.0f}" if is_rate else f"{v * 1e3:,.1f} ms" for v in (row.value, value)]
             at_a_time = "all" if row.concurrency == MANY else str(row.concurrency)
-            print(f"| {row.model} | {row.layout.ranks} {row.device} | {'fp8' if row.weight == FP8 else 'bf16'} | "
-                  f"{row.prompt:,}, {row.output:,} | {at_a_time} | {row.metric} | {shown[0]} | {shown[1]} | "
-                  f"{errors[-1]:+.0%} |", flush=True)  # fmt: skip
+            print(
+                f"| {row.model} | {row.layout.ranks} {row.device} | {'fp8' if row.weight == FP8 else 'bf16'} | "
+                f"{row.prompt:,}, {row.output:,} | {at_a_time} | {row.metric} | {shown[0]} | {shown[1]} | "
+                f"{errors[-1]:+.0%} |",
+                flush=True,
+            )
         print(f"\nCounted times differ by {min(errors):+.0%} to {max(errors):+.0%}, median {median(errors):+.0%}.")
 
 

@@ -94,9 +94,21 @@ def check(model: str, seconds: float) -> None:
             of_workload.requests.append(requests)
         clock.close()
     limits, kv = llm.core.scheduler.limits, llm.core.scheduler.kv
-    fit = Fit(VERSION, model, machine_name(), shape_of(footprint), options.get("quantization"), times.windows,
-              times.entries, times.score_operations, kv.pool.num_usable, kv.block_size, limits.max_num_seqs,
-              limits.max_num_batched_tokens, samples)  # fmt: skip
+    fit = Fit(
+        VERSION,
+        model,
+        machine_name(),
+        shape_of(footprint),
+        options.get("quantization"),
+        times.windows,
+        times.entries,
+        times.score_operations,
+        kv.pool.num_usable,
+        kv.block_size,
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        samples,
+    )
     llm.shutdown()
     fitted = Fitted(fit)
     replica = Replica(limits, fit.blocks, kv_groups(footprint, limits.max_model_len), fit.block_size)

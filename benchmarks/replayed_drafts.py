@@ -32,13 +32,22 @@ from quire.checkpoints.hub import bundled_model
 QWEN3 = CONFIG | {"num_hidden_layers": 28}
 HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 1024,
-        "intermediate_size": 3072, "num_hidden_layers": 1, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "vocab_size": CONFIG["vocab_size"], "draft_vocab_size": 32_000, "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6, "max_position_embeddings": 40_960,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": CONFIG["vocab_size"],
+        "draft_vocab_size": 32_000,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40_960,
     },
     "medusa": {"model_type": "medusa", "medusa_num_heads": 5, "medusa_num_layers": 1},
-}  # fmt: skip
+}
 NAMES = {"eagle3": "EAGLE-3", "medusa": "Medusa"}
 COLOURS = "#2563a8", "#e08a1e", "#3f8f4f", "#c22f2f"
 # Of the drafts at each place, those that are right, by the first heads of the bundled model at temperature 0. Its
@@ -56,13 +65,23 @@ def make_llm(dtype: str, streams: int, head: str | None = None, drafts: int = 5,
     options: dict[str, Any] = {"quantization": "int8"} if dtype == "int8" else {}
     if head is not None:
         options["speculative_config"] = {
-            "method": "replay", "draft_method": head, "model": folder(HEADS[head]), "num_speculative_tokens": drafts,
-            "acceptance_rates": conditional(RIGHT[head])[:drafts], "adaptive": adaptive,
-        }  # fmt: skip
+            "method": "replay",
+            "draft_method": head,
+            "model": folder(HEADS[head]),
+            "num_speculative_tokens": drafts,
+            "acceptance_rates": conditional(RIGHT[head])[:drafts],
+            "adaptive": adaptive,
+        }
     return LLM(
-        folder(QWEN3), load_format="dummy", dtype="bfloat16", tokenizer=str(bundled_model()), max_model_len=1024,
-        max_num_seqs=max(16, streams), enable_prefix_caching=False, **options,
-    )  # fmt: skip
+        folder(QWEN3),
+        load_format="dummy",
+        dtype="bfloat16",
+        tokenizer=str(bundled_model()),
+        max_model_len=1024,
+        max_num_seqs=max(16, streams),
+        enable_prefix_caching=False,
+        **options,
+    )
 
 
 def folder(config: dict[str, Any]) -> str:
@@ -161,8 +180,9 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
                         f"{dtype:8}  {head:6}  {shown:15}  {streams:7}  {found['plain']:11.1f}  "
                         f"{found['speculative']:11.1f}  {found['ratio']:5.2f}  "
                         f"{found['ratio of processor time']:8.3f}  {found['drafts']:6.1f}  "
-                        f"{found['tokens_of_a_step']:13.2f}  {found['ratios']}", flush=True,
-                    )  # fmt: skip
+                        f"{found['tokens_of_a_step']:13.2f}  {found['ratios']}",
+                        flush=True,
+                    )
             del speculative
     return results
 

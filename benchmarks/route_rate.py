@@ -36,9 +36,11 @@ EVENT = (
 )
 EVENT_SECONDS = 0.01
 POLICIES = {
-    "round-robin": [], "least-loaded": [], "prefix": [],
+    "round-robin": [],
+    "least-loaded": [],
+    "prefix": [],
     "sessions": ["--policy", "least-loaded", "--session-header", "X-Session-ID"],
-}  # fmt: skip
+}
 
 
 # ---- the servers

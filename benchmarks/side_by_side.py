@@ -105,9 +105,10 @@ class Bench:
     def is_beaten(self, number: int, run: Run, records: dict[tuple[int, Run], Record]) -> bool:
         """Whether a peer was too slow in the first round to be run again (--contenders)."""
         seconds = {
-            other.engine: record["result"]["total_s"] for (when, other), record in records.items()
+            other.engine: record["result"]["total_s"]
+            for (when, other), record in records.items()
             if when == 1 and other[1:] == run[1:] and other.engine != "quire" and "total_s" in record.get("result", {})
-        }  # fmt: skip
+        }
         return number > 1 and run.engine in seconds and seconds[run.engine] > self.a.contenders * min(seconds.values())
 
     def measure(self, number: int, run: Run) -> dict[str, Any]:
@@ -179,9 +180,13 @@ def _execute(
     started, busy, text, answered_s = time.perf_counter(), _busy_s(), b"", None
     with log.open("wb") as errors:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environment,
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
     timer = threading.Timer(timeout, _kill, [process.pid])
     timer.start()
     cpu_s, peak_rss = 0.0, 0
@@ -284,17 +289,30 @@ def write_report(bench: Bench, model: Model, settings: dict[str, Any], records: 
             head += f"\nFailed in round {record['round']}: {run_of(record)}: {record['error'].splitlines()[0]}"
     text = report.markdown(head, rows, aims, measured, counted)
     summary = {
-        "title": title, "settings": settings, "versions": versions, "machine": machine,
+        "title": title,
+        "settings": settings,
+        "versions": versions,
+        "machine": machine,
         "aims": [
             {name: None if value != value else value for name, value in asdict(aim).items()}
-            | {"binds": aim.binding, "verdict": aim.verdict} for aim in aims
+            | {"binds": aim.binding, "verdict": aim.verdict}
+            for aim in aims
         ],
         "comparisons": [
-            {"comparison": r.label, "against": r.against, "measured": None if isnan(r.value) else r.value,
-             "unit": r.unit, "goal": r.goal, "at_most": r.at_most, "verdict": r.verdict} for r in rows
+            {
+                "comparison": r.label,
+                "against": r.against,
+                "measured": None if isnan(r.value) else r.value,
+                "unit": r.unit,
+                "goal": r.goal,
+                "at_most": r.at_most,
+                "verdict": r.verdict,
+            }
+            for r in rows
         ],
-        "medians": [{**run._asdict(), **of} for run, of in measured.items()], "runs": records,
-    }  # fmt: skip
+        "medians": [{**run._asdict(), **of} for run, of in measured.items()],
+        "runs": records,
+    }
     (a.out / "side_by_side.md").write_text(text)
     (a.out / "side_by_side.json").write_text(json.dumps(summary, indent=1) + "\n")
     report.draw(a.out / "side_by_side.png", f"{title}\n{engines}", measured)

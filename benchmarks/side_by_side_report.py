@@ -155,15 +155,34 @@ def limits(measured: Medians, model: Model, kv_cache_bytes: int) -> list[Row]:
     kv = kv_cache_bytes / 1e9  # all of it is resident: --kv-cache-pretouch
     memory_label = "mixed, GB resident at the peak, bf16"
     return [
-        Row("single, decode, bf16", decode, f"the same memory read at {_show(reading, '.1f')} GB/s",
-            decode * weights / reading, 0.85, "%"),
+        Row(
+            "single, decode, bf16",
+            decode,
+            f"the same memory read at {_show(reading, '.1f')} GB/s",
+            decode * weights / reading,
+            0.85,
+            "%",
+        ),
         Row("prefix, cached tokens", cached, f"{reusable:,} could be", cached / reusable, 0.99, "%"),
         Row("start to first answer, seconds", start, "", start, 4, "s", at_most=True),
-        Row("start to first answer, seconds", start, f"import torch, read the weights {_show(floor, '.2f')}",
-            start / floor, 1.5, at_most=True),
-        Row(memory_label, memory, f"less weights {resident:.2f} and KV {kv:.2f}", memory - resident - kv, 0.7, "GB",
-            at_most=True),
-    ]  # fmt: skip
+        Row(
+            "start to first answer, seconds",
+            start,
+            f"import torch, read the weights {_show(floor, '.2f')}",
+            start / floor,
+            1.5,
+            at_most=True,
+        ),
+        Row(
+            memory_label,
+            memory,
+            f"less weights {resident:.2f} and KV {kv:.2f}",
+            memory - resident - kv,
+            0.7,
+            "GB",
+            at_most=True,
+        ),
+    ]
 
 
 # ---- peers and counted limits

@@ -116,10 +116,15 @@ def measure(plain: LLM, speculative: LLM, streams: int, requests: int, params: S
         tokens += sum(map(len, said[0]))
     drafts, drafted, accepted = (after - old for after, old in zip(counts(speculative), before, strict=True))
     return Result(
-        streams, requests, tokens / seconds[id(plain)], tokens / seconds[id(speculative)],
-        (tokens - requests) / decoding[id(plain)], (tokens - requests) / decoding[id(speculative)],
-        accepted / max(1, drafted), 1 + accepted / max(1, drafts),
-    )  # fmt: skip
+        streams,
+        requests,
+        tokens / seconds[id(plain)],
+        tokens / seconds[id(speculative)],
+        (tokens - requests) / decoding[id(plain)],
+        (tokens - requests) / decoding[id(speculative)],
+        accepted / max(1, drafted),
+        1 + accepted / max(1, drafts),
+    )
 
 
 def counts(llm: LLM) -> tuple[int, int, int]:

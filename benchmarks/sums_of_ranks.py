@@ -91,11 +91,13 @@ def measure(ranks: int, rounds: int, kind: str) -> dict[str, list[float]]:
     command = [sys.executable, "-m", "benchmarks.sums_of_ranks", f"--ranks={ranks}", f"--rounds={rounds}"]
     processes = [
         subprocess.Popen(
-            [*command, f"--device={kind}", "--work", str(rank), str(meeting.port)], stdout=subprocess.PIPE, text=True,
+            [*command, f"--device={kind}", "--work", str(rank), str(meeting.port)],
+            stdout=subprocess.PIPE,
+            text=True,
             cwd=Path(__file__).parents[1],
         )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     made = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
     return {name: [max(times) for times in zip(*(m[name] for m in made), strict=True)] for name in made[0]}
 

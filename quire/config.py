@@ -217,11 +217,15 @@ class EngineConfig:
         layout = self.layout  # raises ConfigError
         if self.parallel.shares_experts:
             if self.cluster.distributed_executor_backend == "ray":
-                raise ConfigError("enable_expert_parallel: Ray cannot place ranks of replicas that share them; leave "
-                                  "distributed_executor_backend out")  # fmt: skip
+                raise ConfigError(
+                    "enable_expert_parallel: Ray cannot place ranks of replicas that share them; leave "
+                    "distributed_executor_backend out"
+                )
             if not self.cluster.headless and len(layout.served) < self.parallel.data_parallel_size:
-                raise ConfigError("enable_expert_parallel: replicas that share experts need one server for all; "
-                                  "give the other machines headless")  # fmt: skip
+                raise ConfigError(
+                    "enable_expert_parallel: replicas that share experts need one server for all; "
+                    "give the other machines headless"
+                )
         kv_dtype = self.cache.kv_cache_dtype
         dtype = self.model.dtype_name
         if kv_dtype in ("bfloat16", "float16") and kv_dtype != dtype:
@@ -235,16 +239,20 @@ class EngineConfig:
             raise ConfigError("enable_lora and torch_compile exclude each other; leave one of the two out")
         drafts = self.scheduler.speculation
         if self.parallel.prefill_context_parallel_size > 1 and drafts is not None and drafts.on_device:
-            raise ConfigError("prefill_context_parallel_size and drafters on the device (speculative_config) exclude "
-                              "each other, since ranks would not know which tokens are theirs; leave one of the two "
-                              "out, or use a method like ngram")  # fmt: skip
+            raise ConfigError(
+                "prefill_context_parallel_size and drafters on the device (speculative_config) exclude "
+                "each other, since ranks would not know which tokens are theirs; leave one of the two "
+                "out, or use a method like ngram"
+            )
         if self.cache.compression is not None:
             self._check_compression()
         if self.cache.transfer is not None:
             self._check_transfer(layout, produces=self.cache.transfer.produces)
         if self.kernels.batch_invariant and self.model.torch_compile:
-            raise ConfigError("batch_invariant and torch_compile exclude each other: what torch.compile generates "
-                              "depends on the sizes of the batch; leave one of the two out")  # fmt: skip
+            raise ConfigError(
+                "batch_invariant and torch_compile exclude each other: what torch.compile generates "
+                "depends on the sizes of the batch; leave one of the two out"
+            )
 
     def _check_compression(self) -> None:
         drafts, parallel = self.scheduler.speculation, self.parallel
@@ -253,14 +261,18 @@ class EngineConfig:
             ("prefill_context_parallel_size", parallel.prefill_context_parallel_size > 1, "scores need whole contexts"),
             ("decode_context_parallel_size", parallel.decode_context_parallel_size > 1, "scores need whole contexts"),
             ("enable_dbo", parallel.enable_dbo, "the halves of a step would have to be planned apart"),
-            ("drafters on the device (speculative_config)", drafts is not None and drafts.on_device,
-             "drafters keep their entries in the same blocks"),
+            (
+                "drafters on the device (speculative_config)",
+                drafts is not None and drafts.on_device,
+                "drafters keep their entries in the same blocks",
+            ),
             ("batch_invariant", self.kernels.batch_invariant, "attention by head sums up in another order"),
             ("torch_compile", self.model.torch_compile, "layers plan attention by head"),
-        ):  # fmt: skip
+        ):
             if given:
-                raise ConfigError(f"kv_compression and {name} exclude each other, since {reason}; leave one of the two "
-                                  "out")  # fmt: skip
+                raise ConfigError(
+                    f"kv_compression and {name} exclude each other, since {reason}; leave one of the two out"
+                )
 
     def _check_transfer(self, layout: Layout, produces: bool) -> None:
         drafts, parallel = self.scheduler.speculation, self.parallel
@@ -268,14 +280,18 @@ class EngineConfig:
             (parallel.prefill_context_parallel_size > 1, "prefill_context_parallel_size divides blocks"),
             (parallel.decode_context_parallel_size > 1, "decode_context_parallel_size divides blocks"),
             (self.cache.compression is not None, "kv_compression gives blocks another meaning"),
-            (drafts is not None and drafts.on_device,
-             "drafters on the device (speculative_config) need entries of their own, which are not exchanged"),
-            (produces and parallel.data_parallel_size > 1,
-             "consumers must know which replica has a request (data_parallel_size): run a server for each replica, and "
-             "let quire route share out requests"),
+            (
+                drafts is not None and drafts.on_device,
+                "drafters on the device (speculative_config) need entries of their own, which are not exchanged",
+            ),
+            (
+                produces and parallel.data_parallel_size > 1,
+                "consumers must know which replica has a request (data_parallel_size): run a server for each replica, and "
+                "let quire route share out requests",
+            ),
             (produces and layout.machines > 1, "consumers look for all ranks at one address, and nnodes divides them"),
             (produces and self.cluster.uses_ray, "consumers must know where the ranks are, and Ray decides that"),
-        ):  # fmt: skip
+        ):
             if given:
                 raise ConfigError(f"kv_transfer_config cannot be used here, since {reason}")
 
@@ -296,8 +312,10 @@ class EngineConfig:
         made = cls(**{group: config(**groups[group]) for group, config in GROUPS.items()})
         made.cluster.check_secret(made.layout)
         if made.cache.transfer is not None and made.cluster.cluster_secret_file is None:
-            raise ConfigError("kv_transfer_config needs cluster_secret_file, by which engines know each other; make "
-                              "one with: (umask 077; openssl rand -hex 32 > FILE), and give it to all")  # fmt: skip
+            raise ConfigError(
+                "kv_transfer_config needs cluster_secret_file, by which engines know each other; make "
+                "one with: (umask 077; openssl rand -hex 32 > FILE), and give it to all"
+            )
         return made
 
 

@@ -81,12 +81,21 @@ COMPARISONS = "Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt GtE_Lt Eq_NotEq 
 ARITHMETIC = """Add_Sub Sub_Add Mul_FloorDiv Mul_Add Div_Mul FloorDiv_Mul FloorDiv_Mod Mod_FloorDiv Mod_Add Pow_Mul
     RShift_LShift LShift_RShift BitOr_BitAnd BitAnd_BitOr BitXor_BitOr"""
 OPERATORS = [  # of cosmic-ray; left out are decorators, and replacements that hardly any program survives
-    "NumberReplacer", "AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd",
-    "ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "ExceptionReplacer", "ZeroIterationForLoop",
-    "ReplaceUnaryOperator_USub_UAdd", "ReplaceUnaryOperator_Delete_Not",
+    "NumberReplacer",
+    "AddNot",
+    "ReplaceTrueWithFalse",
+    "ReplaceFalseWithTrue",
+    "ReplaceAndWithOr",
+    "ReplaceOrWithAnd",
+    "ReplaceBreakWithContinue",
+    "ReplaceContinueWithBreak",
+    "ExceptionReplacer",
+    "ZeroIterationForLoop",
+    "ReplaceUnaryOperator_USub_UAdd",
+    "ReplaceUnaryOperator_Delete_Not",
     *(f"ReplaceComparisonOperator_{names}" for names in COMPARISONS.split()),
     *(f"ReplaceBinaryOperator_{names}" for names in ARITHMETIC.split()),
-]  # fmt: skip
+]
 
 # A mutant's limit of processor time: a multiple of what the tests need without a mutation, and at least some seconds.
 TIMES_THE_COST, LEAST_LIMIT = 5, 30.0

@@ -39,20 +39,26 @@ LONG = "The little fox went down to the river, and there it met a crow, a hare a
 SHARED = "You are a kind storyteller who talks to children."
 RUNS = [
     Run(
-        "batching", "Continuous batching and paged attention",
+        "batching",
+        "Continuous batching and paged attention",
         "Three prompts come at once. All their tokens are computed in one step, one behind the other: the super "
         "sequence. Positions tell where each token stands in its own text, and slots where its keys and values are "
         "stored. Then each request adds one token a step, until it has ended.",
-        [(0, "Hi, my name is", 6), (0, "Today is a beautiful summer day", 4), (0, "Hello there", 8)], 16,
+        [(0, "Hi, my name is", 6), (0, "Today is a beautiful summer day", 4), (0, "Hello there", 8)],
+        16,
     ),
     Run(
-        "chunks", "Chunked prefill",
+        "chunks",
+        "Chunked prefill",
         "Two requests are generating when a long prompt comes. A step has room for 12 tokens, so the prompt is "
         "computed in chunks, beside the next token of each of the others. None of them has to wait.",
-        [(0, "Once upon a time", 12), (0, "Hello there", 12), (2, LONG, 4)], 24, {"max_num_batched_tokens": 12},
+        [(0, "Once upon a time", 12), (0, "Hello there", 12), (2, LONG, 4)],
+        24,
+        {"max_num_batched_tokens": 12},
     ),
     Run(
-        "sharing", "Prefix sharing",
+        "sharing",
+        "Prefix sharing",
         "Two prompts begin alike. The full blocks of the first one can be found by their hashes, which cover their "
         "tokens and all before them. The second request uses the same blocks, and computes only what is different. "
         "The third comes when the first has ended, and still finds them.",
@@ -60,7 +66,8 @@ RUNS = [
         24,
     ),
     Run(
-        "preemption", "Preemption",
+        "preemption",
+        "Preemption",
         "There are too few blocks for all that the requests become. When a request needs a block and none is free, the "
         "request that came last gives back its own and waits. Later it goes on: its tokens so far are computed again, "
         "as far as their blocks have been taken by others.",
@@ -68,15 +75,23 @@ RUNS = [
         13,
     ),
     Run(
-        "speculation", "Speculation",
+        "speculation",
+        "Speculation",
         "The text repeats itself, so the next tokens are guessed from what followed before. A step computes the "
         "guesses together with the last token, and keeps those that the model would have said itself, and one more. "
         "Rejected ones are overwritten by the next step.",
-        [(0, "Emma lived in a small house with a red door. Oscar lived in a small house", 14)], 16,
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2,
-                                "adaptive": False}},
+        [(0, "Emma lived in a small house with a red door. Oscar lived in a small house", 14)],
+        16,
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_min": 2,
+                "adaptive": False,
+            }
+        },
     ),
-]  # fmt: skip
+]
 
 
 class Recorder:
@@ -86,9 +101,15 @@ class Recorder:
         self.run = run
         options = {"max_num_batched_tokens": 64, **run.options}
         self.llm = LLM(
-            block_size=BLOCK, num_gpu_blocks_override=run.num_blocks, attention_backend="reference", max_num_seqs=4,
-            max_model_len=BLOCK * (run.num_blocks - 1), dtype="float32", async_scheduling=False, **options,
-        )  # fmt: skip
+            block_size=BLOCK,
+            num_gpu_blocks_override=run.num_blocks,
+            attention_backend="reference",
+            max_num_seqs=4,
+            max_model_len=BLOCK * (run.num_blocks - 1),
+            dtype="float32",
+            async_scheduling=False,
+            **options,
+        )
         executor = self.llm.core.executor
         assert isinstance(executor, UniprocExecutor)
         self.batch, self.flat = executor.runner.batch, None
@@ -124,9 +145,14 @@ class Recorder:
             self.flat, number = None, number + 1
         run = self.run
         return {
-            "name": run.name, "title": run.title, "text": run.text, "block_size": BLOCK,
-            "num_blocks": run.num_blocks, "prompts": prompts, "steps": steps,
-        }  # fmt: skip
+            "name": run.name,
+            "title": run.title,
+            "text": run.text,
+            "block_size": BLOCK,
+            "num_blocks": run.num_blocks,
+            "prompts": prompts,
+            "steps": steps,
+        }
 
     def _describe(
         self, requests: dict[str, Request], preempted: dict[str, int], outputs: dict[str, list[int]]
@@ -141,14 +167,18 @@ class Recorder:
             table = self.batch.block_tables[0, row]
             name = self.names[row]
             sampled = outputs.get(name, [])
-            parts.append({
-                "id": name, "positions": positions,
-                "tokens": [self.text(token) for token in self.tokens[start:stop]],
-                "slots": [int(table[position // BLOCK]) * BLOCK + position % BLOCK for position in positions],
-                "table": [int(block) for block in table[: -(-(positions[-1] + 1) // BLOCK)]],
-                "found": new.get(name, 0), "drafts": drafts[index],
-                "sampled": [self.text(token) for token in sampled],
-            })  # fmt: skip
+            parts.append(
+                {
+                    "id": name,
+                    "positions": positions,
+                    "tokens": [self.text(token) for token in self.tokens[start:stop]],
+                    "slots": [int(table[position // BLOCK]) * BLOCK + position % BLOCK for position in positions],
+                    "table": [int(block) for block in table[: -(-(positions[-1] + 1) // BLOCK)]],
+                    "found": new.get(name, 0),
+                    "drafts": drafts[index],
+                    "sampled": [self.text(token) for token in sampled],
+                }
+            )
         present = self.llm.core.scheduler.requests
         return {
             "parts": parts,
@@ -159,7 +189,7 @@ class Recorder:
                 str(min(9, b.ref_cnt + 1)) if b.ref_cnt else str(int(b.block_hash is not None))
                 for b in self.llm.core.scheduler.kv.pool.blocks[1:]
             ),
-        }  # fmt: skip
+        }
 
 
 def main() -> None:

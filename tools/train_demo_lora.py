@@ -127,9 +127,16 @@ def save(layers: dict[str, LowRank], folder: Path) -> None:
         tensors[f"base_model.model.{name}.lora_B.weight"] = layer.b.detach().bfloat16().contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "quire-demo", "r": RANK,
-        "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "target_modules": TARGETS, "use_rslora": False,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "quire-demo",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": TARGETS,
+        "use_rslora": False,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -446,9 +446,14 @@ class DraftModel(demo.Qwen3):
 
 
 def loss_of(
-    speculator: Speculator, reading: Reading, learned: Tensor, probabilities: Tensor, drafts: int, discount: float,
+    speculator: Speculator,
+    reading: Reading,
+    learned: Tensor,
+    probabilities: Tensor,
+    drafts: int,
+    discount: float,
     overlap: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The loss of each draft, on average over the learned tokens, and weighted over the drafts. learned: [rows,
     tokens]; probabilities: [learned ones, vocab], the target's.
 
@@ -533,9 +538,14 @@ def train_step(
         for kind, trainer in trainers.items():
             recipe, drafts = trainer.recipe, trainer.drafts_at(progress)
             loss = loss_of(
-                trainer.speculator, reading, part_learned, probabilities, drafts, recipe.discount,
+                trainer.speculator,
+                reading,
+                part_learned,
+                probabilities,
+                drafts,
+                recipe.discount,
                 progress >= recipe.overlap_later,
-            )  # fmt: skip
+            )
             (loss / parts).backward()
             losses[kind] += loss.item() / parts
     for trainer in trainers.values():
@@ -792,12 +802,16 @@ def demo_task(work: Path) -> Task:
     recipe = Recipe()
     held_out = held_out_prompts(recipe.held_out)
     return Task(
-        "the bundled model", LLM(max_model_len=2 * recipe.row), DemoTarget.load(work / "states"), demo.Shape(ffn=512),
+        "the bundled model",
+        LLM(max_model_len=2 * recipe.row),
+        DemoTarget.load(work / "states"),
+        demo.Shape(ffn=512),
         recipe,
         lambda group: list(itertools.islice(demo_prompts("speculators"), GROUP * group, GROUP * (group + 1))),
         lambda group: held_out[GROUP * group : GROUP * (group + 1)],
-        written_by_model(tokenizer), tokenizer.token_to_id(END_OF_TEXT),
-    )  # fmt: skip
+        written_by_model(tokenizer),
+        tokenizer.token_to_id(END_OF_TEXT),
+    )
 
 
 def served_task(model: str, work: Path) -> Task:
@@ -810,10 +824,16 @@ def served_task(model: str, work: Path) -> Task:
     heads = spec.hidden_size // 64
     shape = demo.Shape(spec.vocab_size, spec.hidden_size, 1, heads, heads, 64, 3 * spec.hidden_size)
     return Task(
-        Path(model).name, llm, target, shape, recipe,
-        lambda group: own_prompts(llm, group), lambda group: own_prompts(llm, 10**6 + group),
-        lambda ids: [True] * len(ids), llm.processor.eos_token_ids[0],
-    )  # fmt: skip
+        Path(model).name,
+        llm,
+        target,
+        shape,
+        recipe,
+        lambda group: own_prompts(llm, group),
+        lambda group: own_prompts(llm, 10**6 + group),
+        lambda ids: [True] * len(ids),
+        llm.processor.eos_token_ids[0],
+    )
 
 
 def main() -> None:

@@ -71,14 +71,28 @@ BUNDLED = demo.REPOSITORY / "quire/demo/model"
 PLACEHOLDERS = {"ÿ": PLACEHOLDER, "þ": "<video>", "ý": "<vision>", "ü": "</vision>"}
 PATCH, SIDE, DEPTH, LEVELS = 16, 4, 6, 4  # LEVELS: layers of the language model to which features are added
 VISION = {
-    "model_type": "qwen3_vl_vision", "hidden_size": 96, "intermediate_size": 288, "depth": DEPTH, "num_heads": 4,
-    "patch_size": PATCH, "temporal_patch_size": 1, "spatial_merge_size": 1, "num_position_embeddings": SIDE**2,
-    "out_hidden_size": 256, "deepstack_visual_indexes": list(range(DEPTH - LEVELS, DEPTH)),
+    "model_type": "qwen3_vl_vision",
+    "hidden_size": 96,
+    "intermediate_size": 288,
+    "depth": DEPTH,
+    "num_heads": 4,
+    "patch_size": PATCH,
+    "temporal_patch_size": 1,
+    "spatial_merge_size": 1,
+    "num_position_embeddings": SIDE**2,
+    "out_hidden_size": 256,
+    "deepstack_visual_indexes": list(range(DEPTH - LEVELS, DEPTH)),
     "hidden_act": "gelu_pytorch_tanh",
-}  # fmt: skip
-SETTINGS = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": PATCH, "temporal_patch_size": 1,
-            "merge_size": 1, "size": {"shortest_edge": (SIDE * PATCH) ** 2 // 2, "longest_edge": (SIDE * PATCH) ** 2},
-            "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # fmt: skip
+}
+SETTINGS = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": PATCH,
+    "temporal_patch_size": 1,
+    "merge_size": 1,
+    "size": {"shortest_edge": (SIDE * PATCH) ** 2 // 2, "longest_edge": (SIDE * PATCH) ** 2},
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
 GRIDS = [(4, 4)] * 4 + [(3, 4), (4, 3), (3, 5), (5, 3), (2, 6), (6, 2)]  # rows and columns of patches in a picture
 STEPS = {"embeddings": 350, "encoder": 1800, "answers": 600}
 RATES = {"embeddings": (0.0, 0.1), "encoder": (0.02, 2e-3), "answers": (0.005, 6e-4)}  # of Muon, and of AdamW
@@ -100,8 +114,9 @@ def tokenizer_with_placeholders() -> Tokenizer:
 def traits(scenes: list[Scene]) -> Tensor:
     """What each scene has, as ones among zeros: [scenes, TRAITS]. The first column is a one in all."""
     known = [1, *range(1, MOST + 1), *COLOURS, *OUTLINES]
-    return torch.tensor([[float(k == 0 or t in (s.number, s.colour, s.shape)) for k, t in enumerate(known)]
-                         for s in scenes])  # fmt: skip
+    return torch.tensor(
+        [[float(k == 0 or t in (s.number, s.colour, s.shape)) for k, t in enumerate(known)] for s in scenes]
+    )
 
 
 class Chats:
@@ -170,9 +185,12 @@ class Trainer:
         embeds = F.embedding(ids, self.words).masked_scatter(where[..., None], seen[:, 0])
         levels = [seen[:, level].flatten(0, 1) for level in range(1, 1 + LEVELS)]
         hidden = self.language(
-            inputs_embeds=embeds, position_ids=positions, visual_pos_masks=where, deepstack_visual_embeds=levels,
+            inputs_embeds=embeds,
+            position_ids=positions,
+            visual_pos_masks=where,
+            deepstack_visual_embeds=levels,
             use_cache=False,
-        ).last_hidden_state[:, :-1]  # fmt: skip
+        ).last_hidden_state[:, :-1]
         learned = targets[:, 1:] != -100
         return F.cross_entropy(F.linear(hidden[learned], self.words), targets[:, 1:][learned])
 
@@ -257,12 +275,19 @@ def config(tokenizer: Tokenizer) -> dict[str, Any]:
     rope = {"rope_type": "default", "mrope_section": sections, "mrope_interleaved": True}
     image, video, start, end = map(tokenizer.token_to_id, PLACEHOLDERS.values())
     return {
-        "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "image_token_id": image,
-        "video_token_id": video, "vision_start_token_id": start, "vision_end_token_id": end,
-        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "eos_token_id": text["eos_token_id"],
-        "pad_token_id": text["pad_token_id"], "vision_config": VISION,
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "image_token_id": image,
+        "video_token_id": video,
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": text["eos_token_id"],
+        "pad_token_id": text["pad_token_id"],
+        "vision_config": VISION,
         "text_config": text | {"model_type": "qwen3_vl_text", "rope_scaling": rope},
-    }  # fmt: skip
+    }
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -11,8 +11,10 @@ GLIBC = "2.28"
 FLAGS = ("-fomit-frame-pointer", "-g0", "-s", "-Wno-unused-command-line-argument")
 FLAGS_OF = {"x86_64": ("-mprefer-vector-width=512",), "aarch64": ()}
 SPELLINGS = {  # gcc's -> zig's
-    "-march=x86-64-": "-march=x86_64_", "-march=armv8-a": "-mcpu=generic", "-march=armv8.2-a": "-mcpu=generic+v8_2a",
-}  # fmt: skip
+    "-march=x86-64-": "-march=x86_64_",
+    "-march=armv8-a": "-mcpu=generic",
+    "-march=armv8.2-a": "-mcpu=generic+v8_2a",
+}
 
 
 def main() -> int:

@@ -54,18 +54,27 @@ def all_cases(cards: Sequence[str]) -> list[Case]:
     some card.
     """
     plain = [Case(card, model) for model in SERVED for card in cards]
-    others = [(Served("bge-m3"), (("dtype", "float32"),)), (Served("modernbert"), ()),
-              (Served("embedding-gemma"), ()), (Served("qwen3-0.6b"), (("enable_lora", "True"),)),
-              (Served("qwen3-0.6b"), (("kv_compression", "kv_compress"),)),
-              (Served("granite-4-h-tiny"), ()), (Served("qwen3-next-80b", 4), ()), (Served("kimi-linear-48b", 2), ()),
-              (Served("jamba-1.5-mini", 2), ()), (Served("rwkv7-1.5b"), ()), (Served("flan-t5-xl"), ()),
-              (Served("qwen2.5-vl-7b"), ()),
-              (Served("deepseek-v3", 8), (("decode_context_parallel_size", "8"),)),
-              (Served("deepseek-v3.2", 8), ()), (Served("deepseek-v3.2", 8), (("kv_cache_dtype", "fp8"),)),
-              (Served("gpt-oss-120b"), (("prefill_context_parallel_size", "3"),)),
-              (Served("gpt-oss-120b"), (("quantization", "mxfp4"),)),
-              (Served("llama-3-8b"), (("quantization", "nvfp4"),)),
-              (Served("llama-3-8b"), (("quantization", "nf4"),))]  # fmt: skip
+    others = [
+        (Served("bge-m3"), (("dtype", "float32"),)),
+        (Served("modernbert"), ()),
+        (Served("embedding-gemma"), ()),
+        (Served("qwen3-0.6b"), (("enable_lora", "True"),)),
+        (Served("qwen3-0.6b"), (("kv_compression", "kv_compress"),)),
+        (Served("granite-4-h-tiny"), ()),
+        (Served("qwen3-next-80b", 4), ()),
+        (Served("kimi-linear-48b", 2), ()),
+        (Served("jamba-1.5-mini", 2), ()),
+        (Served("rwkv7-1.5b"), ()),
+        (Served("flan-t5-xl"), ()),
+        (Served("qwen2.5-vl-7b"), ()),
+        (Served("deepseek-v3", 8), (("decode_context_parallel_size", "8"),)),
+        (Served("deepseek-v3.2", 8), ()),
+        (Served("deepseek-v3.2", 8), (("kv_cache_dtype", "fp8"),)),
+        (Served("gpt-oss-120b"), (("prefill_context_parallel_size", "3"),)),
+        (Served("gpt-oss-120b"), (("quantization", "mxfp4"),)),
+        (Served("llama-3-8b"), (("quantization", "nvfp4"),)),
+        (Served("llama-3-8b"), (("quantization", "nf4"),)),
+    ]
     return [*plain, *(Case(card, *other) for other in others for card in cards), *_pairs(cards, plain)]
 
 

@@ -190,8 +190,9 @@ def run_all(cases: list[Case], triton: str | None, path: Path, minutes: float, j
             left = (time.perf_counter() - begun) / number * (len(missing) - number) / 60
             print(
                 f"[{number}/{len(missing)}, {left:.0f} min left] {result['case']}: {state} "
-                f"({len(result['kernels'])} kernels, {result['seconds']:.0f} s)", flush=True,
-            )  # fmt: skip
+                f"({len(result['kernels'])} kernels, {result['seconds']:.0f} s)",
+                flush=True,
+            )
             for line in found[:12]:
                 print(f"    {line}", flush=True)
 

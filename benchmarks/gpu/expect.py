@@ -129,13 +129,17 @@ def trace(cards: list[str]) -> dict[str, dict[str, Any]]:
                 before = len(device.compilations)
                 with tempfile.TemporaryDirectory() as folder:
                     path = figures.write_shape(Path(folder), name)
-                    llm = LLM(str(path), load_format="dummy", device="cuda", enforce_eager=True,
-                              enable_prefix_caching=False)  # fmt: skip
+                    llm = LLM(
+                        str(path), load_format="dummy", device="cuda", enforce_eager=True, enable_prefix_caching=False
+                    )
                 for card in cards:
                     started = found[card].get(f"{name}, compilations", 0)
                     found[card][f"{name}, compilations"] = max(started, len(device.compilations) - before)
-                cases = [("one stream", 1, 1, 0.0), *((f"{n} requests", n, 1, 0.6) for n in REQUESTS),
-                         ("prompts", *PROMPTS, 0.6)]  # fmt: skip
+                cases = [
+                    ("one stream", 1, 1, 0.0),
+                    *((f"{n} requests", n, 1, 0.6) for n in REQUESTS),
+                    ("prompts", *PROMPTS, 0.6),
+                ]
                 for case, requests, tokens, temperature in cases:
                     prompts = [[7] * (tokens if tokens > 1 else 16)] * requests
                     params = SamplingParams(temperature=temperature, max_tokens=1 if tokens > 1 else 5, ignore_eos=True)
@@ -246,14 +250,17 @@ def figures(card: str, found: dict[str, Any]) -> dict[str, Figure]:
         result[f"{name}, 256 requests"] = _many(found, name, rates)
         for case, count in (("one stream", 1), ("256 requests", 256)):
             device, host = seconds(kernels(whole(found, name, case), rates)), _host(found, name, case, count)
-            result[f"{name}, {case}, device idle"] = Figure(100 * max(0.0, 1 - device / host), -3, "%",
-                                                            note=f"host {host * 1e3:.2f} ms a step")  # fmt: skip
+            result[f"{name}, {case}, device idle"] = Figure(
+                100 * max(0.0, 1 - device / host), -3, "%", note=f"host {host * 1e3:.2f} ms a step"
+            )
         start = HOST_IMPORT + _captures() * 2 * step.host
         count = found[f"{name}, compilations"]
         result[f"{name}, ready"] = Figure(
-            start + count * CACHED_KERNEL, -15, "s",
+            start + count * CACHED_KERNEL,
+            -15,
+            "s",
             note=f"{start + count * COMPILED_KERNEL:.0f} s if its {count} kernels are not in the cache",
-        )  # fmt: skip
+        )
     return result
 
 
@@ -328,24 +335,39 @@ def document(results: dict[str, dict[str, Figure]]) -> str:
             )
             cells.append(f"**{value}**" if verdict(results[card][name]) == "missed" else value)
         lines.append(f"| {name}, {figure.unit} | {sign} | " + " | ".join(cells) + " |")
-    lines += ["", "A value in bold misses its goal. The kernels of each figure on the first card:", "",
-              "| figure | kernel | launches | µs each | share of the step | bound | share of the roofline |",
-              "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines += [
+        "",
+        "A value in bold misses its goal. The kernels of each figure on the first card:",
+        "",
+        "| figure | kernel | launches | µs each | share of the step | bound | share of the roofline |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, figure in results[cards[0]].items():
         for row in figure.kernels[:6]:
             lines.append(
                 f"| {name} | {row.name} | {row.launches:.0f} | {row.seconds / row.launches * 1e6:.1f} | "
                 f"{row.seconds / seconds(figure.kernels):.0%} | {row.bound} | {row.share:.0%} |"
             )
-    lines += ["", "What the model predicts for published kernels, with the same assumptions:", "",
-              "| kernel | card | published, µs | predicted, µs | error | source |",
-              "|---|---|---|---|---|---|"]  # fmt: skip
+    lines += [
+        "",
+        "What the model predicts for published kernels, with the same assumptions:",
+        "",
+        "| kernel | card | published, µs | predicted, µs | error | source |",
+        "|---|---|---|---|---|---|",
+    ]
     for kernel in KERNELS:
         predicted = kernel.predicted().seconds + kernel.overhead
-        lines.append(f"| {kernel.name} | {kernel.card} | {kernel.seconds * 1e6:.0f} | {predicted * 1e6:.0f} | "
-                     f"{kernel.error():+.0%} | {kernel.source} |")  # fmt: skip
-    lines += ["", "What is assumed. The first run on a card confirms or refutes each:", "",
-              "| assumption | value | source |", "|---|---|---|"]  # fmt: skip
+        lines.append(
+            f"| {kernel.name} | {kernel.card} | {kernel.seconds * 1e6:.0f} | {predicted * 1e6:.0f} | "
+            f"{kernel.error():+.0%} | {kernel.source} |"
+        )
+    lines += [
+        "",
+        "What is assumed. The first run on a card confirms or refutes each:",
+        "",
+        "| assumption | value | source |",
+        "|---|---|---|",
+    ]
     lines += [f"| {what} | {value} | {source} |" for what, value, source in ASSUMPTIONS]
     return "\n".join(lines)
 

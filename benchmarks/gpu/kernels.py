@@ -194,9 +194,12 @@ def try_tiles(launch: Launch, clock: Callable[[Callable[[], object]], float]) ->
     if len(gains) > 1:
         attempt({name: n for _, changes in gains.values() for name, n in changes.items()})
     best = min(tried, key=lambda name: tried[name], default=_text({}))
-    return {"own_us": 1e6 * own, "best": best, "best_us": 1e6 * tried.get(best, own), "tried_us": {
-        name: 1e6 * seconds for name, seconds in tried.items()
-    }}  # fmt: skip
+    return {
+        "own_us": 1e6 * own,
+        "best": best,
+        "best_us": 1e6 * tried.get(best, own),
+        "tried_us": {name: 1e6 * seconds for name, seconds in tried.items()},
+    }
 
 
 @contextlib.contextmanager

@@ -28,12 +28,16 @@ _FMA = re.compile(r"^(FFMA|FADD|FMUL|HFMA2|HADD2|HMUL2|IMAD|FFMA2|FADD2|FMUL2)\b
 _SPECIAL = re.compile(r"^(MUFU|I2F|F2I|F2F|POPC|FCHK|BREV|FLO)\b")
 _MEMORY = re.compile(r"^(LDG|STG|LDS|STS|LDSM|LDGSTS|STSM|SHFL|ATOM|ATOMS|ATOMG|RED|LDL|STL|LDC)\b")
 _SHARED = re.compile(r"^(LDS|STS|LDSM|STSM|LDGSTS)\b")
-_ISSUE = re.compile(r"^(U[A-Z]|R2UR|S2R|S2UR|BRA|BAR|SYNCS|NOP|DEPBAR|LDGDEPBAR|WARP|BSYNC|BSSY|EXIT|CS2R|ELECT|FENCE|"
-                    r"MEMBAR|ERRBAR|CCTL|[HIQOD]MMA|[HIQ]GMMA)")  # fmt: skip
-_FREE = re.compile(r"^aten\.(detach|view|_unsafe_view|slice|alias|reshape|empty|new_empty|empty_like|empty_strided|"
-                   r"select|unsqueeze|squeeze|t|transpose|permute|expand|as_strided|split|split_with_sizes|unbind|"
-                   r"lift_fresh|narrow|item|_local_scalar_dense|record_stream|set_|resize_|chunk|unfold|flatten|"
-                   r"_reshape_alias|is_pinned|_pin_memory|movedim)\b")  # fmt: skip
+_ISSUE = re.compile(
+    r"^(U[A-Z]|R2UR|S2R|S2UR|BRA|BAR|SYNCS|NOP|DEPBAR|LDGDEPBAR|WARP|BSYNC|BSSY|EXIT|CS2R|ELECT|FENCE|"
+    r"MEMBAR|ERRBAR|CCTL|[HIQOD]MMA|[HIQ]GMMA)"
+)
+_FREE = re.compile(
+    r"^aten\.(detach|view|_unsafe_view|slice|alias|reshape|empty|new_empty|empty_like|empty_strided|"
+    r"select|unsqueeze|squeeze|t|transpose|permute|expand|as_strided|split|split_with_sizes|unbind|"
+    r"lift_fresh|narrow|item|_local_scalar_dense|record_stream|set_|resize_|chunk|unfold|flatten|"
+    r"_reshape_alias|is_pinned|_pin_memory|movedim)\b"
+)
 _PRODUCTS = {"aten.linear.default", "aten.mm.default", "aten.addmm.default", "aten.matmul.default", "aten.bmm.default"}
 
 
@@ -120,11 +124,17 @@ def _product(
     moved = (rows * (inputs if rows * inputs * 2 > rates.l2_size / 2 else 0) + outputs * inputs) * 2
     lanes = {"alu": part * tile_rows * tile_outputs / 512} if synchronous else {}
     work = Work(
-        f"cublas {rows} x {inputs} x {outputs}", programs, resident, moved=moved / programs,
-        cached=(tile_rows + tile_outputs / sharers) * part * 2 + result, in_flight=(stages - 1) * stage,
-        products=2.0 * tile_rows * tile_outputs * part, synchronous=synchronous, lanes=lanes,
+        f"cublas {rows} x {inputs} x {outputs}",
+        programs,
+        resident,
+        moved=moved / programs,
+        cached=(tile_rows + tile_outputs / sharers) * part * 2 + result,
+        in_flight=(stages - 1) * stage,
+        products=2.0 * tile_rows * tile_outputs * part,
+        synchronous=synchronous,
+        lanes=lanes,
         memory_share=SMALL_PRODUCT_SHARE if rows < 64 else 1.0,
-    )  # fmt: skip
+    )
     if splits == 1:
         return [work]
     added = rows * outputs * (4 * splits + 2)
@@ -202,8 +212,15 @@ def _simple(launch: Launch, rates: Rates) -> Work:
         times = max(1.0, each / bytes_loaded)
         parts += [(loop.instructions, times) for loop in loads]
         in_flight = float(bytes_loaded)
-    work = Work(launch.name, programs, max(1, code.programs(rates.card)), streams=code.warps / 4, in_flight=in_flight,
-                is_prefetched=False, **_combined(parts, code.warps))  # fmt: skip
+    work = Work(
+        launch.name,
+        programs,
+        max(1, code.programs(rates.card)),
+        streams=code.warps / 4,
+        in_flight=in_flight,
+        is_prefetched=False,
+        **_combined(parts, code.warps),
+    )
     path = sum(instructions.total() * times for instructions, times in parts)
     return _placed(replace(work, path=path), moved, rates)
 
@@ -221,12 +238,17 @@ def _product_of_few(launch: Launch, rates: Rates) -> Work:
     weights, x = stage * steps, rows * named["INS"] * steps * size
     result = rows * outs * named["out"].element_size()
     return Work(
-        f"_product {rows} x {named['ins']} x {named['outs']}", programs, max(1, code.programs(rates.card)),
-        moved=float(weights), cached=float(weights + x + result),
+        f"_product {rows} x {named['ins']} x {named['outs']}",
+        programs,
+        max(1, code.programs(rates.card)),
+        moved=float(weights),
+        cached=float(weights + x + result),
         in_flight=float((stage + rows * named["INS"] * size) * max(1, buffers - 1)),
-        products=2.0 * named["ROWS"] * outs * named["INS"] * steps, synchronous=synchronous,
-        path=sum(instructions.total() * times for instructions, times in parts), **_combined(parts, code.warps),
-    )  # fmt: skip
+        products=2.0 * named["ROWS"] * outs * named["INS"] * steps,
+        synchronous=synchronous,
+        path=sum(instructions.total() * times for instructions, times in parts),
+        **_combined(parts, code.warps),
+    )
 
 
 _TABLES = {"cache", "block_table", "block_tables", "token_ids"}  # of which a kernel touches only some rows
@@ -261,11 +283,19 @@ def _attention(launch: Launch, rates: Rates, step: Step) -> Work:
     once = sum(step.lengths) * heads * tile_bytes / keys
     queries = 2 * sum(step.counts) * heads * named["GROUP"] * named["DIM"] * 2
     return Work(
-        launch.name, programs, max(1, code.programs(rates.card)), longest=max(1.0, longest / average),
-        moved=(once + queries) / programs, cached=average * tile_bytes, in_flight=in_flight,
-        products=average * 2.0 * rows * keys * (inner + columns), synchronous=is_synchronous,
-        streams=code.warps / 4 if is_synchronous else 1, is_prefetched=is_prefetched, **ways,
-    )  # fmt: skip
+        launch.name,
+        programs,
+        max(1, code.programs(rates.card)),
+        longest=max(1.0, longest / average),
+        moved=(once + queries) / programs,
+        cached=average * tile_bytes,
+        in_flight=in_flight,
+        products=average * 2.0 * rows * keys * (inner + columns),
+        synchronous=is_synchronous,
+        streams=code.warps / 4 if is_synchronous else 1,
+        is_prefetched=is_prefetched,
+        **ways,
+    )
 
 
 def _main_loop(code: MachineCode) -> Loop:

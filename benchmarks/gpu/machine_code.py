@@ -139,16 +139,30 @@ def read(kernel: Any) -> MachineCode:
     name = f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
     is_cuda = target.backend == "cuda"
     return _read(
-        asm["cubin"] if is_cuda else asm["amdgcn"], asm["ptx"] if is_cuda else asm["amdgcn"], asm["ttir"],
-        asm["ttgir"], metadata.name, name, metadata.num_warps, metadata.shared, getattr(metadata, "tmem_size", 0) or 0,
-    )  # fmt: skip
+        asm["cubin"] if is_cuda else asm["amdgcn"],
+        asm["ptx"] if is_cuda else asm["amdgcn"],
+        asm["ttir"],
+        asm["ttgir"],
+        metadata.name,
+        name,
+        metadata.num_warps,
+        metadata.shared,
+        getattr(metadata, "tmem_size", 0) or 0,
+    )
 
 
 @lru_cache(maxsize=4096)
 def _read(
-    machine_code: bytes | str, assembler: str, ttir: str, ttgir: str, kernel: str, target: str, warps: int, shared: int,
+    machine_code: bytes | str,
+    assembler: str,
+    ttir: str,
+    ttgir: str,
+    kernel: str,
+    target: str,
+    warps: int,
+    shared: int,
     tensor_columns: int,
-) -> MachineCode:  # fmt: skip
+) -> MachineCode:
     if isinstance(machine_code, bytes):
         sass = _disassembled(machine_code)
         registers = max(map(int, re.findall(r"REG:(\d+)", sass)))
@@ -162,9 +176,19 @@ def _read(
         spilled = int(_found(r"\.private_segment_fixed_size:\s+(\d+)", machine_code))
     instructions = Counter(line.opcode for line in lines if line.opcode not in ("NOP", "s_nop"))
     return MachineCode(
-        kernel, target, warps, shared, registers, spilled, instructions, _loops(lines), tensor_columns, _dots(ttgir),
-        _loads(ttir, assembler), _float64(instructions, assembler),
-    )  # fmt: skip
+        kernel,
+        target,
+        warps,
+        shared,
+        registers,
+        spilled,
+        instructions,
+        _loops(lines),
+        tensor_columns,
+        _dots(ttgir),
+        _loads(ttir, assembler),
+        _float64(instructions, assembler),
+    )
 
 
 def _found(pattern: str, text: str) -> str:

@@ -169,8 +169,10 @@ def _alone(work: Work, rates: Rates) -> float:
 
 def _bound(parts: dict[str, float], seconds: float) -> str:
     """The part that takes the most time. Fixed costs are the bound if they are more than half of all."""
-    named = {name: parts.get(name, 0.0) for name in ("memory", "l2", "latency", "tensor", "fma", "alu", "special",
-                                                      "shared", "issue", "tail")}  # fmt: skip
+    named = {
+        name: parts.get(name, 0.0)
+        for name in ("memory", "l2", "latency", "tensor", "fma", "alu", "special", "shared", "issue", "tail")
+    }
     name = max(named, key=lambda key: named[key])
     if named[name] < seconds / 2 and named[name] < parts["compute"]:
         return "dependences" if parts["compute"] > seconds / 2 else "launch"

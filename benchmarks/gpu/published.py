@@ -65,8 +65,10 @@ def attention(
     """Attention over prompts. rows, keys: of a tile. warps: that compute. groups: independent groups of warps of a
     program, for wgmma and tcgen05 (0: mma.sync, each warp for itself). stages: tiles of keys in flight."""
     tiles = math.ceil(length / rows)
-    steps = sum(math.ceil(min(length, (tile + 1) * rows) / keys) if causal else length / keys
-                for tile in range(tiles)) / tiles  # fmt: skip
+    steps = (
+        sum(math.ceil(min(length, (tile + 1) * rows) / keys) if causal else length / keys for tile in range(tiles))
+        / tiles
+    )
     scores, values = rows * keys, rows * dim
     lanes = {
         "fma": steps * (2 * scores + values),  # scaling and maximum's difference, sum, rescaled values
@@ -82,12 +84,21 @@ def attention(
     memory = rows * dim * 2 + stages * shared_tile
     resident = resident_programs(RATES[card], warps, registers, memory)
     return Work(
-        name, batch * heads * tiles, resident, longest=2.0 if causal else 1.0,
-        moved=(rows * dim * 2 * 2 + length * dim * 4 / tiles), cached=steps * shared_tile,
+        name,
+        batch * heads * tiles,
+        resident,
+        longest=2.0 if causal else 1.0,
+        moved=(rows * dim * 2 * 2 + length * dim * 4 / tiles),
+        cached=steps * shared_tile,
         in_flight=stages * shared_tile,
-        products=4.0 * steps * scores * dim, synchronous=not groups, lanes=lanes, instructions=instructions,
-        shared=shared, streams=groups or warps / 4, is_persistent=is_persistent,
-    )  # fmt: skip
+        products=4.0 * steps * scores * dim,
+        synchronous=not groups,
+        lanes=lanes,
+        instructions=instructions,
+        shared=shared,
+        streams=groups or warps / 4,
+        is_persistent=is_persistent,
+    )
 
 
 def product(name: str, card: str, m: int, n: int, k: int, tiles: tuple[tuple[int, int], ...]) -> Work:
@@ -100,10 +111,15 @@ def product(name: str, card: str, m: int, n: int, k: int, tiles: tuple[tuple[int
         is_synchronous = RATES[card].card.capability == 80
         sharers = 1 if is_synchronous else 2  # two programs of a cluster load one of the operands together
         return Work(
-            name, programs, 1, moved=(m + n) * k * 2 / programs + rows * columns * 2,
+            name,
+            programs,
+            1,
+            moved=(m + n) * k * 2 / programs + rows * columns * 2,
             cached=(rows + columns / sharers) * k * 2,
-            in_flight=3 * step, products=2.0 * rows * columns * k, synchronous=is_synchronous,
-        )  # fmt: skip
+            in_flight=3 * step,
+            products=2.0 * rows * columns * k,
+            synchronous=is_synchronous,
+        )
 
     return min((work(tile) for tile in tiles), key=lambda work: estimate(work, RATES[card]).seconds)
 
@@ -134,45 +150,114 @@ def _kernels() -> list[Published]:
             flops = _attention_flops(batch, heads, length, dim, causal)
             shape = f"head {dim}, {batch} x {length}{', causal' if causal else ''}"
             sizes = ("H100", batch, heads, length, dim, causal)
-            found.append(Published(f"FlashAttention-2, {shape}", "H100",
-                                   attention("fa2", *sizes, *FA2_TILES[dim]), flops, second * 1e12, FA3))  # fmt: skip
-            found.append(Published(f"FlashAttention-3, {shape}", "H100",
-                                   attention("fa3", *sizes, *FA3_TILES[dim], 8, 2, 2), flops,
-                                   third * 1e12, FA3))  # fmt: skip
+            found.append(
+                Published(
+                    f"FlashAttention-2, {shape}",
+                    "H100",
+                    attention("fa2", *sizes, *FA2_TILES[dim]),
+                    flops,
+                    second * 1e12,
+                    FA3,
+                )
+            )
+            found.append(
+                Published(
+                    f"FlashAttention-3, {shape}",
+                    "H100",
+                    attention("fa3", *sizes, *FA3_TILES[dim], 8, 2, 2),
+                    flops,
+                    third * 1e12,
+                    FA3,
+                )
+            )
     flops = _attention_flops(1, 16, 16384, 128, False)
-    found.append(Published("FlashAttention-2, head 128, 1 x 16384", "A100",
-                           attention("fa2", "A100", 1, 16, 16384, 128, False, *FA2_TILES[128]), flops, 230e12,
-                           f"{FA2}: up to 230 TFLOP/s"))  # fmt: skip
+    found.append(
+        Published(
+            "FlashAttention-2, head 128, 1 x 16384",
+            "A100",
+            attention("fa2", "A100", 1, 16, 16384, 128, False, *FA2_TILES[128]),
+            flops,
+            230e12,
+            f"{FA2}: up to 230 TFLOP/s",
+        )
+    )
     for length, seconds in ((4096, 2.779694e-3), (16384, 41.799503e-3)):
         flops = _attention_flops(4, 32, length, 128, True)
-        found.append(Published(f"FlashAttention-2, head 128, 4 x {length}, causal", "A100",
-                               attention("fa2", "A100", 4, 32, length, 128, True, *FA2_TILES[128]), flops,
-                               flops / seconds, "flash-attention issue 307 (card taken from its speed)"))  # fmt: skip
+        found.append(
+            Published(
+                f"FlashAttention-2, head 128, 4 x {length}, causal",
+                "A100",
+                attention("fa2", "A100", 4, 32, length, 128, True, *FA2_TILES[128]),
+                flops,
+                flops / seconds,
+                "flash-attention issue 307 (card taken from its speed)",
+            )
+        )
     for length, speed in ((2048, 427.77), (16384, 486.99)):
         flops = _attention_flops(4, 32, length, 128, False)
-        found.append(Published(f"Triton's fused attention, head 128, 4 x {length}", "H100",
-                               attention("triton", "H100", 4, 32, length, 128, False, 128, 128, 8, 1, 2), flops,
-                               speed * 1e12, "facebookexperimental/triton pull 206"))  # fmt: skip
+        found.append(
+            Published(
+                f"Triton's fused attention, head 128, 4 x {length}",
+                "H100",
+                attention("triton", "H100", 4, 32, length, 128, False, 128, 128, 8, 1, 2),
+                flops,
+                speed * 1e12,
+                "facebookexperimental/triton pull 206",
+            )
+        )
     for length, speed in ((4096, 566.918), (16384, 746.301)):
         flops = _attention_flops(4, 48, length, 128, False)
-        found.append(Published(f"Triton's fused attention, head 128, 4 x {length}", "B200",
-                               attention("triton", "B200", 4, 48, length, 128, False, 128, 128, 8, 1, 2), flops,
-                               speed * 1e12, "meta-pytorch/tritonbench pull 1014"))  # fmt: skip
+        found.append(
+            Published(
+                f"Triton's fused attention, head 128, 4 x {length}",
+                "B200",
+                attention("triton", "B200", 4, 48, length, 128, False, 128, 128, 8, 1, 2),
+                flops,
+                speed * 1e12,
+                "meta-pytorch/tritonbench pull 1014",
+            )
+        )
     for n, speed in ((2048, 511.3), (2560, 533.4), (2816, 616.5), (3072, 584.7)):
-        found.append(Published(f"cuBLAS, {n} cubed", "H100", product("cublas", "H100", n, n, n, MATMUL_TILES),
-                               2.0 * n**3, speed * 1e12, "triton issue 3672", EVENTS))  # fmt: skip
+        found.append(
+            Published(
+                f"cuBLAS, {n} cubed",
+                "H100",
+                product("cublas", "H100", n, n, n, MATMUL_TILES),
+                2.0 * n**3,
+                speed * 1e12,
+                "triton issue 3672",
+                EVENTS,
+            )
+        )
     size = 128 * 4096 * 576 * 2.0  # latents of DeepSeek-V3: 128 requests of 4096 tokens
-    latents = Work("flash_mla", 132, 1, moved=size / 132, cached=size / 132, in_flight=2 * 64 * 576 * 2,
-                   products=size / 132 * 2 * 16, synchronous=False)  # fmt: skip
-    found.append(Published("FlashMLA, 128 x 4096, memory-bound", "H100", latents, size, 3000e9,
-                           "FlashMLA, README: up to 3000 GB/s on H800"))  # fmt: skip
+    latents = Work(
+        "flash_mla",
+        132,
+        1,
+        moved=size / 132,
+        cached=size / 132,
+        in_flight=2 * 64 * 576 * 2,
+        products=size / 132 * 2 * 16,
+        synchronous=False,
+    )
+    found.append(
+        Published(
+            "FlashMLA, 128 x 4096, memory-bound",
+            "H100",
+            latents,
+            size,
+            3000e9,
+            "FlashMLA, README: up to 3000 GB/s on H800",
+        )
+    )
     layer = ((12_288, 4096), (4096, 4096), (22_016, 4096), (4096, 11_008))  # Llama-2-7B: outputs, inputs
     rates = RATES["A100"]
     others = [(work, 32.0) for shape in layer for work in library_product(rates, 1, *shape)]
     others.append((Work("norms, rotation, attention, activation", 32, 1), 32 * 5.0))
     (head,) = library_product(rates, 1, 32_000, 4096)[:1]
-    found.append(Published("gpt-fast, a token of Llama-2-7B", "A100", head, 1.0, 104.9, "gpt-fast, README",
-                           others=tuple(others)))  # fmt: skip
+    found.append(
+        Published("gpt-fast, a token of Llama-2-7B", "A100", head, 1.0, 104.9, "gpt-fast, README", others=tuple(others))
+    )
     return found
 
 
@@ -184,8 +269,10 @@ def main() -> None:
     for kernel in KERNELS:
         found = kernel.predicted()
         predicted = found.seconds + kernel.overhead
-        print(f"{kernel.name:62} {kernel.card:5} {kernel.seconds * 1e6:8.1f} µs {predicted * 1e6:8.1f} µs "
-              f"{kernel.error():+6.0%}  {found.bound}")  # fmt: skip
+        print(
+            f"{kernel.name:62} {kernel.card:5} {kernel.seconds * 1e6:8.1f} µs {predicted * 1e6:8.1f} µs "
+            f"{kernel.error():+6.0%}  {found.bound}"
+        )
     errors = [abs(kernel.error()) for kernel in KERNELS]
     print(
         f"{sum(error <= 0.15 for error in errors)} of {len(errors)} within 15 %; mean {sum(errors) / len(errors):.0%}"

@@ -74,8 +74,16 @@ def _rates(name: str, card: Card, *others: float) -> Rates:
     """A card of quire/planner/devices.toml. others: what that table does not have."""
     device = DEVICES[name]
     clock, l2_size, synchronous, fma = others
-    return Rates(card, device.bandwidth, device.rates["bf16"], clock, int(l2_size), device.kind.product_share,
-                 synchronous, int(fma))  # fmt: skip
+    return Rates(
+        card,
+        device.bandwidth,
+        device.rates["bf16"],
+        clock,
+        int(l2_size),
+        device.kind.product_share,
+        synchronous,
+        int(fma),
+    )
 
 
 RATES = {
@@ -87,45 +95,95 @@ RATES = {
 }
 
 ASSUMPTIONS = (  # what is assumed, the value, the source; the first run on a card confirms or refutes each
-    ("bandwidth, processors, second-level cache, dense 16-bit products and their clock", "RATES",
-     "data sheets of the cards; white papers of Ampere, Hopper and RTX Blackwell. B200: DGX B200's data sheet / 8"),
-    ("share of the bandwidth that a simple kernel reaches", f"{MEMORY_SHARE:.0%}",
-     "a published measurement with an H100 NVL: 90.6 % for a copy, 91.4 % for two reads and a write; for all cards"),
-    ("share of that which a library's products with fewer than 64 rows reach", f"{SMALL_PRODUCT_SHARE:.0%}",
-     "estimate; agrees with gpt-fast's 104.9 tokens a second of Llama-2-7B on an A100"),
-    ("the same share of Quire's product with up to 16 rows, as long as enough bytes are in flight", "100%",
-     "as attention: FlashMLA reaches 98 % of it on H800, and a Triton kernel that moves rows 91 % of the data sheet on "
-     "H100 (torchrec pull 4634). Not measured for products: with 85 %, a stream of the 8B shape reaches 74 % of its "
-     "limit on H200, 77 % on H100, 68 % on B200 and 80 % on A100"),
-    ("largest products under the power limit", "A100 267.9, H100 and H200 794.5, B200 1745 TFLOP/s",
-     "Bekman, ml-engineering, Maximum Achievable Matmul FLOPS. RTX PRO 6000: estimate, 80 %"),
-    ("the clock sinks with the use of the tensor cores, linearly, down to the value above at full use", "model.py",
-     "estimate: power grows with the operations; fits FlashAttention-2 and -3 on H100"),
-    ("mma.sync on 9.0 issues 63 % of the tensor rate; on 8.0 and 12.0 all of it", "0.63",
-     "Luo et al., Dissecting the Hopper architecture, arXiv:2402.13499 (62.9 %). B200: estimate, 25 %"),
-    ("lanes of a processor: multiply-add 64 on 8.0 and 128 later; integers and comparisons 64; exponentials 16",
-     "RATES", "CUDA C++ Programming Guide, table of arithmetic throughput"),
+    (
+        "bandwidth, processors, second-level cache, dense 16-bit products and their clock",
+        "RATES",
+        "data sheets of the cards; white papers of Ampere, Hopper and RTX Blackwell. B200: DGX B200's data sheet / 8",
+    ),
+    (
+        "share of the bandwidth that a simple kernel reaches",
+        f"{MEMORY_SHARE:.0%}",
+        "a published measurement with an H100 NVL: 90.6 % for a copy, 91.4 % for two reads and a write; for all cards",
+    ),
+    (
+        "share of that which a library's products with fewer than 64 rows reach",
+        f"{SMALL_PRODUCT_SHARE:.0%}",
+        "estimate; agrees with gpt-fast's 104.9 tokens a second of Llama-2-7B on an A100",
+    ),
+    (
+        "the same share of Quire's product with up to 16 rows, as long as enough bytes are in flight",
+        "100%",
+        "as attention: FlashMLA reaches 98 % of it on H800, and a Triton kernel that moves rows 91 % of the data sheet on "
+        "H100 (torchrec pull 4634). Not measured for products: with 85 %, a stream of the 8B shape reaches 74 % of its "
+        "limit on H200, 77 % on H100, 68 % on B200 and 80 % on A100",
+    ),
+    (
+        "largest products under the power limit",
+        "A100 267.9, H100 and H200 794.5, B200 1745 TFLOP/s",
+        "Bekman, ml-engineering, Maximum Achievable Matmul FLOPS. RTX PRO 6000: estimate, 80 %",
+    ),
+    (
+        "the clock sinks with the use of the tensor cores, linearly, down to the value above at full use",
+        "model.py",
+        "estimate: power grows with the operations; fits FlashAttention-2 and -3 on H100",
+    ),
+    (
+        "mma.sync on 9.0 issues 63 % of the tensor rate; on 8.0 and 12.0 all of it",
+        "0.63",
+        "Luo et al., Dissecting the Hopper architecture, arXiv:2402.13499 (62.9 %). B200: estimate, 25 %",
+    ),
+    (
+        "lanes of a processor: multiply-add 64 on 8.0 and 128 later; integers and comparisons 64; exponentials 16",
+        "RATES",
+        "CUDA C++ Programming Guide, table of arithmetic throughput",
+    ),
     ("instructions issued by a processor in a clock", str(ISSUED_PER_CLOCK), "white papers: four schedulers"),
-    ("clocks from an instruction of a warp to its next one, without other warps", str(CLOCKS_PER_INSTRUCTION),
-     "estimate: 4 where each needs the result of the one before (arXiv:2402.13499), less where not"),
+    (
+        "clocks from an instruction of a warp to its next one, without other warps",
+        str(CLOCKS_PER_INSTRUCTION),
+        "estimate: 4 where each needs the result of the one before (arXiv:2402.13499), less where not",
+    ),
     ("bytes of shared memory in a clock and processor", str(SHARED_BYTES_PER_CLOCK), "CUDA C++ Programming Guide"),
-    ("second-level cache: bytes in a clock, and the share that is reached", f"{L2_BYTES_PER_CLOCK}, {L2_SHARE:.0%}",
-     "white paper of Ampere; the share is an estimate; taken for all cards, twice as much for the two dies of a B200"),
-    ("an empty kernel inside a replayed graph", f"{(LAUNCH + MEMORY_LATENCY + STORE) * 1e6:.2f} µs",
-     "a published measurement with an H100 NVL: 1.28 µs for a kernel that adds one to a number"),
-    ("between two kernels of a graph", f"{LAUNCH * 1e6:.2f} µs",
-     "estimate: the 1.28 µs above less a load and the end of a program"),
-    ("latency of memory under load", f"{MEMORY_LATENCY * 1e6:.2f} µs",
-     "estimate: arXiv:2402.13499 measures about 0.3 µs without load"),
-    ("host time of an operation of torch", f"{HOST_OPERATION * 1e6:.1f} µs",
-     "a published measurement with an H100 NVL"),
-    ("host time of the launch of a Triton kernel", f"{HOST_TRITON * 1e6:.1f} µs",
-     "vLLM pull 34838: 8.68 µs with a GB200; tritonbench pull 1002: about 11 µs"),
+    (
+        "second-level cache: bytes in a clock, and the share that is reached",
+        f"{L2_BYTES_PER_CLOCK}, {L2_SHARE:.0%}",
+        "white paper of Ampere; the share is an estimate; taken for all cards, twice as much for the two dies of a B200",
+    ),
+    (
+        "an empty kernel inside a replayed graph",
+        f"{(LAUNCH + MEMORY_LATENCY + STORE) * 1e6:.2f} µs",
+        "a published measurement with an H100 NVL: 1.28 µs for a kernel that adds one to a number",
+    ),
+    (
+        "between two kernels of a graph",
+        f"{LAUNCH * 1e6:.2f} µs",
+        "estimate: the 1.28 µs above less a load and the end of a program",
+    ),
+    (
+        "latency of memory under load",
+        f"{MEMORY_LATENCY * 1e6:.2f} µs",
+        "estimate: arXiv:2402.13499 measures about 0.3 µs without load",
+    ),
+    (
+        "host time of an operation of torch",
+        f"{HOST_OPERATION * 1e6:.1f} µs",
+        "a published measurement with an H100 NVL",
+    ),
+    (
+        "host time of the launch of a Triton kernel",
+        f"{HOST_TRITON * 1e6:.1f} µs",
+        "vLLM pull 34838: 8.68 µs with a GB200; tritonbench pull 1002: about 11 µs",
+    ),
     ("host time of a view, or of memory for a result", f"{HOST_VIEW * 1e6:.1f} µs", "estimate"),
-    ("host time of a step besides, and for each of its requests",
-     f"{HOST_STEP * 1e3:.2f} ms, {HOST_REQUEST * 1e6:.0f} µs",
-     "1.7 ms for 256 requests, docs/performance.md; the division is an estimate"),
+    (
+        "host time of a step besides, and for each of its requests",
+        f"{HOST_STEP * 1e3:.2f} ms, {HOST_REQUEST * 1e6:.0f} µs",
+        "1.7 ms for 256 requests, docs/performance.md; the division is an estimate",
+    ),
     ("host time to replay a graph", f"{HOST_GRAPH * 1e6:.0f} µs", "estimate"),
-    ("start: imports and context; a kernel from the cache; a kernel compiled",
-     f"{HOST_IMPORT:.0f} s, {CACHED_KERNEL * 1e3:.0f} ms, {COMPILED_KERNEL:.1f} s", "estimates"),
-)  # fmt: skip
+    (
+        "start: imports and context; a kernel from the cache; a kernel compiled",
+        f"{HOST_IMPORT:.0f} s, {CACHED_KERNEL * 1e3:.0f} ms, {COMPILED_KERNEL:.1f} s",
+        "estimates",
+    ),
+)

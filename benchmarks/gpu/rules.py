@@ -55,7 +55,7 @@ def broken(name: str, code: MachineCode, card: Card) -> list[str]:
         found.append(
             f"programs: {programs} a processor, {wanted} wanted ({code.shared} bytes shared, {code.registers} "
             f"registers, {code.warps} warps, {code.tensor_columns} columns of tensor memory)"
-        )  # fmt: skip
+        )
     if code.spilled and not in_float32:
         found.append(f"spills: {code.spilled} bytes of local memory loads and stores")
     if code.float64:
@@ -106,9 +106,15 @@ def judged(launch: Any, card: Card) -> dict[str, Any]:
     """A compiled kernel as a line of the results."""
     code = read(launch.kernel)
     return {
-        "name": launch.name, "hash": launch.kernel.hash[:10], "warps": code.warps, "shared": code.shared,
-        "registers": code.registers, "spilled": code.spilled, "programs": code.programs(card),
-        "tensor_columns": code.tensor_columns, "instructions": code.instructions.total(),
+        "name": launch.name,
+        "hash": launch.kernel.hash[:10],
+        "warps": code.warps,
+        "shared": code.shared,
+        "registers": code.registers,
+        "spilled": code.spilled,
+        "programs": code.programs(card),
+        "tensor_columns": code.tensor_columns,
+        "instructions": code.instructions.total(),
         "dots": [[d.kind, d.rows, d.columns, d.inner, d.dtype] for d in code.dots],
         "broken": broken(launch.name, code, card),
-    }  # fmt: skip
+    }

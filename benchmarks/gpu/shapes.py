@@ -20,9 +20,15 @@ _LLAMA = {
     "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
 }  # fmt: skip
 _QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128,
-    "num_key_value_heads": 8, "max_position_embeddings": 40_960, "rope_theta": 1e6, **_SILU,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40_960,
+    "rope_theta": 1e6,
+    **_SILU,
+}
 
 SHAPES: dict[str, Config] = {
     "qwen3-0.6b": {
@@ -174,9 +180,13 @@ SHAPES: dict[str, Config] = {
 }  # fmt: skip
 
 SHAPES["deepseek-v3.2"] = {
-    **SHAPES["deepseek-v3"], "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
-    "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
-}  # fmt: skip
+    **SHAPES["deepseek-v3"],
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
 
 _LAYERS = {  # one of each kind; others need 1
     "gemma-2-9b": 2, "gemma-3-27b": 6, "gpt-oss-120b": 2, "deepseek-v3": 4, "deepseek-v3.2": 4, "modernbert": 3,
@@ -197,11 +207,22 @@ class Served:
 
 
 SERVED = (
-    Served("llama-3-8b"), Served("qwen3-0.6b"), Served("deepseek-v3", 8), Served("gpt-oss-120b"),
-    Served("gemma-2-9b"), Served("qwen3-30b-a3b"), Served("llama-3-70b", 8), Served("gemma-3-27b"),
-    Served("phi-3-mini"), Served("qwen3-8b"), Served("llama-3-70b", 4), Served("opt-6.7b"),
-    Served("llama-3-8b", 4), Served("llama-3-8b", 8), Served("llama-3-70b"),
-)  # fmt: skip
+    Served("llama-3-8b"),
+    Served("qwen3-0.6b"),
+    Served("deepseek-v3", 8),
+    Served("gpt-oss-120b"),
+    Served("gemma-2-9b"),
+    Served("qwen3-30b-a3b"),
+    Served("llama-3-70b", 8),
+    Served("gemma-3-27b"),
+    Served("phi-3-mini"),
+    Served("qwen3-8b"),
+    Served("llama-3-70b", 4),
+    Served("opt-6.7b"),
+    Served("llama-3-8b", 4),
+    Served("llama-3-8b", 8),
+    Served("llama-3-70b"),
+)
 
 FORMATS: dict[str, Config] = {  # quantization_config of checkpoints
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},

@@ -36,13 +36,15 @@ def measure_sampling() -> Any:
     likeliest = sorted(logprobs, key=lambda token: -logprobs[token])[:8]
     found = {}
     for title, settings in {
-        "temperature 1": {"temperature": 1.0}, "temperature 0.5": {"temperature": 0.5},
+        "temperature 1": {"temperature": 1.0},
+        "temperature 0.5": {"temperature": 0.5},
         "top_k 3": {"temperature": 1.0, "top_k": 3},
-    }.items():  # fmt: skip
+    }.items():
         outputs = llm.generate(
-            [PROMPT] * DRAWS, [SamplingParams(max_tokens=1, seed=seed, **settings) for seed in range(DRAWS)],
+            [PROMPT] * DRAWS,
+            [SamplingParams(max_tokens=1, seed=seed, **settings) for seed in range(DRAWS)],
             use_tqdm=False,
-        )  # fmt: skip
+        )
         drawn = [output.outputs[0].token_ids[0] for output in outputs]
         allowed = likeliest[:3] if "top_k" in settings else list(logprobs)
         weights = {token: math.exp(logprobs[token] / settings["temperature"]) for token in allowed}
@@ -72,11 +74,13 @@ def measure_speculative_decoding() -> Any:
     """Four stories of 200 tokens: how many steps they take, and how many drafts of each position are kept."""
     found = {}
     for title, config in {
-        "none": {}, "n-gram": {"method": "ngram", "prompt_lookup_min": 2}, "suffix": {"method": "suffix"},
+        "none": {},
+        "n-gram": {"method": "ngram", "prompt_lookup_min": 2},
+        "suffix": {"method": "suffix"},
         "draft model": {"method": "draft_model", "model": "quire-demo/draft"},
         "Medusa": {"method": "medusa", "model": "quire-demo/medusa"},
         "EAGLE-3": {"method": "eagle3", "model": "quire-demo/eagle3"},
-    }.items():  # fmt: skip
+    }.items():
         options = {**config, "num_speculative_tokens": 5, "adaptive": False} if config else {}
         llm = engine(max_num_seqs=1, enable_prefix_caching=False, speculative_config=options)
         steps, drafts, kept = 0, [0] * 5, [0] * 5

@@ -127,9 +127,11 @@ def measure_kv_tiers() -> Any:
 
 def draw_kv_tiers(data: Any, figure: Figure) -> None:
     part = axes(figure, "turn of 12 conversations", "tokens computed, all conversations")
-    series = (("prompts", "0.0", GREY, "tokens of the prompts"),
-              ("computed", "0.0", ORANGE, "computed, KV cache alone"),
-              ("computed", "0.0625", BLUE, "computed, with --kv-offloading-size"))  # fmt: skip
+    series = (
+        ("prompts", "0.0", GREY, "tokens of the prompts"),
+        ("computed", "0.0", ORANGE, "computed, KV cache alone"),
+        ("computed", "0.0625", BLUE, "computed, with --kv-offloading-size"),
+    )
     for place, (name, size, color, label) in enumerate(series):
         values = data[size][name]
         part.bar([turn + 0.27 * (place - 1) for turn in range(1, 5)], values, 0.27, color=color, label=label)

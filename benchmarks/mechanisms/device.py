@@ -50,9 +50,10 @@ def _decode(backend: AttentionBackend, length: int) -> Callable[[], object]:
         slots = table[:, positions // shape.block_size].long() * shape.block_size + positions % shape.block_size
         return StepLayout(
             query_start_loc=torch.arange(requests + 1, dtype=torch.int32) * new,
-            seq_lens=torch.full((requests,), length, dtype=torch.int32), slot_mapping=slots.flatten(),
+            seq_lens=torch.full((requests,), length, dtype=torch.int32),
+            slot_mapping=slots.flatten(),
             block_table=table,
-        )  # fmt: skip
+        )
 
     def heads(number: int, new: int) -> Tensor:
         return torch.randn(requests * new, number, shape.head_dim)
@@ -108,8 +109,10 @@ def measure_cuda_graphs() -> Any:
 def draw_cuda_graphs(data: Any, figure: Figure) -> None:
     part = axes(figure, "requests in the step", "ms for a step")
     places = range(len(data["requests"]))
-    for shift, name, label, color in ((-0.2, "eager", "--enforce-eager: each operation is launched", GREY),
-                                      (0.2, "recorded", "replayed from a recording", GREEN)):  # fmt: skip
+    for shift, name, label, color in (
+        (-0.2, "eager", "--enforce-eager: each operation is launched", GREY),
+        (0.2, "recorded", "replayed from a recording", GREEN),
+    ):
         part.bar([x + shift for x in places], data[name], 0.4, color=color, label=label)
     label_bars(part, form="{:.2f}")
     part.set_xticks(places, [str(count) for count in data["requests"]])
@@ -143,9 +146,11 @@ def measure_quantization() -> Any:
     params = SamplingParams(max_tokens=600, seed=1, temperature=1, ignore_eos=True)
     text = engine(max_num_seqs=1).generate(["Once upon a time"], params, use_tqdm=False)[0].outputs[0].token_ids
     for title, options in {
-        "float32": {}, "bfloat16": {"dtype": "bfloat16"}, "int8": {"dtype": "bfloat16", "quantization": "int8"},
+        "float32": {},
+        "bfloat16": {"dtype": "bfloat16"},
+        "int8": {"dtype": "bfloat16", "quantization": "int8"},
         "int4": {"dtype": "bfloat16", "quantization": "int4"},
-    }.items():  # fmt: skip
+    }.items():
         llm = engine(max_num_seqs=1, **options)
         (output,) = llm.generate(
             [{"prompt_token_ids": list(text)}], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False
@@ -160,9 +165,10 @@ def measure_quantization() -> Any:
         exact = exact or scores
         changes = [abs(score - true) for score, true in zip(scores, exact, strict=True)]
         found[title] = {
-            "bytes": weight_bytes(executor.runner.model), "perplexity": math.exp(-sum(scores) / len(scores)),
+            "bytes": weight_bytes(executor.runner.model),
+            "perplexity": math.exp(-sum(scores) / len(scores)),
             "change": sum(changes) / len(changes),
-        }  # fmt: skip
+        }
     return found
 
 

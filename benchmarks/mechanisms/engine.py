@@ -85,10 +85,16 @@ def run(
         step, requests = last
         drafts = step.num_draft_tokens or [0] * len(step.rows)
         parts = [
-            Part(request.request_id, end - count, count, request.num_prompt_tokens, drafted,
-                 outputs.get(request.request_id, 0))
+            Part(
+                request.request_id,
+                end - count,
+                count,
+                request.num_prompt_tokens,
+                drafted,
+                outputs.get(request.request_id, 0),
+            )
             for (request, end), count, drafted in zip(requests, step.num_tokens, drafts, strict=True)
-        ]  # fmt: skip
+        ]
         steps.append(parts)
         if watch is not None:
             watch(parts, step)

@@ -52,9 +52,11 @@ def measure_tensor_parallelism() -> Any:
         "data": 0.0,
     }
     return {
-        "ranks": RANKS, "weights": [BYTES * weights / ranks for ranks in RANKS],
-        "sent": [kib(layer(spec, 0, Axes(ranks)) * spec.num_layers) for ranks in RANKS], "four ranks": four,
-    }  # fmt: skip
+        "ranks": RANKS,
+        "weights": [BYTES * weights / ranks for ranks in RANKS],
+        "sent": [kib(layer(spec, 0, Axes(ranks)) * spec.num_layers) for ranks in RANKS],
+        "four ranks": four,
+    }
 
 
 def draw_tensor_parallelism(data: Any, figure: Figure) -> None:
@@ -136,9 +138,12 @@ def measure_data_parallelism() -> Any:
             loads = [len(core.requests) for core in cores]
             widest = max(widest, max(loads) - min(loads))
         found[policy] = {
-            "requests": counts, "spread": widest, "computed": sum(core.stats.computed_tokens for core in cores),
-            "known": sum(core.stats.prefix_queries for core in cores), "hits": [c.stats.prefix_hits for c in cores],
-        }  # fmt: skip
+            "requests": counts,
+            "spread": widest,
+            "computed": sum(core.stats.computed_tokens for core in cores),
+            "known": sum(core.stats.prefix_queries for core in cores),
+            "hits": [c.stats.prefix_hits for c in cores],
+        }
     return found
 
 
@@ -173,10 +178,12 @@ def measure_expert_parallelism() -> Any:
     assert isinstance(mlp, MoESpec)
     layers = sum(isinstance(m, MoESpec) for m in spec.mlps)
     sent = [
-        [expected_exchange(mlp, spec.hidden_size, ranks).values * layers * BYTES / 1024 if ranks > 1 else 0
-         for ranks in (2, 4, 8, 16)],
+        [
+            expected_exchange(mlp, spec.hidden_size, ranks).values * layers * BYTES / 1024 if ranks > 1 else 0
+            for ranks in (2, 4, 8, 16)
+        ],
         [(layer(spec, 0, Axes(ranks)) * spec.num_layers).values * BYTES / 1024 for ranks in (2, 4, 8, 16)],
-    ]  # fmt: skip
+    ]
     return {"balance": found, "ranks": [2, 4, 8, 16], "sent": sent}
 
 
@@ -226,9 +233,10 @@ def draw_dual_batch_overlap(data: Any, figure: Figure) -> None:
     part = axes(figure, "ms of the link, beside 806 ms of computing", "ms for a step")
     places = range(len(data["link"]))
     for shift, name, label, color in (
-        (-0.27, "whole", "whole steps: compute, then wait", GREY), (0.0, "halves", "two halves by turns", BLUE),
+        (-0.27, "whole", "whole steps: compute, then wait", GREY),
+        (0.0, "halves", "two halves by turns", BLUE),
         (0.27, "longer side", "the longer side alone", GREEN),
-    ):  # fmt: skip
+    ):
         values = [max(806, link) for link in data["link"]] if name == "longer side" else data[name]
         part.bar([x + shift for x in places], values, 0.27, color=color, label=label)
     part.set_xticks(places, [str(link) for link in data["link"]])

@@ -32,9 +32,12 @@ def measure_continuous_batching() -> Any:
 
 def draw_continuous_batching(data: Any, figure: Figure) -> None:
     for place, (name, color, title) in enumerate(
-        (("static", ORANGE, "Batches of 8 that wait for their longest answer"),
-         ("continuous", BLUE, "A request begins as soon as another one has ended")), 1
-    ):  # fmt: skip
+        (
+            ("static", ORANGE, "Batches of 8 that wait for their longest answer"),
+            ("continuous", BLUE, "A request begins as soon as another one has ended"),
+        ),
+        1,
+    ):
         rows = data[name]
         part = axes(figure, "step" if place == 2 else "", "requests in a step", place=(2, 1, place))
         used = sum(rows) / (ROWS * len(rows))
@@ -72,10 +75,13 @@ def measure_scheduling_order() -> Any:
     """Requests of three priorities on four rows, with a budget of 48 tokens in a step."""
     llm = engine(max_num_seqs=4, max_num_batched_tokens=48, scheduling_policy="priority", enable_prefix_caching=False)
     requests = [
-        Arrival(0, "A, priority 1", tokens(70, 1), 14, 1), Arrival(0, "B, priority 1", tokens(20, 2), 18, 1),
-        Arrival(1, "C, priority 1", tokens(30, 3), 12, 1), Arrival(1, "D, priority 1", tokens(60, 4), 8, 1),
-        Arrival(3, "E, priority 2", tokens(20, 5), 5, 2), Arrival(5, "F, priority 0", tokens(40, 6), 6, 0),
-    ]  # fmt: skip
+        Arrival(0, "A, priority 1", tokens(70, 1), 14, 1),
+        Arrival(0, "B, priority 1", tokens(20, 2), 18, 1),
+        Arrival(1, "C, priority 1", tokens(30, 3), 12, 1),
+        Arrival(1, "D, priority 1", tokens(60, 4), 8, 1),
+        Arrival(3, "E, priority 2", tokens(20, 5), 5, 2),
+        Arrival(5, "F, priority 0", tokens(40, 6), 6, 0),
+    ]
     steps = run(llm, requests)
     table = [{part.name: [part.count, part.start >= part.prompt] for part in parts} for parts in steps]
     return {"arrivals": {request.name: request.step for request in requests}, "steps": table}
@@ -110,10 +116,15 @@ def measure_preemption() -> Any:
             )
             steps = run(llm, [Arrival(0, str(i), tokens(32, i), 96) for i in range(8)])
             computed = sum(part.count for parts in steps for part in parts)
-            found.append({
-                "blocks": blocks - 1, "prefix caching": cached, "steps": len(steps), "computed": computed,
-                "preemptions": llm.core.stats.preemptions,
-            })  # fmt: skip
+            found.append(
+                {
+                    "blocks": blocks - 1,
+                    "prefix caching": cached,
+                    "steps": len(steps),
+                    "computed": computed,
+                    "preemptions": llm.core.stats.preemptions,
+                }
+            )
     return found
 
 

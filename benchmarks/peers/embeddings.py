@@ -41,9 +41,15 @@ def exported(model: str) -> str:
     ids = torch.ones(2, 8, dtype=torch.int64)
     names, sizes = ["input_ids", "attention_mask"], {0: "batch", 1: "tokens"}
     torch.onnx.export(
-        Hidden(), (ids, ids), path, input_names=names, output_names=["hidden"], dynamo=False,
-        dynamic_axes=dict.fromkeys([*names, "hidden"], sizes), opset_version=17,
-    )  # fmt: skip
+        Hidden(),
+        (ids, ids),
+        path,
+        input_names=names,
+        output_names=["hidden"],
+        dynamo=False,
+        dynamic_axes=dict.fromkeys([*names, "hidden"], sizes),
+        opset_version=17,
+    )
     return path
 
 

@@ -86,8 +86,9 @@ def main(model: str, threads: str, options: str) -> None:
             if constraint := fields.get("structured_outputs"):
                 fields["structured_outputs"] = StructuredOutputsParams(**constraint)
             params.append(vllm.SamplingParams(**fields))
-        adapters = [path and LoRARequest(path, numbers.setdefault(path, len(numbers) + 1), path)
-                    for path in order["adapters"]]  # fmt: skip
+        adapters = [
+            path and LoRARequest(path, numbers.setdefault(path, len(numbers) + 1), path) for path in order["adapters"]
+        ]
         outputs, started = [], time.perf_counter()
         for first in range(0, len(prompts), streams):
             group = slice(first, first + streams)

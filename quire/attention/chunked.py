@@ -45,11 +45,13 @@ def chunk_layout(layout: StepLayout, chunk: int, block_size: int) -> StepLayout:
     new_starts = torch.cat([starts[:1], stops.flatten()])
     new_lengths = (ends - begins).flatten() * (new_starts.diff() > 0)
     return replace(
-        layout, query_start_loc=new_starts.int(), seq_lens=new_lengths.int(),
+        layout,
+        query_start_loc=new_starts.int(),
+        seq_lens=new_lengths.int(),
         block_table=_tables(layout.block_table, begins // block_size, chunk // block_size),
         longest_prompt=min(layout.longest_prompt, chunk),
         tokens_per_request=layout.tokens_per_request if parts == 1 else 0,
-    )  # fmt: skip
+    )
 
 
 def _tables(table: Tensor, first: Tensor, blocks: int) -> Tensor:

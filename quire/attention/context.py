@@ -28,9 +28,13 @@ class ContextAttention(AttentionBackend):
     how: str
 
     def __init__(
-        self, shape: AttentionShape, cp: Communicator, dcp: Communicator,
-        choose: Callable[[AttentionShape], AttentionBackend], kernels: Kernels,
-    ) -> None:  # fmt: skip
+        self,
+        shape: AttentionShape,
+        cp: Communicator,
+        dcp: Communicator,
+        choose: Callable[[AttentionShape], AttentionBackend],
+        kernels: Kernels,
+    ) -> None:
         """cp: the ranks that divide the tokens of a step. dcp: the ranks that hold the same KV heads, and compute the
         same tokens. choose: makes the backend that computes this rank's part."""
         super().__init__(shape)

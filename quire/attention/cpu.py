@@ -24,10 +24,15 @@ class _Geometry(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = [
-        ("block_table", ctypes.c_void_p), ("table_stride", ctypes.c_int64), ("tasks", ctypes.c_void_p),
-        ("merges", ctypes.c_void_p), ("num_tasks", ctypes.c_int32), ("num_merges", ctypes.c_int32),
-        ("partial_rows", ctypes.c_int32), ("threads", ctypes.c_int32),
-    ]  # fmt: skip
+        ("block_table", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("tasks", ctypes.c_void_p),
+        ("merges", ctypes.c_void_p),
+        ("num_tasks", ctypes.c_int32),
+        ("num_merges", ctypes.c_int32),
+        ("partial_rows", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
 
 
 @dataclass
@@ -57,9 +62,18 @@ class CpuAttention(PreparingBackend):
             self.cache_dtype, token = torch.uint8, token + SCALE_BYTES
         self.block_shape = (shape.num_kv_heads, 1 if is_latent else 2, shape.block_size * token)
         self._geometry = _Geometry(
-            CODES[shape.dtype], _CELLS[shape.cell], is_latent, shape.num_heads, shape.num_kv_heads, shape.block_size,
-            shape.head_dim, _padded(shape.head_dim), shape.out_dim, _padded(shape.out_dim), shape.by_slot,
-        )  # fmt: skip
+            CODES[shape.dtype],
+            _CELLS[shape.cell],
+            is_latent,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.block_size,
+            shape.head_dim,
+            _padded(shape.head_dim),
+            shape.out_dim,
+            _padded(shape.out_dim),
+            shape.by_slot,
+        )
         self._geometry_address = ctypes.addressof(self._geometry)
         self._attend = f"quire_attention_attend_{TYPES[CODES[shape.dtype]]}{'_cells' if shape.cell is not None else ''}"
 
@@ -90,18 +104,34 @@ class CpuAttention(PreparingBackend):
             previous.block_table = block_table
         previous.step.block_table, previous.step.table_stride = block_table.data_ptr(), block_table.stride(0)
         kernel("quire_attention_plan", "pppiippp")(
-            self._geometry_address, starts.data_ptr(), lengths.data_ptr(), requests, threads, previous.tasks.data_ptr(),
-            previous.merges.data_ptr(), ctypes.addressof(previous.step),
-        )  # fmt: skip
+            self._geometry_address,
+            starts.data_ptr(),
+            lengths.data_ptr(),
+            requests,
+            threads,
+            previous.tasks.data_ptr(),
+            previous.merges.data_ptr(),
+            ctypes.addressof(previous.step),
+        )
         return previous
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: CpuPlan) -> None:
         k = _dense(k)
         v = k if v is None else _dense(v)  # a latent cache ignores v
         kernel("quire_attention_store", "pplpllpllplp")(
-            self._geometry_address, cache.data_ptr(), cache.stride(0), k.data_ptr(), k.stride(0), k.stride(1),
-            v.data_ptr(), v.stride(0), v.stride(1), plan.slots.data_ptr(), len(plan.slots), ctypes.addressof(plan.step),
-        )  # fmt: skip
+            self._geometry_address,
+            cache.data_ptr(),
+            cache.stride(0),
+            k.data_ptr(),
+            k.stride(0),
+            k.stride(1),
+            v.data_ptr(),
+            v.stride(0),
+            v.stride(1),
+            plan.slots.data_ptr(),
+            len(plan.slots),
+            ctypes.addressof(plan.step),
+        )
 
     def read(self, cache: Tensor, blocks: Tensor, plane: int) -> Tensor:
         s, dim, pair = self.shape, _padded(self.shape.head_dim), torch.float32.itemsize // self.cache_dtype.itemsize
@@ -115,21 +145,48 @@ class CpuAttention(PreparingBackend):
     def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: CpuPlan, prep: Preparation) -> None:
         q_weight, k_weight, cos, sin = prep.q_weight, prep.k_weight, prep.cos, prep.sin
         kernel("quire_attention_prepare", "pplpllpllpllplpppifppli")(
-            self._geometry_address, cache.data_ptr(), cache.stride(0), q.data_ptr(), q.stride(0), q.stride(1),
-            k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1), plan.slots.data_ptr(),
-            len(plan.slots), ctypes.addressof(plan.step), None if q_weight is None else q_weight.data_ptr(),
+            self._geometry_address,
+            cache.data_ptr(),
+            cache.stride(0),
+            q.data_ptr(),
+            q.stride(0),
+            q.stride(1),
+            k.data_ptr(),
+            k.stride(0),
+            k.stride(1),
+            v.data_ptr(),
+            v.stride(0),
+            v.stride(1),
+            plan.slots.data_ptr(),
+            len(plan.slots),
+            ctypes.addressof(plan.step),
+            None if q_weight is None else q_weight.data_ptr(),
             None if k_weight is None else k_weight.data_ptr(),
-            q_weight is not None and q_weight.dtype is torch.float32, prep.eps, None if cos is None else cos.data_ptr(),
-            None if sin is None else sin.data_ptr(), 0 if cos is None else cos.shape[1], prep.interleaved,
-        )  # fmt: skip
+            q_weight is not None and q_weight.dtype is torch.float32,
+            prep.eps,
+            None if cos is None else cos.data_ptr(),
+            None if sin is None else sin.data_ptr(),
+            0 if cos is None else cos.shape[1],
+            prep.interleaved,
+        )
 
     def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:
         q, weights, slots = q.contiguous(), weights.contiguous(), selection.slots
         kernel("quire_select", "pplllpplppppll")(
-            self._geometry_address, q.data_ptr(), *q.shape[:2], q.stride(0), weights.data_ptr(), cache.data_ptr(),
-            cache.stride(0), ctypes.addressof(selection.place), selection.rows.data_ptr(), selection.seen.data_ptr(),
-            slots.data_ptr(), slots.shape[1], torch.get_num_threads(),
-        )  # fmt: skip
+            self._geometry_address,
+            q.data_ptr(),
+            *q.shape[:2],
+            q.stride(0),
+            weights.data_ptr(),
+            cache.data_ptr(),
+            cache.stride(0),
+            ctypes.addressof(selection.place),
+            selection.rows.data_ptr(),
+            selection.seen.data_ptr(),
+            slots.data_ptr(),
+            slots.shape[1],
+            torch.get_num_threads(),
+        )
 
     def attend(self, q: Tensor, cache: Tensor, plan: CpuPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
         window, soft_cap, sinks = scores.get("window"), scores.get("soft_cap"), scores.get("sinks")
@@ -138,11 +195,22 @@ class CpuAttention(PreparingBackend):
         out = q.new_empty(tokens, heads, self.shape.out_dim)
         lse = torch.empty(tokens, heads, dtype=torch.float32)
         kernel(self._attend, "pppllplfifppipp")(
-            self._geometry_address, ctypes.addressof(plan.step), q.data_ptr(), q.stride(0), q.stride(1),
-            cache.data_ptr(), cache.stride(0), scores["scale"], window or 0, soft_cap or 0.0,
-            None if sinks is None else sinks.data_ptr(), None if bias is None else bias.data_ptr(),
-            0 if bias is None else bias.shape[1] // 2, out.data_ptr(), lse.data_ptr(),
-        )  # fmt: skip
+            self._geometry_address,
+            ctypes.addressof(plan.step),
+            q.data_ptr(),
+            q.stride(0),
+            q.stride(1),
+            cache.data_ptr(),
+            cache.stride(0),
+            scores["scale"],
+            window or 0,
+            soft_cap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            0 if bias is None else bias.shape[1] // 2,
+            out.data_ptr(),
+            lse.data_ptr(),
+        )
         return out, lse
 
 

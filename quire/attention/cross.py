@@ -34,10 +34,14 @@ def cross_layout(layout: StepLayout) -> StepLayout:
     tokens = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
     requests = torch.searchsorted(starts[1:].contiguous(), tokens[:-1], right=True).clamp(max=len(starts) - 2)
     return replace(
-        layout, query_start_loc=tokens, seq_lens=layout.crossed.index_select(0, requests),
-        slot_mapping=torch.full_like(slots, -1), block_table=layout.block_table.index_select(0, requests),
-        longest_prompt=0, tokens_per_request=1,
-    )  # fmt: skip
+        layout,
+        query_start_loc=tokens,
+        seq_lens=layout.crossed.index_select(0, requests),
+        slot_mapping=torch.full_like(slots, -1),
+        block_table=layout.block_table.index_select(0, requests),
+        longest_prompt=0,
+        tokens_per_request=1,
+    )
 
 
 def store_plan(backend: AttentionBackend, blocks: Tensor, length: int) -> Any:

@@ -57,9 +57,7 @@ class SparseAttention(AttentionBackend):
         else:
             selection = previous.selection
             selection.change(rows, seen, layout.block_table)
-        inner = StepLayout(
-            token, seen.clamp(max=self.most), layout.slot_mapping, selection.slots, tokens_per_request=1
-        )  # fmt: skip
+        inner = StepLayout(token, seen.clamp(max=self.most), layout.slot_mapping, selection.slots, tokens_per_request=1)
         return SparsePlan(self.latents.plan(inner, previous and previous.inner), selection)
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: SparsePlan) -> None:

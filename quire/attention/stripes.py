@@ -132,9 +132,12 @@ class StripedAttention(ContextAttention):
             of_last = torch.nn.functional.pad(keys[order], (0, 1))[starts[1:] - 1]
             lengths = of_last * (starts.diff() > 0)
         inner = StepLayout(
-            starts.int(), lengths.int(), torch.full_like(order, -1), layout.block_table.index_select(0, rows),
+            starts.int(),
+            lengths.int(),
+            torch.full_like(order, -1),
+            layout.block_table.index_select(0, rows),
             tokens_per_request=int(is_single),
-        )  # fmt: skip
+        )
         place = torch.empty_like(order).index_copy_(0, order, numbers[:-1])
         return _Part(self.inner.plan(inner), order, place, sees.logical_not(), window)
 

@@ -220,9 +220,15 @@ def _chunked_prefill(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Cl
     measure = f"largest gap of {sizes.streams} streams as {sizes.whale:,} tokens arrive"
     return [
         Claim(name, f"{measure}, whole ÷ in chunks of {chunk}", "3 ×", median(gaps["whole"]) / gap, 4.0),
-        Claim(name, f"the same in chunks ÷ (chunk ÷ prefill rate + decode step = {expected * 1e3:.0f} ms)", "",
-              gap / expected, 1.3, False),
-    ]  # fmt: skip
+        Claim(
+            name,
+            f"the same in chunks ÷ (chunk ÷ prefill rate + decode step = {expected * 1e3:.0f} ms)",
+            "",
+            gap / expected,
+            1.3,
+            False,
+        ),
+    ]
 
 
 def _whale_among_streams(llm: LLM, rng: random.Random, sizes: Sizes) -> tuple[float, float]:

@@ -61,10 +61,20 @@ async def _bench(a: argparse.Namespace) -> int:
     print(f"{title}\n\n{report.table(result, outcomes, a.metric_percentiles)}")
     if a.save_result or a.save_detailed or a.append_result or a.result_filename:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
-        record = {"date": now, "label": a.label, "backend": a.backend, "endpoint": endpoint, "model_id": target.model,
-                  "num_prompts": len(requests), "request_rate": _rate(a), "burstiness": a.burstiness,
-                  "max_concurrency": a.max_concurrency, **dict(a.metadata), **result,
-                  **(report.details(outcomes) if a.save_detailed else {})}  # fmt: skip
+        record = {
+            "date": now,
+            "label": a.label,
+            "backend": a.backend,
+            "endpoint": endpoint,
+            "model_id": target.model,
+            "num_prompts": len(requests),
+            "request_rate": _rate(a),
+            "burstiness": a.burstiness,
+            "max_concurrency": a.max_concurrency,
+            **dict(a.metadata),
+            **result,
+            **(report.details(outcomes) if a.save_detailed else {}),
+        }
         _save(a, record)
     if a.plot:
         from quire.bench import plot

@@ -166,7 +166,9 @@ def ramp_up_times(
     the same amount ("linear") or by the same factor ("exponential"). Raises ValueError for rates that are not positive.
     """
     if not 0 < start <= end or not math.isfinite(end) or not burstiness > 0:
-        raise ValueError("--ramp-up-start-rps must be positive and at most --ramp-up-end-rps, and --burstiness "
-                         f"positive; got {start}, {end} and {burstiness}")  # fmt: skip
+        raise ValueError(
+            "--ramp-up-start-rps must be positive and at most --ramp-up-end-rps, and --burstiness "
+            f"positive; got {start}, {end} and {burstiness}"
+        )
     rates = np.linspace(start, end, count) if strategy == "linear" else np.geomspace(start, end, count)
     return [float(t) for t in np.cumsum(rng.gamma(burstiness, 1 / (rates * burstiness)))]

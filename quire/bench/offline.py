@@ -59,8 +59,10 @@ def check_lengths(llm: LLM, input_len: int, output_len: int) -> None:
         if length < 1:
             raise ValueError(f"{flag} must be at least 1, got {length}")
     if input_len + output_len > llm.max_model_len:
-        raise ValueError(f"--input-len {input_len} and --output-len {output_len} need {input_len + output_len} tokens, "
-                         f"but the context (max_model_len) has {llm.max_model_len}")  # fmt: skip
+        raise ValueError(
+            f"--input-len {input_len} and --output-len {output_len} need {input_len + output_len} tokens, "
+            f"but the context (max_model_len) has {llm.max_model_len}"
+        )
 
 
 def warm_up(llm: LLM) -> None:

@@ -72,8 +72,13 @@ class Sweep:
         """Points of the same server follow each other. Raises ValueError for options and loads that do not exist."""
         a = self.arguments
         workload = {name: str(getattr(a, name)) for name in _WORKLOAD if getattr(a, name) is not None}
-        rest = {"model": self.model, "options": dict(self.options), "workload": workload, "version": __version__,
-                "more": sorted({*self.percentiles} - _PERCENTILES)}  # fmt: skip
+        rest = {
+            "model": self.model,
+            "options": dict(self.options),
+            "workload": workload,
+            "version": __version__,
+            "more": sorted({*self.percentiles} - _PERCENTILES),
+        }
         points = []
         for options, load, run in product(engine_variants(a), loads(a), range(a.num_runs)):
             point = Point(options, load, run)

@@ -38,8 +38,15 @@ def plot(path: Path, title: str, rows: Sequence[Row], slo: Sequence[Limit], choi
             if limit.metric == metric and limit.percentile == percentile:
                 axis.axvline(1000 * limit.seconds, color=_RED, ls="--", lw=1.2, label=str(limit))
         if choice is not None and choice.row.result.get(key) is not None:
-            axis.plot(choice.row.result[key], choice.row.result["output_throughput"], "o", ms=17,
-                      mfc="none", mec=_GREEN if choice.meets else _RED, mew=1.8)  # fmt: skip
+            axis.plot(
+                choice.row.result[key],
+                choice.row.result["output_throughput"],
+                "o",
+                ms=17,
+                mfc="none",
+                mec=_GREEN if choice.meets else _RED,
+                mew=1.8,
+            )
         axis.set(
             title=f"{name.capitalize()}, percentile {percentile:g}", xlabel="ms", ylabel="output tokens per second"
         )

@@ -12,9 +12,13 @@ from quire.bench.sweep import Point, describe, describe_load
 
 _NAMES = {"e2e": "e2el"}  # of metrics whose statistics have another name in results
 _COLUMNS = {
-    "req/s": "request_throughput", "out tok/s": "output_throughput", "TTFT p50": "p50_ttft_ms",
-    "TTFT p99": "p99_ttft_ms", "ITL p50": "p50_itl_ms", "ITL p99": "p99_itl_ms",
-}  # fmt: skip
+    "req/s": "request_throughput",
+    "out tok/s": "output_throughput",
+    "TTFT p50": "p50_ttft_ms",
+    "TTFT p99": "p99_ttft_ms",
+    "ITL p50": "p50_itl_ms",
+    "ITL p99": "p99_itl_ms",
+}
 _AS_GOOD = 0.97  # of the best throughput: less of a difference is noise of the machine
 
 
@@ -142,8 +146,10 @@ def advice(choice: Choice | None, slo: Sequence[Limit], model: str | None, optio
     row, goals = choice.row, ", ".join(map(str, slo))
     line = command(model, {**{k: v for k, v in options.items() if k != "hf_token"}, **row.options})
     if slo and not choice.meets:
-        return (f"No row meets {goals}. Row {row.number} is the closest: it takes {choice.share:.2f} times the "
-                f"tightest limit. Lower the load, or relax the limits.\n\n    {line}")  # fmt: skip
+        return (
+            f"No row meets {goals}. Row {row.number} is the closest: it takes {choice.share:.2f} times the "
+            f"tightest limit. Lower the load, or relax the limits.\n\n    {line}"
+        )
     reason = f"the highest output throughput that meets {goals}" if slo else "the highest output throughput"
     used = f", using {100 * choice.share:.0f} % of the tightest limit" if slo else ""
     return f"Recommended (row {row.number}), {describe_load(row.load)}: {reason}{used}\n\n    {line}"
@@ -151,13 +157,27 @@ def advice(choice: Choice | None, slo: Sequence[Limit], model: str | None, optio
 
 def record(rows: Sequence[Row], slo: Sequence[Limit], choice: Choice | None, **facts: Any) -> dict[str, Any]:
     """The whole finding, for programs."""
-    listed = [{"number": row.number, "options": row.options, "load": row.load, "problem": row.problem,
-               "meets_slo": bool(row.result) and worst_share(slo, row.result) <= 1, "result": row.result}
-              for row in rows]  # fmt: skip
-    recommended = None if choice is None else {
-        "number": choice.row.number, "options": choice.row.options, "meets_slo": choice.meets,
-        "share_of_tightest_limit": choice.share,
-    }  # fmt: skip
+    listed = [
+        {
+            "number": row.number,
+            "options": row.options,
+            "load": row.load,
+            "problem": row.problem,
+            "meets_slo": bool(row.result) and worst_share(slo, row.result) <= 1,
+            "result": row.result,
+        }
+        for row in rows
+    ]
+    recommended = (
+        None
+        if choice is None
+        else {
+            "number": choice.row.number,
+            "options": choice.row.options,
+            "meets_slo": choice.meets,
+            "share_of_tightest_limit": choice.share,
+        }
+    )
     limits = [{"metric": li.metric, "percentile": li.percentile, "seconds": li.seconds} for li in slo]
     return {**facts, "slo": limits, "recommended": recommended, "rows": listed}
 

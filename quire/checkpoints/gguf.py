@@ -23,8 +23,18 @@ from quire.platform.files import check_regular
 from quire.text.strings import Strings
 
 _NUMBERS = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
-}  # fmt: skip
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _SIZES = {"<u4": struct.Struct("<I"), "<u8": struct.Struct("<Q")}  # the numbers of which a header has most
 _STRING, _ARRAY = 8, 9
 _MAX_COUNT = 2**24  # largest number of values of a metadata array: sixty times the largest known vocabulary

@@ -109,9 +109,12 @@ def _rope_scaling(gguf: GgufFile, read: Mapping[str, Any]) -> dict[str, Any] | N
         divisors = Stored(gguf.tensors["rope_freqs.weight"]).floats().tolist()
         context = original or read.get("context_length")
         return {
-            "rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0,
+            "rope_type": "longrope",
+            "short_factor": divisors,
+            "long_factor": divisors,
+            "attention_factor": 1.0,
             "original_max_position_embeddings": context,
-        }  # fmt: skip
+        }
     if "rope_factors_long.weight" in gguf.tensors:
         lists = {
             f"{length}_factor": Stored(gguf.tensors[f"rope_factors_{length}.weight"]).floats().tolist()

@@ -96,9 +96,13 @@ def _find(model: _Name, revision: _Name, download_dir: _Name, token: _Name, weig
 
     def fetch(patterns: list[str], left_out: list[str] = _LEFT_OUT) -> Path:
         found = snapshot_download(
-            model, revision=revision, cache_dir=download_dir, token=token, allow_patterns=patterns,
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            token=token,
+            allow_patterns=patterns,
             ignore_patterns=left_out,
-        )  # fmt: skip
+        )
         return Path(found)
 
     try:
@@ -159,8 +163,10 @@ def gguf_files(names: Collection[str], kind: _Name) -> list[str]:
     kinds = gguf_kinds(names)
     chosen = kind or (next(iter(kinds)) if len(kinds) == 1 else _USUAL_KIND)
     if chosen not in kinds:
-        raise ModelNotFoundError(f"there is no GGUF model {chosen}, only {', '.join(kinds) or 'other files'}; "
-                                 "choose one with owner/name:KIND")  # fmt: skip
+        raise ModelNotFoundError(
+            f"there is no GGUF model {chosen}, only {', '.join(kinds) or 'other files'}; "
+            "choose one with owner/name:KIND"
+        )
     found = kinds[chosen]
     match = _GGUF.fullmatch(found[0])
     if len(found) != int(match[2] or 1 if match else 1):

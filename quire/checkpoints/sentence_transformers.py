@@ -15,16 +15,29 @@ from quire.layers.specs import DenseSpec, Pooling
 from quire.messages.errors import error_text
 
 _MODES: dict[str, Pooling] = {
-    "cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last", "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "cls": "cls",
+    "mean": "mean",
+    "max": "max",
+    "lasttoken": "last",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
     "weightedmean": "weighted_mean",
-}  # fmt: skip
+}
 _FLAGS: dict[str, Pooling] = {  # of the older form of the pooling's config
-    "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len", "pooling_mode_weightedmean_tokens": "weighted_mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weighted_mean",
     "pooling_mode_lasttoken": "last",
-}  # fmt: skip
-ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "Sigmoid": "sigmoid",
-               "SiLU": "silu"}  # fmt: skip
+}
+ACTIVATIONS = {
+    "Identity": "identity",
+    "Tanh": "tanh",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "Sigmoid": "sigmoid",
+    "SiLU": "silu",
+}
 
 
 @dataclass(frozen=True)

@@ -160,9 +160,16 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 _SAFETENSORS_TYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 
 
 def _places(file: Path) -> Iterator[tuple[str, int]]:
@@ -247,9 +254,12 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def load_weights(
-    checkpoint: Checkpoint, builder: Builder, ignored: tuple[str, ...], show_progress: bool,
+    checkpoint: Checkpoint,
+    builder: Builder,
+    ignored: tuple[str, ...],
+    show_progress: bool,
     elsewhere: Iterable[str] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Fill every slot of `builder`. ignored: patterns of the names of tensors that are not parameters. elsewhere: the
     tensors of other stages of a pipeline.
 

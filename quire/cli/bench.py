@@ -141,6 +141,4 @@ def _sweep(arguments: argparse.Namespace) -> int:
     return sweep_command.run(arguments.model, options, arguments)
 
 
-_BENCHES = {
-    "throughput": _throughput, "latency": _latency, "serve": serve.run, "sweep": _sweep, "claims": _claims,
-}  # fmt: skip
+_BENCHES = {"throughput": _throughput, "latency": _latency, "serve": serve.run, "sweep": _sweep, "claims": _claims}

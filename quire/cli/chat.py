@@ -58,8 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     config = EngineConfig.create(model=arguments.model, **options)
     frontend = Frontend(*with_files(config), in_process=True)
     if not frontend.has_chat_template:
-        raise ValueError("this model has no chat template, so it cannot hold a conversation; give it one with "
-                         "--chat-template FILE, or let it continue a text with: quire generate")  # fmt: skip
+        raise ValueError(
+            "this model has no chat template, so it cannot hold a conversation; give it one with "
+            "--chat-template FILE, or let it continue a text with: quire generate"
+        )
     llm = LLM.from_frontend(frontend)
     name = arguments.model or "the bundled model"
     chat = Chat(llm, name, terminal, sampling_options(arguments), arguments.system)

@@ -28,20 +28,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     add_model(parser)
     parser.add_argument(
-        "--target", action="append", default=[], metavar="TARGET", type=_target,
+        "--target",
+        action="append",
+        default=[],
+        metavar="TARGET",
+        type=_target,
         help=f"GPU to compile for: {', '.join(CARDS)}; sm_90:114 is one with 114 processors; may be repeated",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--cpu", action="append", default=[], metavar="NAME", type=_cpu,
+        "--cpu",
+        action="append",
+        default=[],
+        metavar="NAME",
+        type=_cpu,
         help="processor to compile the CPU kernels for: native is this machine's; an instruction set: amx, "
         "avx512-bf16, avx512-vnni, avx512, avx-vnni, avx2, neon-bf16, neon-dotprod, neon; or gcc's name of a "
         "processor: sapphirerapids, neoverse-v2, ...; may be repeated",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--output", type=Path, metavar="DIR",
+        "--output",
+        type=Path,
+        metavar="DIR",
         help="folder for the kernels; quire serve reads them from $XDG_CACHE_HOME/quire or ~/.cache/quire "
         "(default: that folder)",
-    )  # fmt: skip
+    )
     add_log_level(parser, "INFO")
     add_flags(parser, ServerConfig)
     add_engine_flags(parser)
@@ -160,9 +170,13 @@ def compile_for_gpu(
                 )
     logger.info(
         "%s: %d kernels, of which %d were compiled and the others were in the cache, in %.0f s; %s holds %s",
-        target, device.num_loaded, len(device.cache_misses), time.perf_counter() - started,
-        triton.knobs.cache.dir, _size(_bytes_below(Path(triton.knobs.cache.dir))),
-    )  # fmt: skip
+        target,
+        device.num_loaded,
+        len(device.cache_misses),
+        time.perf_counter() - started,
+        triton.knobs.cache.dir,
+        _size(_bytes_below(Path(triton.knobs.cache.dir))),
+    )
 
 
 def _bytes_below(folder: Path) -> int:

@@ -34,27 +34,35 @@ _MEASURE_SECONDS = 60.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.add_argument(
-        "action", nargs="?", choices=("simulate", "measure"), default="simulate",
+        "action",
+        nargs="?",
+        choices=("simulate", "measure"),
+        default="simulate",
         help="simulate (the default), or measure steps on this machine for --fit",
-    )  # fmt: skip
+    )
     add_model_flag(parser)
     plan = parser.add_argument_group("Plan")
     plan.add_argument("--gpus", metavar="DEVICExN", help="devices, such as H100x8 or L4; ? lists those that are known")
     plan.add_argument(
-        "--traffic", metavar="TRAFFIC",
+        "--traffic",
+        metavar="TRAFFIC",
         help="file of requests (the traces of quire bench serve, and Mooncake's), perhaps followed by ,rate=10; or "
         "rate=10,input=1024,output=256, and perhaps requests, spread, burstiness, prefix, prefixes and seed",
-    )  # fmt: skip
+    )
     plan.add_argument(
-        "--slo", metavar="LIMITS",
+        "--slo",
+        metavar="LIMITS",
         help="what must hold, such as ttft=500ms,p95:itl=50ms; metrics are ttft, itl, tpot and e2e, and percentiles 99 "
         "by default",
-    )  # fmt: skip
+    )
     plan.add_argument("--price", type=float, metavar="DOLLARS", help="price of a device for an hour")
     plan.add_argument(
-        "--layout", action="append", default=[], metavar="SIZES",
+        "--layout",
+        action="append",
+        default=[],
+        metavar="SIZES",
         help="only this layout, such as tp=4,dp=2 or tp=8,ep; may be repeated (default: all that are possible)",
-    )  # fmt: skip
+    )
     plan.add_argument("--fit", type=Path, metavar="FILE", help="step times from this file, instead of --gpus")
     plan.add_argument("--no-search", action="store_true", help="do not search the load at which the limits are missed")
     plan.add_argument("--json", action="store_true", help="print JSON")
@@ -89,8 +97,7 @@ def _simulate(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     wanted = [parse_layout(text) for text in arguments.layout] or layouts(ranks, task.footprint.spec)
     for layout in wanted:
         if layout.ranks > ranks:
-            raise ValueError(f"--layout needs {layout.ranks} devices ({layout}), but --gpus has {ranks}; "
-                             "see --gpus")  # fmt: skip
+            raise ValueError(f"--layout needs {layout.ranks} devices ({layout}), but --gpus has {ranks}; see --gpus")
     results = list(_with_progress(plan(task, wanted, processors()), len(wanted)))
     if arguments.plot is not None:
         from quire.planner.plot import plot  # imports matplotlib, which not every installation has
@@ -128,8 +135,9 @@ def _task(arguments: argparse.Namespace, options: dict[str, Any]) -> "tuple[Task
     else:
         device, count = parse_devices(arguments.gpus)
     engine = _engine_options(options, footprint, traffic.longest, device.kind.is_gpu)
-    return Task(footprint, device, engine, quantization, traffic, limits, arguments.price,
-                not arguments.no_search, fitted), count  # fmt: skip
+    return Task(
+        footprint, device, engine, quantization, traffic, limits, arguments.price, not arguments.no_search, fitted
+    ), count
 
 
 def _footprint(model: str | None, options: dict[str, Any]) -> "Footprint":
@@ -158,9 +166,13 @@ def _engine_options(options: dict[str, Any], footprint: "Footprint", longest: in
     if longest > max_model_len:
         raise ValueError(f"max_model_len={max_model_len} is too small: a request of the traffic has {longest} tokens")
     return EngineOptions(
-        max_model_len, scheduler.max_num_seqs, scheduler.tokens_of_a_step(gpu), cache.block_size,
-        cache.gpu_memory_utilization, _BYTES.get(cache.kv_cache_dtype),
-    )  # fmt: skip
+        max_model_len,
+        scheduler.max_num_seqs,
+        scheduler.tokens_of_a_step(gpu),
+        cache.block_size,
+        cache.gpu_memory_utilization,
+        _BYTES.get(cache.kv_cache_dtype),
+    )
 
 
 def _this_machine(fit: "Fit") -> Any:
@@ -187,10 +199,15 @@ def _devices() -> str:
 
     rows = [("--gpus", "device", "memory", "bandwidth", "16-bit products")]
     rows += [
-        (name, device.name, f"{device.memory / 2**30:g} GiB", f"{device.bandwidth / 1e12:g} TB/s",
-         f"{device.rates['bf16'] / 1e12:g} TFLOP/s")
+        (
+            name,
+            device.name,
+            f"{device.memory / 2**30:g} GiB",
+            f"{device.bandwidth / 1e12:g} TB/s",
+            f"{device.rates['bf16'] / 1e12:g} TFLOP/s",
+        )
         for name, device in DEVICES.items()
-    ]  # fmt: skip
+    ]
     return table(rows, "")
 
 

@@ -29,17 +29,25 @@ HELP = "answer the requests of an OpenAI batch file"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.add_argument(
-        "-i", "--input-file", required=True, metavar="FILE",
+        "-i",
+        "--input-file",
+        required=True,
+        metavar="FILE",
         help="requests, one JSON object a line; a path, or a URL to read with GET",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "-o", "--output-file", required=True, metavar="FILE",
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
         help="answers; a path, to which answers are appended, or a URL to write with PUT in the end",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--output-tmp-dir", type=Path, metavar="DIR",
+        "--output-tmp-dir",
+        type=Path,
+        metavar="DIR",
         help="folder for the answers until they are sent to the output URL (default: the user's state folder)",
-    )  # fmt: skip
+    )
     add_model_flag(parser)
     add_log_level(parser, "INFO")
     add_flags(parser, ServerConfig)

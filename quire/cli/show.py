@@ -32,6 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"name": name, "short_name": short_name, "place": place, **report.as_json(facts, machine)}))
         return 0
-    print(report.title(name, short_name), report.table([("place", place), *report.details(facts), *found.kinds]), "",
-          report.on_this_machine(facts, machine), sep="\n")  # fmt: skip
+    print(
+        report.title(name, short_name),
+        report.table([("place", place), *report.details(facts), *found.kinds]),
+        "",
+        report.on_this_machine(facts, machine),
+        sep="\n",
+    )
     return 0

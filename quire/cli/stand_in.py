@@ -180,26 +180,50 @@ def _torch_cuda(device: StandIn, count: int) -> dict[str, Any]:
     card = device.card
     major, minor = divmod(card.capability, 10) if isinstance(card.capability, int) else (9, 4)
     properties = SimpleNamespace(
-        name=card.name, major=major, minor=minor, total_memory=card.memory, multi_processor_count=card.processors,
-        shared_memory_per_block_optin=card.shared_memory, shared_memory_per_multiprocessor=card.processor_memory,
-        regs_per_multiprocessor=card.registers, warp_size=card.warp_size,
+        name=card.name,
+        major=major,
+        minor=minor,
+        total_memory=card.memory,
+        multi_processor_count=card.processors,
+        shared_memory_per_block_optin=card.shared_memory,
+        shared_memory_per_multiprocessor=card.processor_memory,
+        regs_per_multiprocessor=card.registers,
+        warp_size=card.warp_size,
         gcnArchName=card.capability if card.backend == "hip" else "",
-    )  # fmt: skip
+    )
 
     def zero(*args: Any, **kwargs: Any) -> int:
         return 0
 
     return {
-        "_lazy_init": _nothing, "init": _nothing, "is_available": lambda: True, "is_initialized": lambda: True,
-        "device_count": lambda: count, "current_device": zero, "set_device": _nothing, "synchronize": _nothing,
-        "empty_cache": _nothing, "ipc_collect": _nothing, "_sleep": _nothing, "set_sync_debug_mode": _nothing,
-        "get_device_name": lambda *_: card.name, "get_device_properties": lambda *_: properties,
-        "get_device_capability": lambda *_: (major, minor), "is_bf16_supported": lambda *_: True,
-        "mem_get_info": lambda *_: (card.memory, card.memory), "memory_allocated": zero, "memory_reserved": zero,
-        "max_memory_allocated": zero, "reset_peak_memory_stats": _nothing, "graph_pool_handle": lambda: (0, 0),
-        "Event": _Event, "Stream": _Stream, "CUDAGraph": device.graph,
-        "current_stream": lambda *_: _Stream(), "stream": lambda *_: contextlib.nullcontext(),
-    }  # fmt: skip
+        "_lazy_init": _nothing,
+        "init": _nothing,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: count,
+        "current_device": zero,
+        "set_device": _nothing,
+        "synchronize": _nothing,
+        "empty_cache": _nothing,
+        "ipc_collect": _nothing,
+        "_sleep": _nothing,
+        "set_sync_debug_mode": _nothing,
+        "get_device_name": lambda *_: card.name,
+        "get_device_properties": lambda *_: properties,
+        "get_device_capability": lambda *_: (major, minor),
+        "is_bf16_supported": lambda *_: True,
+        "mem_get_info": lambda *_: (card.memory, card.memory),
+        "memory_allocated": zero,
+        "memory_reserved": zero,
+        "max_memory_allocated": zero,
+        "reset_peak_memory_stats": _nothing,
+        "graph_pool_handle": lambda: (0, 0),
+        "Event": _Event,
+        "Stream": _Stream,
+        "CUDAGraph": device.graph,
+        "current_stream": lambda *_: _Stream(),
+        "stream": lambda *_: contextlib.nullcontext(),
+    }
 
 
 def _collectives(device: StandIn) -> dict[str, Any]:
@@ -227,8 +251,17 @@ def _collectives(device: StandIn) -> dict[str, Any]:
         device.launched("batch_isend_irecv", {"args": operations})
         return []
 
-    names = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
-             "reduce_scatter_single", "all_to_all_single", "broadcast", "barrier")  # fmt: skip
+    names = (
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "reduce_scatter_tensor",
+        "reduce_scatter_single",
+        "all_to_all_single",
+        "broadcast",
+        "barrier",
+    )
     functions: dict[str, Any] = {name: replaced(name) for name in names if hasattr(torch.distributed, name)}
     functions.update(P2POp=lambda *args, **_: args, batch_isend_irecv=exchange)
     return functions | {"is_nccl_available": lambda: True, "init_process_group": join_on_host}

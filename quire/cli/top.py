@@ -12,9 +12,12 @@ HELP = "show in this terminal what a server does"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "url", metavar="URL", nargs="?", default="http://127.0.0.1:8000",
+        "url",
+        metavar="URL",
+        nargs="?",
+        default="http://127.0.0.1:8000",
         help="of the server (default: http://127.0.0.1:8000); if its page is off, or it is vLLM's, metrics are shown",
-    )  # fmt: skip
+    )
     parser.add_argument("--api-key", metavar="KEY", help="that the server needs (default: QUIRE_API_KEY)")
 
 

@@ -75,9 +75,15 @@ class Head:
     """
 
     def __init__(
-        self, secret: ClusterSecret, host: str, port: int, members: range, noun: str, facts: Mapping[str, str],
+        self,
+        secret: ClusterSecret,
+        host: str,
+        port: int,
+        members: range,
+        noun: str,
+        facts: Mapping[str, str],
         versions: Mapping[str, str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._members, self._noun, self._facts, self._versions = members, noun, facts, versions
         self._context = zmq.Context()
         self._admission = Admission(self._context, secret)
@@ -90,8 +96,10 @@ class Head:
             self.address = secret.listen(self._socket, host, port)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"cannot listen on {host}:{port}, where other machines connect: {error_text(error)}; "
-                              "it must be an address of this machine") from error  # fmt: skip
+            raise ConfigError(
+                f"cannot listen on {host}:{port}, where other machines connect: {error_text(error)}; "
+                "it must be an address of this machine"
+            ) from error
         self._sessions: dict[bytes, _Session] = {}
         self._store: dict[str, bytes] = {}
         self._waiting: defaultdict[str, list[bytes]] = defaultdict(list)  # for a key: the identities that ask for it
@@ -131,8 +139,11 @@ class Head:
         while is_open:
             ready: dict[Any, int] = dict(poller.poll(_TICK_MILLISECONDS))
             if self._failures.socket in ready:
-                self._failures.report("A peer of the cluster's port %s was refused: it did not prove that it has the "
-                                      "same cluster_secret_file", self.address)  # fmt: skip
+                self._failures.report(
+                    "A peer of the cluster's port %s was refused: it did not prove that it has the "
+                    "same cluster_secret_file",
+                    self.address,
+                )
             while is_open and self._outbox.socket.poll(0):
                 is_open = self._forward(*self._outbox.get())
             while self._socket.poll(0):
@@ -172,8 +183,13 @@ class Head:
         try:
             message = _requests.decode(data)
         except msgspec.DecodeError as error:
-            logger.warning("The cluster's port %s got a message of %d bytes that has no meaning (%s): %r", self.address,
-                           len(data), error_text(error), data[:_LARGEST_GARBAGE])  # fmt: skip
+            logger.warning(
+                "The cluster's port %s got a message of %d bytes that has no meaning (%s): %r",
+                self.address,
+                len(data),
+                error_text(error),
+                data[:_LARGEST_GARBAGE],
+            )
             return
         session = self._sessions.get(identity)
         if isinstance(message, Join):

@@ -81,8 +81,11 @@ class Node:
                     self._tell(Beat() if has_begun else self._join)
                 ready = dict(poller.poll(_TICK_MILLISECONDS))
                 if failures.socket in ready:
-                    failures.report("The head at %s has refused the connection; both machines must have the same "
-                                    "cluster_secret_file", self._address)  # fmt: skip
+                    failures.report(
+                        "The head at %s has refused the connection; both machines must have the same "
+                        "cluster_secret_file",
+                        self._address,
+                    )
                 if self._outbox.socket in ready:
                     name, body = self._outbox.get()
                     self._is_open = bool(name)
@@ -119,6 +122,10 @@ class Node:
             message: ToNode = _answers.decode(data)
             return message
         except msgspec.DecodeError as error:
-            logger.warning("The head at %s sent a message of %d bytes that has no meaning: %s", self._address,
-                           len(data), error_text(error))  # fmt: skip
+            logger.warning(
+                "The head at %s sent a message of %d bytes that has no meaning: %s",
+                self._address,
+                len(data),
+                error_text(error),
+            )
             return None

@@ -52,11 +52,14 @@ class ClusterSecret:
             raise ConfigError(f"cluster_secret_file={path!r} cannot be read: {error_text(error)}") from error
         forbidden = 0o077 if found.st_uid == os.geteuid() else 0o037
         if stat.S_IMODE(found.st_mode) & forbidden:
-            raise ConfigError(f"cluster_secret_file={path!r} can be used by other users of this machine; "
-                              f"run chmod 600 {path}")  # fmt: skip
+            raise ConfigError(
+                f"cluster_secret_file={path!r} can be used by other users of this machine; run chmod 600 {path}"
+            )
         if len(secret) < LEAST_BYTES:
-            raise ConfigError(f"cluster_secret_file={path!r} must have at least {LEAST_BYTES} bytes, got "
-                              f"{len(secret)}; make it with: (umask 077; openssl rand -hex 32 > {path})")  # fmt: skip
+            raise ConfigError(
+                f"cluster_secret_file={path!r} must have at least {LEAST_BYTES} bytes, got "
+                f"{len(secret)}; make it with: (umask 077; openssl rand -hex 32 > {path})"
+            )
         return cls(secret)
 
     @classmethod

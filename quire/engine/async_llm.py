@@ -251,9 +251,15 @@ class AsyncLLM:
         await self._replace_weights([read], read, TakeWeights(use=True))
 
     async def init_weights_update_group(
-        self, master_address: str, master_port: int, world_size: int, rank_offset: int = 1,
-        group_name: str = WEIGHT_GROUP, backend: str | None = None, timeout: float = 60.0,
-    ) -> None:  # fmt: skip
+        self,
+        master_address: str,
+        master_port: int,
+        world_size: int,
+        rank_offset: int = 1,
+        group_name: str = WEIGHT_GROUP,
+        backend: str | None = None,
+        timeout: float = 60.0,
+    ) -> None:
         """Join a process group of `world_size` ranks, whose rank 0 is a trainer that has torch's TCPStore at the
         master's address. All ranks of the engine join, from the number rank_offset on. Requests run meanwhile.
 
@@ -277,9 +283,13 @@ class AsyncLLM:
             await self.client.carry_out(LeaveGroup(group_name))
 
     async def update_weights_from_distributed(
-        self, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str = WEIGHT_GROUP,
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str = WEIGHT_GROUP,
         last: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Receive tensors that rank 0 of the group broadcasts in this order: names, types and shapes as in the model's
         checkpoint. They are kept until a call with `last`; by then all must have come, and replace the weights in use.
 

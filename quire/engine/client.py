@@ -71,11 +71,18 @@ def scheduler_limits(config: EngineConfig, max_model_len: int, estimate: Estimat
         seconds = options.max_itl / 1000
         pace = Pace(seconds) if estimate is None else Pace(seconds, estimate.tokens_within(seconds))
     return SchedulerLimits(
-        options.max_num_active_seqs or options.max_num_seqs, max(tokens, max_model_len) if is_whole else tokens,
-        max_model_len, options.scheduling_policy, depth, 0 if pools else options.long_prefill_token_threshold,
+        options.max_num_active_seqs or options.max_num_seqs,
+        max(tokens, max_model_len) if is_whole else tokens,
+        max_model_len,
+        options.scheduling_policy,
+        depth,
+        0 if pools else options.long_prefill_token_threshold,
         options.speculation.num_speculative_tokens if options.speculation and options.speculation.on_device else 0,
-        is_whole, stages, pace, options.long_prefill_token_threshold_adaptive,
-    )  # fmt: skip
+        is_whole,
+        stages,
+        pace,
+        options.long_prefill_token_threshold_adaptive,
+    )
 
 
 def _fitting(limits: SchedulerLimits, kv: KVCacheSize) -> SchedulerLimits:
@@ -103,14 +110,20 @@ def _encoders(config: EngineConfig, spec: DecoderSpec, limits: SchedulerLimits) 
         ("enable_dbo", parallel.enable_dbo, "steps are divided"),
         ("kv_compression", config.cache.compression is not None, "keys of pictures are not scored"),
         ("pipeline_parallel_size", limits.stages > 1 and (two_way or levels > 0 or crossed), "later stages lack them"),
-        ("decode_context_parallel_size", parallel.decode_context_parallel_size > 1 and (two_way or crossed),
-         "tokens of a picture see each other" if two_way else "cross-attention reads one context"),
+        (
+            "decode_context_parallel_size",
+            parallel.decode_context_parallel_size > 1 and (two_way or crossed),
+            "tokens of a picture see each other" if two_way else "cross-attention reads one context",
+        ),
         ("max_itl", limits.pace is not None and two_way, "a picture is computed in one step"),
         ("enable_lora", config.lora.enable_lora and crossed, "keys of an encoder have no adapters"),
         ("kv_transfer_config", config.cache.transfer is not None and crossed, "keys of an encoder are not sent"),
-        ("enable_prompt_embeds", config.multimodal.enable_prompt_embeds and spec.position_offset is not None,
-         "the model adds positions to embeddings"),
-    ):  # fmt: skip
+        (
+            "enable_prompt_embeds",
+            config.multimodal.enable_prompt_embeds and spec.position_offset is not None,
+            "the model adds positions to embeddings",
+        ),
+    ):
         if given:
             raise ConfigError(
                 f"{name} cannot be used with pictures, sounds, texts of an encoder or embeddings as inputs here, since "
@@ -206,13 +219,21 @@ def make_core(
         described = fingerprint()
         tiers = make_tiers(config, kv, hash_root(described))
         scheduler = Scheduler(
-            limits, kv.num_blocks, list(kv.specs), kv.block_size,
+            limits,
+            kv.num_blocks,
+            list(kv.specs),
+            kv.block_size,
             config.cache.enable_prefix_caching and bool(kv.specs),
-            described, grammars=GrammarGate(load_grammars),
-            vocab_size=spec.vocab_size, speculation=speculation, adapters=adapters,
-            tiers=tiers, mover=executor, compression=compression,
+            described,
+            grammars=GrammarGate(load_grammars),
+            vocab_size=spec.vocab_size,
+            speculation=speculation,
+            adapters=adapters,
+            tiers=tiers,
+            mover=executor,
+            compression=compression,
             encoders=_encoders(config, spec, limits),
-        )  # fmt: skip
+        )
         if config.profile.enable_layerwise_nvtx_tracing:
             from quire.observability.profiling.ranges import mark_core
 
@@ -240,17 +261,23 @@ def make_core(
     logger.info(
         "KV cache: %.2f GiB, %s blocks of %d tokens, room for %s tokens: %.1f requests of the full %s tokens "
         "(%.0f %% of that memory is needed)",
-        kv.num_blocks * max(kv.rank_bytes) / 2**30, f"{kv.num_blocks:,}", kv.block_size,
-        f"{int(room * max_model_len):,}", room, f"{max_model_len:,}", 100 * scheduler.kv.kept_share(max_model_len),
-    )  # fmt: skip
+        kv.num_blocks * max(kv.rank_bytes) / 2**30,
+        f"{kv.num_blocks:,}",
+        kv.block_size,
+        f"{int(room * max_model_len):,}",
+        room,
+        f"{max_model_len:,}",
+        100 * scheduler.kv.kept_share(max_model_len),
+    )
     return core
 
 
 def _check_states(config: EngineConfig) -> None:
     """Raises ConfigError for options that do not work with recurrent layers."""
     if config.cache.transfer is not None:
-        raise ConfigError("kv_transfer_config reads keys and values of other engines, but no states of recurrent "
-                          "layers; leave it out")  # fmt: skip
+        raise ConfigError(
+            "kv_transfer_config reads keys and values of other engines, but no states of recurrent layers; leave it out"
+        )
     if config.parallel.enable_dbo:
         raise ConfigError("enable_dbo computes a step in halves, which recurrent layers do not allow; leave it out")
 

@@ -90,10 +90,14 @@ class EngineCore:
     measurement: "IdleMeasurement | None" = None
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, lockstep: Lockstep | None = None,
-        kv_events: "KVEvents | None" = None, fingerprint: Callable[[Path], str] = str,
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        lockstep: Lockstep | None = None,
+        kv_events: "KVEvents | None" = None,
+        fingerprint: Callable[[Path], str] = str,
         pinned_share: float = 0.25,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """lockstep: with the cores whose replicas share experts with this one, None if there are none. fingerprint: of
         the KV blocks, once the weights have been replaced by those in a folder. pinned_share: of the KV cache, that
         pinned prefixes may take."""
@@ -211,16 +215,21 @@ class EngineCore:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         counts, connectors = scheduler.stats, scheduler.connectors
         return CoreStats(
-            num_running=len(scheduler.running), num_waiting=len(scheduler.requests) - len(scheduler.running),
-            kv_cache_usage=(pool.num_usable - pool.num_free) / max(1, pool.num_usable), preemptions=counts.preemptions,
-            prefix_queries=counts.prefix_queries, prefix_hits=counts.prefix_hits,
-            computed_tokens=counts.computed_tokens, generated_tokens=counts.generated_tokens,
-            is_paused=self._pause.is_closed, is_sleeping=bool(self._asleep),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.requests) - len(scheduler.running),
+            kv_cache_usage=(pool.num_usable - pool.num_free) / max(1, pool.num_usable),
+            preemptions=counts.preemptions,
+            prefix_queries=counts.prefix_queries,
+            prefix_hits=counts.prefix_hits,
+            computed_tokens=counts.computed_tokens,
+            generated_tokens=counts.generated_tokens,
+            is_paused=self._pause.is_closed,
+            is_sleeping=bool(self._asleep),
             runs_reference=self.executor.runs_reference,
             external_queries=sum(connector.num_queries for connector in connectors),
             external_hits=sum(connector.num_hits for connector in connectors),
             speculation=None if scheduler.speculation is None else scheduler.speculation.counts(),
-        )  # fmt: skip
+        )
 
     def _launch(self) -> bool:
         """Submit the next step. It is sampled now if it needs no token masks, or if it is the oldest in flight.

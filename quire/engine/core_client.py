@@ -318,8 +318,12 @@ class CoreClient:
         """Connect anew when the connection to a core on another machine breaks: no message is sent twice on it."""
         core = self._cores[up.rank - self.first]
         if not await breaks.poll(_ANSWER_SECONDS * 1000) and core.state is not CoreState.READY:
-            logger.warning("Engine core %d has not answered at %s for %d s; can this machine connect to it?", up.rank,
-                           up.address, _ANSWER_SECONDS)  # fmt: skip
+            logger.warning(
+                "Engine core %d has not answered at %s for %d s; can this machine connect to it?",
+                up.rank,
+                up.address,
+                _ANSWER_SECONDS,
+            )
         await breaks.recv_multipart()
         self._lose(CoreLost(up.rank, CoreDied("the connection to it broke"), given_up=False))
         self._connect(up)

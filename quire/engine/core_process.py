@@ -49,10 +49,16 @@ def core_address(folder: Path) -> str:
 
 
 def run_core(
-    folder: Path, rank: int, config: EngineConfig, directory: Path, log: LogOptions,
-    remote: tuple[str, bytes] | None = None, place: MeetingPlace | None = None, listener: socket.socket | None = None,
+    folder: Path,
+    rank: int,
+    config: EngineConfig,
+    directory: Path,
+    log: LogOptions,
+    remote: tuple[str, bytes] | None = None,
+    place: MeetingPlace | None = None,
+    listener: socket.socket | None = None,
     memory: str = "",
-) -> None:  # fmt: skip
+) -> None:
     """The main function of the process.
 
     folder: contains the parent's socket "reports", and gets the core's own, for its clients. rank: the core's number.

@@ -50,9 +50,15 @@ class _Process:
     """
 
     def __init__(
-        self, context: zmq.asyncio.Context, rank: int, config: EngineConfig, directory: Path, remote: _Remote,
-        fellows: Fellows | None, memory: str,
-    ) -> None:  # fmt: skip
+        self,
+        context: zmq.asyncio.Context,
+        rank: int,
+        config: EngineConfig,
+        directory: Path,
+        remote: _Remote,
+        fellows: Fellows | None,
+        memory: str,
+    ) -> None:
         folder = private_folder("quire-", longest=_SOCKET_PATH - len("/reports"))
         processes: list[BaseProcess] = []
         # At exit, multiprocessing waits for its processes. Finalizers with a priority run before that.
@@ -62,11 +68,19 @@ class _Process:
         self.reports.set_hwm(0)
         self.reports.bind(f"ipc://{folder}/reports")
         self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
-            target=run_core, name=f"core {rank}",
-            args=(folder, rank, config, directory, log_options(), remote,
-                  *(() if fellows is None else fellows.meetings.place(rank))),
+            target=run_core,
+            name=f"core {rank}",
+            args=(
+                folder,
+                rank,
+                config,
+                directory,
+                log_options(),
+                remote,
+                *(() if fellows is None else fellows.meetings.place(rank)),
+            ),
             kwargs={"memory": memory},
-        )  # fmt: skip
+        )
         self.process.start()
         processes.append(self.process)
 
@@ -101,9 +115,14 @@ class _Replica:
     """One core and those that replace it. fellows: of a replica that shares experts with others."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, rank: int, config: EngineConfig, directory: Path, remote: _Remote,
+        self,
+        context: zmq.asyncio.Context,
+        rank: int,
+        config: EngineConfig,
+        directory: Path,
+        remote: _Remote,
         fellows: Fellows | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._memory = KeptMemory(config)
         self._context, self._arguments = context, (context, rank, config, directory, remote, fellows, self._memory.path)
         self.rank, self._fellows = rank, fellows

@@ -49,15 +49,21 @@ class Frontend:
         vocabulary = self.tokenizer.get_vocab
         self.reasoning = chosen_parser("reasoning_parser", m.reasoning_parser, reasoning, REASONING, vocabulary)
         self.processor = Processor(
-            self.tokenizer, self.max_model_len, description.spec.vocab_size, generation_config(m, directory),
-            seed=m.seed, max_logprobs=config.sampling.max_logprobs, plugins=_plugins(config.sampling.logits_processors),
+            self.tokenizer,
+            self.max_model_len,
+            description.spec.vocab_size,
+            generation_config(m, directory),
+            seed=m.seed,
+            max_logprobs=config.sampling.max_logprobs,
+            plugins=_plugins(config.sampling.logits_processors),
             in_process=in_process and config.parallel.ranks == 1,
             scheduling_policy=config.scheduler.scheduling_policy,
             reasoning=None if self.reasoning is None else REASONING[self.reasoning],
-            compresses=config.cache.compression is not None, transfer=config.cache.transfer,
+            compresses=config.cache.compression is not None,
+            transfer=config.cache.transfer,
             media=self._media(description.spec),
             chat_defaults=GGUF_CHAT_DEFAULTS if directory.is_file() and m.generation_config == "auto" else {},
-        )  # fmt: skip
+        )
         self.pooling: PoolingProcessor | None = None
         if description.pooling is not None:
             self.processor.generates = False
@@ -151,9 +157,11 @@ class Frontend:
             data.setdefault(part.modality, []).append(media.prepare(part, mm_processor_kwargs))
             uuids.setdefault(part.modality, []).append(part.uuid)
         return PromptFields(
-            prompt=self.render_chat(messages, **rendering), multi_modal_data=data, multi_modal_uuids=uuids,
+            prompt=self.render_chat(messages, **rendering),
+            multi_modal_data=data,
+            multi_modal_uuids=uuids,
             mm_processor_kwargs=dict(mm_processor_kwargs or {}),
-        )  # fmt: skip
+        )
 
 
 def chosen_parser(
@@ -208,7 +216,9 @@ def generation_config(options: ModelConfig, directory: Path) -> dict[str, Any]:
     elif options.generation_config != "vllm":
         folder = Path(options.generation_config)
         if not (folder / "generation_config.json").is_file():
-            raise ConfigError(f"generation_config={options.generation_config!r} must be 'auto', 'vllm' or a directory "
-                              "with a generation_config.json")  # fmt: skip
+            raise ConfigError(
+                f"generation_config={options.generation_config!r} must be 'auto', 'vllm' or a directory "
+                "with a generation_config.json"
+            )
         config = load_generation_config(folder)
     return {**config, **options.override_generation_config}

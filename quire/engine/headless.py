@@ -73,8 +73,14 @@ class HeadlessCores:
         """Raises ConfigError if the server cannot be reached, or a core not be started."""
         options, here = config.cluster, config.layout.here
         host = own_address(options.head_address)
-        join = Join(first=here.start, count=len(here), node=secrets.randbits(62), host=host,
-                    facts=facts(config, directory), versions=versions())  # fmt: skip
+        join = Join(
+            first=here.start,
+            count=len(here),
+            node=secrets.randbits(62),
+            host=host,
+            facts=facts(config, directory),
+            versions=versions(),
+        )
         join_address = tcp_address(resolve(options.head_address), options.data_parallel_rpc_port)
         self._node = Node(secret, join_address, join)
         self._meetings: AnnouncedMeetings | None = None

@@ -47,8 +47,9 @@ class KernelSwitch:
         """Use the kernels, if they could be compiled. No step may be in flight."""
         assert self.background is not None
         if self.background.problem:
-            logger.error("The CPU kernels could not be compiled, so steps run PyTorch's operations. %s",
-                         self.background.problem)  # fmt: skip
+            logger.error(
+                "The CPU kernels could not be compiled, so steps run PyTorch's operations. %s", self.background.problem
+            )
         else:
             seconds = self.background.seconds
             self._executor.use_compiled()

@@ -38,8 +38,13 @@ class KVEvents:
     number, kind and window. Group 0 keeps the most tokens: what a prompt finds is at most what group 0 has of it.
     """
 
-    def __init__(self, specs: Sequence[KVCacheSpec], block_size: int, send: Callable[[list[KVCacheEvent]], None],
-                 close: Callable[[], None]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        specs: Sequence[KVCacheSpec],
+        block_size: int,
+        send: Callable[[list[KVCacheEvent]], None],
+        close: Callable[[], None],
+    ) -> None:
         self.close = close
         self._send, self._block_size = send, block_size
         self._groups = [(group, _kind(spec), getattr(spec, "window", None)) for group, spec in enumerate(specs)]
@@ -63,10 +68,17 @@ class KVEvents:
         extra: list[tuple[str, ...] | None] | None = None if salt is None or index else [(salt,)]
         self._events.append(
             BlockStored(
-                [number], parent, token_ids, size, None, MEDIUM, None if adapter is None else adapter.name, extra,
+                [number],
+                parent,
+                token_ids,
+                size,
+                None,
+                MEDIUM,
+                None if adapter is None else adapter.name,
+                extra,
                 *names,
             )
-        )  # fmt: skip
+        )
 
     def on_removed(self, group: int, block_hash: bytes, block_id: int) -> None:
         last, number = self._events[-1] if self._events else None, None if self._only_group else group

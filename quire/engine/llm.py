@@ -86,8 +86,10 @@ class LLM:
     def _start(self, frontend: Frontend) -> None:
         self.config, self.frontend = frontend.config, frontend
         if (replicas := self.config.parallel.data_parallel_size) > 1:
-            raise ConfigError(f"data_parallel_size={replicas}: an LLM runs one core, in this process; quire serve and "
-                              "AsyncLLM run several")  # fmt: skip
+            raise ConfigError(
+                f"data_parallel_size={replicas}: an LLM runs one core, in this process; quire serve and "
+                "AsyncLLM run several"
+            )
         if self.config.cluster.headless:
             raise ConfigError("headless is for quire serve")
         self.processor = self.frontend.processor
@@ -155,9 +157,12 @@ class LLM:
         if reserved := sorted((RESERVED - {"documents"}).intersection(chat_template_kwargs or ())):
             raise ValueError(f"chat_template_kwargs cannot set {reserved[0]!r}")
         rendering: dict[str, Any] = {
-            "chat_template": chat_template, "content_format": chat_template_content_format, "tools": tools,
-            "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
-        }  # fmt: skip
+            "chat_template": chat_template,
+            "content_format": chat_template_content_format,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
         rendering |= chat_template_kwargs or {}
         if sampling_params is None:
             sampling_params = self.processor.default_sampling_params(chat=True)
@@ -231,8 +236,10 @@ class LLM:
         Raises ValueError for a wrong prompt, and for a beam_width that needs more logprobs than max_logprobs.
         """
         if 2 * params.beam_width > self.processor.max_logprobs:
-            raise ValueError(f"beam_width={params.beam_width} needs the logprobs of {2 * params.beam_width} tokens; "
-                             f"max_logprobs is {self.processor.max_logprobs}")  # fmt: skip
+            raise ValueError(
+                f"beam_width={params.beam_width} needs the logprobs of {2 * params.beam_width} tokens; "
+                f"max_logprobs is {self.processor.max_logprobs}"
+            )
         requests = self._process(_as_list(prompts), SamplingParams(max_tokens=1), None)
         if any(request.core_requests[0].media for request in requests):
             raise ValueError("beam_search takes no multi_modal_data, no prompt_embeds and no text of an encoder")

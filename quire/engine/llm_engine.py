@@ -34,9 +34,13 @@ class LLMEngine:
         self._llm, options = llm, llm.config.model
         model = options.model or "quire-demo"
         self.model_config = ModelFacts(
-            model, options.tokenizer or model, resolve_dtype(options), llm.max_model_len, llm.processor.vocab_size,
+            model,
+            options.tokenizer or model,
+            resolve_dtype(options),
+            llm.max_model_len,
+            llm.processor.vocab_size,
             options.seed,
-        )  # fmt: skip
+        )
 
     def get_num_unfinished_requests(self) -> int:
         """Unfinished sequences. A request counts as up to n of them."""

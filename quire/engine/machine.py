@@ -52,9 +52,14 @@ class IdleMeasurement:
     """
 
     def __init__(
-        self, key: str, threads: int, found: MachineProfile | None, waits: tuple[float, ...] = _QUIET_SECONDS,
-        make_probe: Callable[[], KernelProbe] = KernelProbe, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        key: str,
+        threads: int,
+        found: MachineProfile | None,
+        waits: tuple[float, ...] = _QUIET_SECONDS,
+        make_probe: Callable[[], KernelProbe] = KernelProbe,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """key: under which the profile is kept. threads: the most that may run. found: the profile that is kept.
         waits: seconds without work before each attempt."""
         self.result, self._key = found, key
@@ -130,7 +135,7 @@ class Machine:
 
     def __init__(
         self, config: EngineConfig, description: ModelDescription, directory: Path, *, shares_experts: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         """shares_experts: with other replicas, which must have steps of the same size."""
         self._config, self._description = config, description
         self._may_choose_tokens, self._reason = not shares_experts, "as the options say"
@@ -165,9 +170,11 @@ class Machine:
             return self._config
         chosen = tokens_of_a_step(self.estimate.chunk(), options.max_num_seqs)
         needs_room = (  # for a whole picture, a window of compression, or drafts
-            self._description.spec.media is not None or self._config.multimodal.enable_prompt_embeds
-            or self._config.cache.compression is not None or options.speculation is not None
-        )  # fmt: skip
+            self._description.spec.media is not None
+            or self._config.multimodal.enable_prompt_embeds
+            or self._config.cache.compression is not None
+            or options.speculation is not None
+        )
         if needs_room:
             chosen = max(chosen, options.tokens_of_a_step(gpu=False))
         return replace(self._config, scheduler=replace(options, max_num_batched_tokens=chosen))

@@ -51,10 +51,14 @@ class OutputProcessor:
             detokenizer, token_bytes, partial = None, None, b""
             if params.detokenize:
                 detokenizer = IncrementalDetokenizer(
-                    self.tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens,
-                    spaces_between_special_tokens=params.spaces_between_special_tokens, stop=params.stop_strings,
-                    include_stop_str_in_output=params.include_stop_str_in_output, min_tokens=params.min_tokens,
-                )  # fmt: skip
+                    self.tokenizer,
+                    request.prompt_token_ids,
+                    skip_special_tokens=params.skip_special_tokens,
+                    spaces_between_special_tokens=params.spaces_between_special_tokens,
+                    stop=params.stop_strings,
+                    include_stop_str_in_output=params.include_stop_str_in_output,
+                    min_tokens=params.min_tokens,
+                )
                 token_bytes, partial = self.tokenizer.token_bytes, detokenizer.partial
             completion = CompletionOutput(index, "", [])
             if params.num_logprobs is not None:
@@ -206,13 +210,27 @@ class DeltaReader:
                 text, token_ids = completion.text[characters:], completion.token_ids[tokens:]
                 news.append(
                     CompletionOutput(
-                        completion.index, text, token_ids, completion.cumulative_logprob, logprobs,
-                        completion.finish_reason, completion.stop_reason, completion.spec_decode_metrics,
+                        completion.index,
+                        text,
+                        token_ids,
+                        completion.cumulative_logprob,
+                        logprobs,
+                        completion.finish_reason,
+                        completion.stop_reason,
+                        completion.spec_decode_metrics,
                     )
-                )  # fmt: skip
+                )
         # dataclasses.replace would take a tenth of the time that a streamed token takes.
         return RequestOutput(
-            output.request_id, output.prompt, output.prompt_token_ids, news, output.finished,
-            output.num_cached_tokens, prompt_logprobs, output.metrics, output.kv_transfer_params,
-            output.encoder_prompt, output.encoder_prompt_token_ids,
-        )  # fmt: skip
+            output.request_id,
+            output.prompt,
+            output.prompt_token_ids,
+            news,
+            output.finished,
+            output.num_cached_tokens,
+            prompt_logprobs,
+            output.metrics,
+            output.kv_transfer_params,
+            output.encoder_prompt,
+            output.encoder_prompt_token_ids,
+        )

@@ -82,9 +82,16 @@ class PoolingProcessor:
         self.processor.check_tokens(token_ids, self.processor.vocab_size * max(1, kinds))
         self._check_room(len(token_ids))
         core_request = EngineCoreRequest(
-            request_id, token_ids, None, 0, 0, arrival_time=time.monotonic(), priority=priority, cache_salt=salt,
+            request_id,
+            token_ids,
+            None,
+            0,
+            0,
+            arrival_time=time.monotonic(),
+            priority=priority,
+            cache_salt=salt,
             pooling_params=params,
-        )  # fmt: skip
+        )
         return ProcessedRequest(request_id, text, token_ids, _NOTHING, [core_request])
 
     def _check(self, params: PoolingParams) -> None:
@@ -97,16 +104,20 @@ class PoolingProcessor:
             if self.description.pooler.is_classifier:
                 raise ValueError("dimensions is for embeddings, which this model does not make")
             if params.dimensions > self.out:
-                raise ValueError(f"dimensions must be at most {self.out}, the length of this model's embeddings, "
-                                 f"got {params.dimensions}")  # fmt: skip
+                raise ValueError(
+                    f"dimensions must be at most {self.out}, the length of this model's embeddings, "
+                    f"got {params.dimensions}"
+                )
         if self.description.pooler.pooling != "last" or str(params.task).startswith("token_"):
             params.skip_reading_prefix_cache = True  # the hidden states of other tokens than the last one are needed
 
     def _kept_tokens(self, params: PoolingParams) -> int | None:
         keep, longest = params.truncate_prompt_tokens, self.processor.max_model_len
         if keep is not None and keep > longest:
-            raise ValueError(f"truncate_prompt_tokens value ({keep}) is greater than max_model_len ({longest}). "
-                             "Please, select a smaller truncation size.")  # fmt: skip
+            raise ValueError(
+                f"truncate_prompt_tokens value ({keep}) is greater than max_model_len ({longest}). "
+                "Please, select a smaller truncation size."
+            )
         return longest if keep == -1 else keep
 
     def _check_room(self, num_tokens: int, how: str = "") -> None:

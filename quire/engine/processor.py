@@ -194,9 +194,15 @@ class Processor:
             for index in range(params.n)
         ]
         return ProcessedRequest(
-            request_id, text, token_ids, params, core_requests, offer(transfer, self.transfer),
-            None if encoded is None else encoded.text, None if encoded is None else encoded.token_ids,
-        )  # fmt: skip
+            request_id,
+            text,
+            token_ids,
+            params,
+            core_requests,
+            offer(transfer, self.transfer),
+            None if encoded is None else encoded.text,
+            None if encoded is None else encoded.token_ids,
+        )
 
     def check_priority(self, priority: int) -> None:
         """Raises ValueError for a priority that is wrong or not in use."""
@@ -258,8 +264,10 @@ class Processor:
 
     def _check_room(self, num_tokens: int) -> None:
         if num_tokens >= self.max_model_len:
-            raise PromptTooLongError(f"the prompt has {num_tokens} tokens, which leaves no room for output: "
-                                     f"max_model_len is {self.max_model_len}")  # fmt: skip
+            raise PromptTooLongError(
+                f"the prompt has {num_tokens} tokens, which leaves no room for output: "
+                f"max_model_len is {self.max_model_len}"
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         """Check what depends on the model or the engine: vocabulary, limits, plugins, other processes."""
@@ -278,19 +286,25 @@ class Processor:
         ):
             outside = [token_id for token_id in token_ids or () if not 0 <= token_id < self.vocab_size]
             if outside:
-                raise ValueError(f"token_id(s) {outside} in {name} contain out-of-vocab token ids. Vocabulary size: "
-                                 f"{self.vocab_size}")  # fmt: skip
+                raise ValueError(
+                    f"token_id(s) {outside} in {name} contain out-of-vocab token ids. Vocabulary size: "
+                    f"{self.vocab_size}"
+                )
         if not all(0 <= token_id < self.vocab_size for token_id in params.allowed_token_ids or ()):
             raise ValueError("allowed_token_ids contains out-of-vocab token id!")
         if params.kv_compression and not self.compresses:
-            raise ValueError("kv_compression needs an engine that compresses; start it with kv_compression "
-                             "(--kv-compression), or leave it out")  # fmt: skip
+            raise ValueError(
+                "kv_compression needs an engine that compresses; start it with kv_compression "
+                "(--kv-compression), or leave it out"
+            )
         for plugin in self.plugins:
             plugin.validate_params(params)
         if not self.in_process:
             if params.logits_processors:
-                raise ValueError("logits_processors are functions of this process, but the model runs in others; write "
-                                 "a plugin (option logits_processors), or use a single rank")  # fmt: skip
+                raise ValueError(
+                    "logits_processors are functions of this process, but the model runs in others; write "
+                    "a plugin (option logits_processors), or use a single rank"
+                )
             try:
                 msgspec.msgpack.encode(params.extra_args)
             except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -303,8 +317,10 @@ class Processor:
         if keep is None:
             return None
         if keep > self.max_model_len:
-            raise ValueError(f"truncate_prompt_tokens value ({keep}) is greater than max_model_len "
-                             f"({self.max_model_len}). Please, select a smaller truncation size.")  # fmt: skip
+            raise ValueError(
+                f"truncate_prompt_tokens value ({keep}) is greater than max_model_len "
+                f"({self.max_model_len}). Please, select a smaller truncation size."
+            )
         if keep == -1:
             keep = max(1, self.max_model_len - (params.max_tokens or 1))
         return min(keep, self.max_model_len - 1)  # one output token has to fit as well
@@ -326,9 +342,11 @@ class Processor:
                 sequences.append(spaced)
         outside = [token_id for token_ids in sequences for token_id in token_ids if token_id >= self.vocab_size]
         if outside:
-            raise ValueError(f"The model vocabulary size is {self.vocab_size}, but the following tokens were specified "
-                             f"as bad: {outside}. All token id values should be integers satisfying: 0 <= token_id < "
-                             f"{self.vocab_size}.")  # fmt: skip
+            raise ValueError(
+                f"The model vocabulary size is {self.vocab_size}, but the following tokens were specified "
+                f"as bad: {outside}. All token id values should be integers satisfying: 0 <= token_id < "
+                f"{self.vocab_size}."
+            )
         return sequences
 
     def _thinking_limits(self, params: SamplingParams, prompt_token_ids: list[int]) -> ThinkingLimits | None:

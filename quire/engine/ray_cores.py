@@ -119,7 +119,12 @@ def run_replica(config: bytes, rank: int, secret: bytes, host: str, port: int) -
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # for a core whose ranks are actors
     own, directory = unpacked(config)
     options = replace(
-        own.cluster, headless=True, data_parallel_backend="mp", data_parallel_start_rank=rank,
-        data_parallel_size_local=1, data_parallel_address=host, data_parallel_rpc_port=port,
-    )  # fmt: skip
+        own.cluster,
+        headless=True,
+        data_parallel_backend="mp",
+        data_parallel_start_rank=rank,
+        data_parallel_size_local=1,
+        data_parallel_address=host,
+        data_parallel_rpc_port=port,
+    )
     asyncio.run(HeadlessCores(replace(own, cluster=options), directory, ClusterSecret(secret)).run())

@@ -97,8 +97,12 @@ class RemoteCores(Meetings):
         try:
             event = _events.decode(body)
         except msgspec.DecodeError as error:
-            logger.warning("The machine with %s sent a message of %d bytes that has no meaning: %s",
-                           named("replica", members), len(body), error_text(error))  # fmt: skip
+            logger.warning(
+                "The machine with %s sent a message of %d bytes that has no meaning: %s",
+                named("replica", members),
+                len(body),
+                error_text(error),
+            )
             return
         if event.rank in members:
             self._loop.call_soon_threadsafe(self._received, event)

@@ -41,9 +41,12 @@ class Router(Generic[Request]):
     """
 
     def __init__(
-        self, num_cores: int, pieces: Callable[[Request], Sequence[int]] | None = None, first: int = 0,
+        self,
+        num_cores: int,
+        pieces: Callable[[Request], Sequence[int]] | None = None,
+        first: int = 0,
         prefixes: "Prefixes | None" = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._cores = [_Core() for _ in range(num_cores)]
         self._next = first % num_cores
         self._pieces = pieces

@@ -23,12 +23,19 @@ def make_tiers(config: EngineConfig, kv: KVCacheSize, root: bytes) -> list[Tier]
                 logger.warning("Blocks in CPU memory will not survive this process: %s", error_text(error))
         tier = MemoryTier(len(tiers), num_slots, index)
         found = f", of which {len(tier):,} are filled" if len(tier) else ""
-        logger.info("KV cache beyond the pool: %s blocks of %.2f MiB in CPU memory%s",
-                    f"{num_slots:,}", sum(kv.rank_bytes) / 2**20, found)  # fmt: skip
+        logger.info(
+            "KV cache beyond the pool: %s blocks of %.2f MiB in CPU memory%s",
+            f"{num_slots:,}",
+            sum(kv.rank_bytes) / 2**20,
+            found,
+        )
         tiers.append(tier)
     if options.kv_offloading_path is not None:
         folder, limit = Path(options.kv_offloading_path), options.kv_offloading_disk_size
         tiers.append(DiskTier(len(tiers), partial(block_path, folder, 0, ranks)))
-        logger.info("KV cache beyond the pool: files in %s, %s",
-                    folder, "without a limit" if limit is None else f"at most {limit / 2**30:.2f} GiB")  # fmt: skip
+        logger.info(
+            "KV cache beyond the pool: files in %s, %s",
+            folder,
+            "without a limit" if limit is None else f"at most {limit / 2**30:.2f} GiB",
+        )
     return tiers

@@ -31,8 +31,9 @@ def read_transfer(
         ("do_remote_prefill", options is not None and options.consumes),
     ):
         if getattr(params, name) and not allowed:
-            raise ValueError(f"{_NAME}: {name} needs an engine whose kv_transfer_config allows it "
-                             "(docs/disaggregation.md)")  # fmt: skip
+            raise ValueError(
+                f"{_NAME}: {name} needs an engine whose kv_transfer_config allows it (docs/disaggregation.md)"
+            )
     if len(params.transfer_id) > _LONGEST_ID:
         raise ValueError(f"{_NAME}: transfer_id may have at most {_LONGEST_ID} characters")
     if params.do_remote_prefill:
@@ -44,8 +45,9 @@ def read_transfer(
             raise ValueError(f"{_NAME}: remote_host must be an IP address, got {params.remote_host!r}") from None
         networks = None if options is None else options.producers
         if networks is not None and not any(address in network for network in networks):
-            raise ValueError(f"{_NAME}: remote_host {params.remote_host} is not one of the producers that this server "
-                             "may connect to")  # fmt: skip
+            raise ValueError(
+                f"{_NAME}: remote_host {params.remote_host} is not one of the producers that this server may connect to"
+            )
         if not 1 <= params.remote_port <= 65535:
             raise ValueError(f"{_NAME}: remote_port must be from 1 to 65535, got {params.remote_port}")
     if not params.do_remote_prefill and not params.do_remote_decode:
@@ -59,6 +61,10 @@ def offer(params: TransferParams | None, options: KVTransferOptions | None) -> d
     if params is None or options is None or not params.do_remote_decode:
         return None
     return {
-        "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": params.transfer_id,
-        "remote_host": options.kv_ip, "remote_port": options.kv_port, "remote_engine_id": options.engine_id,
-    }  # fmt: skip
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": params.transfer_id,
+        "remote_host": options.kv_ip,
+        "remote_port": options.kv_port,
+        "remote_engine_id": options.engine_id,
+    }

@@ -38,8 +38,14 @@ class Agent:
         self._secret, self._address = secret, address
         own = own_address(host)
         self._variables = interface_variables(own)
-        join = Join(first=numbers.start, count=len(numbers), node=secrets.randbits(62), host=own,
-                    facts=facts(config, directory), versions=versions())  # fmt: skip
+        join = Join(
+            first=numbers.start,
+            count=len(numbers),
+            node=secrets.randbits(62),
+            host=own,
+            facts=facts(config, directory),
+            versions=versions(),
+        )
         self._node = Node(secret, address, join)
         self._threads = limit_threads(len(numbers), config.kernels.threads)
         self._session: _Session | None = None
@@ -56,10 +62,16 @@ class Agent:
     def begin(self, body: bytes) -> None:
         begin = _begins.decode(body)
         start = messages.Start(
-            self._config, str(self._directory), begin.max_model_len, begin.sizes, self._address,
-            self._threads, begin.log,
-            (self._numbers.start, len(self._numbers)), begin.machines,
-        )  # fmt: skip
+            self._config,
+            str(self._directory),
+            begin.max_model_len,
+            begin.sizes,
+            self._address,
+            self._threads,
+            begin.log,
+            (self._numbers.start, len(self._numbers)),
+            begin.machines,
+        )
         self._session = _Session(self._numbers, self._node)
         self._session.start(start, self._secret.secret, self._variables)
 
@@ -69,8 +81,9 @@ class Agent:
             order = _orders.decode(body)
             _order.decode(order.order)
         except msgspec.DecodeError as error:
-            logger.warning("The executor sent an order of %d bytes that has no meaning: %s", len(body),
-                           error_text(error))  # fmt: skip
+            logger.warning(
+                "The executor sent an order of %d bytes that has no meaning: %s", len(body), error_text(error)
+            )
             return
         self._session.ranks.order(order.order, range(order.first, order.stop))
 
@@ -125,10 +138,13 @@ def run_agent(config: EngineConfig, directory: Path) -> int:
     assert options.cluster_secret_file is not None
     count = config.parallel.ranks // layout.machines
     agent = Agent(
-        config, directory, range(layout.machine * count, (layout.machine + 1) * count),
-        ClusterSecret.read(options.cluster_secret_file), tcp_address(resolve(options.master_addr), options.master_port),
+        config,
+        directory,
+        range(layout.machine * count, (layout.machine + 1) * count),
+        ClusterSecret.read(options.cluster_secret_file),
+        tcp_address(resolve(options.master_addr), options.master_port),
         options.master_addr,
-    )  # fmt: skip
+    )
 
     def stop(number: int, frame: FrameType | None) -> None:
         agent.stop()

@@ -62,10 +62,18 @@ class MultiprocExecutor(Executor):
         here = LocalRanks(everyone, self._ranks)
         self._ranks.groups.append(here)
         start = messages.Start(
-            config, str(directory), max_model_len, sizes, place.address,
-            max(1, torch.get_num_threads() // len(everyone)), log_options(), (0, len(everyone)), [0] * len(everyone),
-            place.replica, place.generation,
-        )  # fmt: skip
+            config,
+            str(directory),
+            max_model_len,
+            sizes,
+            place.address,
+            max(1, torch.get_num_threads() // len(everyone)),
+            log_options(),
+            (0, len(everyone)),
+            [0] * len(everyone),
+            place.replica,
+            place.generation,
+        )
         here.start(start, place.secret, interface_variables(place.host))
         return store
 
@@ -94,8 +102,9 @@ class MultiprocExecutor(Executor):
 
     def processes(self) -> dict[int, int]:
         local = (group for group in self._ranks.groups if isinstance(group, LocalRanks))
-        return {rank: process.pid for group in local
-                for rank, process in zip(group.numbers, group.processes, strict=True)}  # fmt: skip
+        return {
+            rank: process.pid for group in local for rank, process in zip(group.numbers, group.processes, strict=True)
+        }
 
     def check(self) -> None:
         self._ranks.check()

@@ -36,8 +36,9 @@ class NodesExecutor(MultiprocExecutor):
         ranks.groups += [here, *(RemoteRanks(share, agents) for share in shares[1:])]
         agents.start()
         threads = max(1, torch.get_num_threads() // count)
-        start = messages.Start(config, str(directory), max_model_len, sizes, agents.address, threads, begin.log,
-                               (0, count), numbers)  # fmt: skip
+        start = messages.Start(
+            config, str(directory), max_model_len, sizes, agents.address, threads, begin.log, (0, count), numbers
+        )
         here.start(start, secret.secret, interface_variables(host))
         agents.wait(shares, ranks.check)
         return None

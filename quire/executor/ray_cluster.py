@@ -92,8 +92,9 @@ class Actors:
         while not self._ray.wait([ready], timeout=_LOOK_SECONDS)[0]:
             if not said:
                 said = True
-                logger.info("Waiting for the Ray cluster to have %s; it has %s", self._bundles,
-                            self._ray.available_resources())  # fmt: skip
+                logger.info(
+                    "Waiting for the Ray cluster to have %s; it has %s", self._bundles, self._ray.available_resources()
+                )
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the Ray cluster has not got {self._bundles} for {PLACE_SECONDS:.0f} s")
 
@@ -150,8 +151,9 @@ def portable(config: EngineConfig) -> bytes:
     given = config.scheduler.speculative_config
     if given.get("model") and (found := hub_name(Path(given["model"]))):
         given = {**given, "model": found[0], "revision": found[1]}
-    return messages.encode(_Config(replace(config, scheduler=replace(config.scheduler, speculative_config=given)),
-                                   log_options()))  # fmt: skip
+    return messages.encode(
+        _Config(replace(config, scheduler=replace(config.scheduler, speculative_config=given)), log_options())
+    )
 
 
 def unpacked(config: bytes) -> tuple[EngineConfig, Path]:

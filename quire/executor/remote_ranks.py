@@ -39,9 +39,15 @@ class Agents:
     """
 
     def __init__(
-        self, secret: ClusterSecret, host: str, port: int, members: range,
-        facts: dict[str, str], begin: messages.Begin, observer: Observer,
-    ) -> None:  # fmt: skip
+        self,
+        secret: ClusterSecret,
+        host: str,
+        port: int,
+        members: range,
+        facts: dict[str, str],
+        begin: messages.Begin,
+        observer: Observer,
+    ) -> None:
         """members: the numbers of all ranks on other machines. facts: see `agreement.facts`. Raises ConfigError if it
         cannot listen on host:port."""
         self._begin, self._observer = messages.encode(begin), observer
@@ -75,8 +81,12 @@ class Agents:
         try:
             report = _reports.decode(body)
         except msgspec.DecodeError as error:
-            logger.warning("The agent of %s sent a message of %d bytes that has no meaning: %s", named("rank", members),
-                           len(body), error_text(error))  # fmt: skip
+            logger.warning(
+                "The agent of %s sent a message of %d bytes that has no meaning: %s",
+                named("rank", members),
+                len(body),
+                error_text(error),
+            )
             return
         if isinstance(report, messages.FromRank):
             if report.rank in members:

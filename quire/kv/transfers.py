@@ -275,8 +275,11 @@ class Transfers:
         if any(now >= late_at and not search.done() for search, late_at in self._lookups.values()):
             late.update(self._slow)
         for tier in late - self._stuck:
-            logger.warning("Tier %d of the KV cache has not answered for %.0f s; it is left out until it does",
-                           tier.number, LATE_SECONDS)  # fmt: skip
+            logger.warning(
+                "Tier %d of the KV cache has not answered for %.0f s; it is left out until it does",
+                tier.number,
+                LATE_SECONDS,
+            )
         if late:
             self._stuck |= late
             self._wake()

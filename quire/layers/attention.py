@@ -99,9 +99,15 @@ class Attention(CachedAttention):
         if (rise := self.temperature) is not None:
             q = self.kernels.sharpen(q, state.inputs.positions, rise.scale, rise.length, rise.offset)
         out, lse = self.backend.attend(
-            q, self.cache, plan, scale=self.scale, window=place.window, soft_cap=self.soft_cap, sinks=self.sinks,
+            q,
+            self.cache,
+            plan,
+            scale=self.scale,
+            window=place.window,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
             bias=self.bias,
-        )  # fmt: skip
+        )
         if (media := state.inputs.media) is not None and media.spans:
             ahead, ahead_lse = media.look_ahead(q, k, v, self.scale)
             out, _ = self.kernels.merge_partials(torch.stack((out, ahead)), torch.stack((lse, ahead_lse)))

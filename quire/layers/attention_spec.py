@@ -208,9 +208,13 @@ class LatentAttentionSpec:
     def cache_shape(self, group: "Communicator") -> CacheShape:
         holders = 1 if self.num_heads % group.size else group.size
         return CacheShape(
-            len(self.heads(group)[0]), 1, self.kv_rank + self.rope_dim, self.kv_rank, holders=holders,
+            len(self.heads(group)[0]),
+            1,
+            self.kv_rank + self.rope_dim,
+            self.kv_rank,
+            holders=holders,
             indexer=self.indexer,
-        )  # fmt: skip
+        )
 
     @property
     def selects(self) -> bool:

@@ -55,12 +55,16 @@ class Builder:
     """
 
     def __init__(
-        self, kernels: Kernels, tensor_group: Communicator, method_of: "Callable[[str], LinearMethod]",
-        quantizer_of: "Callable[[str], Quantizer | None]" = lambda name: None, adapters: "AdapterSlots | None" = None,
+        self,
+        kernels: Kernels,
+        tensor_group: Communicator,
+        method_of: "Callable[[str], LinearMethod]",
+        quantizer_of: "Callable[[str], Quantizer | None]" = lambda name: None,
+        adapters: "AdapterSlots | None" = None,
         experts: "ExpertRanks | None" = None,
         residual_stream: ResidualStream | None = None,
         shape_of: Callable[[str], tuple[int, ...] | None] = lambda name: (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.kernels, self.experts = kernels, experts
         self.device = kernels.target.device
         self.dtype = kernels.target.dtype
@@ -86,9 +90,14 @@ class Builder:
         return target
 
     def part(
-        self, name: str, target: Tensor, shape: tuple[int, ...], *pick: slice, transposed: bool = False,
+        self,
+        name: str,
+        target: Tensor,
+        shape: tuple[int, ...],
+        *pick: slice,
+        transposed: bool = False,
         is_raw: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Note that `target` is filled with the part [pick] of the checkpoint tensor called `name`."""
         self.count(name, math.prod(shape))
         self.slots.append(WeightSlot(name, target, shape, pick, transposed, is_raw))
@@ -150,9 +159,14 @@ class Outline(Builder):
 
     def __init__(self, builder: Builder) -> None:
         super().__init__(
-            builder.kernels, builder.tensor_group, builder.method_of, builder.quantizer_of, None, builder.experts,
+            builder.kernels,
+            builder.tensor_group,
+            builder.method_of,
+            builder.quantizer_of,
+            None,
+            builder.experts,
             shape_of=builder.shape_of,
-        )  # fmt: skip
+        )
         self.device = torch.device("meta")
 
     @property

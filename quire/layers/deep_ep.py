@@ -50,10 +50,15 @@ class _OnTheWay(Sent):
         self.dispatch, self.num_tokens, buffer = dispatch, num_tokens, dispatch.buffer
         of_rank, of_node, of_expert, is_sent, _ = buffer.get_dispatch_layout(slots, len(dispatch.slots.experts))
         self.x, self.slots, self.weights, _, self.handle, self.event = buffer.dispatch(
-            x, num_tokens_per_rank=of_rank, num_tokens_per_rdma_rank=of_node, is_token_in_rank=is_sent,
-            num_tokens_per_expert=of_expert, topk_idx=slots, async_finish=True,
+            x,
+            num_tokens_per_rank=of_rank,
+            num_tokens_per_rdma_rank=of_node,
+            is_token_in_rank=is_sent,
+            num_tokens_per_expert=of_expert,
+            topk_idx=slots,
+            async_finish=True,
             topk_weights=torch.ones(slots.shape, device=slots.device) if weights is None else weights,
-        )  # fmt: skip
+        )
 
     def receive(self) -> Routed:
         dispatch = self.dispatch

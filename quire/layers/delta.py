@@ -32,9 +32,11 @@ class DeltaNet(Recurrent):
         total, one = 2 * keys + values, self.of_heads(1)
         self.is_kimi = spec.projections == "kimi"
         self.into = ColumnParallelLinear(builder, spec.hidden_size, self._outputs(names, qkv))
-        conv = [(f"{names['conv']}.weight", total, part) for part in qkv] if "conv" in names else [
-            (f"{names[f'conv_{key}']}.weight", rows, part) for key, rows, part in self._separate(qkv)
-        ]  # fmt: skip
+        conv = (
+            [(f"{names['conv']}.weight", total, part) for part in qkv]
+            if "conv" in names
+            else [(f"{names[f'conv_{key}']}.weight", rows, part) for key, rows, part in self._separate(qkv)]
+        )
         self.convolve(builder, conv, spec.conv_width)
         steps = [(names["dt_bias"], heads * spec.decays, self.of_heads(spec.decays))]
         self.dt_bias = self.vector(builder, steps)
@@ -83,9 +85,10 @@ class DeltaNet(Recurrent):
         if spec.projections == "separate":
             z = OutputPart(names["state_z"], values, *self.of_heads(spec.value_dim))
             return [
-                *(OutputPart(names["state_qkv"], 2 * keys + values, *part) for part in qkv), z,
+                *(OutputPart(names["state_qkv"], 2 * keys + values, *part) for part in qkv),
+                z,
                 *(OutputPart(names[key], heads, *one) for key in ("state_b", "state_a")),
-            ]  # fmt: skip
+            ]
         group, rows, size = 2 * (spec.key_dim + ratio * spec.value_dim), 2 * (keys + values), spec.value_dim
 
         def of_each(name: str, total: int, starts: Iterable[int], size: int) -> list[OutputPart]:
@@ -98,9 +101,10 @@ class DeltaNet(Recurrent):
         v, z_of = (of_heads(group, 2 * spec.key_dim + first, size) for first in (0, ratio * size))
         b, a = (of_heads(2 * ratio, first, 1) for first in (0, ratio))
         return [
-            *of_each("state_in", rows, [*q, *k], spec.key_dim), *of_each("state_in", rows, [*v, *z_of], size),
+            *of_each("state_in", rows, [*q, *k], spec.key_dim),
+            *of_each("state_in", rows, [*v, *z_of], size),
             *of_each("state_ba", 2 * heads, [*b, *a], 1),
-        ]  # fmt: skip
+        ]
 
     def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens or len(wanted), hidden], this rank's summand."""
@@ -120,8 +124,15 @@ class DeltaNet(Recurrent):
         q, k = kernels.rms_norm(q, self.q_scale, eps), kernels.rms_norm(k, self.k_scale, eps)
         _, decay = kernels.time_steps(a, self.dt_bias, self.rate, 0.0, float("inf"))
         y = kernels.scan(
-            q, k, by_head(v, heads, self.value_dim), decay, kernels.activate(b, "sigmoid"), None, self.pages,
-            plan, "delta",
-        )  # fmt: skip
+            q,
+            k,
+            by_head(v, heads, self.value_dim),
+            decay,
+            kernels.activate(b, "sigmoid"),
+            None,
+            self.pages,
+            plan,
+            "delta",
+        )
         y, act = pick(y.flatten(1), wanted), "sigmoid" if self.is_kimi else "silu"
         return self.out(kernels.gated_norm(y, z, self.gate_weight, self.spec.norm.eps, self.value_dim, False, act))

@@ -81,9 +81,15 @@ class LMHead:
     """Logits over the vocabulary. If the model ties them, head and embedding share one table."""
 
     def __init__(
-        self, builder: Builder, name: str, vocab_size: int, hidden_size: int, tied: VocabParallelEmbedding | None,
-        bias: bool = False, row_name: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        builder: Builder,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        tied: VocabParallelEmbedding | None,
+        bias: bool = False,
+        row_name: str | None = None,
+    ) -> None:
         """row_name: of a bias that the checkpoint keeps as a row, [1, vocab] (BART)."""
         self.group, self.vocab_size = builder.tensor_group, vocab_size
         start, stop = self.group.share(vocab_size)

@@ -172,9 +172,14 @@ def fused_experts(
 
 
 def _packed_experts(
-    builder: Builder, method: LinearMethod, spec: MoESpec, hidden: int, names: dict[str, str], local: Sequence[int],
+    builder: Builder,
+    method: LinearMethod,
+    spec: MoESpec,
+    hidden: int,
+    names: dict[str, str],
+    local: Sequence[int],
     inner: tuple[int, int],
-) -> tuple[Experts, Experts]:  # fmt: skip
+) -> tuple[Experts, Experts]:
     """The same for quantized tensors [experts, out, in]."""
     if not hasattr(method, "experts") or spec.layout == "stacked":
         raise ValueError(f"{names['experts_gate_up']}: experts in one tensor cannot be quantized in this format")

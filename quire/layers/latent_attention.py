@@ -35,8 +35,10 @@ class LatentAttention(CachedAttention):
         self.spec, self.place = spec, place
         kernels = builder.kernels
         self.rotary_embedding, self.linear_by_head, self.join = (
-            kernels.rotary_embedding, kernels.linear_by_head, kernels.join,
-        )  # fmt: skip
+            kernels.rotary_embedding,
+            kernels.linear_by_head,
+            kernels.join,
+        )
         (heads, is_copy), hidden = spec.heads(builder.tensor_group), spec.hidden_size
         query_dim, total = spec.nope_dim + spec.rope_dim, spec.num_heads
         self.num_heads = len(heads)

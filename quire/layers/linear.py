@@ -179,9 +179,13 @@ class ColumnParallelLinear:
     """y = x W^T + b with the outputs split over ranks. Several checkpoint tensors may be fused into one product."""
 
     def __init__(
-        self, builder: Builder, in_features: int, parts: Sequence[OutputPart], bias: bool = False,
+        self,
+        builder: Builder,
+        in_features: int,
+        parts: Sequence[OutputPart],
+        bias: bool = False,
         transposed: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         shape = LinearShape(tuple(parts), in_features, 0, in_features, transposed)
         self.weight = make_adapted(builder, shape)
         self.bias = builder.parameter(shape.out_features) if bias else None
@@ -205,9 +209,16 @@ class RowParallelLinear:
     whose branch this is adds them up (see ResidualStream). The bias is in the summand of rank 0."""
 
     def __init__(
-        self, builder: Builder, name: str, in_features: int, inputs: tuple[int, int], out_features: int,
-        bias: bool = False, transposed: bool = False, is_copy: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        builder: Builder,
+        name: str,
+        in_features: int,
+        inputs: tuple[int, int],
+        out_features: int,
+        bias: bool = False,
+        transposed: bool = False,
+        is_copy: bool = False,
+    ) -> None:
         """inputs: the first one of this rank, and the one behind its last. is_copy: whether other ranks have them, too,
         so that this rank's summand is zero. Rank 0 is never a copy."""
         self.out_features, self.is_copy = out_features, is_copy

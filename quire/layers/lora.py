@@ -93,8 +93,10 @@ class AdapterSlots:
         for name, (a, b) in matrices.items():
             outs, ins = sizes[name]
             if a.dim() != 2 or b.dim() != 2 or len(a) != b.shape[1] or (len(b), a.shape[1]) != (outs, ins):
-                raise ValueError(f"{name} has matrices A {list(a.shape)} and B {list(b.shape)}, but the layer has "
-                                 f"{ins} inputs and {outs} outputs")  # fmt: skip
+                raise ValueError(
+                    f"{name} has matrices A {list(a.shape)} and B {list(b.shape)}, but the layer has "
+                    f"{ins} inputs and {outs} outputs"
+                )
             if len(a) > self.max_rank:
                 raise ValueError(f"{name} has rank {len(a)}; max_lora_rank is {self.max_rank}")
         return [product.piece(matrices) for product in self.products]

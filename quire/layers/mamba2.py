@@ -40,12 +40,19 @@ class Mamba2(Recurrent):
         self.norm_of_ranks: RMSNormOfAllHeads | None = None
         if spec.has_norm and self.share.holders > 1:  # ranks divide a group, so they norm it together
             if groups > 1:
-                raise ValueError(f"tensor_parallel_size={builder.tensor_group.size} must divide the {groups} groups of "
-                                 "Mamba-2's norm; lower it")  # fmt: skip
+                raise ValueError(
+                    f"tensor_parallel_size={builder.tensor_group.size} must divide the {groups} groups of "
+                    "Mamba-2's norm; lower it"
+                )
             self.norm_of_ranks = RMSNormOfAllHeads(
-                builder, names["gate_norm"], spec.norm, spec.value_dim, heads, self.share.heads,
+                builder,
+                names["gate_norm"],
+                spec.norm,
+                spec.value_dim,
+                heads,
+                self.share.heads,
                 0.0 if self.share.is_copy else 1.0,
-            )  # fmt: skip
+            )
         elif spec.has_norm:
             self.norm_weight = builder.parameter(self.values)
             builder.part(f"{names['gate_norm']}.weight", self.norm_weight, (inner,), slice(*z))
@@ -69,9 +76,16 @@ class Mamba2(Recurrent):
         v, k, q = torch.split(inputs, [self.values, self.keys, self.keys], 1)
         heads, key_heads = (self.num_heads, self.value_dim), (self.num_kv_heads, self.key_dim)
         y = kernels.scan(
-            by_head(q, *key_heads), by_head(k, *key_heads), by_head(v, *heads), decay, steps, self.skip, self.pages,
-            plan, "plain",
-        )  # fmt: skip
+            by_head(q, *key_heads),
+            by_head(k, *key_heads),
+            by_head(v, *heads),
+            decay,
+            steps,
+            self.skip,
+            self.pages,
+            plan,
+            "plain",
+        )
         y, z = pick(y.flatten(1), wanted), pick(z, wanted)
         size = self.values // self.num_kv_heads
         if self.norm_of_ranks is not None and not spec.gate_first:

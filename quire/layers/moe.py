@@ -55,9 +55,15 @@ class MoE:
             shape = (1, spec.num_experts) if spec.correction_bias == "row" else (spec.num_experts,)
             self.correction_bias = builder.whole(names["correction_bias"], *shape, dtype=torch.float32)
         self.routing = Routing(
-            spec.top_k, spec.scoring, spec.jitter, spec.normalize, spec.scale, spec.groups, spec.topk_groups,
+            spec.top_k,
+            spec.scoring,
+            spec.jitter,
+            spec.normalize,
+            spec.scale,
+            spec.groups,
+            spec.topk_groups,
             spec.group_score,
-        )  # fmt: skip
+        )
         self.activation = activation(builder.kernels, spec.activation, True, spec.swiglu)
         self.dispatch = make_dispatch(builder, spec.num_experts)
         self.loads: Tensor | None = None  # [experts]: for how many tokens each was chosen

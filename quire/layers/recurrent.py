@@ -30,9 +30,14 @@ class Recurrent:
         self.keys, self.values = self.num_kv_heads * spec.key_dim, self.num_heads * spec.value_dim
         inner = (self.share.heads.start * spec.value_dim, self.share.heads.stop * spec.value_dim)
         self.out = RowParallelLinear(
-            builder, names["state_out"], spec.num_heads * spec.value_dim, inner, spec.hidden_size, bias,
+            builder,
+            names["state_out"],
+            spec.num_heads * spec.value_dim,
+            inner,
+            spec.hidden_size,
+            bias,
             is_copy=self.share.is_copy,
-        )  # fmt: skip
+        )
 
     def bind(self, backend: StateBackend, cache: Tensor) -> None:
         self.pages = Pages.of(cache, backend.shape, backend.drafts)

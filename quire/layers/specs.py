@@ -92,8 +92,10 @@ class MoESpec:
         if self.groups > 1:
             (size, left), least = divmod(self.num_experts, self.groups), 1 + (self.group_score == "two_best")
             if left or size < least or self.topk_groups > self.groups:
-                raise ValueError(f"{self.num_experts} experts cannot be in {self.groups} groups, of which a token uses "
-                                 f"{self.topk_groups}")  # fmt: skip
+                raise ValueError(
+                    f"{self.num_experts} experts cannot be in {self.groups} groups, of which a token uses "
+                    f"{self.topk_groups}"
+                )
             size *= self.topk_groups
         if not 0 < self.top_k <= size:
             raise ValueError(f"a token can use 1 to {size} of {self.num_experts} experts, not {self.top_k}")

@@ -31,9 +31,7 @@ class RecurrentSpec:
         share = HeadShare.of(self, group)
         heads, key_heads = len(share.heads), len(share.kv_heads)
         channels = 2 * key_heads * self.key_dim + heads * self.value_dim
-        return StateShape(
-            heads, key_heads, self.key_dim, self.value_dim, channels, self.conv_width, self.decays
-        )  # fmt: skip
+        return StateShape(heads, key_heads, self.key_dim, self.value_dim, channels, self.conv_width, self.decays)
 
     def kv_spec(self, layer: int, window: int | None) -> StateSpec:
         return StateSpec((CacheEntry(layer, "state"),))

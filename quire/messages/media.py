@@ -71,5 +71,7 @@ class EncoderLimits:
                 message = f"an item of {size} embeddings is more than max_num_encoder_input_tokens ({self.budget})"
                 raise ValueError(message)
             if place.whole and place.length > self.longest_chunk:
-                raise ValueError(f"an item of {place.length} tokens must be computed in one step, which has at most "
-                                 f"{self.longest_chunk}; raise max_num_batched_tokens")  # fmt: skip
+                raise ValueError(
+                    f"an item of {place.length} tokens must be computed in one step, which has at most "
+                    f"{self.longest_chunk}; raise max_num_batched_tokens"
+                )

@@ -42,9 +42,11 @@ class RepetitionDetectionParams(msgspec.Struct, omit_defaults=True, forbid_unkno
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_pattern_size <= self.max_pattern_size <= MAX_PATTERN_SIZE:
-            raise ValueError("repetition_detection: max_pattern_size and min_pattern_size must be at least 0 and at "
-                             f"most {MAX_PATTERN_SIZE}, with min_pattern_size <= max_pattern_size, got "
-                             f"{self.max_pattern_size} and {self.min_pattern_size}.")  # fmt: skip
+            raise ValueError(
+                "repetition_detection: max_pattern_size and min_pattern_size must be at least 0 and at "
+                f"most {MAX_PATTERN_SIZE}, with min_pattern_size <= max_pattern_size, got "
+                f"{self.max_pattern_size} and {self.min_pattern_size}."
+            )
         if self.max_pattern_size and self.min_count < 2:
             raise ValueError(f"repetition_detection: min_count must be at least 2, got {self.min_count}.")
 

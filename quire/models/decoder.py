@@ -201,9 +201,14 @@ class ShiftedLayer(DecoderLayer):
 
 
 LAYERS = {
-    "sequential": DecoderLayer, "parallel": ParallelLayer, "post_norm": PostNormLayer, "single": SingleLayer,
-    "cross": CrossLayer, "cross_post_norm": CrossPostNormLayer, "shifted": ShiftedLayer,
-}  # fmt: skip
+    "sequential": DecoderLayer,
+    "parallel": ParallelLayer,
+    "post_norm": PostNormLayer,
+    "single": SingleLayer,
+    "cross": CrossLayer,
+    "cross_post_norm": CrossPostNormLayer,
+    "shifted": ShiftedLayer,
+}
 
 
 class LayerStack:

@@ -57,8 +57,10 @@ def _expert_ranks(
         raise ConfigError("enable_expert_parallel: the model has no experts; leave it out")
     replicated = mesh.ep.size == mesh.tp.size
     if adapters is not None and (not replicated or options.enable_eplb):
-        raise ConfigError("enable_lora: experts cannot have adapters if ranks exchange tokens or experts; leave out "
-                          "enable_expert_parallel")  # fmt: skip
+        raise ConfigError(
+            "enable_lora: experts cannot have adapters if ranks exchange tokens or experts; leave out "
+            "enable_expert_parallel"
+        )
     if mesh.ep.size == 1:
         return None
     group, redundant = mesh.tp if replicated else mesh.ep, options.balance.num_redundant_experts
@@ -66,9 +68,13 @@ def _expert_ranks(
     if options.all2all_backend != "all_to_all" and not replicated:
         buffer = open_buffer(group, resolve_dtype(config.model), device, spec.hidden_size)
     return ExpertRanks(
-        group, replicated, redundant if options.enable_eplb else 0, options.enable_eplb,
-        Halves() if options.enable_dbo else Turns(), buffer,
-    )  # fmt: skip
+        group,
+        replicated,
+        redundant if options.enable_eplb else 0,
+        options.enable_eplb,
+        Halves() if options.enable_dbo else Turns(),
+        buffer,
+    )
 
 
 def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
@@ -87,9 +93,13 @@ def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
 
 
 def _transformers_model(
-    description: ModelDescription, config: EngineConfig, max_model_len: int, target: Target, mesh: Mesh,
+    description: ModelDescription,
+    config: EngineConfig,
+    max_model_len: int,
+    target: Target,
+    mesh: Mesh,
     weights: Path | Checkpoint | None,
-) -> Model:  # fmt: skip
+) -> Model:
     """weights: those of the checkpoint's or another folder, None for random ones."""
     if isinstance(weights, Checkpoint):
         raise ValueError("model_impl='transformers' takes new weights from a folder only")

@@ -77,8 +77,15 @@ def describe_pooling(config: HfConfig, spec: DecoderSpec, directory: Path, optio
 
 
 def _with_options(pooler: PoolerSpec, given: dict[str, Any]) -> PoolerSpec:
-    known = {"pooling_type", "seq_pooling_type", "tok_pooling_type", "normalize", "use_activation", "softmax",
-             "activation"}  # fmt: skip
+    known = {
+        "pooling_type",
+        "seq_pooling_type",
+        "tok_pooling_type",
+        "normalize",
+        "use_activation",
+        "softmax",
+        "activation",
+    }
     if unknown := sorted(given.keys() - known):
         raise ConfigError(f"pooler_config has no field {unknown[0]!r}; it has {', '.join(sorted(known | {'task'}))}")
     kind = given.get("pooling_type") or given.get("tok_pooling_type") or given.get("seq_pooling_type")
@@ -109,8 +116,15 @@ def _classifier(name: str, config: HfConfig, spec: DecoderSpec) -> PoolerSpec:
 
     pooling: Pooling = "all" if tokens else "cls"
     if name.startswith("ModernBert"):
-        dense = DenseSpec("head.dense", hidden, hidden, bool(config.get("classifier_bias", False)),
-                          config.get("classifier_activation", "gelu"), norm, "head.norm")  # fmt: skip
+        dense = DenseSpec(
+            "head.dense",
+            hidden,
+            hidden,
+            bool(config.get("classifier_bias", False)),
+            config.get("classifier_activation", "gelu"),
+            norm,
+            "head.norm",
+        )
         pooling = "all" if tokens else config.get("classifier_pooling", "cls")
         layers: tuple[DenseSpec, ...] = (dense, head("classifier"))
     elif not spec.is_encoder:
@@ -141,8 +155,9 @@ def _words_head(words: Any, config: HfConfig, spec: DecoderSpec, directory: Path
         raise ConfigError(f"hf_overrides: each word of classifier_from_token should be a token, got {words!r}")
     table = str(spec.names["embedding" if spec.tie_embeddings else "lm_head"])
     rows = tuple(tokens[0] for tokens in ids)
-    layer = DenseSpec(table, spec.hidden_size, spec.vocab_size, False, "difference" if len(rows) == 2 else "identity",
-                      rows=rows)  # fmt: skip
+    layer = DenseSpec(
+        table, spec.hidden_size, spec.vocab_size, False, "difference" if len(rows) == 2 else "identity", rows=rows
+    )
     return PoolerSpec("last", (), (layer,), ("LABEL_0",), _scores_activation(config, 1, ""), normalize=False)
 
 
@@ -166,15 +181,29 @@ def _vocabulary_head(config: HfConfig, spec: DecoderSpec) -> tuple[DenseSpec, ..
     hidden, table, names = spec.hidden_size, str(spec.names["embedding"]), str(config["architectures"][0])
     layer_norm = NormSpec("layer", config.get("layer_norm_eps", 1e-12), bias=True)
     if names.startswith("ModernBert"):
-        transform = DenseSpec("head.dense", hidden, hidden, bool(config.get("classifier_bias", False)),
-                              config.get("classifier_activation", "gelu"), spec.norm, "head.norm")  # fmt: skip
+        transform = DenseSpec(
+            "head.dense",
+            hidden,
+            hidden,
+            bool(config.get("classifier_bias", False)),
+            config.get("classifier_activation", "gelu"),
+            spec.norm,
+            "head.norm",
+        )
         bias = "decoder.bias"
     elif "Roberta" in names:
         transform = DenseSpec("lm_head.dense", hidden, hidden, True, "gelu", layer_norm, "lm_head.layer_norm")
         bias = "lm_head.bias"
     else:
-        transform = DenseSpec("cls.predictions.transform.dense", hidden, hidden, True, config.get("hidden_act", "gelu"),
-                              layer_norm, "cls.predictions.transform.LayerNorm")  # fmt: skip
+        transform = DenseSpec(
+            "cls.predictions.transform.dense",
+            hidden,
+            hidden,
+            True,
+            config.get("hidden_act", "gelu"),
+            layer_norm,
+            "cls.predictions.transform.LayerNorm",
+        )
         bias = "cls.predictions.bias"
     logits = DenseSpec(table, hidden, spec.vocab_size, True, "log1p_relu", bias_name=bias)
     return transform, logits

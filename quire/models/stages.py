@@ -34,11 +34,15 @@ def choose_stage(
         costs[-1] += table // builder.tensor_group.size // 2  # a step that computes prompts hardly uses it
     stages, counts = options.pipeline_parallel_size, options.pipeline_layers
     if counts and (sum(counts) != spec.num_layers or min(counts) < 1):
-        raise ConfigError(f"pipeline_layers must add up to the model's {spec.num_layers} layers, with at least one for "
-                          f"each stage, got {counts}")  # fmt: skip
+        raise ConfigError(
+            f"pipeline_layers must add up to the model's {spec.num_layers} layers, with at least one for "
+            f"each stage, got {counts}"
+        )
     if divided := set(accumulate(counts[:-1])) - {layers.start for layers in parts}:
-        raise ConfigError(f"pipeline_layers: layer {min(divided)} attends to the tokens that the layer before selects, "
-                          "so both must be in one stage")  # fmt: skip
+        raise ConfigError(
+            f"pipeline_layers: layer {min(divided)} attends to the tokens that the layer before selects, "
+            "so both must be in one stage"
+        )
     counts = counts or balanced_parts(parts, costs, stages)
     start, is_first, is_last = sum(counts[:number]), number == 0, number == stages - 1
     has_embedding = is_first or (is_last and (spec.tie_embeddings or drafts))

@@ -15,9 +15,13 @@ from quire.options.multimodal import MOST_GIVEN_FRAMES, MultiModalConfig
 
 # By the type of a part: the modality. The field that says where it is has the name of the type, or of _FIELDS.
 PARTS = {
-    "image_url": "image", "input_image": "image", "image_pil": "image", "video_url": "video", "audio_url": "audio",
+    "image_url": "image",
+    "input_image": "image",
+    "image_pil": "image",
+    "video_url": "video",
+    "audio_url": "audio",
     "input_audio": "audio",
-}  # fmt: skip
+}
 _FIELDS = {"input_image": "image_url"}  # as the Responses API calls it
 
 

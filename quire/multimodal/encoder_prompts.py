@@ -68,8 +68,10 @@ class EncoderPrompts:
                 raise MediaError(f"truncate_prompt_tokens={keep} is more than the {longest} tokens of the encoder")
             keep = longest if keep == -1 else keep
         elif text is not None and (fewest := self._tokenizer.fewest_tokens(text)) > longest:
-            raise MediaError(f"{name}: a text of {len(text)} characters has {fewest} tokens or more, and the model's "
-                             f"encoder reads at most {longest}")  # fmt: skip
+            raise MediaError(
+                f"{name}: a text of {len(text)} characters has {fewest} tokens or more, and the model's "
+                f"encoder reads at most {longest}"
+            )
         if given is not None:
             token_ids = given[:keep]
         else:
@@ -78,8 +80,10 @@ class EncoderPrompts:
         if not token_ids or text == "":
             raise MediaError(f"{name}: the text for the encoder is empty")
         if len(token_ids) > longest:
-            raise MediaError(f"{name}: it has {len(token_ids)} tokens, and the model's encoder reads at most {longest};"
-                             " shorten it, or give truncate_prompt_tokens")  # fmt: skip
+            raise MediaError(
+                f"{name}: it has {len(token_ids)} tokens, and the model's encoder reads at most {longest};"
+                " shorten it, or give truncate_prompt_tokens"
+            )
         self._check_ids(name, token_ids)
         return token_ids
 
@@ -100,8 +104,9 @@ class EncoderPrompts:
     def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
         outside = [token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size]
         if outside:
-            raise MediaError(f"{name}: token id {outside[0]} is out of vocabulary; the model has {self._vocab_size} "
-                             "tokens")  # fmt: skip
+            raise MediaError(
+                f"{name}: token id {outside[0]} is out of vocabulary; the model has {self._vocab_size} tokens"
+            )
 
 
 def _parts(name: str, prompt: Any) -> tuple[str | None, list[int] | None]:
@@ -117,8 +122,10 @@ def _parts(name: str, prompt: Any) -> tuple[str | None, list[int] | None]:
         if given is None and text is not None:
             return text, None
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise TypeError(f"{name} must be a string, token ids, or a dict with prompt or prompt_token_ids, got "
-                        f"{type(prompt).__name__}")  # fmt: skip
+        raise TypeError(
+            f"{name} must be a string, token ids, or a dict with prompt or prompt_token_ids, got "
+            f"{type(prompt).__name__}"
+        )
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in given):
         raise TypeError(f"{name}: prompt_token_ids must contain only integers")
     return text, list(given)

@@ -50,9 +50,14 @@ class MediaProcessor:
     """The media of one model's prompts."""
 
     def __init__(
-        self, spec: MediaSpec | None, directory: Path, tokenizer: Tokenizer, limits: EncoderLimits,
-        options: MultiModalConfig, hidden_size: int,
-    ) -> None:  # fmt: skip
+        self,
+        spec: MediaSpec | None,
+        directory: Path,
+        tokenizer: Tokenizer,
+        limits: EncoderLimits,
+        options: MultiModalConfig,
+        hidden_size: int,
+    ) -> None:
         """spec: None for a model that takes embeddings only. hidden_size: of these."""
         self.tokenizer, self.limits, self._most_items = tokenizer, limits, options.most_items
         self._spec, self._embeds_size = spec, hidden_size if options.enable_prompt_embeds else 0
@@ -179,13 +184,18 @@ class MediaProcessor:
     def check_count(self, modality: str, count: int) -> None:
         """Raises MediaError."""
         if count > (most := self.most(modality)):
-            raise MediaError(f"the prompt has {count} items of modality {modality}; at most {most} are allowed "
-                             "(limit_mm_per_prompt)")  # fmt: skip
+            raise MediaError(
+                f"the prompt has {count} items of modality {modality}; at most {most} are allowed (limit_mm_per_prompt)"
+            )
 
     def expand(
-        self, prompt: str | list[int], data: Mapping[str, Any], uuids: Mapping[str, Any] = {},
-        kwargs: Mapping[str, Any] | None = None, add_special_tokens: bool = True,
-    ) -> Expanded:  # fmt: skip
+        self,
+        prompt: str | list[int],
+        data: Mapping[str, Any],
+        uuids: Mapping[str, Any] = {},
+        kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = True,
+    ) -> Expanded:
         """The tokens of a prompt with its media.
 
         data: by modality, one item or several: PIL images or arrays; for a video, a list of them, or an array [frames,
@@ -221,9 +231,13 @@ class MediaProcessor:
         return Expanded(token_ids, media, b"" if rotary is None else rotary.astype(np.int32).tobytes())
 
     def _beside(
-        self, family: Family, prompt: str | list[int], prepared: Mapping[str, Sequence[Prepared]],
-        uuids: Mapping[str, Any], kwargs: Mapping[str, Any] | None,
-    ) -> Expanded:  # fmt: skip
+        self,
+        family: Family,
+        prompt: str | list[int],
+        prepared: Mapping[str, Sequence[Prepared]],
+        uuids: Mapping[str, Any],
+        kwargs: Mapping[str, Any] | None,
+    ) -> Expanded:
         """A prompt of a model that reads its item by cross-attention. Its text has all special tokens already."""
         found = [(modality, item) for modality, items in prepared.items() for item in items]
         if len(found) != 1:
@@ -354,8 +368,10 @@ def _positions(family: Family, found: Sequence[tuple[str, Prepared]], token_ids:
     for modality, item in found:
         token_id = family.kinds[modality].token_id
         if (count := len(positions_of[token_id])) != needed[token_id]:
-            raise MediaError(f"the prompt has {count} tokens for the {needed[token_id]} embeddings of its items of "
-                             f"modality {modality}; it must not contain the token itself")  # fmt: skip
+            raise MediaError(
+                f"the prompt has {count} tokens for the {needed[token_id]} embeddings of its items of "
+                f"modality {modality}; it must not contain the token itself"
+            )
         parts.append(positions_of[token_id][starts[token_id] : starts[token_id] + item.num_embeds])
         starts[token_id] += item.num_embeds
     return parts

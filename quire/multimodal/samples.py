@@ -36,7 +36,7 @@ _SAMPLES: dict[str, Callable[[Family], Iterator[Prepared]]] = {"image": _images,
 
 def largest_items(
     spec: MediaSpec, directory: Path, options: MultiModalConfig, limits: EncoderLimits
-) -> Iterator[MediaItem]:  # fmt: skip
+) -> Iterator[MediaItem]:
     """For each modality that the model takes, the largest sample that the limits allow."""
     if spec.encoder is not None:  # of texts
         length = spec.encoder.max_positions

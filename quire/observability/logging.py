@@ -63,9 +63,13 @@ class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
-            "level": record.levelname, "logger": record.name, "process": record.processName, "pid": record.process,
-            "message": record.getMessage(), **getattr(record, "fields", {}),
-        }  # fmt: skip
+            "level": record.levelname,
+            "logger": record.name,
+            "process": record.processName,
+            "pid": record.process,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
         if record.exc_info and record.exc_info[0]:
             entry["traceback"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str)

@@ -58,9 +58,16 @@ class ThroughputLog:
         logger.info(
             "Running %d, waiting %d; computed %.1f prompt tokens/s, generated %.1f tokens/s in %.1f s of work; "
             "KV cache %.1f %% in use, prefix cache hits %s%s%s",
-            stats.num_running, stats.num_waiting, self._prompt_tokens / seconds, self._generated / seconds, seconds,
-            100 * stats.kv_cache_usage, found, preempted, self._speculation(stats),
-        )  # fmt: skip
+            stats.num_running,
+            stats.num_waiting,
+            self._prompt_tokens / seconds,
+            self._generated / seconds,
+            seconds,
+            100 * stats.kv_cache_usage,
+            found,
+            preempted,
+            self._speculation(stats),
+        )
         self._reset(now)
         if self._working_since is not None:
             self._working_since = now

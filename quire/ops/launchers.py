@@ -56,8 +56,10 @@ def use_folder(folder: Path | None) -> None:
         if shipped.is_file():
             return str(shipped)
         if find_compiler() is None:
-            raise RuntimeError("Triton needs a C compiler to launch a kernel: install gcc, or run quire compile with "
-                               "the options of this engine when the image is built")  # fmt: skip
+            raise RuntimeError(
+                "Triton needs a C compiler to launch a kernel: install gcc, or run quire compile with "
+                "the options of this engine when the image is built"
+            )
         triton.knobs.build.impl = None
         try:
             return str(triton.runtime.build._build(name, source, *arguments, []))
@@ -104,8 +106,18 @@ def _compile(source: str, path: Path, temporary: Path, include: list[str]) -> No
     common = [compiler, "-O3", "-shared", "-fPIC", "-Wno-psabi"]
     if not stub.exists():
         _run([*common, "-Wl,-soname,libcuda.so.1", "-x", "c", os.devnull, "-o", str(stub)])
-    _run([*common, str(file), "-Wl,--no-as-needed", f"-L{temporary}", "-l:libcuda.so.1", *(f"-I{h}" for h in headers),
-          "-o", str(library)])  # fmt: skip
+    _run(
+        [
+            *common,
+            str(file),
+            "-Wl,--no-as-needed",
+            f"-L{temporary}",
+            "-l:libcuda.so.1",
+            *(f"-I{h}" for h in headers),
+            "-o",
+            str(library),
+        ]
+    )
     shutil.copyfile(library, path.with_suffix(f".{os.getpid()}"))
     path.with_suffix(f".{os.getpid()}").replace(path)
 

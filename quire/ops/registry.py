@@ -76,16 +76,20 @@ class Op:
         if pinned is None:
             best = next((i for i in reversed(self.implementations) if i.suits(target)), None)
             if best is None:
-                raise ValueError(f"batch_invariant: {self.name} has no implementation for {where} whose results do not "
-                                 "depend on the batch; a CPU needs a C++ compiler, a GPU Triton")  # fmt: skip
+                raise ValueError(
+                    f"batch_invariant: {self.name} has no implementation for {where} whose results do not "
+                    "depend on the batch; a CPU needs a C++ compiler, a GPU Triton"
+                )
             return best
         for candidate in self.implementations:
             if candidate.name == pinned:
                 if not candidate.supports(target):
                     raise ValueError(f"{self.name}: implementation {pinned!r} does not support {target}")
                 if not candidate.suits(target):
-                    raise ValueError(f"batch_invariant contradicts kernels: for {where}, results of "
-                                     f"{self.name}={pinned} depend on the batch; leave one of the two out")  # fmt: skip
+                    raise ValueError(
+                        f"batch_invariant contradicts kernels: for {where}, results of "
+                        f"{self.name}={pinned} depend on the batch; leave one of the two out"
+                    )
                 return candidate
         names = ", ".join(i.name for i in self.implementations)
         raise ValueError(f"{self.name} has no implementation {pinned!r}; it has: {names}")

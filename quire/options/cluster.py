@@ -53,8 +53,9 @@ class ClusterConfig:
             if getattr(self, name) > 65535:
                 raise ConfigError(f"{name} must be at most 65535, got {getattr(self, name)}")
         if self.node_rank >= self.nnodes:
-            raise ConfigError(f"node_rank={self.node_rank} must be less than nnodes={self.nnodes}; machines are "
-                              "numbered from 0")  # fmt: skip
+            raise ConfigError(
+                f"node_rank={self.node_rank} must be less than nnodes={self.nnodes}; machines are numbered from 0"
+            )
         if self.headless and self.data_parallel_backend == "ray":
             raise ConfigError("headless: Ray starts the replicas on the other machines; leave headless out there")
         if self.nnodes > 1 and self.uses_ray:
@@ -82,8 +83,10 @@ class ClusterConfig:
         if self.node_rank > 0 and layout.served and not self._balances_elsewhere:
             raise ConfigError(f"node_rank={self.node_rank}: only the machine with number 0 has a server; add headless")
         if self.headless and not (layout.machine or start or self.data_parallel_size_local is not None):
-            raise ConfigError("headless: say which part of the engine this machine has, with nnodes and node_rank, or "
-                              "with data_parallel_start_rank and data_parallel_size_local")  # fmt: skip
+            raise ConfigError(
+                "headless: say which part of the engine this machine has, with nnodes and node_rank, or "
+                "with data_parallel_start_rank and data_parallel_size_local"
+            )
         return layout
 
     def check_secret(self, layout: Layout) -> None:
@@ -99,15 +102,18 @@ class ClusterConfig:
     def _balances_elsewhere(self) -> bool:
         """Whether other programs share out requests among several servers, each with some of the replicas."""
         return bool(
-            self.data_parallel_external_lb or self.data_parallel_rank is not None or self.data_parallel_hybrid_lb
+            self.data_parallel_external_lb
+            or self.data_parallel_rank is not None
+            or self.data_parallel_hybrid_lb
             or (self.data_parallel_start_rank and not self.headless)
-        )  # fmt: skip
+        )
 
     def _layout(self, replicas: int, ranks: int) -> Layout:
         on_each, rest = divmod(replicas * ranks, self.nnodes)
         if rest:
-            raise ConfigError(f"nnodes={self.nnodes}: {replicas * ranks} ranks cannot be divided equally among so many "
-                              "machines")  # fmt: skip
+            raise ConfigError(
+                f"nnodes={self.nnodes}: {replicas * ranks} ranks cannot be divided equally among so many machines"
+            )
         if on_each < ranks:
             return self._spanning(replicas, ranks // on_each, ranks % on_each)
         if on_each % ranks:
@@ -130,8 +136,9 @@ class ClusterConfig:
         if self.data_parallel_size_local is not None:
             count = self.data_parallel_size_local
         elif self.data_parallel_hybrid_lb and self.nnodes == 1:
-            raise ConfigError("data_parallel_hybrid_lb: say how many replicas this server has, with "
-                              "data_parallel_size_local")  # fmt: skip
+            raise ConfigError(
+                "data_parallel_hybrid_lb: say how many replicas this server has, with data_parallel_size_local"
+            )
         if self.headless or self._balances_elsewhere:
             start = start if self.data_parallel_start_rank is None else self.data_parallel_start_rank
             here = range(start, start + count)
@@ -141,8 +148,10 @@ class ClusterConfig:
     def _spanning(self, replicas: int, machines: int, rest: int) -> Layout:
         """The layout of a replica that several machines share."""
         if replicas > 1:
-            raise ConfigError(f"nnodes={self.nnodes}: replicas that span machines, and several of them "
-                              f"(data_parallel_size={replicas}), need distributed_executor_backend=ray")  # fmt: skip
+            raise ConfigError(
+                f"nnodes={self.nnodes}: replicas that span machines, and several of them "
+                f"(data_parallel_size={replicas}), need distributed_executor_backend=ray"
+            )
         if rest:
             raise ConfigError(f"nnodes={self.nnodes}: the machines must have equally many ranks")
         if self.node_rank > 0:

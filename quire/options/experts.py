@@ -29,8 +29,9 @@ class BalanceOptions:
         at_least(self, 1, "window_size", "step_interval")
         at_least(self, 0, "num_redundant_experts")
         if self.window_size > self.step_interval:
-            raise ConfigError(f"eplb_config: window_size must be at most step_interval ({self.step_interval}), got "
-                              f"{self.window_size}")  # fmt: skip
+            raise ConfigError(
+                f"eplb_config: window_size must be at most step_interval ({self.step_interval}), got {self.window_size}"
+            )
 
     @classmethod
     def read(cls, given: dict[str, Any]) -> Self:

@@ -9,9 +9,12 @@ from quire.options.declaration import ConfigError, check_type
 
 # vLLM's names of connectors that do what Quire's does, and the transports that they ask for; none: what both ends have.
 CONNECTORS = {
-    "QuireConnector": (), "NixlConnector": ("nixl",), "P2pNcclConnector": (),
-    "SharedMemoryConnector": ("shared_memory",), "TcpConnector": ("tcp",),
-}  # fmt: skip
+    "QuireConnector": (),
+    "NixlConnector": ("nixl",),
+    "P2pNcclConnector": (),
+    "SharedMemoryConnector": ("shared_memory",),
+    "TcpConnector": ("tcp",),
+}
 _STREAMS, _MOST_STREAMS = 2, 16
 _NO_EFFECT = "kv_buffer_device", "kv_buffer_size", "kv_parallel_size", "kv_rank"  # vLLM's; there is nothing to choose
 
@@ -45,20 +48,24 @@ class KVTransferOptions:
             check_type(f"kv_transfer_config: {name}", value, known[name])
         options = cls(**given)
         if options.kv_connector not in CONNECTORS:
-            raise ConfigError(f"kv_transfer_config: kv_connector must be one of {', '.join(CONNECTORS)}, got "
-                              f"{options.kv_connector!r}")  # fmt: skip
+            raise ConfigError(
+                f"kv_transfer_config: kv_connector must be one of {', '.join(CONNECTORS)}, got {options.kv_connector!r}"
+            )
         try:
             is_place = not ipaddress.ip_address(options.kv_ip).is_unspecified
         except ValueError:
             is_place = False
         if not is_place:
-            raise ConfigError("kv_transfer_config: kv_ip must be the IP address at which consumers find the engine, "
-                              f"got {options.kv_ip!r}")  # fmt: skip
+            raise ConfigError(
+                "kv_transfer_config: kv_ip must be the IP address at which consumers find the engine, "
+                f"got {options.kv_ip!r}"
+            )
         if not 1 <= options.kv_port <= 65535:
             raise ConfigError(f"kv_transfer_config: kv_port must be from 1 to 65535, got {options.kv_port}")
         if unknown := options.kv_connector_extra_config.keys() - {"producers", "streams"}:
-            raise ConfigError(f"kv_transfer_config: kv_connector_extra_config has no field {sorted(unknown)[0]!r}: "
-                              "producers, streams")  # fmt: skip
+            raise ConfigError(
+                f"kv_transfer_config: kv_connector_extra_config has no field {sorted(unknown)[0]!r}: producers, streams"
+            )
         _ = options.producers, options.streams  # raise ConfigError
         if options.kv_load_failure_policy != "recompute":
             raise ConfigError("kv_transfer_config: kv_load_failure_policy must be 'recompute'")
@@ -71,16 +78,20 @@ class KVTransferOptions:
         try:
             return None if given is None else [ipaddress.ip_network(network) for network in given]
         except (TypeError, ValueError) as error:
-            raise ConfigError("kv_transfer_config: kv_connector_extra_config: producers must be a list of networks "
-                              f'such as ["10.0.0.0/24"], got {given!r}') from error  # fmt: skip
+            raise ConfigError(
+                "kv_transfer_config: kv_connector_extra_config: producers must be a list of networks "
+                f'such as ["10.0.0.0/24"], got {given!r}'
+            ) from error
 
     @property
     def streams(self) -> int:
         """The connections to each rank of a producer, for TCP. Raises ConfigError."""
         streams = self.kv_connector_extra_config.get("streams", _STREAMS)
         if type(streams) is not int or not 1 <= streams <= _MOST_STREAMS:
-            raise ConfigError("kv_transfer_config: kv_connector_extra_config: streams must be a number from 1 to "
-                              f"{_MOST_STREAMS}, got {streams!r}")  # fmt: skip
+            raise ConfigError(
+                "kv_transfer_config: kv_connector_extra_config: streams must be a number from 1 to "
+                f"{_MOST_STREAMS}, got {streams!r}"
+            )
         return streams
 
     @property

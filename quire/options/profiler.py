@@ -55,8 +55,10 @@ class ProfilerConfig:
         if options.profiler != "torch" and options.torch_profiler_dir:
             raise ConfigError("profiler_config: torch_profiler_dir needs profiler to be 'torch'")
         if "://" in options.torch_profiler_dir:
-            raise ConfigError("profiler_config: torch_profiler_dir must be a folder, and cannot be the address "
-                              f"{options.torch_profiler_dir!r}")  # fmt: skip
+            raise ConfigError(
+                "profiler_config: torch_profiler_dir must be a folder, and cannot be the address "
+                f"{options.torch_profiler_dir!r}"
+            )
         for name in _NOT_SUPPORTED:
             if getattr(options, name):
                 raise ConfigError(f"profiler_config: {name} is not supported by Quire yet")

@@ -15,8 +15,12 @@ _OTHER_NAMES = {**dict.fromkeys(_MTP, "mtp"), "ngram_gpu": "ngram"}  # vLLM's
 _IMPORT_PATH = re.compile(r"[a-zA-Z_]\w*(\.[a-zA-Z_]\w*)+")
 _MOST_DRAFTS = 32
 _KINDS: dict[Any, tuple[type, ...]] = {  # of values
-    float: (float, int), int: (int,), int | None: (int,), bool: (bool,), tuple[float, ...]: (list, tuple),
-}  # fmt: skip
+    float: (float, int),
+    int: (int,),
+    int | None: (int,),
+    bool: (bool,),
+    tuple[float, ...]: (list, tuple),
+}
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,10 @@ class SpeculativeOptions:
             raise ConfigError(message)
         fewest = int(not options.on_device)  # 0 leaves it to the head's config
         if not fewest <= options.num_speculative_tokens <= _MOST_DRAFTS:
-            raise ConfigError(f"speculative_config: num_speculative_tokens must be from 1 to {_MOST_DRAFTS}, got "
-                              f"{options.num_speculative_tokens}")  # fmt: skip
+            raise ConfigError(
+                f"speculative_config: num_speculative_tokens must be from 1 to {_MOST_DRAFTS}, got "
+                f"{options.num_speculative_tokens}"
+            )
         if options.max_model_len is not None and options.max_model_len < 1:
             raise ConfigError(f"speculative_config: max_model_len must be at least 1, got {options.max_model_len}")
         if not 1 <= max(options.prompt_lookup_min, 1) <= max(options.prompt_lookup_max, 1):

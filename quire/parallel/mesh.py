@@ -130,9 +130,7 @@ class Communicator:
         if self.size == 1:
             return Exchange(x)
         out = x.new_empty(sum(received), *x.shape[1:])
-        work = dist.all_to_all_single(
-            out, x.contiguous(), list(received), list(sent), group=self.group, async_op=True
-        )  # fmt: skip
+        work = dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self.group, async_op=True)
         return Exchange(out, work)
 
     def pass_on(self, x: Tensor, to: int, out: Tensor, source: int) -> Passing:
@@ -254,9 +252,15 @@ def backend(kind: str, ranks: int) -> str:
 
 
 def join(
-    sizes: MeshSizes, rank: int, host: str, port: int, kind: str = "cpu", store: Store | None = None,
-    neighbours: range | None = None, machine: frozenset[int] | None = None,
-) -> Mesh:  # fmt: skip
+    sizes: MeshSizes,
+    rank: int,
+    host: str,
+    port: int,
+    kind: str = "cpu",
+    store: Store | None = None,
+    neighbours: range | None = None,
+    machine: frozenset[int] | None = None,
+) -> Mesh:
     """Meet the other ranks at the store that listens on host:port. Returns when all ranks have connected.
 
     kind: of the ranks' devices, "cpu" or "cuda". Groups of one rank need no process group. store: at which ranks of

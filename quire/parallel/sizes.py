@@ -23,9 +23,14 @@ from quire.config import ParallelConfig
 # For each kind of group, the axes along which the ranks of a group differ. Experts (ep) are distributed over all ranks
 # that hold the same layers. All ranks of a replica run the same steps. The groups dcp are parts of the groups tp.
 AXES = {
-    "dp": ("dp",), "pp": ("pp",), "cp": ("cp",), "tp": ("tp",), "ep": ("dp", "cp", "tp"), "replica": ("pp", "cp", "tp"),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "cp": ("cp",),
+    "tp": ("tp",),
+    "ep": ("dp", "cp", "tp"),
+    "replica": ("pp", "cp", "tp"),
     "dcp": (),
-}  # fmt: skip
+}
 
 
 class MeshSizes(msgspec.Struct, frozen=True):
@@ -47,9 +52,12 @@ class MeshSizes(msgspec.Struct, frozen=True):
         """The mesh of one replica, or of all replicas if they share experts."""
         replicas = options.data_parallel_size if options.shares_experts else 1
         return cls(
-            replicas, options.pipeline_parallel_size, options.prefill_context_parallel_size,
-            options.tensor_parallel_size, options.decode_context_parallel_size,
-        )  # fmt: skip
+            replicas,
+            options.pipeline_parallel_size,
+            options.prefill_context_parallel_size,
+            options.tensor_parallel_size,
+            options.decode_context_parallel_size,
+        )
 
     @property
     def world(self) -> int:

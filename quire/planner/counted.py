@@ -58,9 +58,13 @@ class Counted:
     """Counted step times of a layout on a device."""
 
     def __init__(
-        self, footprint: Footprint, layout: Layout, device: Device, quantization: str | None = None,
+        self,
+        footprint: Footprint,
+        layout: Layout,
+        device: Device,
+        quantization: str | None = None,
         kv_element_bytes: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.device, self.layout = device, layout
         spec = footprint.spec
         self.windows = tuple(dict.fromkeys(spec.windows))
@@ -90,15 +94,21 @@ class Counted:
                 exchanged += expected_exchange(mlp, spec.hidden_size, layout.dp)
         used = [[i for i in part.layers if spec.windows[i] == window] for window in self.windows]
         return _Part(
-            p.rest, p.rest * linear_size, p.output if part.share.has_head else 0,
+            p.rest,
+            p.rest * linear_size,
+            p.output if part.share.has_head else 0,
             p.output * head_size if part.share.has_head else 0.0,
-            p.experts / experts if experts else 0.0, experts, linear_size,
+            p.experts / experts if experts else 0.0,
+            experts,
+            linear_size,
             tuple(sum(part.entry(i) for i in layers) * cache_scale for layers in used),
             tuple(sum(_score_operations(part, i) for i in layers) for layers in used),
             sum(_moved(part, i) for i in part.layers) * ACTIVATION_BYTES,
             len(part.layers) * kind.kernels + len(mixtures) * kind.expert_kernels + 2,
-            sent, ends(spec, axes) if part.share.has_head else Sent(), exchanged,
-        )  # fmt: skip
+            sent,
+            ends(spec, axes) if part.share.has_head else Sent(),
+            exchanged,
+        )
 
     @property
     def entries(self) -> tuple[float, ...]:
@@ -160,8 +170,7 @@ class Counted:
         tokens = everywhere if self.layout.shares_experts else work.tokens
         chosen = part.experts * (1 - (1 - mlp.top_k / mlp.num_experts) ** tokens)
         operations = 2 * part.expert * tokens * mlp.top_k / ranks
-        return max(chosen * part.expert * part.expert_bytes / self.device.weight_bandwidth,
-                   operations / self._products)  # fmt: skip
+        return max(chosen * part.expert * part.expert_bytes / self.device.weight_bandwidth, operations / self._products)
 
 
 def _dtype(footprint: Footprint) -> str:

@@ -81,8 +81,14 @@ def _device(kinds: Mapping[str, Kind], fields: dict[str, Any]) -> Device:
 
 
 KINDS, DEVICES = _read(Path(__file__).with_suffix(".toml"))
-_ALIASES = {"H100-SXM": "H100", "H200-SXM": "H200", "A100-80GB": "A100", "A100-SXM": "A100", "A100-40": "A100-40GB",
-            "A100-80": "A100"}  # fmt: skip
+_ALIASES = {
+    "H100-SXM": "H100",
+    "H200-SXM": "H200",
+    "A100-80GB": "A100",
+    "A100-SXM": "A100",
+    "A100-40": "A100-40GB",
+    "A100-80": "A100",
+}
 
 
 def parse_devices(text: str) -> tuple[Device, int]:
@@ -92,8 +98,10 @@ def parse_devices(text: str) -> tuple[Device, int]:
     found = DEVICES.get(_ALIASES.get(name, name))
     if match is None or found is None:
         near = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.5)
-        raise ValueError(f"gpus={text!r} must be a device and a number of them, such as H100x8; known devices are: "
-                         f"{', '.join(DEVICES)}" + (f"; the nearest is {near[0]}" if near else ""))  # fmt: skip
+        raise ValueError(
+            f"gpus={text!r} must be a device and a number of them, such as H100x8; known devices are: "
+            f"{', '.join(DEVICES)}" + (f"; the nearest is {near[0]}" if near else "")
+        )
     count = int(match[2] or 1)
     if not 1 <= count <= 1024:
         raise ValueError(f"gpus={text!r}: the number of devices must be from 1 to 1024")

@@ -87,18 +87,25 @@ class Fitted:
             share = (tokens - knots[index - 1]) / (knots[index] - knots[index - 1])
             hats[index - 1], hats[index] = 1 - share, share
         terms = [
-            float(work.requests), float(work.places > 0), float(work.places), float(work.prompts > 0),
-            float(work.prompts), float(self._entries @ np.array(work.read)), float(self._entries @ np.array(work.keys)),
+            float(work.requests),
+            float(work.places > 0),
+            float(work.places),
+            float(work.prompts > 0),
+            float(work.prompts),
+            float(self._entries @ np.array(work.read)),
+            float(self._entries @ np.array(work.keys)),
             float(self._operations @ np.array(work.pairs)),
-        ]  # fmt: skip
+        ]
         return np.concatenate((hats, terms))
 
 
 def shape_of(footprint: Footprint) -> str:
     """What the times of a model depend on: its sizes, and the bytes of its weights."""
     spec, p = footprint.spec, footprint.parameters
-    return (f"{spec.num_layers} layers of {spec.hidden_size}, {p.total} parameters of which {p.active} are used, "
-            f"vocabulary {spec.vocab_size}, {footprint.linear:.3g} bytes a weight")  # fmt: skip
+    return (
+        f"{spec.num_layers} layers of {spec.hidden_size}, {p.total} parameters of which {p.active} are used, "
+        f"vocabulary {spec.vocab_size}, {footprint.linear:.3g} bytes a weight"
+    )
 
 
 def write_fit(path: Path, fit: Fit) -> None:
@@ -115,8 +122,10 @@ def read_fit(path: Path, footprint: Footprint, quantization: str | None) -> Fit:
         raise ValueError(f"fit={str(path)!r} was written by another version of Quire; measure again")
     if fit.shape != shape_of(footprint) or fit.quantization != quantization:
         ours = f"{shape_of(footprint)}, quantization {quantization}"
-        raise ValueError(f"fit={str(path)!r} was measured with another model: {fit.model} ({fit.shape}, quantization "
-                         f"{fit.quantization}), but the plan is for one with {ours}")  # fmt: skip
+        raise ValueError(
+            f"fit={str(path)!r} was measured with another model: {fit.model} ({fit.shape}, quantization "
+            f"{fit.quantization}), but the plan is for one with {ours}"
+        )
     if not fit.samples or any(sample.seconds <= 0 for sample in fit.samples):
         raise ValueError(f"fit={str(path)!r} has no measured steps, or one that took no time")
     return fit

@@ -137,10 +137,20 @@ def measured_fit(model: str | None, options: dict[str, Any], footprint: Footprin
         samples = measure(llm, times.windows, seconds)
         limits, kv = llm.core.scheduler.limits, llm.core.scheduler.kv
         return Fit(
-            VERSION, model or "the bundled model", machine_name(), shape_of(footprint), options.get("quantization"),
-            times.windows, times.entries, times.score_operations, kv.pool.num_usable, kv.block_size,
-            limits.max_num_seqs, limits.max_num_batched_tokens, samples,
-        )  # fmt: skip
+            VERSION,
+            model or "the bundled model",
+            machine_name(),
+            shape_of(footprint),
+            options.get("quantization"),
+            times.windows,
+            times.entries,
+            times.score_operations,
+            kv.pool.num_usable,
+            kv.block_size,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            samples,
+        )
     finally:
         llm.shutdown()
 
@@ -160,6 +170,8 @@ def table(fit: Fit, fitted: Fitted) -> str:
     """How near the fitted times are to the measured ones."""
     errors = np.array([abs(fitted.seconds(sample.work) / sample.seconds - 1) for sample in fit.samples])
     sizes = sorted({sample.work.tokens for sample in fit.samples})
-    return (f"{len(fit.samples):,} steps of {sizes[0]} to {sizes[-1]} tokens on {fit.machine}; the fitted times are "
-            f"within {np.median(errors):.1%} for half of them, and within {np.percentile(errors, 90):.1%} for nine of "
-            "ten")  # fmt: skip
+    return (
+        f"{len(fit.samples):,} steps of {sizes[0]} to {sizes[-1]} tokens on {fit.machine}; the fitted times are "
+        f"within {np.median(errors):.1%} for half of them, and within {np.percentile(errors, 90):.1%} for nine of "
+        "ten"
+    )

@@ -93,11 +93,12 @@ def _step_bytes(part: Footprint, options: EngineOptions) -> float:
     """What the largest step takes: hidden states and results of the widest layer, logits in float32."""
     spec, tokens = part.spec, options.max_num_batched_tokens
     widest = max(
-        (2 if mlp.gated else 1) * mlp.intermediate_size if isinstance(mlp, MLPSpec)
+        (2 if mlp.gated else 1) * mlp.intermediate_size
+        if isinstance(mlp, MLPSpec)
         else 3 * mlp.top_k * mlp.intermediate_size
         for mlp in spec.mlps
         if mlp is not None
-    )  # fmt: skip
+    )
     activations = tokens * 2 * (4 * spec.hidden_size + 1.5 * widest / part.share.tp)
     logits = options.max_num_seqs * spec.vocab_size * 4 * 2 if part.share.has_head else 0
     return max(activations, logits) * _CAPTURED

@@ -114,8 +114,9 @@ class Task:
     def replica(self, layout: Layout, memory: Memory) -> Replica:
         options, gpu = self.options, self.device.kind.is_gpu
         depth = 1 + gpu if layout.pp == 1 else layout.pp + (not gpu)  # as in quire/engine/client.py
-        limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len,
-                                 depth=depth, stages=layout.pp)  # fmt: skip
+        limits = SchedulerLimits(
+            options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len, depth=depth, stages=layout.pp
+        )
         groups = kv_groups(Stages(self.footprint, layout).parts[0], options.max_model_len)
         return Replica(limits, memory.blocks, groups, options.block_size)
 
@@ -158,8 +159,9 @@ def result_of(task: Task, layout: Layout) -> Result:
     needed = None
     if breaking is not None and not layout.shares_experts:
         needed = max(1, math.ceil(layout.dp * load.rate / breaking.rate))
-    return Result(layout, memory, load, breaking, needed, cost_of(task.price, layout, load),
-                  cost_of(task.price, layout, breaking))  # fmt: skip
+    return Result(
+        layout, memory, load, breaking, needed, cost_of(task.price, layout, load), cost_of(task.price, layout, breaking)
+    )
 
 
 def breaking_load(traffic: Traffic, limits: Sequence[Limit], run: Callable[[Traffic, float], Load]) -> Load | None:
@@ -196,11 +198,19 @@ def load_of(run: Run, traffic: Traffic, limits: Sequence[Limit], layout: Layout)
     latencies = latencies_of(run, limits)
     output, given = sum(len(request.tokens) for request in done), sum(request.prompt for request in done)
     return Load(
-        traffic.rate, seconds, len(done) / seconds, given / seconds, output / seconds,
-        latencies.good_share * len(run.requests) / seconds, latencies,
-        run.busy / seconds / layout.pp / (1 if layout.shares_experts else layout.dp), run.usage, run.most_running,
-        sum(request.preemptions for request in done), sum(request.cached for request in done) / max(1, given),
-    )  # fmt: skip
+        traffic.rate,
+        seconds,
+        len(done) / seconds,
+        given / seconds,
+        output / seconds,
+        latencies.good_share * len(run.requests) / seconds,
+        latencies,
+        run.busy / seconds / layout.pp / (1 if layout.shares_experts else layout.dp),
+        run.usage,
+        run.most_running,
+        sum(request.preemptions for request in done),
+        sum(request.cached for request in done) / max(1, given),
+    )
 
 
 def latencies_of(run: Run, limits: Sequence[Limit]) -> Latencies:

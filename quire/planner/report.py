@@ -74,8 +74,11 @@ def _load_table(task: Task, results: Sequence[Result]) -> str:
         good = f"{at.latencies.good_share:.1%}" if task.limits else "-"
         rows.append((f"{result.layout}", *cells, f"{at.output_tokens_per_second:,.0f}", good, f"{at.usage:.0%}"))
     text = f"The traffic: {total:,} requests, {load}\n{table([tuple(columns), *rows])}"
-    preempted = [f"{result.layout}: {result.load.preemptions:,}" for result in results
-                 if result.load is not None and result.load.preemptions]  # fmt: skip
+    preempted = [
+        f"{result.layout}: {result.load.preemptions:,}"
+        for result in results
+        if result.load is not None and result.load.preemptions
+    ]
     return text + (f"\n  preempted for lack of KV cache: {'; '.join(preempted)}" if preempted else "")
 
 
@@ -89,8 +92,13 @@ def _breaking_table(task: Task, results: Sequence[Result]) -> str:
         if (at := result.breaking) is None:
             continue
         needed = "-" if result.needed is None else f"{result.needed * result.layout.tp * result.layout.pp}"
-        cells = [str(result.layout), f"{at.rate:,.3g}", f"{at.output_tokens_per_second:,.0f}",
-                 _limit_of(at, task), needed]  # fmt: skip
+        cells = [
+            str(result.layout),
+            f"{at.rate:,.3g}",
+            f"{at.output_tokens_per_second:,.0f}",
+            _limit_of(at, task),
+            needed,
+        ]
         if result.cost_at_breaking is not None:
             cost = result.cost_at_breaking
             cells += [f"{cost.per_million_output_tokens:.2f}", f"{cost.per_million_tokens:.2f}"]
@@ -113,9 +121,12 @@ def _advice(task: Task, results: Sequence[Result]) -> str:
     best = best_of(results, task.limits)
     if best is None or best.load is None:
         smallest = min(results, key=lambda result: result.memory.weights)
-        return ("Nothing fits. The smallest share of the weights is " + size_text(smallest.memory.weights) +
-                f" a rank ({smallest.layout}), and a rank may use {size_text(smallest.memory.largest)}. Take more or "
-                "larger devices, --quantization int8 or int4, or shorter requests (--max-model-len).")  # fmt: skip
+        return (
+            "Nothing fits. The smallest share of the weights is "
+            + size_text(smallest.memory.weights)
+            + f" a rank ({smallest.layout}), and a rank may use {size_text(smallest.memory.largest)}. Take more or "
+            "larger devices, --quantization int8 or int4, or shorter requests (--max-model-len)."
+        )
     flags = f" {best.layout.flags}" if best.layout.flags else ""
     lines = [f"Take {best.layout}" + (f" (quire serve{flags})" if task.fitted is None else "")]
     if task.limits:
@@ -133,8 +144,10 @@ def _advice(task: Task, results: Sequence[Result]) -> str:
 
 
 def _cost_text(best: Result, cost: Cost) -> str:
-    line = (f"At this traffic it costs ${cost.per_hour:,.2f} an hour, ${cost.per_million_output_tokens:,.2f} a million "
-            f"output tokens, and ${cost.per_million_tokens:,.2f} a million tokens of both kinds")  # fmt: skip
+    line = (
+        f"At this traffic it costs ${cost.per_hour:,.2f} an hour, ${cost.per_million_output_tokens:,.2f} a million "
+        f"output tokens, and ${cost.per_million_tokens:,.2f} a million tokens of both kinds"
+    )
     if best.needed is not None and best.needed < best.layout.dp:
         one = best.layout.tp * best.layout.pp
         spared = best.needed * one

@@ -145,9 +145,13 @@ class _Group:
 
 
 def simulate(
-    traffic: Traffic, replica: Replica, times: StepTimes, replicas: int = 1, together: bool = False,
+    traffic: Traffic,
+    replica: Replica,
+    times: StepTimes,
+    replicas: int = 1,
+    together: bool = False,
     latest: float = float("inf"),
-) -> Run:  # fmt: skip
+) -> Run:
     """Answer all requests. together: replicas run their steps together.
 
     latest: give up when a request has waited for longer than so many seconds for its first token; the requests behind
@@ -169,10 +173,14 @@ def simulate(
             group = groups[which]
             group.schedulers[index].add(
                 EngineCoreRequest(
-                    str(number), arrival.tokens(number), _PARAMETERS, seed=0, max_tokens=arrival.output,
+                    str(number),
+                    arrival.tokens(number),
+                    _PARAMETERS,
+                    seed=0,
+                    max_tokens=arrival.output,
                     arrival_time=arrival.time,
                 )
-            )  # fmt: skip
+            )
             group.received[index] += 1
             if group.is_idle:
                 group.is_idle = False

@@ -17,8 +17,17 @@ PIECE = 512  # tokens of a piece that prompts may have in common, as in Mooncake
 _CHARACTERS = 4 * PIECE  # of a piece of text: English has about four characters a token
 _DEFAULT_REQUESTS = 1000
 _LENGTHS = ("output_length", "output_tokens", "max_tokens", "max_completion_tokens")
-_SHORT = {"rate": 1.0, "input": None, "output": None, "requests": _DEFAULT_REQUESTS, "spread": 0.0, "burstiness": 1.0,
-          "prefix": 0, "prefixes": 1, "seed": 0}  # fmt: skip
+_SHORT = {
+    "rate": 1.0,
+    "input": None,
+    "output": None,
+    "requests": _DEFAULT_REQUESTS,
+    "spread": 0.0,
+    "burstiness": 1.0,
+    "prefix": 0,
+    "prefixes": 1,
+    "seed": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -76,8 +85,10 @@ def read_traffic(text: str) -> Traffic:
         return _generated(text)
     path = Path(name).expanduser()
     if not path.is_file():
-        raise ValueError(f"traffic={text!r} must be a file of requests, or a description such as "
-                         f"rate=10,input=1024,output=256; there is no file {name}")  # fmt: skip
+        raise ValueError(
+            f"traffic={text!r} must be a file of requests, or a description such as "
+            f"rate=10,input=1024,output=256; there is no file {name}"
+        )
     fields = _fields(options, ("rate", "burstiness", "seed", "requests"), text) if options else {}
     arrivals = read_lines(path, _arrival)
     if "requests" in fields:
@@ -85,8 +96,10 @@ def read_traffic(text: str) -> Traffic:
     if "rate" in fields:
         return Traffic(_at_times(arrivals, fields))
     if any(math.isnan(arrival.time) for arrival in arrivals):
-        raise ValueError(f'traffic={text!r}: a request has no "arrival" (seconds) and no "timestamp" (milliseconds); '
-                         f"give a rate: --traffic {name},rate=10")  # fmt: skip
+        raise ValueError(
+            f'traffic={text!r}: a request has no "arrival" (seconds) and no "timestamp" (milliseconds); '
+            f"give a rate: --traffic {name},rate=10"
+        )
     arrivals.sort(key=lambda arrival: arrival.time)
     first = arrivals[0].time
     return Traffic([replace(arrival, time=arrival.time - first) for arrival in arrivals])
@@ -109,10 +122,9 @@ def _generated(text: str) -> Traffic:
 
     pieces, prefixes = -(-prefix // PIECE), rng.integers(0, int(values["prefixes"]), count)
     arrivals = [
-        Arrival(0.0, PIECE * pieces + prompt, output,
-                tuple(1 + int(number) * pieces + i for i in range(pieces)))
+        Arrival(0.0, PIECE * pieces + prompt, output, tuple(1 + int(number) * pieces + i for i in range(pieces)))
         for prompt, output, number in zip(lengths(values["input"]), lengths(values["output"]), prefixes, strict=True)
-    ]  # fmt: skip
+    ]
     return Traffic(_at_times(arrivals, values))
 
 
@@ -121,8 +133,10 @@ def _fields(text: str, names: Sequence[str], whole: str) -> dict[str, Any]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+(?:\.\d+)?|inf)\s*", part)
         if match is None or match[1] not in names or match[1] in fields:
-            raise ValueError(f"traffic={whole!r}: {part.strip()!r} must be one of {', '.join(names)}, each once and "
-                             "with a number, such as rate=10")  # fmt: skip
+            raise ValueError(
+                f"traffic={whole!r}: {part.strip()!r} must be one of {', '.join(names)}, each once and "
+                "with a number, such as rate=10"
+            )
         fields[match[1]] = float(match[2])
         if match[1] in ("requests", "input", "output", "prefixes") and not 1 <= fields[match[1]] < math.inf:
             raise ValueError(f"traffic={whole!r}: {match[1]} must be at least 1")

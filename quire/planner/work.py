@@ -36,12 +36,16 @@ def step_work(ends: Sequence[int], counts: Sequence[int], places: int, windows: 
     ones = [end for end, count in zip(ends, counts, strict=True) if count == 1]
     others = [(end, count) for end, count in zip(ends, counts, strict=True) if count > 1]
     return StepWork(
-        tokens, requests, places,
-        tuple(sum(ones) if window is None else _seen(ones, window) for window in windows), len(others),
+        tokens,
+        requests,
+        places,
+        tuple(sum(ones) if window is None else _seen(ones, window) for window in windows),
+        len(others),
         tuple(sum(pairs(end - count, count, window) for end, count in others) for window in windows),
-        tuple(sum(end if window is None else min(end, count + window - 1) for end, count in others)
-              for window in windows),
-    )  # fmt: skip
+        tuple(
+            sum(end if window is None else min(end, count + window - 1) for end, count in others) for window in windows
+        ),
+    )
 
 
 def pairs(start: int, count: int, window: Window) -> int:

@@ -15,9 +15,14 @@ from typing import Any
 
 _DEFERRED = "torch._meta_registrations"
 _RELATED = {
-    "torch._decomp", "torch._dynamo", "torch._inductor", "torch._prims", "torch._prims_common.wrappers", "torch._refs",
+    "torch._decomp",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch._prims",
+    "torch._prims_common.wrappers",
+    "torch._refs",
     "torch.utils._content_store",
-}  # fmt: skip
+}
 
 
 def prepare() -> None:

@@ -154,8 +154,17 @@ def _processor(root: Path) -> list[str]:
         text = (root / "proc/cpuinfo").read_text(errors="replace")
     except OSError:
         return [platform.processor()]
-    names = ("vendor_id", "cpu family", "model", "model name", "stepping", "cache size",
-             "CPU implementer", "CPU part", "CPU revision")  # fmt: skip
+    names = (
+        "vendor_id",
+        "cpu family",
+        "model",
+        "model name",
+        "stepping",
+        "cache size",
+        "CPU implementer",
+        "CPU part",
+        "CPU revision",
+    )
     fields = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
     return [f"{name.strip()}={value.strip()}" for name, _, value in fields if name.strip() in names]
 

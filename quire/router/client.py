@@ -60,9 +60,13 @@ def send(
 
 
 def request(
-    client: aiohttp.ClientSession, span: "ServerSpan | None", method: str, url: yarl.URL,
-    headers: Sequence[tuple[str, str]], data: Any,
-) -> Any:  # fmt: skip
+    client: aiohttp.ClientSession,
+    span: "ServerSpan | None",
+    method: str,
+    url: yarl.URL,
+    headers: Sequence[tuple[str, str]],
+    data: Any,
+) -> Any:
     """A context manager of a server's response. span: of the request that this is a part of; None without traces."""
     if span is None:
         return client.request(method, url, headers=headers, data=data, allow_redirects=False)
@@ -71,9 +75,13 @@ def request(
 
 @asynccontextmanager
 async def _traced(
-    client: aiohttp.ClientSession, span: "ServerSpan", method: str, url: yarl.URL, headers: Sequence[tuple[str, str]],
+    client: aiohttp.ClientSession,
+    span: "ServerSpan",
+    method: str,
+    url: yarl.URL,
+    headers: Sequence[tuple[str, str]],
     data: Any,
-) -> AsyncGenerator[aiohttp.ClientResponse]:  # fmt: skip
+) -> AsyncGenerator[aiohttp.ClientResponse]:
     about = {"http.request.method": method, "url.full": str(url.with_query(None)), "server.address": url.host or ""}
     call = span.begin_call(method, {**about, "server.port": url.port or 0})
     passed = [*(pair for pair in headers if pair[0] not in CONTEXT), *call.context.items()]

@@ -82,9 +82,12 @@ class Fleet:
     """All servers of a kind: those that answer requests ("backend"), or those that only compute prompts."""
 
     def __init__(
-        self, config: RouteConfig, metrics: RouteMetrics, kind: Literal["backend", "prefill"] = "backend",
+        self,
+        config: RouteConfig,
+        metrics: RouteMetrics,
+        kind: Literal["backend", "prefill"] = "backend",
         cached: "CachedPrefixes | None" = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """cached: what the servers have, if their KV events say so."""
         urls = config.backend if kind == "backend" else tuple(server.url for server in config.prefill_servers)
         self.backends = [Backend(i, url, metrics.of_backend(kind, url)) for i, url in enumerate(urls)]

@@ -14,17 +14,24 @@ class RouteMetrics:
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self.answers = Counter(
-            "quire_route_requests", "Requests by the server and the status of the answer",
-            ["kind", "backend", "status"], registry=registry,
-        )  # fmt: skip
+            "quire_route_requests",
+            "Requests by the server and the status of the answer",
+            ["kind", "backend", "status"],
+            registry=registry,
+        )
         self.first_byte = Histogram(
-            "quire_route_time_to_first_byte_seconds", "Time from the request's last byte to the answer's first",
-            ["kind", "backend"], buckets=_SECONDS, registry=registry,
-        )  # fmt: skip
+            "quire_route_time_to_first_byte_seconds",
+            "Time from the request's last byte to the answer's first",
+            ["kind", "backend"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
         self.retries = Counter(
-            "quire_route_retries", "Requests that a server did not take, by the reason: they were sent to another",
-            ["kind", "backend", "reason"], registry=registry,
-        )  # fmt: skip
+            "quire_route_retries",
+            "Requests that a server did not take, by the reason: they were sent to another",
+            ["kind", "backend", "reason"],
+            registry=registry,
+        )
         labels = ["kind", "backend"]
         self.in_flight = Gauge("quire_route_requests_in_flight", "Requests at a server", labels, registry=registry)
         self.up = Gauge("quire_route_backend_up", "Whether a server gets requests", labels, registry=registry)

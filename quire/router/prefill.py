@@ -195,7 +195,9 @@ class Prefill:
     async def _decode_body(self, transfer_id: str, address: Address) -> bytes:
         """The body for the server that answers. Raises OSError."""
         params = {
-            "do_remote_prefill": True, "transfer_id": transfer_id, "remote_host": await address.host(),
+            "do_remote_prefill": True,
+            "transfer_id": transfer_id,
+            "remote_host": await address.host(),
             "remote_port": address.port,
-        }  # fmt: skip
+        }
         return msgspec.json.encode({**self._call.fields, _PARAMS: params})

@@ -167,9 +167,12 @@ class Proxy:
                 if losses > self.config.max_retries:
                     raise RouteError(502, "the server was lost before it answered", "backend_lost") from error
                 logger.warning(
-                    "Request %s: %s: %s; trying again", answer.name, backend.url, error,
+                    "Request %s: %s: %s; trying again",
+                    answer.name,
+                    backend.url,
+                    error,
                     extra=answer.fields(backend=backend.url, reason=error.reason),
-                )  # fmt: skip
+                )
             else:
                 return
 

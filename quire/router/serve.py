@@ -72,9 +72,13 @@ class _Server(DrainingServer):
             servers += f", prompts to {len(proxy.config.prefill)} more"
         # The proxy logs each problem itself, with the request's id. The servers' answers have a date.
         super().__init__(
-            proxy, config, lambda url: logger.info("Routing at %s: to %s, by %s", url, servers, proxy.config.policy),
-            log_level="critical", date_header=False, proxy_headers=False,
-        )  # fmt: skip
+            proxy,
+            config,
+            lambda url: logger.info("Routing at %s: to %s, by %s", url, servers, proxy.config.policy),
+            log_level="critical",
+            date_header=False,
+            proxy_headers=False,
+        )
 
     def count_running(self) -> int:
         return len(self._proxy.running)

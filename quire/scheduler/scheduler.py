@@ -38,12 +38,23 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, num_blocks: int, kv_specs: list[KVCacheSpec], block_size: int,
-        enable_prefix_caching: bool = True, fingerprint: str = "", gates: Sequence[Gate] = (),
-        grammars: GrammarGate | None = None, vocab_size: int = 0, speculation: Speculation | None = None,
-        adapters: AdapterGate | None = None, compression: Compression | None = None, tiers: Sequence[Tier] = (),
-        mover: Mover | None = None, encoders: EncoderCache | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        limits: SchedulerLimits,
+        num_blocks: int,
+        kv_specs: list[KVCacheSpec],
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        fingerprint: str = "",
+        gates: Sequence[Gate] = (),
+        grammars: GrammarGate | None = None,
+        vocab_size: int = 0,
+        speculation: Speculation | None = None,
+        adapters: AdapterGate | None = None,
+        compression: Compression | None = None,
+        tiers: Sequence[Tier] = (),
+        mover: Mover | None = None,
+        encoders: EncoderCache | None = None,
+    ) -> None:
         """fingerprint: of the KV blocks, see `hash_root`. gates: a request passes all, and `grammars` and `adapters`.
         vocab_size: the number of logits, for `grammars`. speculation, compression: None for none. tiers: where blocks
         are kept beyond the pool. mover: copies blocks to them and back. encoders: None for no media."""
@@ -253,12 +264,21 @@ class Scheduler:
         stop_token_ids = sorted(request.stop_token_ids) if request.min_total_tokens > request.num_prompt_tokens else []
         step.new_requests.append(
             NewRequest(
-                request.request_id, request.row, list(request.token_ids), request.num_prompt_tokens, num_cached,
-                source.sampling_params, source.seed, stop_token_ids, source.bad_words, source.pooling_params,
+                request.request_id,
+                request.row,
+                list(request.token_ids),
+                request.num_prompt_tokens,
+                num_cached,
+                source.sampling_params,
+                source.seed,
+                stop_token_ids,
+                source.bad_words,
+                source.pooling_params,
                 None if source.adapter is None or self._adapters is None else self._adapters.place(source.adapter),
-                [item.place for item in source.media], source.rotary_positions,
+                [item.place for item in source.media],
+                source.rotary_positions,
             )
-        )  # fmt: skip
+        )
         self.kv.write_tables(request, step.block_table_edits)
         return True
 

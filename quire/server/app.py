@@ -52,14 +52,17 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     """
     bearer: list[Any] = [Depends(HTTPBearer(auto_error=False))] if config.api_key else []  # for the documents
     app = FastAPI(
-        title="Quire", version=__version__,
+        title="Quire",
+        version=__version__,
         description="The APIs of OpenAI, Anthropic and Ollama. Unknown fields are ignored; null is as if left out.",
-        openapi_url=None if config.disable_fastapi_docs else "/openapi.json", docs_url=None, redoc_url=None,
+        openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
+        docs_url=None,
+        redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
         # OpenTelemetry of FastAPI's own would add a second span to ours, and send texts of errors. Versions without it
         # keep what they do not know in `extra`.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
-    )  # fmt: skip
+    )
     # FastAPI's own page loads its script from the internet, which servers often cannot reach, nor their users.
     if not config.disable_fastapi_docs:
         patch_fastapi(app, redirect_from_root_to_docs=False, title="Quire's API")

@@ -125,10 +125,19 @@ class _Batch:
                 parts.append(message.get("body", b""))
 
         scope: dict[str, Any] = {
-            "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": url,
-            "raw_path": url.encode(), "query_string": b"", "root_path": "", "client": ("line", number), "server": None,
-            "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))], "state": {},
-        }  # fmt: skip
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": url,
+            "raw_path": url.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "client": ("line", number),
+            "server": None,
+            "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
+            "state": {},
+        }
         await self._app(scope, receive, send)
         return status, headers[b"x-request-id"].decode(), b"".join(parts)
 

@@ -95,9 +95,14 @@ def _choice(answering: Answering, answer: Answer) -> ChatChoice:
     may_be_null = answer.tool_calls or answering.call.server.llm.frontend.reasoning is not None
     empty = None if may_be_null and answering.body.forced_choice is None else ""
     message = AssistantMessage(
-        role=_role(answering), content=content or empty, refusal=None,
-        annotations=None, audio=None, function_call=None, reasoning=answer.reasoning,
-    )  # fmt: skip
+        role=_role(answering),
+        content=content or empty,
+        refusal=None,
+        annotations=None,
+        audio=None,
+        function_call=None,
+        reasoning=answer.reasoning,
+    )
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls and answering.body.answers_functions:
@@ -105,11 +110,15 @@ def _choice(answering: Answering, answer: Answer) -> ChatChoice:
     elif answer.tool_calls:
         message["tool_calls"] = [_tool_call(call) for call in answer.tool_calls]
     return ChatChoice(
-        index=answer.index, message=message, logprobs=answering.logprobs(completion),
-        finish_reason=_finish_reason(answering, answer), stop_reason=completion.stop_reason,
-        token_ids=completion.token_ids if answering.body.return_token_ids else None, routed_experts=None,
+        index=answer.index,
+        message=message,
+        logprobs=answering.logprobs(completion),
+        finish_reason=_finish_reason(answering, answer),
+        stop_reason=completion.stop_reason,
+        token_ids=completion.token_ids if answering.body.return_token_ids else None,
+        routed_experts=None,
         weight_versions=None,
-    )  # fmt: skip
+    )
 
 
 def _deltas(answering: Answering, piece: Piece) -> list[dict[str, Any]]:

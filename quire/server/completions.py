@@ -114,11 +114,14 @@ class _Choices:
         echo = first and bool(self.body.echo)
         with_ids = self.body.return_token_ids
         choice = CompletionChoice(
-            index=index, text=self._prompt_text(request) + completion.text if echo else completion.text,
-            logprobs=self._logprobs(output, completion, index, echo), finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason, token_ids=completion.token_ids if with_ids else None,
+            index=index,
+            text=self._prompt_text(request) + completion.text if echo else completion.text,
+            logprobs=self._logprobs(output, completion, index, echo),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if with_ids else None,
             prompt_token_ids=output.prompt_token_ids if with_ids and first else None,
-        )  # fmt: skip
+        )
         if first and self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return choice

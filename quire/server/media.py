@@ -36,9 +36,11 @@ class ChatMedia:
         if not self.data:
             return text
         return PromptFields(
-            prompt=text, multi_modal_data=dict(self.data), multi_modal_uuids=dict(self.uuids),
+            prompt=text,
+            multi_modal_data=dict(self.data),
+            multi_modal_uuids=dict(self.uuids),
             mm_processor_kwargs=self.kwargs or {},
-        )  # fmt: skip
+        )
 
     def token_ids(self, processor: Processor, text: str) -> list[int]:
         """The tokens of a rendered conversation with its media. Raises ValueError."""

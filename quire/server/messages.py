@@ -11,9 +11,12 @@ from quire.text.chat_template import TEXT_PARTS
 
 # The types of content parts that are pictures or other media: the field that says where it is.
 MEDIA_PARTS = {
-    "image_url": "image_url", "input_image": "image_url", "video_url": "video_url", "audio_url": "audio_url",
+    "image_url": "image_url",
+    "input_image": "image_url",
+    "video_url": "video_url",
+    "audio_url": "audio_url",
     "input_audio": "input_audio",
-}  # fmt: skip
+}
 _PART_SCHEMA: dict[str, Any] = {
     "oneOf": [
         {"properties": {"type": {"const": kind}, field: {"type": "string"}}, "required": [field]}

@@ -97,9 +97,13 @@ class Observability:
     """
 
     def __init__(
-        self, app: ASGIApp, metrics: HttpMetrics, log: RequestLog, routes: Sequence[BaseRoute],
+        self,
+        app: ASGIApp,
+        metrics: HttpMetrics,
+        log: RequestLog,
+        routes: Sequence[BaseRoute],
         tracing: "Tracing | None",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.app, self.metrics, self.log, self.tracing = app, metrics, log, tracing
         self.routes = [route for route in routes if isinstance(route, Route)]
 

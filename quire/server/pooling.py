@@ -40,9 +40,10 @@ class PoolingBody(PromptBody):
     )
     padding: Literal["do_not_pad"] | None = Field(None, description="Texts are computed without padding.")
     use_activation: bool | None = Field(
-        None, validation_alias=AliasChoices("use_activation", "normalize", "activation"),
+        None,
+        validation_alias=AliasChoices("use_activation", "normalize", "activation"),
         description="Normalize embeddings, or turn logits into scores; default: as the model does.",
-    )  # fmt: skip
+    )
     user: str | None = None
 
     def unsupported(self) -> tuple[str, str] | None:
@@ -195,10 +196,13 @@ class PoolingCall(PromptCall):
             options = {"truncation_side": body.truncation_side, **options}
             made.append(
                 self.pooling.process(
-                    self._request_id(index, len(prompts)), prompt, params, priority=body.priority or 0,
+                    self._request_id(index, len(prompts)),
+                    prompt,
+                    params,
+                    priority=body.priority or 0,
                     **{"add_special_tokens": special, **options},
                 )
-            )  # fmt: skip
+            )
         return made
 
     async def pool_input(self, body: InputBody, **fields: Any) -> list[Values]:
@@ -327,8 +331,15 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
     if body.return_documents is not False:
         results = [{**result, "document": {"text": body.documents[result["index"]]}} for result in results]
-    return json_response({"id": call.id, "model": call.model, "usage": call.usage, "results": results,
-                          "meta": {"api_version": {"version": "2"}}})  # fmt: skip
+    return json_response(
+        {
+            "id": call.id,
+            "model": call.model,
+            "usage": call.usage,
+            "results": results,
+            "meta": {"api_version": {"version": "2"}},
+        }
+    )
 
 
 @_route("/v2/embed")
@@ -353,11 +364,15 @@ async def embed(body: EmbedRequest, request: Request) -> Response:
         raise ApiError(
             400, f"embedding_types: {len(values[0])} numbers are not a multiple of 8", param="embedding_types"
         )
-    return json_response({
-        "id": call.id, "texts": texts, "response_type": "embeddings_by_type",
-        "embeddings": {kind: [_of_type(value, kind) for value in values] for kind in kinds},
-        "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": call.tokens}},
-    })  # fmt: skip
+    return json_response(
+        {
+            "id": call.id,
+            "texts": texts,
+            "response_type": "embeddings_by_type",
+            "embeddings": {kind: [_of_type(value, kind) for value in values] for kind in kinds},
+            "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": call.tokens}},
+        }
+    )
 
 
 def _of_type(values: Values, kind: str) -> Any:

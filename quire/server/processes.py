@@ -50,9 +50,15 @@ class _ParentsCores:
 
 
 def _run_api(
-    connection: Connection, listening: socket.socket, config: ServerConfig, engine_config: EngineConfig,
-    directory: Path, index: int, is_first_start: bool, log: LogOptions,
-) -> None:  # fmt: skip
+    connection: Connection,
+    listening: socket.socket,
+    config: ServerConfig,
+    engine_config: EngineConfig,
+    directory: Path,
+    index: int,
+    is_first_start: bool,
+    log: LogOptions,
+) -> None:
     """The main function of an API process. It sends its parent the line for the log when it serves, and an exception if
     it cannot go on."""
     os.setpgrp()  # signals of the terminal reach it through the parent
@@ -79,9 +85,10 @@ class _Api:
         self.connection, theirs = context.Pipe()
         self.news: asyncio.Queue[str | Exception | None] = asyncio.Queue()
         self.process = context.Process(
-            target=_run_api, args=(theirs, listening, *options, index, is_first_start, log_options()),
+            target=_run_api,
+            args=(theirs, listening, *options, index, is_first_start, log_options()),
             name=f"api {index}",
-        )  # fmt: skip
+        )
         self.process.start()
         theirs.close()
         asyncio.get_running_loop().add_reader(self.connection.fileno(), self._read)

@@ -141,9 +141,13 @@ class RequestLog:
         client = scope.get("client")
         address = f"{printable(str(client[0]), MAX_PATH)}:{client[1]}" if client else "unix socket"
         fields: dict[str, Any] = {
-            "request_id": request_id, "client": address, "method": scope["method"],
-            "path": printable(path, MAX_PATH), "status": status or 500, "seconds": round(seconds, 6),
-        }  # fmt: skip
+            "request_id": request_id,
+            "client": address,
+            "method": scope["method"],
+            "path": printable(path, MAX_PATH),
+            "status": status or 500,
+            "seconds": round(seconds, 6),
+        }
         about = []
         if error is not None:
             message = printable(error.detail if self._logs_prompts else error.logged, MAX_MESSAGE)
@@ -166,9 +170,18 @@ class RequestLog:
             if summary.text:
                 about.append(summary.text)
         logger.log(
-            level, "%s %s %s %d in %.3f s, request %s%s%s", address, scope["method"], fields["path"], fields["status"],
-            seconds, request_id, ": " if about else "", "; ".join(about), extra={"fields": fields},
-        )  # fmt: skip
+            level,
+            "%s %s %s %d in %.3f s, request %s%s%s",
+            address,
+            scope["method"],
+            fields["path"],
+            fields["status"],
+            seconds,
+            request_id,
+            ": " if about else "",
+            "; ".join(about),
+            extra={"fields": fields},
+        )
 
 
 def _level(status: int) -> int:

@@ -288,17 +288,25 @@ def _new_response(server: Server, body: ResponsesRequest, answering: Answering) 
     """A response that has no output yet, with its parameters as given or by default."""
     sampling = server.llm.processor.default_sampling_params(chat=True)
     default = {
-        **dict.fromkeys(_FIELDS["default_null"].split()), **_FIELDS["default"],
-        "reasoning": {"effort": None, "summary": None}, "temperature": sampling.temperature, "top_p": sampling.top_p,
-    }  # fmt: skip
+        **dict.fromkeys(_FIELDS["default_null"].split()),
+        **_FIELDS["default"],
+        "reasoning": {"effort": None, "summary": None},
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+    }
     status = "queued" if body.background else "in_progress"
     return {
-        "id": body.request_id or new_id("resp"), "object": "response", "created_at": answering.call.created,
-        "status": status, "model": answering.call.model, "output": [], **default,
+        "id": body.request_id or new_id("resp"),
+        "object": "response",
+        "created_at": answering.call.created,
+        "status": status,
+        "model": answering.call.model,
+        "output": [],
+        **default,
         **body.model_dump(include=set(default), by_alias=True, exclude_none=True),
         "tools": [echoed(tool) for tool in body.tools or ()],
         **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
-    }  # fmt: skip
+    }
 
 
 @router.post("/v1/responses", responses=stream_answers(Item), response_model=None)

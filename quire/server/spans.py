@@ -137,13 +137,19 @@ class Tracing:
         if found.is_recorded:
             client, server, headers = scope.get("client"), scope.get("server"), dict(scope["headers"])
             agent = headers.get(b"user-agent")
-            found.set({
-                "http.request.method": method, "http.route": route, "url.path": path[:MOST_CHARACTERS],
-                "url.scheme": scope["scheme"],
-                "network.protocol.version": scope["http_version"], "client.address": client[0] if client else None,
-                "server.address": server[0] if server else None, "server.port": server[1] if server else None,
-                "user_agent.original": None if agent is None else agent[:MOST_CHARACTERS].decode("latin-1"),
-            })  # fmt: skip
+            found.set(
+                {
+                    "http.request.method": method,
+                    "http.route": route,
+                    "url.path": path[:MOST_CHARACTERS],
+                    "url.scheme": scope["scheme"],
+                    "network.protocol.version": scope["http_version"],
+                    "client.address": client[0] if client else None,
+                    "server.address": server[0] if server else None,
+                    "server.port": server[1] if server else None,
+                    "user_agent.original": None if agent is None else agent[:MOST_CHARACTERS].decode("latin-1"),
+                }
+            )
         return found
 
     async def close(self) -> None:

@@ -54,16 +54,21 @@ class RequestTrace:
         self._span = span
         operation = _OPERATIONS.get(route or "")
         provider = None if operation is None else "quire"
-        span.set({
-            "gen_ai.operation.name": operation, "gen_ai.provider.name": provider, "gen_ai.request.id": request_id,
-        })  # fmt: skip
+        span.set(
+            {"gen_ai.operation.name": operation, "gen_ai.provider.name": provider, "gen_ai.request.id": request_id}
+        )
 
     def called(self, name: str, call_id: str, index: int) -> None:
         """The answer with this index calls a tool. Its arguments are not known yet."""
-        self._span.add_event("gen_ai.tool.call", {
-            "gen_ai.tool.name": name[:MOST_CHARACTERS], "gen_ai.tool.call.id": call_id[:MOST_CHARACTERS],
-            "gen_ai.tool.type": "function", "gen_ai.choice.index": index,
-        })  # fmt: skip
+        self._span.add_event(
+            "gen_ai.tool.call",
+            {
+                "gen_ai.tool.name": name[:MOST_CHARACTERS],
+                "gen_ai.tool.call.id": call_id[:MOST_CHARACTERS],
+                "gen_ai.tool.type": "function",
+                "gen_ai.choice.index": index,
+            },
+        )
 
     def ran(self, requests: "Sequence[ProcessedRequest]", outputs: "Sequence[RequestOutput]", began: float) -> None:
         """The request has run, to its end or up to here. began: when it came, by time.monotonic()."""
@@ -72,29 +77,39 @@ class RequestTrace:
         pools = requests[0].core_requests[0].pooling_params is not None
         completions = [completion for output in outputs for completion in output.outputs]
         prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-        self._span.set({
-            "gen_ai.usage.input_tokens": prompt_tokens, "gen_ai.usage.prompt_tokens": prompt_tokens,
-            "gen_ai.usage.cache_read.input_tokens": sum(output.num_cached_tokens for output in outputs),
-        })  # fmt: skip
+        self._span.set(
+            {
+                "gen_ai.usage.input_tokens": prompt_tokens,
+                "gen_ai.usage.prompt_tokens": prompt_tokens,
+                "gen_ai.usage.cache_read.input_tokens": sum(output.num_cached_tokens for output in outputs),
+            }
+        )
         if pools:
             return
         self._say_parameters(requests[0])
         generated = sum(len(completion.token_ids) for completion in completions)
-        self._span.set({
-            "gen_ai.usage.output_tokens": generated, "gen_ai.usage.completion_tokens": generated,
-            "gen_ai.usage.num_sequences": len(completions),
-            "gen_ai.response.finish_reasons": [completion.finish_reason or "abort" for completion in completions],
-        })  # fmt: skip
+        self._span.set(
+            {
+                "gen_ai.usage.output_tokens": generated,
+                "gen_ai.usage.completion_tokens": generated,
+                "gen_ai.usage.num_sequences": len(completions),
+                "gen_ai.response.finish_reasons": [completion.finish_reason or "abort" for completion in completions],
+            }
+        )
         self._add_times(outputs, began)
 
     def end(self, status: int, seconds: float, error: "ApiError | None", summary: "Summary | None") -> None:
         """status: 0 if no answer was sent."""
         if summary is not None:
             model = summary.model
-            self._span.set({
-                "gen_ai.request.model": model, "gen_ai.response.model": model, "gen_ai.response.id":
-                summary.response_id, "gen_ai.latency.e2e": seconds,
-            })  # fmt: skip
+            self._span.set(
+                {
+                    "gen_ai.request.model": model,
+                    "gen_ai.response.model": model,
+                    "gen_ai.response.id": summary.response_id,
+                    "gen_ai.latency.e2e": seconds,
+                }
+            )
         if status:
             self._span.set({"http.response.status_code": status})
         if error is None:
@@ -105,15 +120,19 @@ class RequestTrace:
 
     def _say_parameters(self, request: "ProcessedRequest") -> None:
         params = request.params
-        self._span.set({
-            "gen_ai.request.max_tokens": request.core_requests[0].max_tokens,
-            "gen_ai.request.temperature": params.temperature,
-            "gen_ai.request.top_p": params.top_p, "gen_ai.request.top_k": params.top_k if params.top_k > 0 else None,
-            "gen_ai.request.seed": params.seed, "gen_ai.request.n": params.n,
-            "gen_ai.request.choice.count": params.n if params.n > 1 else None,
-            "gen_ai.request.presence_penalty": params.presence_penalty or None,
-            "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
-        })  # fmt: skip
+        self._span.set(
+            {
+                "gen_ai.request.max_tokens": request.core_requests[0].max_tokens,
+                "gen_ai.request.temperature": params.temperature,
+                "gen_ai.request.top_p": params.top_p,
+                "gen_ai.request.top_k": params.top_k if params.top_k > 0 else None,
+                "gen_ai.request.seed": params.seed,
+                "gen_ai.request.n": params.n,
+                "gen_ai.request.choice.count": params.n if params.n > 1 else None,
+                "gen_ai.request.presence_penalty": params.presence_penalty or None,
+                "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
+            }
+        )
 
     def _add_times(self, outputs: "Sequence[RequestOutput]", began: float) -> None:
         """Spans for the waiting, the prompt and the answer of each prompt. vLLM's latencies are those of the first."""
@@ -126,17 +145,22 @@ class RequestTrace:
             about = {"gen_ai.prompt.index": index} if len(outputs) > 1 else {}
             tokens, cached = len(output.prompt_token_ids), output.num_cached_tokens
             self._span.add_child("queue", queued, scheduled, about)
-            self._span.add_child("prefill", scheduled, first, {
-                **about, "gen_ai.usage.input_tokens": tokens, "gen_ai.usage.cache_read.input_tokens": cached,
-            })  # fmt: skip
-            self._span.add_child("decode", first, last, {
-                **about, "gen_ai.usage.output_tokens": times.num_generation_tokens,
-            })  # fmt: skip
+            self._span.add_child(
+                "prefill",
+                scheduled,
+                first,
+                {**about, "gen_ai.usage.input_tokens": tokens, "gen_ai.usage.cache_read.input_tokens": cached},
+            )
+            self._span.add_child(
+                "decode", first, last, {**about, "gen_ai.usage.output_tokens": times.num_generation_tokens}
+            )
             if index == 0:
-                self._span.set({
-                    "gen_ai.latency.time_in_queue": scheduled - queued,
-                    "gen_ai.latency.time_to_first_token": first - began,
-                    "gen_ai.latency.time_in_model_prefill": first - scheduled,
-                    "gen_ai.latency.time_in_model_decode": last - first,
-                    "gen_ai.latency.time_in_model_inference": last - scheduled,
-                })  # fmt: skip
+                self._span.set(
+                    {
+                        "gen_ai.latency.time_in_queue": scheduled - queued,
+                        "gen_ai.latency.time_to_first_token": first - began,
+                        "gen_ai.latency.time_in_model_prefill": first - scheduled,
+                        "gen_ai.latency.time_in_model_decode": last - first,
+                        "gen_ai.latency.time_in_model_inference": last - scheduled,
+                    }
+                )

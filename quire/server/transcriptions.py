@@ -95,9 +95,20 @@ def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _form(model: type[TranscriptionRequest]) -> dict[str, Any]:
     """What /openapi.json says of the form."""
-    names = (*(model.model_fields.keys() - Generation.model_fields.keys()), "model", "response_format", "stream",
-             "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
-             "repetition_penalty")  # fmt: skip
+    names = (
+        *(model.model_fields.keys() - Generation.model_fields.keys()),
+        "model",
+        "response_format",
+        "stream",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    )
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     properties = {name: _not_null(schema["properties"][name]) for name in sorted(names)}
     file = {
@@ -110,8 +121,10 @@ def _form(model: type[TranscriptionRequest]) -> dict[str, Any]:
 
 
 _ROUTE: dict[str, Any] = {
-    "responses": stream_answers(Transcript), "response_model": None, "openapi_extra": _form(TranscriptionRequest),
-}  # fmt: skip
+    "responses": stream_answers(Transcript),
+    "response_model": None,
+    "openapi_extra": _form(TranscriptionRequest),
+}
 
 
 @router.post("/v1/audio/transcriptions", **_ROUTE)
@@ -232,9 +245,11 @@ class _Transcription:
         """The likeliest language of a piece, and the probability that it has no speech."""
         llm, no_speech = self.call.server.llm, self.speech.no_speech
         params = SamplingParams(
-            temperature=0, max_tokens=1, allowed_token_ids=[*self.speech.languages.values()] or None,
+            temperature=0,
+            max_tokens=1,
+            allowed_token_ids=[*self.speech.languages.values()] or None,
             logprob_token_ids=[no_speech],
-        )  # fmt: skip
+        )
         name = f"{self.call.id}-first-{place}"
         async for output in llm.generate(self._prompt(beginning, place), params, name):
             completion = output.outputs[0]
@@ -262,10 +277,16 @@ class _Transcription:
             return PlainTextResponse(_subtitles(segments, kind == "vtt"))
         for number, segment in enumerate(segments):
             segment["id"] = number
-        return json_response({
-            "task": self.task, "language": self.language, "duration": self.seconds,
-            "text": "".join(segment["text"] for segment in segments).strip(), "segments": segments, **self._usage,
-        })  # fmt: skip
+        return json_response(
+            {
+                "task": self.task,
+                "language": self.language,
+                "duration": self.seconds,
+                "text": "".join(segment["text"] for segment in segments).strip(),
+                "segments": segments,
+                **self._usage,
+            }
+        )
 
     @property
     def _usage(self) -> dict[str, Any]:
@@ -279,12 +300,17 @@ class _Transcription:
             chances = [logprobs[i][output.token_ids[i]].logprob for i in range(found.first, found.last) if logprobs]
             encoded = text.encode()
             yield {
-                "id": 0, "seek": round(start * 100), "start": round(start + found.start, 2),
-                "end": round(start + found.end, 2), "text": text, "tokens": tokens,
-                "temperature": self.body.temperature or 0.0, "avg_logprob": sum(chances) / max(len(chances), 1),
+                "id": 0,
+                "seek": round(start * 100),
+                "start": round(start + found.start, 2),
+                "end": round(start + found.end, 2),
+                "text": text,
+                "tokens": tokens,
+                "temperature": self.body.temperature or 0.0,
+                "avg_logprob": sum(chances) / max(len(chances), 1),
                 "compression_ratio": len(encoded) / len(zlib.compress(encoded)),
                 "no_speech_prob": self.no_speech[place] if self.no_speech else 0.0,
-            }  # fmt: skip
+            }
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """Events of the text, piece after piece. They have the fields of OpenAI's events and those of vLLM's chunks."""
@@ -307,8 +333,12 @@ class _Transcription:
                         break
                     place += 1
         usage = self.meter.usage
-        tokens = {"type": "tokens", **usage, "input_tokens": usage["prompt_tokens"],
-                  "output_tokens": usage["completion_tokens"]}  # fmt: skip
+        tokens = {
+            "type": "tokens",
+            **usage,
+            "input_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+        }
         yield self._event("transcript.text.done", "", "stop", text="".join(texts).strip(), usage=tokens)
 
     def _event(self, kind: str, content: str, reason: str | None, **fields: Any) -> bytes:

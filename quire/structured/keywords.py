@@ -22,8 +22,10 @@ def check_keywords(schema: Schema, backend: str) -> None:
     elif alone:
         known = {alone[0]}
     if unknown := sorted(given - known):
-        raise UnsupportedError(f"the back end {backend} does not support {', '.join(map(repr, unknown))} "
-                               f"{'beside ' + alone[0] if alone else 'of the type ' + str(kind)}")  # fmt: skip
+        raise UnsupportedError(
+            f"the back end {backend} does not support {', '.join(map(repr, unknown))} "
+            f"{'beside ' + alone[0] if alone else 'of the type ' + str(kind)}"
+        )
     if not given:
         raise UnsupportedError(f"the back end {backend} needs a type in each schema")
     if "pattern" in given and given & {"minLength", "maxLength"}:

@@ -21,12 +21,20 @@ _LARGEST = 10**15  # readers of JSON keep numbers of 15 digits exactly
 _LARGEST_INTEGER = 10**18
 _SMALLEST = 1e-10
 _PLAIN = {
-    "type": ["null", "boolean", "number", "string"], "maxLength": 60,
-    "minimum": -_LARGEST, "maximum": _LARGEST, "multipleOf": _SMALLEST,
-}  # fmt: skip
+    "type": ["null", "boolean", "number", "string"],
+    "maxLength": 60,
+    "minimum": -_LARGEST,
+    "maximum": _LARGEST,
+    "multipleOf": _SMALLEST,
+}
 _ANY = {
-    **_PLAIN, "type": list(TYPES), "items": _PLAIN, "maxItems": 4, "additionalProperties": _PLAIN, "maxProperties": 4,
-}  # fmt: skip
+    **_PLAIN,
+    "type": list(TYPES),
+    "items": _PLAIN,
+    "maxItems": 4,
+    "additionalProperties": _PLAIN,
+    "maxProperties": 4,
+}
 
 Part = dict[str, Any]  # a schema without allOf, anyOf and $ref
 

@@ -102,8 +102,10 @@ def render_here(
     if not messages:
         raise ChatTemplateError("messages is empty: a chat has at least one message")
     if continue_final_message and add_generation_prompt:
-        raise ChatTemplateError("add_generation_prompt and continue_final_message exclude each other: one begins a new "
-                                "message, the other goes on with the last")  # fmt: skip
+        raise ChatTemplateError(
+            "add_generation_prompt and continue_final_message exclude each other: one begins a new "
+            "message, the other goes on with the last"
+        )
     compiled = _compile(template) if is_bounded else _compile_unbounded(template)
     if compiled is None:
         return None

@@ -93,9 +93,13 @@ def _byte_level(tokens: Strings, merges: Strings, pre: str) -> Backend | Partial
 
 
 def _sentencepiece(
-    tokens: Strings, scores: npt.NDArray[Any], kinds: npt.NDArray[Any], unknown_id: int, dummy_prefix: bool,
+    tokens: Strings,
+    scores: npt.NDArray[Any],
+    kinds: npt.NDArray[Any],
+    unknown_id: int,
+    dummy_prefix: bool,
     added: dict[str, dict[str, Any]],
-) -> tuple[Backend | PartialBackend, dict[str, Any]]:  # fmt: skip
+) -> tuple[Backend | PartialBackend, dict[str, Any]]:
     """added: the added tokens, which get the texts that they have in the backend."""
 
     def model(pieces: list[Piece]) -> SentencePieceModel:

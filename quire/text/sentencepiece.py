@@ -82,9 +82,12 @@ class SentencePieceModel:
         ranked = [p for i, p in enumerate(self.pieces) if p.kind in joinable and p.text == texts[i]]
         ranked.sort(key=lambda piece: -piece.score)
         return models.BPE(
-            {text: token_id for token_id, text in texts.items()}, merges_of(piece.text for piece in ranked),
-            unk_token=texts.get(self.unknown_id), fuse_unk=True, byte_fallback=self.byte_fallback,
-        )  # fmt: skip
+            {text: token_id for token_id, text in texts.items()},
+            merges_of(piece.text for piece in ranked),
+            unk_token=texts.get(self.unknown_id),
+            fuse_unk=True,
+            byte_fallback=self.byte_fallback,
+        )
 
 
 def added_tokens(tokens: Iterable[tuple[int, str, int]]) -> dict[str, dict[str, Any]]:

@@ -163,8 +163,9 @@ class Exports:
     def _fetch(self, asker: bytes, fetch: Fetch) -> None:
         different = [name for name, fact in self._facts.items() if fetch.facts.get(name) != fact]
         if different:
-            reason = "; ".join(f"{name} is {self._facts[name]} there and {fetch.facts.get(name)} here"
-                               for name in different)  # fmt: skip
+            reason = "; ".join(
+                f"{name} is {self._facts[name]} there and {fetch.facts.get(name)} here" for name in different
+            )
             logger.error("A consumer of KV blocks does not fit to this engine: %s differs", ", ".join(different))
             self._link.tell_consumer(asker, Gone(fetch.number, reason, differs=True))
         elif (export := self._exports.get(fetch.transfer_id)) is None:

@@ -139,8 +139,10 @@ class Imports:
         num_cached, tables = self._kv.find(prompt, self._pool.lookup_all)
         length = (len(prompt.token_ids) - 1) // size
         firsts = [spec.first_needed_token(length * size) // size for spec in self._kv.specs]
-        starts = [max(first, num_cached) if spec.first_needed_token(1 << 30) == 0 else first
-                  for first, spec in zip(firsts, self._kv.specs, strict=True)]  # fmt: skip
+        starts = [
+            max(first, num_cached) if spec.first_needed_token(1 << 30) == 0 else first
+            for first, spec in zip(firsts, self._kv.specs, strict=True)
+        ]
         if num_cached == length:
             self._end(load)
             return True
@@ -174,9 +176,11 @@ class Imports:
 
     def _read(self, load: _Load, offer: Offer) -> None:
         hashes = load.prompt.block_hashes
-        known = [(load.blocks[group, index], (group, hashes[index]), block_id)
-                 for group, index, block_id in zip(offer.groups, offer.indices, offer.block_ids, strict=True)
-                 if (group, index) in load.blocks]  # fmt: skip
+        known = [
+            (load.blocks[group, index], (group, hashes[index]), block_id)
+            for group, index, block_id in zip(offer.groups, offer.indices, offer.block_ids, strict=True)
+            if (group, index) in load.blocks
+        ]
         if not known:
             return
         blocks, keys, slots = zip(*known, strict=True)

@@ -87,9 +87,12 @@ class RankLayout(msgspec.Struct, frozen=True, array_like=True):
 
 
 def rank_layout(
-    mixers: "Sequence[MixerSpec | None]", tp: "Communicator", kv_specs: "Sequence[KVCacheSpec]",
-    backends: "Sequence[AttentionBackend]", block_bytes: int,
-) -> RankLayout:  # fmt: skip
+    mixers: "Sequence[MixerSpec | None]",
+    tp: "Communicator",
+    kv_specs: "Sequence[KVCacheSpec]",
+    backends: "Sequence[AttentionBackend]",
+    block_bytes: int,
+) -> RankLayout:
     """The layout of a rank. mixers: of all layers of the model. kv_specs, backends: of the rank's KV groups.
 
     Raises ConfigError for layers with more entries than one.
@@ -102,8 +105,10 @@ def rank_layout(
         shape, size = backend.shape, backend.cache_dtype.itemsize
         for number in rest:
             size *= number
-        name = (f"{backend.name}, {backend.cache_dtype}, {shape.cell or shape.dtype}, heads of {shape.head_dim}, "
-                f"values of {shape.out_dim}, {backend.tokens_per_block} tokens")  # fmt: skip
+        name = (
+            f"{backend.name}, {backend.cache_dtype}, {shape.cell or shape.dtype}, heads of {shape.head_dim}, "
+            f"values of {shape.out_dim}, {backend.tokens_per_block} tokens"
+        )
         entries = []
         for layer in spec.layers:
             mixer = mixers[layer]
@@ -121,8 +126,10 @@ def plan(own: RankLayout, others: Sequence[RankLayout], prefer: int, layers: ran
     Raises ValueError if the own blocks cannot be filled.
     """
     if any(len(other.groups) != len(own.groups) for other in others):
-        raise ValueError(f"the engines have different numbers of KV groups: {len(own.groups)} here, "
-                         f"{len(others[0].groups)} there; give both the same max_model_len")  # fmt: skip
+        raise ValueError(
+            f"the engines have different numbers of KV groups: {len(own.groups)} here, "
+            f"{len(others[0].groups)} there; give both the same max_model_len"
+        )
     return tuple(
         _plan_group(number, group, [other.groups[number] for other in others], prefer, layers)
         for number, group in enumerate(own.groups)
@@ -144,8 +151,10 @@ def _plan_group(
         rank, remote = found[prefer % len(found)]
         other = others[rank]
         if (other.format, other.head_bytes) != (own.format, own.head_bytes):
-            raise ValueError(f"layer {layer} has {own.head_bytes} bytes for each KV head here ({own.format}), and "
-                             f"{other.head_bytes} there ({other.format})")  # fmt: skip
+            raise ValueError(
+                f"layer {layer} has {own.head_bytes} bytes for each KV head here ({own.format}), and "
+                f"{other.head_bytes} there ({other.format})"
+            )
         of_rank = runs.setdefault(rank, [])
         if of_rank and _follows(of_rank[-1], remote, offset, own, other):
             first_remote, first, _ = of_rank[-1]

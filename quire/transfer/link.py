@@ -121,8 +121,10 @@ class Link:
                 secret.listen(self._server, *listen)
             except (zmq.ZMQError, OSError) as error:
                 self._free()
-                raise ConfigError(f"kv_transfer_config: {listen[0]}:{listen[1]} cannot be used: {error_text(error)}; "
-                                  "choose another kv_ip or kv_port") from error  # fmt: skip
+                raise ConfigError(
+                    f"kv_transfer_config: {listen[0]}:{listen[1]} cannot be used: {error_text(error)}; "
+                    "choose another kv_ip or kv_port"
+                ) from error
         self._thread = threading.Thread(target=self._run, name="quire-kv-link", daemon=True)
 
     def start(self) -> None:
@@ -202,8 +204,9 @@ class Link:
             try:
                 line = self._lines[address] = self._line(address, now)
             except zmq.ZMQError as error:  # such as too many open files
-                logger.warning("There is no connection to %s; its prompts are computed here: %s", address,
-                               error_text(error))  # fmt: skip
+                logger.warning(
+                    "There is no connection to %s; its prompts are computed here: %s", address, error_text(error)
+                )
                 self._tell_core(ProducerLost(address))
                 return
         if isinstance(message, Fetch):
@@ -288,8 +291,9 @@ class Link:
                 line.beats[now] = list(line.open)
                 line.socket.send(msgspec.msgpack.encode(Beat(now, list(line.open))))
             if line.failures.socket.poll(0):
-                line.failures.report("%s has refused the connection; both engines must have the same "
-                                     "cluster_secret_file", address)  # fmt: skip
+                line.failures.report(
+                    "%s has refused the connection; both engines must have the same cluster_secret_file", address
+                )
                 self._lose(address)
             elif line.open and now - line.alive_at > LOST_SECONDS:
                 logger.warning(

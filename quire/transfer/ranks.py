@@ -22,9 +22,14 @@ from quire.worker.step_clock import StepClock
 
 
 def rank_store(
-    config: EngineConfig, directory: Path, memory: KVMemory, size: KVCacheSize, backends: Sequence[AttentionBackend],
-    mesh: Mesh, clock: StepClock | None = None,
-) -> PeerStore:  # fmt: skip
+    config: EngineConfig,
+    directory: Path,
+    memory: KVMemory,
+    size: KVCacheSize,
+    backends: Sequence[AttentionBackend],
+    mesh: Mesh,
+    clock: StepClock | None = None,
+) -> PeerStore:
     """What reads blocks of other engines. If the options say so, other engines can read the blocks of this rank, too,
     until it is closed. clock: of this rank, if so. All ranks must call it together. Raises ConfigError."""
     options, path, rank = config.cache.transfer, config.cluster.cluster_secret_file, mesh.replica.rank
@@ -33,8 +38,10 @@ def rank_store(
     secret, transports = ClusterSecret.read(path).secret, CONNECTORS[options.kv_connector] or TRANSPORTS
     nixl = NixlMemory.make(memory.blocks) if "nixl" in transports else None
     if transports == ("nixl",) and nixl is None:
-        raise ConfigError(f"kv_transfer_config: kv_connector={options.kv_connector!r} needs NIXL, which is not "
-                          "installed or cannot be used here: pip install nixl, or use QuireConnector")  # fmt: skip
+        raise ConfigError(
+            f"kv_transfer_config: kv_connector={options.kv_connector!r} needs NIXL, which is not "
+            "installed or cannot be used here: pip install nixl, or use QuireConnector"
+        )
     mixers = describe(directory, config.model).spec.mixers
     layout = rank_layout(mixers, mesh.tp, size.specs, backends, size.rank_bytes[mesh.replica.rank])
     name = f"{mesh.replica.minimum(secrets.randbits(62)):016x}"  # the ranks agree on one
@@ -43,10 +50,19 @@ def rank_store(
         port = options.kv_port + 1 + rank
         try:
             server = BlockServer(
-                Rows.of(memory.blocks), layout, secret, options.kv_ip, port, name=name, handle=memory.handle,
-                nixl=None if nixl is None else nixl.describe(), clock=clock,
-            )  # fmt: skip
+                Rows.of(memory.blocks),
+                layout,
+                secret,
+                options.kv_ip,
+                port,
+                name=name,
+                handle=memory.handle,
+                nixl=None if nixl is None else nixl.describe(),
+                clock=clock,
+            )
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"kv_transfer_config: rank {rank} cannot listen at kv_ip={options.kv_ip}, port {port} "
-                              f"(kv_port + 1 + {rank}): {error_text(error)}") from error  # fmt: skip
+            raise ConfigError(
+                f"kv_transfer_config: rank {rank} cannot listen at kv_ip={options.kv_ip}, port {port} "
+                f"(kv_port + 1 + {rank}): {error_text(error)}"
+            ) from error
     return PeerStore(layout, rank, secret, transports=transports, streams=options.streams, nixl=nixl, server=server)

@@ -43,10 +43,21 @@ class BlockServer:
     """
 
     def __init__(
-        self, rows: Rows, layout: RankLayout, secret: bytes, host: str, port: int, *, name: str = "",
-        handle: int | None = None, nixl: NixlAddress | None = None, clock: StepClock | None = None,
-        most_connections: int = 128, handshake: float = wire.HANDSHAKE_SECONDS, timeout: float = wire.TIMEOUT_SECONDS,
-    ) -> None:  # fmt: skip
+        self,
+        rows: Rows,
+        layout: RankLayout,
+        secret: bytes,
+        host: str,
+        port: int,
+        *,
+        name: str = "",
+        handle: int | None = None,
+        nixl: NixlAddress | None = None,
+        clock: StepClock | None = None,
+        most_connections: int = 128,
+        handshake: float = wire.HANDSHAKE_SECONDS,
+        timeout: float = wire.TIMEOUT_SECONDS,
+    ) -> None:
         """name: of the engine. handle: of the file in memory in which the blocks lie, if they do (see KVMemory).
         clock: of this rank; None if all that is asked for has been computed. Raises OSError if the port cannot be
         used."""

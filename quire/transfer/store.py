@@ -37,10 +37,18 @@ class PeerStore(Store):
     load_threads = 16  # most of which wait for steps of peers
 
     def __init__(
-        self, layout: RankLayout, rank: int, secret: bytes, *, transports: Sequence[str] = (), streams: int = 2,
-        nixl: NixlMemory | None = None, server: BlockServer | None = None, timeout: float = wire.TIMEOUT_SECONDS,
+        self,
+        layout: RankLayout,
+        rank: int,
+        secret: bytes,
+        *,
+        transports: Sequence[str] = (),
+        streams: int = 2,
+        nixl: NixlMemory | None = None,
+        server: BlockServer | None = None,
+        timeout: float = wire.TIMEOUT_SECONDS,
         idle: float = IDLE_SECONDS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """layout, rank: of this rank. streams: connections to each rank. server: closed with this store."""
         self._layout, self._rank, self._secret, self._streams = layout, rank, secret, streams
         self._transports, self._nixl, self.server = tuple(transports) or TRANSPORTS, nixl, server
@@ -67,8 +75,12 @@ class PeerStore(Store):
                 if time.monotonic() >= link.rest_until and not self._closed.is_set():
                     return self._load(link, peer, rows, order)
         except Exception as error:
-            logger.warning("KV blocks of the engine at %s, ports %s, cannot be read, and are computed: %s", peer.host,
-                           ", ".join(map(str, peer.ports)), error_text(error))  # fmt: skip
+            logger.warning(
+                "KV blocks of the engine at %s, ports %s, cannot be read, and are computed: %s",
+                peer.host,
+                ", ".join(map(str, peer.ports)),
+                error_text(error),
+            )
         finally:
             with self._lock:
                 link.users -= 1
@@ -170,8 +182,9 @@ class PeerStore(Store):
                     reached[number] = link.wait(number, order.step, parts[0].stop)
                     if reached[number] == NOT_RUN:
                         return False
-            behind = (any(order.step and reached.get(number, 0) < part.stop for number in link.ranks(part))
-                      for part in parts)  # fmt: skip
+            behind = (
+                any(order.step and reached.get(number, 0) < part.stop for number in link.ranks(part)) for part in parts
+            )
             count = next((place for place, is_behind in enumerate(behind) if is_behind), len(parts))
             self._read_layers(link, rows, order, range(parts[0].start, parts[count - 1].stop))
             parts = parts[count:]

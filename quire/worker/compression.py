@@ -210,7 +210,7 @@ class CompressingStaging(Staging):
 
     def __init__(
         self, device: Device, batch: InputBatch, kernels: Kernels, most_tokens: int, rows: CompressedRows
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(device, batch, kernels, most_tokens)
         self.rows = rows
         rows.tables = self.state.block_tables

@@ -24,19 +24,27 @@ def check_context(shapes: Sequence[Shape], options: ParallelConfig) -> None:
     """Raises ConfigError if the options cannot divide the contexts of a model with caches of these shapes."""
     dcp, tp = options.decode_context_parallel_size, options.tensor_parallel_size
     if dcp * options.prefill_context_parallel_size > 1 and not shapes:
-        raise ConfigError("decode_context_parallel_size and prefill_context_parallel_size need a model with a KV "
-                          "cache; leave them out")  # fmt: skip
+        raise ConfigError(
+            "decode_context_parallel_size and prefill_context_parallel_size need a model with a KV "
+            "cache; leave them out"
+        )
     for shape in shapes if dcp * options.prefill_context_parallel_size > 1 else ():
         if isinstance(shape, StateShape):
-            raise ConfigError("decode_context_parallel_size and prefill_context_parallel_size divide the keys of a "
-                              "text, but a recurrent layer has none; leave them out")  # fmt: skip
+            raise ConfigError(
+                "decode_context_parallel_size and prefill_context_parallel_size divide the keys of a "
+                "text, but a recurrent layer has none; leave them out"
+            )
         if shape.indexer is not None:
-            raise ConfigError("decode_context_parallel_size and prefill_context_parallel_size cannot divide the "
-                              "contexts of a model with sparse attention; leave them out")  # fmt: skip
+            raise ConfigError(
+                "decode_context_parallel_size and prefill_context_parallel_size cannot divide the "
+                "contexts of a model with sparse attention; leave them out"
+            )
         if shape.holders % dcp:
-            raise ConfigError(f"decode_context_parallel_size={dcp} must divide the number of ranks that have the same "
-                              f"KV heads and equally many query heads, which is {shape.holders} with "
-                              f"tensor_parallel_size={tp}; change one of the two")  # fmt: skip
+            raise ConfigError(
+                f"decode_context_parallel_size={dcp} must divide the number of ranks that have the same "
+                f"KV heads and equally many query heads, which is {shape.holders} with "
+                f"tensor_parallel_size={tp}; change one of the two"
+            )
 
 
 def choose_context(mesh: Mesh, shapes: Sequence[Shape]) -> type[ContextAttention] | None:

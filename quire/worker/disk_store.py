@@ -39,7 +39,7 @@ class DiskStore(Store):
 
     def __init__(
         self, folder: Path, limit: int | None, block_bytes: int, rank: int, ranks: int, ranks_here: int, deletes: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         """limit: bytes of all files in the folder. ranks_here: the ranks on this machine. deletes: whether this rank
         deletes old files for all of them. Raises OSError if the folder cannot be used."""
         self._folder, self._limit, self._deletes = folder, limit, deletes and limit is not None
@@ -64,8 +64,12 @@ class DiskStore(Store):
             except OSError as error:
                 failed.append(index)
                 self._may_save_at = time.monotonic() + _REST_SECONDS
-                logger.error("KV blocks cannot be saved to %s: %s; trying again in %.0f s",
-                             self._folder, error_text(error), _REST_SECONDS)  # fmt: skip
+                logger.error(
+                    "KV blocks cannot be saved to %s: %s; trying again in %.0f s",
+                    self._folder,
+                    error_text(error),
+                    _REST_SECONDS,
+                )
         return failed
 
     def load(self, rows: Rows, order: Transfer) -> list[int]:

@@ -62,8 +62,10 @@ class ExpertBalancer:
         if self.options.log_balancedness and group.rank == 0:
             logger.info(
                 "Experts: %d layers move some; the mean load of a rank is %.2f of the largest, and will be %.2f",
-                len(self._planned), _balance(before), _balance(after),
-            )  # fmt: skip
+                len(self._planned),
+                _balance(before),
+                _balance(after),
+            )
 
     def _move(self, layer: MoE, slots: list[int]) -> None:
         """Copy experts so that each slot has the given one. Slots are numbered over the ranks."""

@@ -84,9 +84,15 @@ class InputBatch:
     """The requests that have a row, as the worker knows them. SchedulerOutput and the sampled tokens update it."""
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, kv_specs: Sequence[KVCacheSpec], vocab_size: int,
-        takes_adapters: bool = False, has_sections: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        kv_specs: Sequence[KVCacheSpec],
+        vocab_size: int,
+        takes_adapters: bool = False,
+        has_sections: bool = False,
+    ) -> None:
         """kv_specs: one for each KV group. takes_adapters: whether requests may have low-rank adapters. has_sections:
         see DecoderSpec."""
         rows, self.takes_adapters, self.has_sections = max_num_seqs, takes_adapters, has_sections
@@ -187,15 +193,21 @@ class InputBatch:
         # A request samples after its last tokens.
         place_tokens = np.repeat(query_start_loc[1:] - place_start_loc[1:], num_places) + np.arange(place_start_loc[-1])
         return FlatBatch(
-            rows=rows, token_rows=spans.token_rows, positions=positions, query_start_loc=query_start_loc,
-            seq_lens=seq_lens.astype(np.int32), num_places=num_places, place_start_loc=place_start_loc,
-            place_rows=spans.token_rows[place_tokens], place_tokens=place_tokens,
+            rows=rows,
+            token_rows=spans.token_rows,
+            positions=positions,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens.astype(np.int32),
+            num_places=num_places,
+            place_start_loc=place_start_loc,
+            place_rows=spans.token_rows[place_tokens],
+            place_tokens=place_tokens,
             place_positions=positions[place_tokens],
             tokens_per_request=tokens_per_request if (counts == tokens_per_request).all() else 0,
             has_drafts=bool(step.num_draft_tokens),
             adapted=self.takes_adapters and bool((self.adapters[rows] >= 0).any()),
             extra_inputs={"adapters": self.adapters[spans.token_rows]} if self.takes_adapters else {},
-        )  # fmt: skip
+        )
 
     def gather(self, flat: FlatBatch) -> dict[str, Array]:
         """The inputs that depend on tokens and block tables. On a device that works late, the op flat_batch makes them.

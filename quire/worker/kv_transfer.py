@@ -171,8 +171,9 @@ class KVTransfers:
             (number, is_load): ThreadPoolExecutor(
                 store.load_threads if is_load else 1, f"quire-kv-{'load' if is_load else 'save'}-{number}"
             )
-            for number, store in enumerate(stores) for is_load in (False, True)
-        }  # fmt: skip
+            for number, store in enumerate(stores)
+            for is_load in (False, True)
+        }
 
     def submit(self, order: Transfer) -> Future[list[int]]:
         """Start a transfer. The result has the indices of the blocks that could not be copied."""

@@ -40,9 +40,7 @@ class Work:
 def work_of(spec: DecoderSpec, config: Mapping[str, Any], quantization: str | None, directory: Path) -> Work:
     """config: the checkpoint's config.json. directory: of the checkpoint, or its GGUF file."""
     counted = parameters_of(spec)
-    return Work(
-        _kind(config, quantization, directory), counted.rest + counted.chosen, counted.output, spec.num_layers
-    )  # fmt: skip
+    return Work(_kind(config, quantization, directory), counted.rest + counted.chosen, counted.output, spec.num_layers)
 
 
 def _kind(config: Mapping[str, Any], quantization: str | None, directory: Path) -> str:

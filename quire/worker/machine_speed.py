@@ -74,9 +74,14 @@ class Measurement:
     """Takes one sample at a time, so that its caller can do something else between two."""
 
     def __init__(
-        self, threads: int, kinds: tuple[str, ...], probe: Probe, seconds: float = SECONDS,
-        clock: Callable[[], float] = time.perf_counter, compiled: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        threads: int,
+        kinds: tuple[str, ...],
+        probe: Probe,
+        seconds: float = SECONDS,
+        clock: Callable[[], float] = time.perf_counter,
+        compiled: bool = True,
+    ) -> None:
         """probe: takes a sample. seconds: in which samples are taken, all together. compiled: whether the kernels
         are."""
         self._compiled = compiled

@@ -89,8 +89,10 @@ class MediaInputs:
                 if place.crossed and start == 0:
                     self._store(row, place)
                 for begin, count in place.spans:
-                    lowest, highest = (min(max(start - place.start - begin, 0), count),
-                                       min(max(end - place.start - begin, 0), count))  # fmt: skip
+                    lowest, highest = (
+                        min(max(start - place.start - begin, 0), count),
+                        min(max(end - place.start - begin, 0), count),
+                    )
                     if lowest == highest:
                         continue
                     skipped = sum(c for b, c in place.spans if b < begin)
@@ -140,8 +142,10 @@ class MediaInputs:
         else:
             embeds = self.tower(item.modality, tensors)
         if len(embeds) != item.place.num_embeds or embeds.shape[1] % self.hidden_size:
-            raise ValueError(f"the {item.modality} has embeddings of shape {list(embeds.shape)}, but "
-                             f"[{item.place.num_embeds}, {self.hidden_size}] was expected")  # fmt: skip
+            raise ValueError(
+                f"the {item.modality} has embeddings of shape {list(embeds.shape)}, but "
+                f"[{item.place.num_embeds}, {self.hidden_size}] was expected"
+            )
         return embeds
 
 

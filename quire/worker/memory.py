@@ -26,9 +26,11 @@ def budget(config: EngineConfig, device: torch.device, ranks: int = 1) -> int:
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # left by an earlier engine
     share = config.cache.gpu_memory_utilization
     if free < share * total:
-        raise ConfigError(f"gpu_memory_utilization={share} asks for {_gib(share * total)} of the GPU's {_gib(total)}, "
-                          f"but only {_gib(free)} are free; lower gpu_memory_utilization, or end the other processes "
-                          "on this GPU")  # fmt: skip
+        raise ConfigError(
+            f"gpu_memory_utilization={share} asks for {_gib(share * total)} of the GPU's {_gib(total)}, "
+            f"but only {_gib(free)} are free; lower gpu_memory_utilization, or end the other processes "
+            "on this GPU"
+        )
     return (int(share * total) - (total - free)) // ranks
 
 
@@ -39,8 +41,9 @@ def explained(what: str, device: torch.device) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         _, total = torch.cuda.mem_get_info(device)
-        raise ConfigError(f"{what} do not fit into the GPU's {_gib(total)}; take a smaller model, or "
-                          "quantization=int8 or int4") from error  # fmt: skip
+        raise ConfigError(
+            f"{what} do not fit into the GPU's {_gib(total)}; take a smaller model, or quantization=int8 or int4"
+        ) from error
 
 
 def left_by_a_step(runner: Runner[Any], budget: int, tokens: int, encoders: EncoderLimits) -> int:
@@ -62,9 +65,11 @@ def left_by_a_step(runner: Runner[Any], budget: int, tokens: int, encoders: Enco
     torch.cuda.empty_cache()
     left = budget - before - int(step * (1 + _CAPTURED_SHARE)) - embeddings
     if left <= 0:
-        raise ConfigError(f"nothing is left for the KV cache: of {_gib(budget)}, the weights take {_gib(before)} and a "
-                          f"step of {tokens} tokens {_gib(step)}{_of_encoder(embeddings)}; raise "
-                          "gpu_memory_utilization, lower max_num_batched_tokens, or quantize")  # fmt: skip
+        raise ConfigError(
+            f"nothing is left for the KV cache: of {_gib(budget)}, the weights take {_gib(before)} and a "
+            f"step of {tokens} tokens {_gib(step)}{_of_encoder(embeddings)}; raise "
+            "gpu_memory_utilization, lower max_num_batched_tokens, or quantize"
+        )
     return left
 
 
@@ -84,8 +89,10 @@ def num_blocks(config: EngineConfig, free: int, block_bytes: int, useful: int, d
         share = FREE_SHARE if device.type == "cpu" else 1.0
         return max(1, min(int(free * share) // block_bytes, useful))
     if count * block_bytes > free:
-        raise ConfigError(f"{name} asks for a KV cache of {_gib(count * block_bytes)}, but only {_gib(free)} of memory "
-                          f"are free; lower {name}")  # fmt: skip
+        raise ConfigError(
+            f"{name} asks for a KV cache of {_gib(count * block_bytes)}, but only {_gib(free)} of memory "
+            f"are free; lower {name}"
+        )
     return max(1, count)  # at least the null block; the scheduler's error says how many blocks are missing
 
 

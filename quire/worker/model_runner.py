@@ -161,9 +161,15 @@ class ModelRunner(Runner[_Launched]):
                 places = pick(torch.stack((positions, on_device["place_rows"]), 1), batch.random)
                 batch.output_positions = places[:, 0] + 1 - self.staging.state.num_prompt[places[:, 1]]
         return _Launched(
-            step, flat, logits, batch, on_device["place_rows"], positions, on_device if flat.has_drafts else None,
+            step,
+            flat,
+            logits,
+            batch,
+            on_device["place_rows"],
+            positions,
+            on_device if flat.has_drafts else None,
             drafting,
-        )  # fmt: skip
+        )
 
     def results_of(self, launched: _Launched) -> Sequence[Tensor]:
         return torch.split(launched.logits, np.diff(launched.flat.place_start_loc).tolist())

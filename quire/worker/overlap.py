@@ -28,9 +28,14 @@ class OverlappedForward(Forward):
     """
 
     def __init__(
-        self, model: Model, backends: Sequence[CacheBackend], pipe: Pipe | None, halves: Halves,
-        group: Communicator, options: ParallelConfig,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        backends: Sequence[CacheBackend],
+        pipe: Pipe | None,
+        halves: Halves,
+        group: Communicator,
+        options: ParallelConfig,
+    ) -> None:
         """halves: the turns of the model's layers. group: the ranks that exchange tokens, which divide the same
         steps."""
         super().__init__(model, backends, pipe)
@@ -57,7 +62,12 @@ def _part(inputs: StepInputs, part: slice) -> StepInputs:
     bounds, tokens = inputs.query_start_loc, part.stop - part.start
     behind = (bounds[1:] - part.stop).clamp(min=0).minimum(bounds.diff())  # [requests]: tokens that come later
     return replace(
-        inputs, size=StepSize(tokens, inputs.size.requests, inputs.size.tokens_per_request), longest_prompt=0,
-        input_ids=inputs.input_ids[part], positions=inputs.positions[part], slot_mapping=inputs.slot_mapping[:, part],
-        query_start_loc=(bounds - part.start).clamp(0, tokens), seq_lens=inputs.seq_lens - behind,
-    )  # fmt: skip
+        inputs,
+        size=StepSize(tokens, inputs.size.requests, inputs.size.tokens_per_request),
+        longest_prompt=0,
+        input_ids=inputs.input_ids[part],
+        positions=inputs.positions[part],
+        slot_mapping=inputs.slot_mapping[:, part],
+        query_start_loc=(bounds - part.start).clamp(0, tokens),
+        seq_lens=inputs.seq_lens - behind,
+    )

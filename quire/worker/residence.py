@@ -78,9 +78,13 @@ class Residence:
     """
 
     def __init__(
-        self, model: Model, config: EngineConfig, directory: Path,
-        load: Callable[[Path | Checkpoint | None], Model], rank: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        config: EngineConfig,
+        directory: Path,
+        load: Callable[[Path | Checkpoint | None], Model],
+        rank: int = 0,
+    ) -> None:
         self._model, self._config, self._directory, self._load = model, config, directory, load
         self._weights = list(_tensors(model, set()))
         lasting.seal()  # a drafter's weights stay when these are given back
@@ -130,8 +134,9 @@ class Residence:
 
     def _sleep(self, level: int) -> None:
         if level == 2 and self._config.parallel.enable_eplb:
-            raise ValueError("weights cannot be dropped in an engine with enable_eplb, which has moved experts; sleep "
-                             "at level 1")  # fmt: skip
+            raise ValueError(
+                "weights cannot be dropped in an engine with enable_eplb, which has moved experts; sleep at level 1"
+            )
         for storage in self._storages() if level > self._level else ():
             self._store.release(storage, keep=level == 1)
         for storage in self._cache if self._has_cache else ():
@@ -189,8 +194,10 @@ class Residence:
             made.dtype is old.dtype or torch.equal(made.to(old.dtype).to(made.dtype), made)
             for old, made in zip(self._weights, new, strict=True)
         ):
-            raise ValueError("the new weights are quantized in another way than those in use, such as with zero points "
-                             "or with finer scales; start an engine with them")  # fmt: skip
+            raise ValueError(
+                "the new weights are quantized in another way than those in use, such as with zero points "
+                "or with finer scales; start an engine with them"
+            )
 
     def _check_replaceable(self) -> None:
         """Raises ValueError if the weights cannot be replaced."""

@@ -85,9 +85,14 @@ class Staging:
             getattr(inputs, name).copy_(tensors[name])
         rows = tensors["rows"]
         self.kernels.flat_batch(
-            state.token_ids, state.num_computed, state.block_tables, rows, inputs.query_start_loc,
-            self.batch.block_size, *(getattr(inputs, name) for name in MADE_ON_DEVICE),
-        )  # fmt: skip
+            state.token_ids,
+            state.num_computed,
+            state.block_tables,
+            rows,
+            inputs.query_start_loc,
+            self.batch.block_size,
+            *(getattr(inputs, name) for name in MADE_ON_DEVICE),
+        )
         state.num_computed.index_add_(0, rows, tensors["counts"])
         torch.index_select(state.block_tables, 1, rows, out=inputs.block_tables)
         return inputs, {name: tensors[name] for name in extra}

@@ -43,8 +43,9 @@ class DeviceState(BatchState):
             columns = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
             token_rows = np.repeat(rows, counts)
             arrays["new_rows"] = rows
-            arrays["new_counters"] = np.stack([counts, [new.num_computed_tokens for new in step.new_requests],
-                                               batch.num_prompt[rows]])  # fmt: skip
+            arrays["new_counters"] = np.stack(
+                [counts, [new.num_computed_tokens for new in step.new_requests], batch.num_prompt[rows]]
+            )
             arrays["new_token_cells"] = token_rows * batch.token_ids.shape[1] + columns
             arrays["new_token_ids"] = batch.token_ids[token_rows, columns]
         known = step.known_tokens

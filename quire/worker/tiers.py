@@ -19,9 +19,14 @@ _PAGE_BYTES = 4096  # of memory, at least
 
 
 def kv_transfers(
-    config: EngineConfig, directory: Path, size: KVCacheSize, memory: KVMemory, backends: Sequence[CacheBackend],
-    mesh: Mesh, clock: StepClock | None,
-) -> KVTransfers | None:  # fmt: skip
+    config: EngineConfig,
+    directory: Path,
+    size: KVCacheSize,
+    memory: KVMemory,
+    backends: Sequence[CacheBackend],
+    mesh: Mesh,
+    clock: StepClock | None,
+) -> KVTransfers | None:
     """What copies this rank's blocks to the tiers of the options and back, the blocks of other engines being the last
     tier; None if there are none. clock: of this rank, if other engines read its blocks. Raises ConfigError."""
     options, rank, ranks = config.cache, mesh.replica.rank, mesh.replica.size
@@ -29,8 +34,10 @@ def kv_transfers(
     if options.kv_offloading_bytes:
         num_slots = memory_slots(options.kv_offloading_bytes, size.rank_bytes)
         if not num_slots:
-            raise ConfigError(f"kv_offloading_size={options.kv_offloading_size} GiB has no room for a block of "
-                              f"{sum(size.rank_bytes):,} bytes; raise it")  # fmt: skip
+            raise ConfigError(
+                f"kv_offloading_size={options.kv_offloading_size} GiB has no room for a block of "
+                f"{sum(size.rank_bytes):,} bytes; raise it"
+            )
         kept = os.environ.get(MEMORY_VARIABLE)
         store = MemoryStore(num_slots, size.rank_bytes, rank, Path(kept) if kept else None)
         if options.kv_cache_pretouch:
@@ -43,8 +50,17 @@ def kv_transfers(
         first = mesh.machine is None or mesh.rank == min(mesh.machine)
         try:
             prepare_folder(folder)
-            stores.append(DiskStore(folder, options.kv_offloading_disk_size, size.rank_bytes[rank], rank, ranks,
-                                    mesh.ranks_on_machine, deletes=first))  # fmt: skip
+            stores.append(
+                DiskStore(
+                    folder,
+                    options.kv_offloading_disk_size,
+                    size.rank_bytes[rank],
+                    rank,
+                    ranks,
+                    mesh.ranks_on_machine,
+                    deletes=first,
+                )
+            )
         except OSError as error:
             raise ConfigError(f"kv_offloading_path={options.kv_offloading_path!r}: {error_text(error)}") from error
     if (transfer := config.cache.transfer) is not None and size.specs:
@@ -52,8 +68,9 @@ def kv_transfers(
         try:
             ranks_of_others = importlib.import_module(name)
         except ImportError as error:
-            raise ConfigError(f"kv_transfer_config: kv_connector_module_path: {name} cannot be imported: "
-                              f"{error_text(error)}") from error  # fmt: skip
+            raise ConfigError(
+                f"kv_transfer_config: kv_connector_module_path: {name} cannot be imported: {error_text(error)}"
+            ) from error
         stores.append(ranks_of_others.rank_store(config, directory, memory, size, backends, mesh, clock))
     if not stores:
         return None

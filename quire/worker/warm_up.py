@@ -84,7 +84,7 @@ def _steps(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator
 
 def _compressed(
     rows: CompressedRows, most_requests: int, max_model_len: int, most_tokens: int
-) -> Iterator[SchedulerOutput]:  # fmt: skip
+) -> Iterator[SchedulerOutput]:
     """A prompt that is compressed, then tokens behind compressed prompts, alone and beside other prompts."""
     length = 2 * rows.block_size + rows.eviction.options.window
     if length > min(max_model_len, most_tokens):

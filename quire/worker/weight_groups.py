@@ -134,11 +134,14 @@ def _check_place(order: JoinGroup) -> None:
         ("master_address", _is_address(order.master_address), "an IP address or localhost"),
         ("master_port", 0 < order.master_port < 65536, "between 1 and 65535"),
         ("rank_offset", order.rank_offset > 0, "at least 1, since rank 0 is the trainer"),
-        ("world_size", order.world_size >= least,
-         f"at least {least}, since {order.ranks} ranks begin at {order.rank_offset}"),
+        (
+            "world_size",
+            order.world_size >= least,
+            f"at least {least}, since {order.ranks} ranks begin at {order.rank_offset}",
+        ),
         ("backend", order.backend in (None, "gloo", "nccl"), "gloo or nccl"),
         ("timeout", 0 < order.timeout <= 3600, "more than 0 and at most 3600 seconds"),
-    ):  # fmt: skip
+    ):
         if not fits:
             raise ValueError(f"{field} should be {wanted}, got {str(getattr(order, field))[:200]!r}")
 

@@ -75,8 +75,10 @@ class Worker:
         device, started, pools = self.device.torch_device, time.perf_counter(), config.model.runner == "pooling"
         sharing = mesh.ranks_on_device(device.type)
         if device.type == "cuda" and sharing > 1 and mesh.cp.size * mesh.dcp.size > 1:
-            raise ConfigError("decode_context_parallel_size and prefill_context_parallel_size need a GPU for each "
-                              f"rank, but {sharing} ranks share one; lower them, or use device=cpu")  # fmt: skip
+            raise ConfigError(
+                "decode_context_parallel_size and prefill_context_parallel_size need a GPU for each "
+                f"rank, but {sharing} ranks share one; lower them, or use device=cpu"
+            )
         if device.type == "cuda" and sharing > 1 and mesh.rank == 0:
             logger.warning(
                 "%d ranks share a GPU: they exchange tensors through the host, without CUDA graphs; give each its own",
@@ -98,9 +100,7 @@ class Worker:
             if speculation is not None and speculation.on_device and model.stage.has_head:
                 from quire.worker.drafters.load import DrafterParts
 
-                self.drafter = DrafterParts(
-                    speculation, config, directory, model, max_model_len, group, backends_of
-                )  # fmt: skip
+                self.drafter = DrafterParts(speculation, config, directory, model, max_model_len, group, backends_of)
         self.model, dtype = model, model.kernels.target.dtype
         is_only_rank = mesh.size == 1
         self.backends = backends_of(model)
@@ -114,10 +114,15 @@ class Worker:
             ranks = f" on the first of {replica.size} ranks" if replica.size > 1 else ""
             logger.info(
                 "Model %s loaded%s in %.1f s: %s parameters, %s, %.2f GiB in memory%s, attention backend %s",
-                config.model.model or "quire-demo (bundled)", name, seconds, _count(num_parameters),
-                str(dtype).removeprefix("torch."), memory.weights_in_memory(model) / 2**30, ranks,
+                config.model.model or "quire-demo (bundled)",
+                name,
+                seconds,
+                _count(num_parameters),
+                str(dtype).removeprefix("torch."),
+                memory.weights_in_memory(model) / 2**30,
+                ranks,
                 ", ".join(dict.fromkeys(backend.name for backend in chosen)) or "none",
-            )  # fmt: skip
+            )
             if speculation is not None and speculation.on_device:
                 logger.info(
                     "Drafts are made by %s (%s)", speculation.model or "the model's own head", speculation.method
@@ -212,9 +217,15 @@ class Worker:
             self.residence.change(change)
 
     def _model_runner(
-        self, config: EngineConfig, model: Model, batch: InputBatch, staging: Staging, forward: Forward,
-        is_only_rank: bool, most_tokens: int,
-    ) -> ModelRunner:  # fmt: skip
+        self,
+        config: EngineConfig,
+        model: Model,
+        batch: InputBatch,
+        staging: Staging,
+        forward: Forward,
+        is_only_rank: bool,
+        most_tokens: int,
+    ) -> ModelRunner:
         sampler = Sampler(model.kernels, config, self.device.torch_device, model.output_rules)
         drafter = None
         if self.drafter is not None:
@@ -222,8 +233,10 @@ class Worker:
             forward.taps = dict(drafter.taps)
             if any(layer + 1 < model.stage.layers.start for layer in drafter.taps):
                 method = self.drafter.options.method
-                raise ConfigError(f"speculative_config: {method} reads layers that are in other stages; lower "
-                                  "pipeline_parallel_size, or give pipeline_layers")  # fmt: skip
+                raise ConfigError(
+                    f"speculative_config: {method} reads layers that are in other stages; lower "
+                    "pipeline_parallel_size, or give pipeline_layers"
+                )
         runner = ModelRunner(model, batch, staging, forward, sampler, is_only_rank, drafter)
         is_async = config.scheduler.async_scheduling
         is_async = self.device.torch_device.type == "cuda" if is_async is None else is_async
@@ -248,9 +261,8 @@ class Worker:
 
 
 def _forward(
-    config: EngineConfig, model: Model, backends: list[CacheBackend], staging: Staging, mesh: Mesh,
-    pipe: Pipe | None,
-) -> Forward:  # fmt: skip
+    config: EngineConfig, model: Model, backends: list[CacheBackend], staging: Staging, mesh: Mesh, pipe: Pipe | None
+) -> Forward:
     """The forward for the device and the options. It is eager if what the ranks exchange cannot be captured, and for
     models that pool: steps of whole texts are long, and hardly two have the same size."""
     if isinstance(staging, CompressingStaging):
@@ -277,9 +289,7 @@ def _forward(
     return CapturedForward(model, backends, staging, most_tokens, 1 + drafts, mesh.tp.size == 1, pipe, config.kernels)
 
 
-def _backends(
-    config: EngineConfig, block_size: int, kernels: Kernels, mesh: Mesh, model: Cached
-) -> list[CacheBackend]:  # fmt: skip
+def _backends(config: EngineConfig, block_size: int, kernels: Kernels, mesh: Mesh, model: Cached) -> list[CacheBackend]:
     """The backend of each KV group. Groups of the same shape share one."""
     target, speculation = kernels.target, config.scheduler.speculation
     choose = partial(choose_backend, pinned=config.kernels.attention_backend)
@@ -292,9 +302,16 @@ def _backends(
             by_shape[cache] = StateBackend(cache, block_size, drafts, "triton" in kernels.chosen["scan"])
         elif cache not in by_shape:
             shape = AttentionShape(
-                cache.num_heads, cache.num_kv_heads, cache.head_dim, block_size, target.dtype, target.device,
-                cache.value_dim, _cell(config, cache), target.batch_invariant,
-            )  # fmt: skip
+                cache.num_heads,
+                cache.num_kv_heads,
+                cache.head_dim,
+                block_size,
+                target.dtype,
+                target.device,
+                cache.value_dim,
+                _cell(config, cache),
+                target.batch_invariant,
+            )
             if (indexer := cache.indexer) is not None:
                 by_shape[cache] = SparseAttention(shape, indexer.top_k, indexer.head_dim, choose)
                 continue

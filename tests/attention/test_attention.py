@@ -114,9 +114,15 @@ class World:
         uniform = counts.pop() if len(counts) == 1 else 0
         return StepLayout(starts, lengths, torch.cat(slots), self.table, tokens_per_request=uniform)
 
-    def check(self, window: int | None = None, scale: float | None = None, tolerance: float | None = None,
-              soft_cap: float | None = None, sinks: Tensor | None = None,
-              bias: Tensor | None = None) -> None:  # fmt: skip
+    def check(
+        self,
+        window: int | None = None,
+        scale: float | None = None,
+        tolerance: float | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
         s = self.backend.shape
         scale = scale or s.head_dim**-0.5
         plan, q = self.backend.plan(self.layout(self.requests)), torch.cat(self.q)
@@ -134,8 +140,16 @@ class World:
         assert blocks_of(self.backend, self.cache)[:, ::2].eq(255).all(), "other layers' entries are untouched"
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, soft_cap: float | None,
-          sinks: Tensor | None, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention over one request's tokens in float64. Without caps, sinks and biases it is torch's own."""
     length, new, group = len(k), len(q), q.shape[1] // k.shape[1]
     position, key = torch.arange(length - new, length)[:, None], torch.arange(length)[None, :]

@@ -82,9 +82,12 @@ class Sequences:
     """Sequences whose keys and values are stored in scattered blocks; the first one is looked at."""
 
     def __init__(
-        self, case: Case, lengths: Sequence[int], backend: type[AttentionBackend] = CpuAttention,
+        self,
+        case: Case,
+        lengths: Sequence[int],
+        backend: type[AttentionBackend] = CpuAttention,
         device: torch.device = CPU,
-    ) -> None:  # fmt: skip
+    ) -> None:
         shape = AttentionShape(
             case.heads, case.kv_heads, case.dim, BLOCK, case.dtype, device, case.value_dim, case.cell, True
         )
@@ -119,9 +122,15 @@ class Sequences:
         case = self.case
         q = torch.cat([self.q[r][start:stop] for r, start, stop in parts])
         out, lse = self.backend.attend(
-            q, self.cache, self.backend.plan(self.layout(parts)), scale=case.dim**-0.5, window=case.window,
-            soft_cap=case.soft_cap, sinks=self.sinks, bias=self.bias,
-        )  # fmt: skip
+            q,
+            self.cache,
+            self.backend.plan(self.layout(parts)),
+            scale=case.dim**-0.5,
+            window=case.window,
+            soft_cap=case.soft_cap,
+            sinks=self.sinks,
+            bias=self.bias,
+        )
         sizes = [stop - start for _, start, stop in parts]
         return list(zip(out.split(sizes), lse.split(sizes), strict=True))
 

@@ -73,9 +73,13 @@ def test_each_head_sees_the_keys_of_its_own_slices(backend: AttentionBackend, co
     tokens, group = sum(counts), HEADS // KV_HEADS
     per_request = counts[0] if len(set(counts)) == 1 else 0
     layout = StepLayout(
-        starts, torch.full((3,), 40).int(), torch.full((tokens,), -1), torch.zeros(3, 3).int(),
-        tokens_per_request=per_request, by_head=HeadLayout([], tables, lengths),
-    )  # fmt: skip
+        starts,
+        torch.full((3,), 40).int(),
+        torch.full((tokens,), -1),
+        torch.zeros(3, 3).int(),
+        tokens_per_request=per_request,
+        by_head=HeadLayout([], tables, lengths),
+    )
     plan = wrapped.plan(layout)
     q = torch.randn(tokens, HEADS, DIM).to(backend.shape.dtype)
     slices_k, slices_v = (x.view(LAYERS, KV_HEADS, BLOCKS, BLOCK, DIM).float() for x in (k, v))

@@ -24,9 +24,11 @@ def numbers_of(cell: torch.dtype) -> Tensor:
 def one_request(backend: AttentionBackend, tokens: int) -> StepLayout:
     blocks = -(-tokens // backend.shape.block_size)
     return StepLayout(
-        torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32), torch.arange(tokens),
+        torch.tensor([0, tokens], dtype=torch.int32),
+        torch.tensor([tokens], dtype=torch.int32),
+        torch.arange(tokens),
         torch.arange(blocks, dtype=torch.int32)[None],
-    )  # fmt: skip
+    )
 
 
 def stored(backend: AttentionBackend, cache: Tensor, tokens: int) -> Tensor:

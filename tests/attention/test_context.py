@@ -31,8 +31,9 @@ COMBINES = ["context parallelism × sliding window, sinks, soft caps and ALiBi, 
 class Divided:
     """The same step as that of a World, on cp * dcp ranks."""
 
-    def __init__(self, kind: type[ContextAttention], inner: type[AttentionBackend], world: World, cp: int, dcp: int,
-                 block: int) -> None:  # fmt: skip
+    def __init__(
+        self, kind: type[ContextAttention], inner: type[AttentionBackend], world: World, cp: int, dcp: int, block: int
+    ) -> None:
         shape = world.backend.shape
         if reason := inner.unsupported(replace(shape, block_size=block)):
             pytest.skip(reason)
@@ -53,8 +54,10 @@ class Divided:
         it has computed, their results, and the keys that its queries saw."""
         world = self.world
         positions = np.concatenate([np.arange(start, start + count) for start, count in parts])
-        of_step = [torch.cat([x[start : start + count] for x, (start, count) in zip(xs, parts, strict=True)])
-                   for xs in (world.k, world.v)]  # fmt: skip
+        of_step = [
+            torch.cat([x[start : start + count] for x, (start, count) in zip(xs, parts, strict=True)])
+            for xs in (world.k, world.v)
+        ]
         layout = world.layout(parts)
 
         def rank(group: ThreadGroup) -> tuple[Any, ...]:
@@ -99,13 +102,22 @@ class Divided:
             start += new
 
 
-def divided(kind: type[ContextAttention], cp: int, dcp: int, requests: list[tuple[int, int]],
-            inner: type[AttentionBackend] = CpuAttention, kept: Kept = FLOAT32, heads: int = 4, kv_heads: int = 1,
-            dim: int = 16, value_dim: int | None = None, block: int = 16, **world: Any) -> Divided:  # fmt: skip
+def divided(
+    kind: type[ContextAttention],
+    cp: int,
+    dcp: int,
+    requests: list[tuple[int, int]],
+    inner: type[AttentionBackend] = CpuAttention,
+    kept: Kept = FLOAT32,
+    heads: int = 4,
+    kv_heads: int = 1,
+    dim: int = 16,
+    value_dim: int | None = None,
+    block: int = 16,
+    **world: Any,
+) -> Divided:
     large = block * (cp * dcp if kind is StripedAttention else 1)
-    shape = AttentionShape(
-        heads * dcp, kv_heads, dim, large, kept.dtype, torch.device("cpu"), value_dim, kept.cell
-    )  # fmt: skip
+    shape = AttentionShape(heads * dcp, kv_heads, dim, large, kept.dtype, torch.device("cpu"), value_dim, kept.cell)
     return Divided(kind, inner, World(ReferenceAttention(shape), requests, **world), cp, dcp, block)
 
 
@@ -211,13 +223,14 @@ def test_recorded_sizes_may_be_padded():
             more = 3
             layouts.append(
                 replace(
-                    plain, query_start_loc=torch.cat([plain.query_start_loc, plain.query_start_loc[-1:].expand(more)]),
+                    plain,
+                    query_start_loc=torch.cat([plain.query_start_loc, plain.query_start_loc[-1:].expand(more)]),
                     seq_lens=torch.cat([plain.seq_lens, torch.zeros(more, dtype=torch.int32)]),
                     slot_mapping=torch.cat([plain.slot_mapping, torch.full((more,), -1)]),
                     block_table=torch.cat([plain.block_table, plain.block_table[:1].expand(more, -1)]),
                     tokens_per_request=uniform,
                 )
-            )  # fmt: skip
+            )
             return layouts[-1]
 
         world.world.layout = layout  # type: ignore[method-assign]
@@ -233,9 +246,11 @@ def test_recorded_sizes_may_be_padded():
         world.step(world.world.requests, None)
         results = torch.cat(on_every_rank(2, rank), 1)
         expected = torch.cat(
-            [dense(q, k, v, 0.25, None, None, None)[0]
-             for q, k, v in zip(world.world.q, world.world.k, world.world.v, strict=True)]
-        )  # fmt: skip
+            [
+                dense(q, k, v, 0.25, None, None, None)[0]
+                for q, k, v in zip(world.world.q, world.world.k, world.world.v, strict=True)
+            ]
+        )
         torch.testing.assert_close(results, expected, atol=1e-5, rtol=1e-5)
 
 

@@ -83,9 +83,11 @@ def test_all_ranks_have_the_same_work_to_within_one_key_for_each_query(cp, dcp, 
     shape = AttentionShape(1, 1, 4, 16, torch.float32, torch.device("cpu"))
     positions, pairs = np.arange(cached, cached + new), []
     layout = StepLayout(
-        torch.tensor([0, new]).int(), torch.tensor([cached + new]).int(), torch.from_numpy(positions),
+        torch.tensor([0, new]).int(),
+        torch.tensor([cached + new]).int(),
+        torch.from_numpy(positions),
         torch.zeros(1, 20_000, dtype=torch.int32),
-    )  # fmt: skip
+    )
     for rank in range(ranks):
         groups = ThreadGroup(rank // dcp, cp), ThreadGroup(rank % dcp, dcp)
         backend = StripedAttention(shape, *groups, Counting, KERNELS)

@@ -42,7 +42,7 @@ class SparseWorld:
         dtype, cell = self.kept
         shape = AttentionShape(
             self.heads, 1, self.dim, BLOCK, dtype, torch.device("cpu"), self.value_dim, cell, self.invariant
-        )  # fmt: skip
+        )
         if reason := self.backend.unsupported(shape):
             pytest.skip(reason)
         self.sparse = SparseAttention(shape, self.top_k, self.index_dim, self.backend)

@@ -48,9 +48,18 @@ def test_arrivals_of_a_trace_begin_at_zero_and_are_sorted(prompts, tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    ["{", "[]", "{}", '{"arrival": 1}', '{"arrival": "x", "prompt": "a"}', '{"arrival": 1, "input_length": 0}',
-     '{"arrival": 1, "prompt": ""}', '{"arrival": 1, "prompt": [1, "a"]}', '{"prompt": "a"}'],
-)  # fmt: skip
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"arrival": 1}',
+        '{"arrival": "x", "prompt": "a"}',
+        '{"arrival": 1, "input_length": 0}',
+        '{"arrival": 1, "prompt": ""}',
+        '{"arrival": 1, "prompt": [1, "a"]}',
+        '{"prompt": "a"}',
+    ],
+)
 def test_a_line_that_is_wrong_is_named(prompts, tmp_path, line):
     file = tmp_path / "trace.jsonl"
     file.write_text('{"arrival": 0, "prompt": "a"}\n' + line + "\n")

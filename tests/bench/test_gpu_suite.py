@@ -78,8 +78,9 @@ def test_a_section_that_fails_does_not_stop_the_others_and_is_reported(suite, tm
     assert failed["error"].startswith("ended with exit code 1")
     assert suite.run_process("machine", 1, []) == {"error": "no time was left"}
     assert suite._checked([("good", lambda: None), ("bad", lambda: 1 / 0)]) == {
-        "passed": 1, "failures": {"bad": "ZeroDivisionError: division by zero"},
-    }  # fmt: skip
+        "passed": 1,
+        "failures": {"bad": "ZeroDivisionError: division by zero"},
+    }
     shown = suite.table({"machine": {"device": "a"}, "greedy": {"passed": 1, "failures": {"bad": "why\nnot"}}})
     assert "greedy: 1 passed, 1 failed" in shown
     assert "    bad: why" in shown
@@ -101,8 +102,10 @@ def test_the_three_kernels_that_lose_most_time_are_named(suite, monkeypatch):
     assert "| matrix products of torch | 4 | 9.0 | 5.0 | 1.80 |" in printed
     lost = [line.split(": ")[1] for line in printed.splitlines() if "loses" in line]
     assert lost == [
-        "matrix products of torch loses 4.0 us a step", "a_kernel loses 2.0 us a step", "_c loses 1.0 us a step",
-    ]  # fmt: skip
+        "matrix products of torch loses 4.0 us a step",
+        "a_kernel loses 2.0 us a step",
+        "_c loses 1.0 us a step",
+    ]
 
 
 def test_expected_times_are_found_by_the_name_of_the_card(suite, tmp_path):

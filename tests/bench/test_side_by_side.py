@@ -109,7 +109,7 @@ def test_rounds_are_interleaved_and_every_other_one_is_reversed(model, tmp_path)
         *((0, run) for run in (CEILINGS, quire_start, vllm_start)),
         *((1, run) for run in (quire_start, vllm_start, FLOOR, quire, vllm, CEILINGS)),
         *((2, run) for run in (FLOOR, vllm_start, quire_start, vllm, quire, CEILINGS)),
-    ]  # fmt: skip
+    ]
 
 
 def test_peers_that_were_far_behind_are_not_run_again(model, tmp_path):

@@ -49,27 +49,34 @@ def test_a_checkpoint_without_quantization_is_dense():
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "is_marlin_format": True}, Marlin(128)),
         ({"quant_method": "awq", "bits": 4, "version": "marlin"}, Marlin(128, "qweight", "scales")),
         (hqq(4, 64).config, HQQ(4, 64)),
-        ({"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
-         GPTQ(4, 32, 1)),
+        (
+            {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
+            GPTQ(4, 32, 1),
+        ),
         ({"quant_method": "fp8"}, ScaledBytes(FP8, (-1, -1))),
-        ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-         ScaledBytes(FP8, (128, 128), "weight_scale_inv")),
+        (
+            {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+            ScaledBytes(FP8, (128, 128), "weight_scale_inv"),
+        ),
         ({"quant_method": "fbgemm_fp8"}, ScaledBytes(FP8, (1, -1))),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, ScaledBytes(FP8, (-1, -1))),
         ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, MODELOPT_NVFP4),
         (compressed("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 16}), NVFP4),
         ({"quant_method": "bitnet"}, Ternary("weight_scale", multiplies=False)),
         ({"quant_method": "bitnet", "linear_class": "autobitlinear"}, Ternary("weight_scale", multiplies=True)),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-         TableCodes("nf4", 64, torch.float32)),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            TableCodes("nf4", 64, torch.float32),
+        ),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ScaledBytes(torch.int8, (1, -1))),
-        (compressed("pack-quantized", {"num_bits": 4, "group_size": 128, "strategy": "group"}),
-         PackedIntegers(4, 128, True, False)),
+        (
+            compressed("pack-quantized", {"num_bits": 4, "group_size": 128, "strategy": "group"}),
+            PackedIntegers(4, 128, True, False),
+        ),
         (compressed("int-quantized", {"num_bits": 8, "strategy": "channel"}), ScaledBytes(torch.int8, (1, -1))),
-        (compressed("naive-quantized", {"num_bits": 8, "type": "float", **BLOCK}),
-         ScaledBytes(FP8, (8, 16))),
+        (compressed("naive-quantized", {"num_bits": 8, "type": "float", **BLOCK}), ScaledBytes(FP8, (8, 16))),
     ],
-)  # fmt: skip
+)
 def test_settings_become_schemes_that_compare_by_their_options(settings, expected):
     assert scheme(settings) == expected
     assert hash(scheme(settings)) == hash(expected)
@@ -91,11 +98,19 @@ def test_the_checkpoint_decides_which_layers_are_quantized():
 @pytest.mark.parametrize(
     ("entry", "left_out"),
     [
-        (Q, True), ("q_proj", True), ("model.layers.3", True), ("self_attn", True), ("language_model." + Q, True),
-        ("re:.*self_attn.*", True), ("re:language_model.model.layers.[0-3].", True), ("q", False), ("mlp.gate", False),
-        ("layers.30", False), ("re:self_attn", False),
+        (Q, True),
+        ("q_proj", True),
+        ("model.layers.3", True),
+        ("self_attn", True),
+        ("language_model." + Q, True),
+        ("re:.*self_attn.*", True),
+        ("re:language_model.model.layers.[0-3].", True),
+        ("q", False),
+        ("mlp.gate", False),
+        ("layers.30", False),
+        ("re:self_attn", False),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("field", ["ignore", "ignored_layers", "modules_to_not_convert"])
 def test_without_a_checkpoint_the_lists_of_exceptions_do(field, entry, left_out):
     method = quantization_method({"quantization_config": {"quant_method": "fp8", field: [entry]}})
@@ -115,9 +130,10 @@ def test_kinds_of_layers_may_have_settings_of_their_own():
 def test_groups_of_layers_have_schemes_of_their_own():
     settings = compressed("pack-quantized", {"num_bits": 4, "group_size": 32, "strategy": "group"})
     settings["config_groups"]["group_1"] = {
-        "targets": ["re:.*self_attn.*"], "format": "float-quantized",
+        "targets": ["re:.*self_attn.*"],
+        "format": "float-quantized",
         "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
-    }  # fmt: skip
+    }
     assert scheme(settings, Q) == ScaledBytes(FP8, (1, -1))
     assert scheme(settings, UP) == PackedIntegers(4, 32, True, False)
 
@@ -199,7 +215,7 @@ def pack(**weights: Any) -> dict[str, Any]:
         ({**pack(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "format='sparse-24-bitmask'"),
         ({**pack(), "transform_config": {"config_groups": {"R1": {}}}}, "config_groups="),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_supported_is_an_error_that_names_the_field(settings, message):
     with pytest.raises(ValueError, match=message):
         scheme(settings)

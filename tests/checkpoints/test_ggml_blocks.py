@@ -56,10 +56,20 @@ def test_weights_take_four_bits_and_rows_that_are_decoded_in_parts_are_the_same(
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
-        ("Q4_0", 4.5), ("Q5_1", 6.0), ("Q8_0", 8.5), ("Q2_K", 3.125), ("Q3_K", 3.5625), ("Q4_K", 4.625),
-        ("Q5_K", 5.625), ("Q6_K", 6.5625), ("IQ4_XS", 4.3125), ("IQ1_M", 4.5625), ("NVFP4", 5), ("TQ2_0", 4.0625),
+        ("Q4_0", 4.5),
+        ("Q5_1", 6.0),
+        ("Q8_0", 8.5),
+        ("Q2_K", 3.125),
+        ("Q3_K", 3.5625),
+        ("Q4_K", 4.625),
+        ("Q5_K", 5.625),
+        ("Q6_K", 6.5625),
+        ("IQ4_XS", 4.3125),
+        ("IQ1_M", 4.5625),
+        ("NVFP4", 5),
+        ("TQ2_0", 4.0625),
     ],
-)  # fmt: skip
+)
 def test_the_kernels_weights_take_little_more_memory_than_those_of_the_file(name, bits):
     matrix = matrix_of(name, (64, 2048 // next(kind.elements for kind in TYPES.values() if kind.name == name)))
     exact = matrix.dequantize()

@@ -175,8 +175,9 @@ def test_so_are_those_of_each_family_and_its_logits_are_those_of_transformers(tm
 
 def test_every_type_and_every_family_was_recorded():
     assert [(case["variant"], case["type"]) for case in RECORDED["cases"]] == [
-        *(("", kind) for kind in TYPES), *((variant, "F32") for variant in FAMILIES),
-    ]  # fmt: skip
+        *(("", kind) for kind in TYPES),
+        *((variant, "F32") for variant in FAMILIES),
+    ]
 
 
 def test_the_tokenizer_the_chat_template_and_the_ends_are_in_the_file(tmp_path):

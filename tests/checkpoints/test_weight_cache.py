@@ -102,9 +102,14 @@ def test_so_it_is_for_every_family(folder, checkpoints, family):
 
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "bfloat16"}, {"quantization": "int8", "dtype": "bfloat16"}, {"quantization": "int4"},
-     {"quantization": "int4", "dtype": "bfloat16"}, {"dtype": "float16"}],
-)  # fmt: skip
+    [
+        {"dtype": "bfloat16"},
+        {"quantization": "int8", "dtype": "bfloat16"},
+        {"quantization": "int4"},
+        {"quantization": "int4", "dtype": "bfloat16"},
+        {"dtype": "float16"},
+    ],
+)
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_weights_may_be_quantized_at_load(folder, checkpoints, family, options):

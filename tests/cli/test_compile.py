@@ -18,9 +18,13 @@ _SMALL = ["--max-num-seqs", "4", "--max-model-len", "64", "--max-num-batched-tok
 
 def _quire(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "quire", *arguments], capture_output=True, text=True, timeout=600, check=False,
+        [sys.executable, "-m", "quire", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
         env={**os.environ, **environment},
-    )  # fmt: skip
+    )
 
 
 def test_an_unknown_target_is_refused_with_a_list_of_the_known_ones():
@@ -68,13 +72,17 @@ def test_a_start_with_a_filled_cache_compiles_nothing_even_if_the_cache_was_move
     (tmp_path / "image").mkdir()
     shutil.move(tmp_path / "quire", tmp_path / "image" / "quire")
     for card in ("sm_90", "sm_80"):
-        printed = run_on_stand_in("""
+        printed = run_on_stand_in(
+            """
             import json
             from quire import LLM, SamplingParams
             llm = LLM(device="cuda", max_num_seqs=4, max_model_len=64, max_num_batched_tokens=64)
             llm.generate(["one", "two words"], SamplingParams(max_tokens=5, top_k=5), use_tqdm=False)
             print(json.dumps([len(device.compilations), device.cache_misses]))
-        """, card, XDG_CACHE_HOME=str(tmp_path / "image"))  # fmt: skip
+        """,
+            card,
+            XDG_CACHE_HOME=str(tmp_path / "image"),
+        )
         read, compiled = json.loads(printed.splitlines()[-1])
         assert read > 5
         assert not compiled

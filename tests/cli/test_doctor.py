@@ -36,9 +36,13 @@ def doctor(
     """limit: called in the process before it begins."""
     return subprocess.run(
         [*(wrapper or []), sys.executable, "-m", "quire", "doctor", *arguments],
-        capture_output=True, text=True, timeout=LONGEST, check=False, preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
+        preexec_fn=limit,
         env={**os.environ, **environment},
-    )  # fmt: skip
+    )
 
 
 def findings(done: subprocess.CompletedProcess[str]) -> dict[str, list[dict[str, Any]]]:
@@ -150,9 +154,11 @@ def test_kernels_that_an_image_brings_need_no_compiler_and_no_writable_folder():
         found = findings(doctor("--json", wrapper=container(XDG_CACHE_HOME=image)))
     assert found["CPU kernels"][0]["found"].startswith("compiled for ")
     assert found["C++ compiler"][0] == {
-        "check": "C++ compiler", "level": "ok", "found": "none was found, and none is needed: the kernels are compiled",
+        "check": "C++ compiler",
+        "level": "ok",
+        "found": "none was found, and none is needed: the kernels are compiled",
         "advice": "",
-    }  # fmt: skip
+    }
     assert found["Quire's cache"][0]["level"] == "note"
 
 

@@ -50,16 +50,35 @@ def test_a_command_with_few_options_lists_all_of_them(capsys):
 
 def test_flags_become_options():
     given = parse(
-        "serve", "some/model", "--port", "0", "--api-key", "a", "b", "--request-timeout", "2.5",
-        "--max-model-len", "4K", "--no-enable-prefix-caching", "--hf-overrides", '{"a": 1}',
-        "--pipeline-parallel-size", "2", "--pipeline-layers", "3", "1",
-    )  # fmt: skip
+        "serve",
+        "some/model",
+        "--port",
+        "0",
+        "--api-key",
+        "a",
+        "b",
+        "--request-timeout",
+        "2.5",
+        "--max-model-len",
+        "4K",
+        "--no-enable-prefix-caching",
+        "--hf-overrides",
+        '{"a": 1}',
+        "--pipeline-parallel-size",
+        "2",
+        "--pipeline-layers",
+        "3",
+        "1",
+    )
     assert given.model == "some/model"
     assert server_options(given) == {"port": 0, "api_key": ["a", "b"], "request_timeout": 2.5}
     assert engine_options(given) == {
-        "max_model_len": 4096, "enable_prefix_caching": False, "hf_overrides": {"a": 1},
-        "pipeline_parallel_size": 2, "pipeline_layers": [3, 1],
-    }  # fmt: skip
+        "max_model_len": 4096,
+        "enable_prefix_caching": False,
+        "hf_overrides": {"a": 1},
+        "pipeline_parallel_size": 2,
+        "pipeline_layers": [3, 1],
+    }
 
 
 def test_what_may_be_left_open_can_be_switched_on_and_off():

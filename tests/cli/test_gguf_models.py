@@ -121,8 +121,10 @@ def test_a_kind_that_is_not_there_is_one_clear_line(machine, line, message):
 def test_only_the_beginning_of_a_file_is_fetched_to_describe_it(repositories, monkeypatch):
     with Hub(repositories) as hub:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
-                            hub.address + "/{repo_id}/resolve/{revision}/{filename}")  # fmt: skip
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            hub.address + "/{repo_id}/resolve/{revision}/{filename}",
+        )
         monkeypatch.setattr(remote, "_HEAD_BYTES", 1000)
         folder = repositories / "some/model-GGUF"
         sizes = {name: (folder / name).stat().st_size for name in (Q8, *PARTS)}
@@ -143,8 +145,10 @@ def test_a_type_that_quire_does_not_have_is_told_after_the_beginning(tmp_path, m
     writer.write_tensors_to_file()
     writer.close()
     with Hub(tmp_path) as hub:
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
-                            hub.address + "/{repo_id}/resolve/{revision}/{filename}")  # fmt: skip
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            hub.address + "/{repo_id}/resolve/{revision}/{filename}",
+        )
         monkeypatch.setattr(remote, "_HEAD_BYTES", 100)
         model = remote.RemoteModel("a/b", None, COMMIT, {path.name: path.stat().st_size}, {}, None)
         with pytest.raises(WeightError, match=r"^model-Q8_K.gguf cannot be read as GGUF: .* is not supported"):
@@ -153,8 +157,16 @@ def test_a_type_that_quire_does_not_have_is_told_after_the_beginning(tmp_path, m
 
 
 def test_kinds_are_recognized_by_the_names_of_files():
-    names = ["a-b.Q4_K_M.gguf", "IQ4_XS.gguf", "x/Qwen3-0.6B-UD-Q2_K_XL-00001-of-00002.gguf", "a-F16-mmproj.gguf",
-             "x/Qwen3-0.6B-UD-Q2_K_XL-00002-of-00002.gguf", "model.gguf", "README.md", "mmproj-F16.gguf"]  # fmt: skip
+    names = [
+        "a-b.Q4_K_M.gguf",
+        "IQ4_XS.gguf",
+        "x/Qwen3-0.6B-UD-Q2_K_XL-00001-of-00002.gguf",
+        "a-F16-mmproj.gguf",
+        "x/Qwen3-0.6B-UD-Q2_K_XL-00002-of-00002.gguf",
+        "model.gguf",
+        "README.md",
+        "mmproj-F16.gguf",
+    ]
     assert gguf_kinds(names) == {"IQ4_XS": [names[1]], "Q4_K_M": [names[0]], "UD-Q2_K_XL": [names[2], names[4]]}
     for kind in ("IQ2_XXS", "IQ1_M", "TQ2_0", "NVFP4", "MXFP4_MOE", "Q1_0"):
         assert gguf_kinds([f"a-{kind}.gguf"]) == {kind: [f"a-{kind}.gguf"]}

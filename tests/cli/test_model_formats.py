@@ -62,8 +62,14 @@ def test_formats_have_names(config, names, format):
 
 def test_numbers_are_rounded_for_people():
     assert [size_text(n) for n in (0, 999, 1_000, 999_600, 1_503_300_328, 16_380_000_000, 1.3e12)] == [
-        "0 bytes", "999 bytes", "1.0 kB", "1.0 MB", "1.5 GB", "16 GB", "1.3 TB"
-    ]  # fmt: skip
+        "0 bytes",
+        "999 bytes",
+        "1.0 kB",
+        "1.0 MB",
+        "1.5 GB",
+        "16 GB",
+        "1.3 TB",
+    ]
     assert [count_text(n) for n in (12, 596_049_920, 8_190_735_360)] == ["12", "596 million", "8.2 billion"]
     assert [speed_text(n) for n in (0.534, 3.26, 23.7, 1_834.0)] == ["0.53", "3.3", "24", "1,800"]
 

@@ -29,9 +29,13 @@ from support.quantized import FORMATS, FURTHER, write_quantized
 
 ALWAYS = ("llama", "gpt2", "deepseek_v3", "kimi_linear")
 WIDE = {  # so wide that norms and the padding of panels do not matter
-    "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 1, "num_attention_heads": 12,
-    "num_key_value_heads": 4, "vocab_size": 512,
-}  # fmt: skip
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+}
 
 
 def built(path: Path, **options: str) -> Decoder:

@@ -34,9 +34,13 @@ def command(source: object, target: object, *options: str) -> list[str]:
 
 def run_batch(source: object, target: object, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(source, target, *options), capture_output=True, text=True, timeout=LONGEST, check=False,
+        command(source, target, *options),
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )  # fmt: skip
+    )
 
 
 def completion(custom_id: str, prompt: Any, **fields: Any) -> dict[str, Any]:

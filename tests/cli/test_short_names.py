@@ -67,9 +67,19 @@ def test_an_unknown_name_is_an_error_that_suggests_near_ones(name, suggestion, c
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "line",
-    ["serve NAME", "chat NAME", "generate hi --model NAME", "run-batch -i a -o b --model NAME", "compile NAME",
-     "bench throughput NAME", "bench latency --model NAME", "bench claims NAME", "show NAME", "pull NAME"],
-)  # fmt: skip
+    [
+        "serve NAME",
+        "chat NAME",
+        "generate hi --model NAME",
+        "run-batch -i a -o b --model NAME",
+        "compile NAME",
+        "bench throughput NAME",
+        "bench latency --model NAME",
+        "bench claims NAME",
+        "show NAME",
+        "pull NAME",
+    ],
+)
 def test_every_command_with_a_model_takes_a_short_name(line):
     given = build_parser().parse_args(line.replace("NAME", "smollm2:135m").split())
     engine_options(given)

@@ -20,12 +20,22 @@ def view(**changes: Any) -> dict[str, Any]:
     """What a core tells at first."""
     request = {"id": "cmpl-1", "state": "running", "computed": 30, "prompt": 20, "known": 31, "most": 60}
     usual = {
-        "time": 1.0, "num_blocks": 100, "block_size": 16, "blocks_per_cell": 1, "num_free": 75,
-        "cells": [{"start": 0, "states": "0123" * 25}], "requests": [request], "num_running": 1, "num_waiting": 2,
+        "time": 1.0,
+        "num_blocks": 100,
+        "block_size": 16,
+        "blocks_per_cell": 1,
+        "num_free": 75,
+        "cells": [{"start": 0, "states": "0123" * 25}],
+        "requests": [request],
+        "num_running": 1,
+        "num_waiting": 2,
         "steps": [{"id": 7, "requests": 1, "prompt": 20, "ms": {"schedule": 0.5, "wait": 1.5}}],
-        "rates": {"prompt": 10.0, "output": 40.0}, "ttft": [10.0, 20.0, 30.0], "gaps": [1.0, 2.0, 3.0],
-        "totals": {"preemptions": 3, "prefix_queries": 100, "prefix_hits": 25}, "tiers": [],
-    }  # fmt: skip
+        "rates": {"prompt": 10.0, "output": 40.0},
+        "ttft": [10.0, 20.0, 30.0],
+        "gaps": [1.0, 2.0, 3.0],
+        "totals": {"preemptions": 3, "prefix_queries": 100, "prefix_hits": 25},
+        "tiers": [],
+    }
     return {**usual, **changes}
 
 
@@ -123,9 +133,25 @@ def test_the_screen_says_it_all():
     reader = EventReader()
     reader.take(event(view(), is_whole=True))
     text = "\n".join(drawn(reader.picture))
-    for said in ("Quire 1, demo", URL, " ready", "1 running", "2 waiting", "3 preemptions", "1 restarts",
-                 "25.0 % of 100 blocks", "25.0 % of tokens cached", "40.0 tokens/s", "50 % 10.0 ms", "99 % 3.0 ms",
-                 "2.0 ms: schedule 0.5", "1 requests: 20 prompt", "cmpl-1", "30/60", "·▒██"):  # fmt: skip
+    for said in (
+        "Quire 1, demo",
+        URL,
+        " ready",
+        "1 running",
+        "2 waiting",
+        "3 preemptions",
+        "1 restarts",
+        "25.0 % of 100 blocks",
+        "25.0 % of tokens cached",
+        "40.0 tokens/s",
+        "50 % 10.0 ms",
+        "99 % 3.0 ms",
+        "2.0 ms: schedule 0.5",
+        "1 requests: 20 prompt",
+        "cmpl-1",
+        "30/60",
+        "·▒██",
+    ):
         assert said in text, said
     lost = drawn(reader.picture, problem="Connection refused")
     assert lost[0].rstrip().endswith("lost")

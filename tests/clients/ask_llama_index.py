@@ -14,9 +14,13 @@ from question import Place, Question, answer
 
 def ask(question: Question) -> dict[str, object]:
     server: dict[str, Any] = {
-        "api_base": question.url, "api_key": question.key, "model": question.model, "temperature": 0,
-        "max_retries": 0, "context_window": 2048,
-    }  # fmt: skip
+        "api_base": question.url,
+        "api_key": question.key,
+        "model": question.model,
+        "temperature": 0,
+        "max_retries": 0,
+        "context_window": 2048,
+    }
     options = {**server, "max_tokens": question.tokens}
     chat, completion = (OpenAILike(**options, is_chat_model=is_chat) for is_chat in (True, False))
     messages = [ChatMessage(role=message["role"], content=message["content"]) for message in question.messages]

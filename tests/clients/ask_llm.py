@@ -26,9 +26,13 @@ def ask(question: Question) -> dict[str, object]:
         def run(model: str, *arguments: str, prompt: str = question.prompt) -> subprocess.CompletedProcess[str]:
             options = ["-o", "temperature", "0", "-o", "max_tokens", str(question.tokens)]
             return subprocess.run(
-                [sys.executable, "-m", "llm", "-m", model, *options, *arguments], input=prompt, text=True,
-                capture_output=True, env={**os.environ, "LLM_USER_PATH": folder}, timeout=600,
-            )  # fmt: skip
+                [sys.executable, "-m", "llm", "-m", model, *options, *arguments],
+                input=prompt,
+                text=True,
+                capture_output=True,
+                env={**os.environ, "LLM_USER_PATH": folder},
+                timeout=600,
+            )
 
         whole, streamed = run("chat", "--no-stream", "--usage"), run("chat", "--usage")
         return {

@@ -92,9 +92,16 @@ def command_of(row: Row) -> list[str | Path]:
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client_reads_every_answer_and_error(server, expected, client):
     question = {
-        "url": f"{server.url}/v1", "key": KEY, "model": expected["model"], "prompt": PROMPT,
-        "long_prompt": "word " * 4000, "tokens": TOKENS, "weather": QUESTION, "sky": SKY, "greeting": GREETING,
-    }  # fmt: skip
+        "url": f"{server.url}/v1",
+        "key": KEY,
+        "model": expected["model"],
+        "prompt": PROMPT,
+        "long_prompt": "word " * 4000,
+        "tokens": TOKENS,
+        "weather": QUESTION,
+        "sky": SKY,
+        "greeting": GREETING,
+    }
     process = subprocess.run(
         command_of(CLIENTS[client]), input=json.dumps(question), capture_output=True, text=True, timeout=LONGEST
     )

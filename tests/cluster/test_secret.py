@@ -108,8 +108,12 @@ def connect_by_another_mechanism(client: Any, address: str) -> None:
 )
 def test_a_client_that_does_not_know_the_secret_is_not_heard(server, client, connect):
     router, address = server
-    ended = router.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-                                      | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED)  # fmt: skip
+    ended = router.get_monitor_socket(
+        zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        | zmq.EVENT_DISCONNECTED
+    )
     connect(client, address)
     with suppress(zmq.Again):  # the handshake may have failed already, and then nobody is there to send to
         client.send(b"hello", zmq.NOBLOCK)

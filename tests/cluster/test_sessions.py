@@ -57,14 +57,17 @@ def test_a_node_waits_for_its_head_and_joins_the_next_one():
 @pytest.mark.parametrize(
     ("members", "facts", "problem"),
     [
-        (range(2, 4), {**FACTS, "max_model_len": "4096"},
-         "max_model_len differs: it is 512 at the head, and 4096 at the node"),
+        (
+            range(2, 4),
+            {**FACTS, "max_model_len": "4096"},
+            "max_model_len differs: it is 512 at the head, and 4096 at the node",
+        ),
         (range(2, 4), {**FACTS, "new_option": "1"}, "new_option differs: it is None at the head, and 1 at the node"),
         (range(2, 4), {"max_model_len": "512"}, "Quire's version differs: it is 1.0 at the head, and None at the node"),
         (range(5, 7), FACTS, "the head expects ranks 2 to 5 from other machines"),
         (range(2, 2), FACTS, "the head expects ranks 2 to 5 from other machines"),
     ],
-)  # fmt: skip
+)
 def test_a_node_that_does_not_fit_is_an_error_at_both_ends(caplog, members, facts, problem):
     with listening() as head, joining(head.head.address, members, facts=facts) as node:
         error = node.ended()
@@ -129,8 +132,12 @@ while True:
 def test_a_stopped_node_is_lost_and_joins_again_when_it_goes_on(monkeypatch):
     monkeypatch.setattr(heads, "SILENCE_SECONDS", LONGEST)
     with listening() as head:
-        process = subprocess.Popen([sys.executable, "-c", NODE, head.head.address], stdout=subprocess.PIPE, text=True,
-                                   env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-c", NODE, head.head.address],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
         assert process.stdout is not None
         assert process.stdout.readline() == "begin b'welcome'\n"
         assert head.next() == ("joined", range(2, 6))
@@ -151,8 +158,12 @@ def test_a_stopped_node_is_lost_and_joins_again_when_it_goes_on(monkeypatch):
 
 def test_a_node_that_is_started_again_takes_the_place_of_the_killed_one():
     with listening() as head:
-        process = subprocess.Popen([sys.executable, "-c", NODE, head.head.address], stdout=subprocess.PIPE, text=True,
-                                   env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-c", NODE, head.head.address],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
         assert process.stdout is not None
         assert process.stdout.readline() == "begin b'welcome'\n"
         process.kill()

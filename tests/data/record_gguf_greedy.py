@@ -87,9 +87,12 @@ def record(
     certain = sum(margin > found for c in made for margin in c["margins"])
     print(f"{variant or 'bundled':24} {kind:5} noise {found:.5f}, {certain} of {count * len(texts)} beyond it")
     return {
-        "variant": variant, "type": kind, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        "noise": float(f"{found:.2g}"), "continuations": made,
-    }  # fmt: skip
+        "variant": variant,
+        "type": kind,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "noise": float(f"{found:.2g}"),
+        "continuations": made,
+    }
 
 
 def main() -> None:

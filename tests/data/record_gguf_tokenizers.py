@@ -64,18 +64,32 @@ def sentencepiece_bpe() -> dict[str, object]:
     file = io.BytesIO()
     lines = [line for text in TEXTS[2:10] * 3 for line in text.split("\n") if line]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=file,
-        model_type="bpe", vocab_size=470, byte_fallback=True, normalization_rule_name="identity", minloglevel=2,
-        remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, user_defined_symbols=["<tool>"],
+        sentence_iterator=iter(lines),
+        model_writer=file,
+        model_type="bpe",
+        vocab_size=470,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        minloglevel=2,
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        user_defined_symbols=["<tool>"],
         control_symbols=["<|end|>", "<|endoftext|>"],
-    )  # fmt: skip
+    )
     model = sentencepiece.SentencePieceProcessor(model_proto=file.getvalue())
     ids = range(model.get_piece_size())
     kinds = [
-        2 if model.is_unknown(i) else 3 if model.is_control(i) else 6 if model.is_byte(i) else
-        4 if model.id_to_piece(i) == "<tool>" else 1
+        2
+        if model.is_unknown(i)
+        else 3
+        if model.is_control(i)
+        else 6
+        if model.is_byte(i)
+        else 4
+        if model.id_to_piece(i) == "<tool>"
+        else 1
         for i in ids
-    ]  # fmt: skip
+    ]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [model.id_to_piece(i) for i in ids],

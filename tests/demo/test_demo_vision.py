@@ -38,9 +38,9 @@ def share_of_right_answers(pictures: Any, llm: LLM, count: int) -> float:
     prompts = [{"prompt": each.prompt, "multi_modal_data": {"image": each.image}} for each in asked]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
     answers = [output.outputs[0].text for output in outputs]
-    return sum(
-        pictures.is_right(each.kind, each.scene, text) for each, text in zip(asked, answers, strict=True)
-    ) / len(asked)  # fmt: skip
+    return sum(pictures.is_right(each.kind, each.scene, text) for each, text in zip(asked, answers, strict=True)) / len(
+        asked
+    )
 
 
 def test_the_files_are_small_and_repeat_no_weights():
@@ -48,8 +48,9 @@ def test_the_files_are_small_and_repeat_no_weights():
     assert sum(file.stat().st_size for file in folder.iterdir()) < 2e6
     files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert {name.partition(".")[0]: file for name, file in files.items()} == {
-        "model": "../model/model.safetensors", "visual": "model.safetensors",
-    }  # fmt: skip
+        "model": "../model/model.safetensors",
+        "visual": "model.safetensors",
+    }
     assert (folder / "../model").resolve() == bundled_model().resolve()
 
 
@@ -69,8 +70,10 @@ def test_nearly_all_answers_are_right(pictures: Any, llm: LLM):
 def test_a_picture_need_not_be_square(pictures: Any, llm: LLM):
     scene, rng = pictures.Scene("heart", "green", 2), pictures.random.Random(5)
     for size in ((192, 192), (320, 240), (240, 400), (640, 240)):
-        content = [{"type": "image_pil", "image_pil": pictures.draw(scene, rng, size)},
-                   {"type": "text", "text": "What do you see?"}]  # fmt: skip
+        content = [
+            {"type": "image_pil", "image_pil": pictures.draw(scene, rng, size)},
+            {"type": "text", "text": "What do you see?"},
+        ]
         params = SamplingParams(temperature=0, max_tokens=30)
         [output] = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
         assert output.outputs[0].text.strip() == "I see 2 green hearts.", size
@@ -82,7 +85,7 @@ def test_without_pictures_it_is_the_bundled_model(llm: LLM):
     found = [
         [output.outputs[0].text for output in engine.generate(prompts, params, use_tqdm=False)]
         for engine in (llm, LLM())
-    ]  # fmt: skip
+    ]
     assert found[0] == found[1]
     assert "Paris" in found[0][1]
 

@@ -49,9 +49,23 @@ class Image:
         shutil.copy(wheel, context / "dist")
         (context / "deploy").mkdir()
         shutil.copy(DOCKERFILE.with_name("entrypoint.sh"), context / "deploy")
-        self("build", "--isolation", "chroot", "--network", "host", "--format", "docker",
-             "--build-arg", f"BASE={base}", *self._pip_options(folder),
-             "--file", str(DOCKERFILE), "--tag", "localhost/quire", str(context))  # fmt: skip
+        self(
+            "build",
+            "--isolation",
+            "chroot",
+            "--network",
+            "host",
+            "--format",
+            "docker",
+            "--build-arg",
+            f"BASE={base}",
+            *self._pip_options(folder),
+            "--file",
+            str(DOCKERFILE),
+            "--tag",
+            "localhost/quire",
+            str(context),
+        )
         container = self("from", "localhost/quire").strip()
         self.configuration = json.loads(self("inspect", container))["Docker"]["config"]
         self.files = Path(self("mount", container).strip())
@@ -106,9 +120,10 @@ mkdir -m 1777 "$ROOT/dev/shm"
 exec env -i $ENVIRONMENT chroot --userspec="$USER" "$ROOT" "$@"
 """
         settings = {
-            "ROOT": str(self.files), "USER": self.configuration["User"],
+            "ROOT": str(self.files),
+            "USER": self.configuration["User"],
             "ENVIRONMENT": " ".join(self.configuration["Env"]),
-        }  # fmt: skip
+        }
         variables = [f"{name}={value}" for name, value in settings.items()]
         namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation", "private"]
         return ["env", *variables, *namespaces, "sh", "-c", script, "sh"]

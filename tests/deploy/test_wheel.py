@@ -104,10 +104,35 @@ def confined(place: Path, can_write: bool) -> list[str]:
     pip = [word for name in names for word in ("--setenv", name, os.environ[name])]
     temporary = ["--setenv", "TMPDIR", str(place / "tmp")] if can_write else []
     return [
-        "bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", bind, str(place), str(place),
-        "--unshare-user", "--uid", "54321", "--gid", "54321", "--clearenv", "--setenv", "PATH", str(place / "bin"),
-        "--setenv", "OMP_NUM_THREADS", "1", *pip, *temporary, "--chdir", "/", "--",
-    ]  # fmt: skip
+        "bwrap",
+        "--ro-bind",
+        "/",
+        "/",
+        "--dev",
+        "/dev",
+        "--proc",
+        "/proc",
+        bind,
+        str(place),
+        str(place),
+        "--unshare-user",
+        "--uid",
+        "54321",
+        "--gid",
+        "54321",
+        "--clearenv",
+        "--setenv",
+        "PATH",
+        str(place / "bin"),
+        "--setenv",
+        "OMP_NUM_THREADS",
+        "1",
+        *pip,
+        *temporary,
+        "--chdir",
+        "/",
+        "--",
+    ]
 
 
 @pytest.mark.parametrize("installer", ["pip", "uv"])

@@ -24,9 +24,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
     folder = tmp_path_factory.mktemp("site")
     build = subprocess.run(
-        [client_python(*packages), "-m", "mkdocs", "build", "--strict", "--site-dir", folder], cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        [client_python(*packages), "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert build.returncode == 0, build.stderr
     return folder
 

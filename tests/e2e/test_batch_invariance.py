@@ -76,9 +76,14 @@ def text() -> list[int]:
 
 
 def check(
-    path: Path, prompts: list[list[int]], tokens: int, threads: Sequence[int], batch: int, preempted: bool = True,
+    path: Path,
+    prompts: list[list[int]],
+    tokens: int,
+    threads: Sequence[int],
+    batch: int,
+    preempted: bool = True,
     **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """The first prompt's answers, greedy and seeded, alone and in all sorts of company.
 
     prompts: at least `batch` - 1. threads: the first count is that of the answers which all others are to equal.
@@ -141,9 +146,18 @@ def test_long_answers_do_not_depend_on_what_else_runs(model: str, text: list[int
 # Tiny models: experts of all kinds of routers, windows, latent attention, soft caps, sinks, ALiBi, layer norms.
 FEW = ["mistral-window-20", "deepseek_v3"]
 MORE = [
-    "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "gemma2", "olmo2", "gpt2", "falcon-rw", "cohere",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "gemma2",
+    "olmo2",
+    "gpt2",
+    "falcon-rw",
+    "cohere",
     "phi",
-]  # fmt: skip
+]
 slow = [pytest.mark.slow, pytest.mark.sampled(9)]
 
 

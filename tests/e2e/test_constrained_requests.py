@@ -44,9 +44,15 @@ def with_grammars(llm: LLM, depth: int = 1, late: bool = False, captured: bool =
         return backend
     old, cache, kv = llm.core.scheduler, llm.config.cache, llm.core.executor.kv_cache
     scheduler = Scheduler(
-        old.limits, kv.num_blocks, list(kv.specs), cache.block_size, cache.enable_prefix_caching, grammars=gate,
-        vocab_size=VOCAB, speculation=old.speculation,
-    )  # fmt: skip
+        old.limits,
+        kv.num_blocks,
+        list(kv.specs),
+        cache.block_size,
+        cache.enable_prefix_caching,
+        grammars=gate,
+        vocab_size=VOCAB,
+        speculation=old.speculation,
+    )
     llm.core = EngineCore(scheduler, llm.core.executor)
     return backend
 
@@ -77,11 +83,16 @@ def mixed_requests(count: int, seed: int) -> list[Asked]:
     for i in range(count):
         prompt = [*document[: draw.choice([1, 15, 16, 40, 60])], 10 + i]
         params = SamplingParams(
-            temperature=draw.choice([0, 0.7, 1.5]), seed=i, max_tokens=draw.choice([1, 9, 60, 90]),
-            repetition_penalty=draw.choice([1.0, 1.3]), presence_penalty=draw.choice([0.0, 1.0]),
-            top_k=draw.choice([0, 3]), min_tokens=draw.choice([0, 0, 1]), ignore_eos=draw.random() < 0.2,
+            temperature=draw.choice([0, 0.7, 1.5]),
+            seed=i,
+            max_tokens=draw.choice([1, 9, 60, 90]),
+            repetition_penalty=draw.choice([1.0, 1.3]),
+            presence_penalty=draw.choice([0.0, 1.0]),
+            top_k=draw.choice([0, 3]),
+            min_tokens=draw.choice([0, 0, 1]),
+            ignore_eos=draw.random() < 0.2,
             stop_token_ids=draw.sample(range(4, 300), draw.choice([0, 0, 0, 20])),
-        )  # fmt: skip
+        )
         thinking = None
         if draw.random() < 0.3:
             thinking = ThinkingLimits(END, is_open=True, budget=draw.choice([0, 1, 5, None]))

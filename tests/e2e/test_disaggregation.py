@@ -27,8 +27,20 @@ COMBINES = ["prefill and decode apart × seeded sampling, several machines, repl
 
 TEXT = "a fox who lived near a river and told stories to all the animals that came to drink. "
 TOKENS = 40
-OPTIONS = ["--dtype", "float32", "--max-model-len", "512", "--num-gpu-blocks-override", "1100", "--max-num-seqs", "40",
-           "--max-num-batched-tokens", "64", "--served-model-name", MODEL]  # fmt: skip
+OPTIONS = [
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "512",
+    "--num-gpu-blocks-override",
+    "1100",
+    "--max-num-seqs",
+    "40",
+    "--max-num-batched-tokens",
+    "64",
+    "--served-model-name",
+    MODEL,
+]
 
 
 LONG = [{"role": "user", "content": f"Tell me about {TEXT * 15}"}]
@@ -74,10 +86,20 @@ def apart(machines: Machines) -> Iterator[tuple[OnMachine, OnMachine, RouteOnMac
         server(machines, 1, there, kv_role="kv_producer", kv_ip=there) as producer,
         server(machines, 0, machines.host, kv_role="kv_consumer", kv_connector="TcpConnector") as consumer,
         RouteOnMachine(
-            machines[0], "--host", machines.host, "--backend", consumer.url, "--prefill", producer.url,
-            "--health-check-interval", "0.5", "--prefill-min-bytes", "0", own_files=False,
+            machines[0],
+            "--host",
+            machines.host,
+            "--backend",
+            consumer.url,
+            "--prefill",
+            producer.url,
+            "--health-check-interval",
+            "0.5",
+            "--prefill-min-bytes",
+            "0",
+            own_files=False,
         ) as route,
-    ):  # fmt: skip
+    ):
         yield producer, consumer, route
         machines.mend()
     for machine in machines.both:
@@ -144,8 +166,13 @@ FAULTS: dict[str, Callable[[Machines, OnMachine, OnMachine], object]] = {
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("fault", [name if name in ("producer killed", "link cut")
-                                   else pytest.param(name, marks=pytest.mark.nightly) for name in FAULTS])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault",
+    [
+        name if name in ("producer killed", "link cut") else pytest.param(name, marks=pytest.mark.nightly)
+        for name in FAULTS
+    ],
+)
 def test_nothing_is_lost(machines, expected, fault):
     with apart(machines) as (producer, consumer, route):
 

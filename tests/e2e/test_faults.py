@@ -129,8 +129,12 @@ def test_a_server_that_cannot_start_says_why_in_one_line(arguments, message):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments],
-        capture_output=True, text=True, timeout=LONGEST, env=environment, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("quire: error:")

@@ -60,9 +60,12 @@ def held(tmp_path):
 
 def generate(cache: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "quire", "generate", *options, *ARGUMENTS], capture_output=True, text=True, check=True,
+        [sys.executable, "-m", "quire", "generate", *options, *ARGUMENTS],
+        capture_output=True,
+        text=True,
+        check=True,
         env={**os.environ, "XDG_CACHE_HOME": str(cache), **environment},
-    )  # fmt: skip
+    )
 
 
 def test_generate_answers_while_the_compiler_is_missing_or_waits_or_fails(tmp_path, held):

@@ -97,9 +97,12 @@ def test_every_kind_of_attention_sees_nearly_what_it_would(checkpoints, variant,
     whole, *others = (
         teacher_forced_logits(make_llm(path, backend, kv_cache_dtype=kind, num_gpu_blocks_override=200), text, chunks)
         for backend, kind, chunks in [
-            ("cpu", "auto", []), ("cpu", cell, []), ("reference", cell, []), ("cpu", cell, [1] * 20 + [16, 24, 100]),
+            ("cpu", "auto", []),
+            ("cpu", cell, []),
+            ("reference", cell, []),
+            ("cpu", cell, [1] * 20 + [16, 24, 100]),
         ]
-    )  # fmt: skip
+    )
     noise = [float((other - whole).std() / whole.std()) for other in others]
     assert max(noise) < {"int8": 0.15, "fp8": 0.4}[cell]
     between = [float((other - others[0]).std() / whole.std()) for other in others[1:]]

@@ -22,10 +22,14 @@ def test_the_memory_of_large_requests_is_given_back():
         before = psutil.Process(server.process.pid).memory_info().rss
         answers = [
             pool.submit(
-                request, server.url, "POST", "/v1/chat/completions" if body is chat else "/v1/completions",
-                json.dumps(body).encode(), **{"Content-Type": "application/json"},
+                request,
+                server.url,
+                "POST",
+                "/v1/chat/completions" if body is chat else "/v1/completions",
+                json.dumps(body).encode(),
+                **{"Content-Type": "application/json"},
             )
             for body in bodies
-        ]  # fmt: skip
+        ]
         assert [answer.result().status for answer in answers] == [400] * 6 + [200, 400]
         eventually(lambda: psutil.Process(server.process.pid).memory_info().rss < before + (100 << 20))

@@ -89,9 +89,15 @@ def test_chats_say_what_the_offline_engine_says(client, model, offline, sampling
 
 def test_the_clients_own_stream_helper_gathers_a_chat(client, model):
     with client.chat.completions.stream(
-        model=model, messages=MESSAGES, max_tokens=64, temperature=0, logprobs=True, top_logprobs=2,
-        stop=["."], stream_options={"include_usage": True},
-    ) as stream:  # fmt: skip
+        model=model,
+        messages=MESSAGES,
+        max_tokens=64,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        stop=["."],
+        stream_options={"include_usage": True},
+    ) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
         final = stream.get_final_completion()
     whole = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=64, temperature=0, stop=["."])

@@ -76,10 +76,16 @@ def prometheus(server: Server, tmp_path_factory) -> Iterator[str]:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
-             f"--web.listen-address={address}", "--log.level=warn"],
-            stdout=log, stderr=log,
-        )  # fmt: skip
+            [
+                "prometheus",
+                f"--config.file={folder}/prometheus.yml",
+                f"--storage.tsdb.path={folder}/data",
+                f"--web.listen-address={address}",
+                "--log.level=warn",
+            ],
+            stdout=log,
+            stderr=log,
+        )
     try:
         eventually(lambda: _is_ready(process, f"http://{address}", folder / "log"))
         yield f"http://{address}"

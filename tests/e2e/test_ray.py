@@ -74,11 +74,24 @@ def machines() -> Iterator[Machines]:
         for number, machine in enumerate(machines.both):
             role = ["--head", "--port", "6379", "--include-dashboard=false"]
             done = subprocess.run(
-                [*machine.prefix, sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus", "1",
-                 "--node-ip-address", ADDRESSES[number], *(["--address", f"{ADDRESSES[0]}:6379"] if number else role)],
+                [
+                    *machine.prefix,
+                    sys.executable,
+                    "-m",
+                    "ray.scripts.scripts",
+                    "start",
+                    "--num-cpus",
+                    "1",
+                    "--node-ip-address",
+                    ADDRESSES[number],
+                    *(["--address", f"{ADDRESSES[0]}:6379"] if number else role),
+                ],
                 env={**os.environ, **machine.environment, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"},
-                capture_output=True, text=True, timeout=LONGEST, check=False,
-            )  # fmt: skip
+                capture_output=True,
+                text=True,
+                timeout=LONGEST,
+                check=False,
+            )
             assert done.returncode == 0, done.stderr
         yield machines
 

@@ -34,9 +34,13 @@ async def streams(server: Server, lose_the_core: bool) -> list[str]:
     async def stream(number: int) -> str:
         text = ""
         async for chunk in await client.completions.create(
-            model="small", prompt=PROMPTS[number], stream=True, max_tokens=120, extra_body={"ignore_eos": True},
+            model="small",
+            prompt=PROMPTS[number],
+            stream=True,
+            max_tokens=120,
+            extra_body={"ignore_eos": True},
             **drawing(number),
-        ):  # fmt: skip
+        ):
             begun.release()
             text += chunk.choices[0].text
         return text

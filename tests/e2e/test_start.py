@@ -101,8 +101,10 @@ class Start:
         self.folder = folder
         self.process = subprocess.Popen(
             [*wrapper, sys.executable, "-m", "quire", "serve", "--port", "0", *arguments],
-            stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
+        )
 
     def processes(self) -> list[psutil.Process]:
         """Those that were started with this one's environment, and so all that it started."""

@@ -63,11 +63,14 @@ def llm() -> LLM:
 def check_all_kinds(llm: LLM, temperature: float) -> None:
     params = [
         SamplingParams(
-            n=1 if temperature == 0 else 2, temperature=temperature, seed=7, max_tokens=150,
+            n=1 if temperature == 0 else 2,
+            temperature=temperature,
+            seed=7,
+            max_tokens=150,
             structured_outputs=StructuredOutputsParams(**fields),
         )
         for fields, _ in KINDS.values()
-    ]  # fmt: skip
+    ]
     ended = 0
     for (name, (_, holds)), output in zip(KINDS.items(), llm.generate([PROMPT] * len(params), params), strict=True):
         for completion in output.outputs:

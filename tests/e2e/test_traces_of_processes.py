@@ -82,9 +82,12 @@ def test_without_a_collector_requests_are_answered_and_the_end_is_not_held_up(pr
 def test_without_the_option_nothing_is_sent_whatever_the_environment_says():
     with http_receiver() as receiver:
         environment = {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint, "OTEL_PYTHON_TRACER_PROVIDER": "sdk_tracer_provider",
-            "OTEL_TRACES_EXPORTER": "otlp", "FASTAPI_OTEL_AUTO_CONFIGURE": "true", **SOON,
-        }  # fmt: skip
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+            "OTEL_PYTHON_TRACER_PROVIDER": "sdk_tracer_provider",
+            "OTEL_TRACES_EXPORTER": "otlp",
+            "FASTAPI_OTEL_AUTO_CONFIGURE": "true",
+            **SOON,
+        }
         with Server(*OPTIONS, **environment) as server:
             answer = complete(server.url)
             assert (answer.status, server.stop()) == (200, 0)

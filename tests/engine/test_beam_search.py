@@ -51,9 +51,17 @@ def test_without_an_end_it_is_transformers_beam_search(checkpoints: Checkpoints,
     assert_nothing_is_left(llm.core)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         made = model.generate(
-            torch.tensor([prompt]), num_beams=width, num_return_sequences=width, max_new_tokens=12, do_sample=False,
-            eos_token_id=None, pad_token_id=0, length_penalty=0.0, return_dict_in_generate=True, output_scores=True,
-        )  # fmt: skip
+            torch.tensor([prompt]),
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            length_penalty=0.0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
         assert [s.tokens for s in output.sequences] == made.sequences.tolist()
         if width > 1:
             totals = [s.cum_logprob for s in output.sequences]

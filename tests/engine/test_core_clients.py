@@ -74,8 +74,9 @@ def test_a_client_that_connects_again_begins_anew(core, socket):
     socket.sent.clear()
     clients.report([EngineCoreOutput("a", [7]), EngineCoreOutput("c", [8])])
     assert {client: [o.request_id for o in report.outputs] for client, report in socket.sent} == {
-        b"2": ["c"], b"3": ["a"],
-    }  # fmt: skip
+        b"2": ["c"],
+        b"3": ["a"],
+    }
     assert all(report.sent_at for _, report in socket.sent)
 
 

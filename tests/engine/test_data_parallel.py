@@ -146,8 +146,9 @@ def test_requests_wait_while_no_core_is_ready(expected):
 def test_a_request_is_aborted_in_the_core_that_runs_it():
     async def check() -> None:
         async with engine() as llm:
-            tasks = [asyncio.create_task(answer(llm, str(i), p, GREEDY.clone(max_tokens=400))) for i, p in
-                     enumerate(PROMPTS)]  # fmt: skip
+            tasks = [
+                asyncio.create_task(answer(llm, str(i), p, GREEDY.clone(max_tokens=400))) for i, p in enumerate(PROMPTS)
+            ]
             while not all(core.stats.num_running for core in llm.client._cores):
                 await asyncio.sleep(0.01)
             for index in range(0, len(PROMPTS), 2):

@@ -30,11 +30,15 @@ CASES: dict[str, dict[str, Any]] = {
     "top-k": {"temperature": 1.5, "top_k": 4},
     "top-p": {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.02},
     "bias-and-penalties": {
-        "temperature": 1.5, "top_k": 4, "logit_bias": {90: 5.0, 91: 5.0}, "repetition_penalty": 1.3,
-        "presence_penalty": 1.0, "frequency_penalty": 0.5,
+        "temperature": 1.5,
+        "top_k": 4,
+        "logit_bias": {90: 5.0, 91: 5.0},
+        "repetition_penalty": 1.3,
+        "presence_penalty": 1.0,
+        "frequency_penalty": 0.5,
     },
     "grammar": {"temperature": 2.0, "top_k": 5},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +83,17 @@ def statistic(said: list[list[int]], expected: dict[tuple[int, ...], float]) -> 
         *(
             pytest.param(kind, case, 0, marks=pytest.mark.sampled(12))
             for kind, case in (
-                ("similar", "top-k"), ("similar", "top-p"), ("same", "top-k"), ("same", "bias-and-penalties"),
+                ("similar", "top-k"),
+                ("similar", "top-p"),
+                ("same", "top-k"),
+                ("same", "bias-and-penalties"),
             )
         ),
         pytest.param("same", "grammar", 0, marks=pytest.mark.nightly),
         pytest.param("similar", "bias-and-penalties", 1, marks=pytest.mark.nightly),
         pytest.param("similar", "bias-and-penalties", 2, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_texts_are_as_likely_as_the_model_makes_them(
     drafters: Drafters, references: References, kind: str, case: str, late: int
 ):

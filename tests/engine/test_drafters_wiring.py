@@ -193,9 +193,13 @@ def test_heads_that_have_missed_tokens_attend_to_those_that_they_have_seen(
     """Drafts are wanted behind two of seven steps. The tokens of most of the others are missed."""
     steps = count()
     made = run(
-        kind, target, lambda head: chain(head, States(references.model(target))), max_num_seqs=5,
-        lengths=lambda *_: 4 * (next(steps) % 7 < 2), enable_prefix_caching=False,
-    )  # fmt: skip
+        kind,
+        target,
+        lambda head: chain(head, States(references.model(target))),
+        max_num_seqs=5,
+        lengths=lambda *_: 4 * (next(steps) % 7 < 2),
+        enable_prefix_caching=False,
+    )
     assert max(len(drafted.missed) for drafted in made) > 16, "more than a block"
 
 

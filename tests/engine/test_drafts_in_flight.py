@@ -27,11 +27,16 @@ def draft_model(checkpoints: Checkpoints, model: str, most: int = 4) -> dict[str
 def params(count: int) -> list[SamplingParams]:
     return [
         SamplingParams(
-            temperature=0.9 * (i % 2), seed=i, max_tokens=20 + i, ignore_eos=bool(i % 3), top_k=20 * (i % 4 == 1),
-            logprobs=2 if i % 5 == 0 else None, presence_penalty=0.5 * (i % 3 == 1),
+            temperature=0.9 * (i % 2),
+            seed=i,
+            max_tokens=20 + i,
+            ignore_eos=bool(i % 3),
+            top_k=20 * (i % 4 == 1),
+            logprobs=2 if i % 5 == 0 else None,
+            presence_penalty=0.5 * (i % 3 == 1),
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.sampled(4)

@@ -340,9 +340,16 @@ def test_chat_is_the_template_and_then_generate(llm):
 
 def test_parameters_left_out_are_the_checkpoints_own(llm, checkpoints, tmp_path):
     other = with_eos(
-        llm, checkpoints, tmp_path, temperature=0.6, top_p=0.9, top_k=7, max_new_tokens=5, do_sample=True,
+        llm,
+        checkpoints,
+        tmp_path,
+        temperature=0.6,
+        top_p=0.9,
+        top_k=7,
+        max_new_tokens=5,
+        do_sample=True,
         eos_token_id=EOS,
-    )  # fmt: skip
+    )
     params = other.get_default_sampling_params()
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.6, 0.9, 7, 5)
     [output] = other.generate([TEXT], use_tqdm=False)

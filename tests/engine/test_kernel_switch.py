@@ -116,9 +116,15 @@ def test_new_weights_are_read_for_the_compiled_kernels(checkpoints, late, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "options", [{"wait_for_kernels": True}, {"batch_invariant": True}, {"kernels": {"linear": "reference"}},
-                {"kv_offloading_size": 0.01}, {"attention_backend": "reference"}]
-)  # fmt: skip
+    "options",
+    [
+        {"wait_for_kernels": True},
+        {"batch_invariant": True},
+        {"kernels": {"linear": "reference"}},
+        {"kv_offloading_size": 0.01},
+        {"attention_backend": "reference"},
+    ],
+)
 def test_engines_that_wait_for_their_kernels(checkpoints, monkeypatch, options):
     prepared = []
     monkeypatch.setattr(build, "prepare", lambda units, may_defer: prepared.append(may_defer))

@@ -68,10 +68,14 @@ def test_a_search_of_the_projects_own_pages_ranks_as_the_reference(model):
     corpus = sentences()
     assert len(corpus) >= 300
     questions = [
-        "How are keys and values cached in blocks?", "Which command starts the server?", "How is a model quantized?",
-        "What happens if the process of the model dies?", "How do I make the answer follow a JSON schema?",
-        "How are drafts verified so that the answer stays the same?", "Which metrics does the server have?",
-    ]  # fmt: skip
+        "How are keys and values cached in blocks?",
+        "Which command starts the server?",
+        "How is a model quantized?",
+        "What happens if the process of the model dies?",
+        "How do I make the answer follow a JSON schema?",
+        "How are drafts verified so that the answer stays the same?",
+        "Which metrics does the server have?",
+    ]
     ours, theirs = embeddings(model, corpus), reference(corpus)
     for question in questions:
         scores = theirs @ reference([question])[0]
@@ -176,9 +180,14 @@ def bert(folder: Path, head: str = "Model", **config: Any) -> Any:
 
     torch.manual_seed(0)
     settings = transformers.BertConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, **config,
-    )  # fmt: skip
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        **config,
+    )
     made = getattr(transformers, f"Bert{head}")(settings).float().eval()
     for parameter in made.parameters():
         parameter.data = torch.randn(parameter.shape) * (0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
@@ -241,9 +250,12 @@ def test_dense_layers_and_prompts_are_read(tmp_path):
         "activation_function": "torch.nn.modules.activation.Tanh",
     }
     add_modules(
-        tmp_path, ("Pooling", {"pooling_mode": "mean"}), ("Dense", dense), ("Normalize", {}),
+        tmp_path,
+        ("Pooling", {"pooling_mode": "mean"}),
+        ("Dense", dense),
+        ("Normalize", {}),
         prompts={"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": "query"},
-    )  # fmt: skip
+    )
     weight, bias = torch.randn(8, 32), torch.randn(8)
     save_file({"linear.weight": weight, "linear.bias": bias}, tmp_path / "2_Dense" / "model.safetensors")
 

@@ -373,9 +373,12 @@ def test_a_stream_interval_gathers_tokens_but_for_the_first_and_the_last(llm, ch
     params = SHORT.clone(output_kind=RequestOutputKind.DELTA, max_tokens=12, ignore_eos=True)
     slow = make_llm(checkpoints.path("llama"), stream_interval=4)
     for engine, interval, lengths in (
-        (llm, None, [1] * 12), (llm, 5, [1, 5, 5, 1]), (slow, None, [1, 4, 4, 3]), (slow, 2, [1, 4, 4, 3]),
+        (llm, None, [1] * 12),
+        (llm, 5, [1, 5, 5, 1]),
+        (slow, None, [1, 4, 4, 3]),
+        (slow, 2, [1, 4, 4, 3]),
         (slow, 100, [1, 11]),
-    ):  # fmt: skip
+    ):
         outputs = list(engine.stream(TEXT, params.clone(stream_interval=interval)))
         assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
         assert "".join(output.outputs[0].text for output in outputs) == one(llm, TEXT, params).text
@@ -574,9 +577,10 @@ def test_special_tokens_are_shown_or_not(llm):
     ):
         force = [lambda output, logits: torch.zeros_like(logits).index_fill_(0, torch.tensor([wanted[len(output)]]), 9)]
         completion = one(
-            llm, TEXT,
+            llm,
+            TEXT,
             params.clone(skip_special_tokens=skip, spaces_between_special_tokens=spaces, logits_processors=force),
-        )  # fmt: skip
+        )
         assert completion.token_ids == wanted
         assert completion.text == text
     assert one(llm, TEXT, params.clone(logits_processors=force, ignore_eos=False)).text == ""

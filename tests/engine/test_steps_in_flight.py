@@ -125,12 +125,18 @@ def test_seeded_requests_of_all_kinds_say_the_same(checkpoints: Checkpoints, ref
     expected = references.continuations(variant)[:10]
     params = [
         SamplingParams(
-            temperature=draw.choice([0, 0.5, 1, 1.5]), top_p=draw.choice([1, 0.9]), top_k=draw.choice([0, 20]),
-            min_p=draw.choice([0, 0.05]), seed=i, max_tokens=draw.randint(1, 60), min_tokens=draw.choice([0, 1]),
-            stop_token_ids=draw.sample(range(4, 300), draw.choice([0, 3])), ignore_eos=draw.random() < 0.5,
+            temperature=draw.choice([0, 0.5, 1, 1.5]),
+            top_p=draw.choice([1, 0.9]),
+            top_k=draw.choice([0, 20]),
+            min_p=draw.choice([0, 0.05]),
+            seed=i,
+            max_tokens=draw.randint(1, 60),
+            min_tokens=draw.choice([0, 1]),
+            stop_token_ids=draw.sample(range(4, 300), draw.choice([0, 3])),
+            ignore_eos=draw.random() < 0.5,
         )
         for i in range(len(expected))
-    ]  # fmt: skip
+    ]
     made = at_both_depths(checkpoints, variant, [c.prompt for c in expected], params, **options)
     assert {reason for _, _, reason, _ in made} == {"length", "stop"}
 

@@ -35,9 +35,24 @@ def secret(tmp_path: Path) -> Path:
 def agent(checkpoints, secret) -> Iterator[subprocess.Popen[str]]:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     command = [
-        sys.executable, "-m", "quire", "serve", str(checkpoints.path("llama")), "--headless", "-tp", "2",
-        "--nnodes", "2", "--node-rank", "1", "--master-port", str(PORT), "--cluster-secret-file", str(secret), *flags,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "quire",
+        "serve",
+        str(checkpoints.path("llama")),
+        "--headless",
+        "-tp",
+        "2",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--master-port",
+        str(PORT),
+        "--cluster-secret-file",
+        str(secret),
+        *flags,
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         yield process
         process.kill()

@@ -51,11 +51,15 @@ def test_a_value_in_config_json_is_named(checkpoints, copy):
 @pytest.mark.parametrize(
     "options",
     [
-        {"dtype": "float32"}, {"max_model_len": 99}, {"tensor_parallel_size": 2}, {"quantization": "int8"},
-        {"kernels": {"rms_norm": "reference"}}, {"logits_processors": [Faults]},
+        {"dtype": "float32"},
+        {"max_model_len": 99},
+        {"tensor_parallel_size": 2},
+        {"quantization": "int8"},
+        {"kernels": {"rms_norm": "reference"}},
+        {"logits_processors": [Faults]},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     ],
-)  # fmt: skip
+)
 def test_options_must_be_the_same(checkpoints, options):
     path = checkpoints.path("llama")
     assert differences(of(path), of(path, **options)) == set(options)

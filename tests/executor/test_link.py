@@ -116,10 +116,16 @@ def start(**options: Any) -> Start:
 
 def test_a_configuration_arrives_as_it_was():
     options: dict[str, Any] = {
-        "dtype": "float32", "max_num_seqs": 7, "kernels": {"rms_norm": "reference"}, "max_model_len": -1,
-        "hf_overrides": {"rope_scaling": {"factor": 2.0, "names": ["a", None]}}, "async_scheduling": True,
-        "gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": "4G", "logits_processors": ["support.faults:Faults"],
-    }  # fmt: skip
+        "dtype": "float32",
+        "max_num_seqs": 7,
+        "kernels": {"rms_norm": "reference"},
+        "max_model_len": -1,
+        "hf_overrides": {"rope_scaling": {"factor": 2.0, "names": ["a", None]}},
+        "async_scheduling": True,
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_memory_bytes": "4G",
+        "logits_processors": ["support.faults:Faults"],
+    }
     for sent in (start(), start(**options)):
         received = msgspec.msgpack.decode(encode(sent), type=Order)
         assert received == sent

@@ -208,9 +208,11 @@ def test_ranks_end_when_the_executors_process_is_killed_and_leave_no_files(check
     folder.mkdir()
     in_shared_memory = names_in_shared_memory()
     process = subprocess.Popen(
-        [sys.executable, str(script), str(checkpoints.path("llama"))], stdout=subprocess.PIPE, text=True,
+        [sys.executable, str(script), str(checkpoints.path("llama"))],
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     with process.stdout:
         assert process.stdout.readline() == "imported\n"

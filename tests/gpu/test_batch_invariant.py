@@ -33,8 +33,10 @@ def launched(path: Path | None, card: str = "sm_90", **options: object) -> set[s
     """The names of the kernels and of torch's operations that a generating engine launches."""
     load_format = "auto" if path is None else "dummy"
     code = ENGINE.format(path=str(path) if path else None, options=options, load_format=load_format)
-    return {name.split(".")[1] if name.startswith("aten.") else name
-            for name in json.loads(run_on_stand_in(code, card).splitlines()[-1])}  # fmt: skip
+    return {
+        name.split(".")[1] if name.startswith("aten.") else name
+        for name in json.loads(run_on_stand_in(code, card).splitlines()[-1])
+    }
 
 
 @pytest.mark.nightly

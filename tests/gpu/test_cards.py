@@ -18,10 +18,16 @@ def _forget() -> None:
 def properties(capability: int, name: str = "a card", architecture: str = "") -> SimpleNamespace:
     major, minor = divmod(capability, 10)
     return SimpleNamespace(
-        name=name, major=major, minor=minor, multi_processor_count=7, total_memory=10**9,
-        shared_memory_per_block_optin=50_000, shared_memory_per_multiprocessor=60_000, regs_per_multiprocessor=32_768,
+        name=name,
+        major=major,
+        minor=minor,
+        multi_processor_count=7,
+        total_memory=10**9,
+        shared_memory_per_block_optin=50_000,
+        shared_memory_per_multiprocessor=60_000,
+        regs_per_multiprocessor=32_768,
         gcnArchName=architecture or name,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

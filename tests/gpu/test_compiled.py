@@ -32,11 +32,19 @@ SASS = """
 def code(**changes) -> MachineCode:
     """A kernel that breaks no rule."""
     fields = {
-        "kernel": "attend_kernel", "target": "sm_90", "warps": 4, "shared": 40_000, "registers": 120, "spilled": 0,
-        "instructions": Counter({"HMMA.16816.F32.BF16": 8, "LDGSTS.E.BYPASS.128": 4}), "loops": (), "tensor_columns": 0,
-        "dots": (Product("mma.sync", 16, 64, 128, "bf16"),), "loads": Counter({Load("cache", "bf16", 4096, 16): 4}),
+        "kernel": "attend_kernel",
+        "target": "sm_90",
+        "warps": 4,
+        "shared": 40_000,
+        "registers": 120,
+        "spilled": 0,
+        "instructions": Counter({"HMMA.16816.F32.BF16": 8, "LDGSTS.E.BYPASS.128": 4}),
+        "loops": (),
+        "tensor_columns": 0,
+        "dots": (Product("mma.sync", 16, 64, 128, "bf16"),),
+        "loads": Counter({Load("cache", "bf16", 4096, 16): 4}),
         "float64": (),
-    }  # fmt: skip
+    }
     return MachineCode(**(fields | changes))
 
 
@@ -133,12 +141,15 @@ def test_a_case_is_found_again_by_its_name():
 @pytest.mark.slow
 @pytest.mark.parametrize("card", ["sm_80", "sm_90"])
 def test_the_kernels_of_a_small_model_pass(card):
-    printed = run_on_stand_in(f"""
+    printed = run_on_stand_in(
+        f"""
         import json
         from benchmarks.gpu.check import run_case
         from benchmarks.gpu.cases import Case
         print(json.dumps(run_case(Case.parse("{card} qwen3-0.6b/1 enforce_eager=True"), device)))
-    """, card)  # fmt: skip
+    """,
+        card,
+    )
     result = json.loads(printed.splitlines()[-1])
     assert (result["state"], result.get("reason")) == ("done", None)
     assert {"attend_kernel", "_gather", "_flat_batch", "_count_kept", "_accept_or_resample"} <= {

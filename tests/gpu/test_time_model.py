@@ -13,8 +13,20 @@ from benchmarks.gpu.published import KERNELS
 from benchmarks.gpu.rates import RATES
 from support.stand_in import run_on_stand_in
 
-WORK = Work("work", 4000, 2, moved=2e5, cached=4e5, in_flight=32_768, products=1e8, synchronous=False,
-            lanes={"fma": 1e5, "special": 4e5}, instructions=4e4, shared=1e5, streams=1)  # fmt: skip
+WORK = Work(
+    "work",
+    4000,
+    2,
+    moved=2e5,
+    cached=4e5,
+    in_flight=32_768,
+    products=1e8,
+    synchronous=False,
+    lanes={"fma": 1e5, "special": 4e5},
+    instructions=4e4,
+    shared=1e5,
+    streams=1,
+)
 
 
 def test_nine_of_ten_published_kernels_are_predicted_within_15_percent() -> None:
@@ -22,12 +34,20 @@ def test_nine_of_ten_published_kernels_are_predicted_within_15_percent() -> None
     assert len(good) >= 0.9 * len(KERNELS)
 
 
-@pytest.mark.parametrize(("name", "card"), [
-    ("FlashAttention-2, head 64", "H100"), ("FlashAttention-2, head 128", "H100"),
-    ("FlashAttention-2, head 128", "A100"), ("FlashAttention-3, head 64", "H100"),
-    ("FlashAttention-3, head 128", "H100"), ("FlashAttention-3, head 256", "H100"),
-    ("Triton's fused attention, head 128", "H100"), ("cuBLAS", "H100"), ("FlashMLA", "H100"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("FlashAttention-2, head 64", "H100"),
+        ("FlashAttention-2, head 128", "H100"),
+        ("FlashAttention-2, head 128", "A100"),
+        ("FlashAttention-3, head 64", "H100"),
+        ("FlashAttention-3, head 128", "H100"),
+        ("FlashAttention-3, head 256", "H100"),
+        ("Triton's fused attention, head 128", "H100"),
+        ("cuBLAS", "H100"),
+        ("FlashMLA", "H100"),
+    ],
+)
 def test_a_published_kernel_of_each_family_is_predicted_within_15_percent(name: str, card: str) -> None:
     errors = [kernel.error() for kernel in KERNELS if kernel.name.startswith(name) and kernel.card == card]
     assert min(abs(error) for error in errors) <= 0.15
@@ -38,8 +58,12 @@ def test_a_published_kernel_of_each_family_is_predicted_within_15_percent(name: 
 @pytest.mark.parametrize("card", list(RATES))
 @pytest.mark.parametrize("field", ["moved", "cached", "products", "instructions", "shared", "programs"])
 def test_more_work_never_takes_less_time(card: str, field: str) -> None:
-    times = [estimate(replace(WORK, **{field: type(getattr(WORK, field))(getattr(WORK, field) * factor)}),
-                      RATES[card]).seconds for factor in (1, 1.5, 2, 4, 16)]  # fmt: skip
+    times = [
+        estimate(
+            replace(WORK, **{field: type(getattr(WORK, field))(getattr(WORK, field) * factor)}), RATES[card]
+        ).seconds
+        for factor in (1, 1.5, 2, 4, 16)
+    ]
     assert times == sorted(times)
 
 
@@ -99,8 +123,10 @@ def test_a_product_of_one_row_takes_the_time_of_its_weights() -> None:
 
 def test_a_model_is_its_first_layer_and_the_difference_for_each_further_one() -> None:
     layer, head = Work("layer", 1, lanes=expect.Lanes()), Work("head", 1, lanes=expect.Lanes())
-    found = {"qwen3-0.6b, one stream, 1": expect.Traced({layer: 3.0, head: 1.0}, 5.0),
-             "qwen3-0.6b, one stream, 2": expect.Traced({layer: 6.0, head: 1.0}, 9.0)}  # fmt: skip
+    found = {
+        "qwen3-0.6b, one stream, 1": expect.Traced({layer: 3.0, head: 1.0}, 5.0),
+        "qwen3-0.6b, one stream, 2": expect.Traced({layer: 6.0, head: 1.0}, 9.0),
+    }
     whole = expect.whole(found, "qwen3-0.6b", "one stream")
     assert whole.launches == {layer: 3.0 * 28, head: 1.0}
     assert whole.host == 5.0 + 4.0 * 27

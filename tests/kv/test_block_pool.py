@@ -183,8 +183,15 @@ class Ledger:
         self.events.append("cleared")
 
 
-MOVES = st.lists(st.tuples(st.sampled_from(["take", "share", "release", "remember", "forget", "forget all"]),
-                           st.integers(0, 7), st.integers(0, 1), st.integers(0, 4)), max_size=60)  # fmt: skip
+MOVES = st.lists(
+    st.tuples(
+        st.sampled_from(["take", "share", "release", "remember", "forget", "forget all"]),
+        st.integers(0, 7),
+        st.integers(0, 1),
+        st.integers(0, 4),
+    ),
+    max_size=60,
+)
 
 
 @settings(deadline=None)

@@ -58,10 +58,17 @@ def test_each_kind_of_block_has_hashes_of_its_own() -> None:
 
 def test_extra_keys_cannot_be_confused() -> None:
     keys: list[tuple[str | None, list[Range]]] = [
-        (None, []), ("a", []), (None, [(0, 4, "a")]), (None, [(0, 3, "a")]), (None, [(1, 4, "a")]),
-        ("a", [(0, 4, "a")]), (None, [(0, 2, "a"), (2, 4, "b")]), (None, [(0, 2, "b"), (2, 4, "a")]),
-        (None, [(0, 4, "ab")]), (None, [(1, 2, "a"), (3, 4, "")]),
-    ]  # fmt: skip
+        (None, []),
+        ("a", []),
+        (None, [(0, 4, "a")]),
+        (None, [(0, 3, "a")]),
+        (None, [(1, 4, "a")]),
+        ("a", [(0, 4, "a")]),
+        (None, [(0, 2, "a"), (2, 4, "b")]),
+        (None, [(0, 2, "b"), (2, 4, "a")]),
+        (None, [(0, 4, "ab")]),
+        (None, [(1, 2, "a"), (3, 4, "")]),
+    ]
     assert len({hashes_of([7] * 4, salt=salt, ranges=ranges)[0] for salt, ranges in keys}) == len(keys)
 
 
@@ -83,8 +90,10 @@ def test_a_second_picture_spoils_only_what_follows_it() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 23), st.integers(1, 9), st.sampled_from("ab")), max_size=3),
-       st.lists(st.tuples(st.integers(0, 23), st.integers(1, 9), st.sampled_from("ab")), max_size=3))  # fmt: skip
+@given(
+    st.lists(st.tuples(st.integers(0, 23), st.integers(1, 9), st.sampled_from("ab")), max_size=3),
+    st.lists(st.tuples(st.integers(0, 23), st.integers(1, 9), st.sampled_from("ab")), max_size=3),
+)
 def test_blocks_are_shared_as_far_as_tokens_and_keys_are_equal(a: list[Range], b: list[Range]) -> None:
     """Against the definition: which keys apply at each token, and where their ranges begin and end."""
     first, second = ([(start, start + length, key) for start, length, key in keys] for keys in (a, b))

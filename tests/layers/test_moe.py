@@ -23,11 +23,14 @@ from support.layers import build_layer, draw, on_two_ranks
 EXPERTS, TOP_K, HIDDEN, SIZE = 8, 3, 24, 20
 X = draw("x", 7, HIDDEN)
 NAMES = {
-    "router": "router", "correction_bias": "correction_bias",
+    "router": "router",
+    "correction_bias": "correction_bias",
     **{f"expert_{key}": f"experts.{{e}}.{key}" for key in ("gate", "up", "down")},
-    "experts_gate_up": "experts.gate_up", "experts_down": "experts.down",
-    **{f"shared_{key}": f"shared.{key}" for key in ("gate", "up", "down")}, "shared_expert_gate": "shared_gate",
-}  # fmt: skip
+    "experts_gate_up": "experts.gate_up",
+    "experts_down": "experts.down",
+    **{f"shared_{key}": f"shared.{key}" for key in ("gate", "up", "down")},
+    "shared_expert_gate": "shared_gate",
+}
 SHARED = {"shared": MLPSpec(12)}
 CASES: dict[str, dict[str, Any]] = {
     "softmax": {},

@@ -58,68 +58,122 @@ class Model:
 
 def llama(**config: Any) -> dict[str, Any]:
     return {
-        "model_type": "llama", "hidden_size": 512, "num_attention_heads": 4, "max_position_embeddings": 2048, **config
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 512,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 2048,
+        **config,
+    }
 
 
 LLAMA_31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 DEEPSEEK_YARN = {
-    "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
-    "mscale": 1.0, "mscale_all_dim": 1.0,
-}  # fmt: skip
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3", "hidden_size": 64, "num_attention_heads": 4, "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128, "max_position_embeddings": 163840, "rope_theta": 10000, "rope_scaling": DEEPSEEK_YARN,
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": DEEPSEEK_YARN,
+}
 DEEPSEEK_V2 = {
-    **DEEPSEEK_V3, "model_type": "deepseek_v2",
+    **DEEPSEEK_V3,
+    "model_type": "deepseek_v2",
     "rope_scaling": {**DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.5},
-}  # fmt: skip
+}
 PHI_3 = {
-    "model_type": "phi3", "hidden_size": 384, "num_attention_heads": 4, "max_position_embeddings": 131072,
-    "original_max_position_embeddings": 4096, "rope_theta": 10000.0, "rope_scaling": {"type": "longrope", **LONGROPE},
-}  # fmt: skip
+    "model_type": "phi3",
+    "hidden_size": 384,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"type": "longrope", **LONGROPE},
+}
 PHI_3_TWICE = {**PHI_3, "rope_scaling": {"type": "longrope", "original_max_position_embeddings": 2048, **LONGROPE}}
 PHI_4_MINI = {**PHI_3, "hidden_size": 512, "partial_rotary_factor": 0.75}
 GEMMA_3 = {
-    "model_type": "gemma3_text", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 256,
-    "max_position_embeddings": 131072, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0,
+    "model_type": "gemma3_text",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-}  # fmt: skip
+}
 OLMO_3 = {
-    "model_type": "olmo3", "hidden_size": 512, "num_attention_heads": 4, "max_position_embeddings": 65536,
-    "rope_theta": 500_000, "rope_scaling": {
-        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0,
-        "beta_slow": 1.0, "attention_factor": 1.2079441541679836,
-    },
-}  # fmt: skip
-GPT_OSS = {
-    "model_type": "gpt_oss", "head_dim": 64, "rope_theta": 150000, "max_position_embeddings": 131072,
+    "model_type": "olmo3",
+    "hidden_size": 512,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 65536,
+    "rope_theta": 500_000,
     "rope_scaling": {
-        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
-        "beta_slow": 1.0, "truncate": False,
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": 1.2079441541679836,
     },
-}  # fmt: skip
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "head_dim": 64,
+    "rope_theta": 150000,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
 GEMMA_4 = {
-    "model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512, "max_position_embeddings": 131072,
+    "model_type": "gemma4_text",
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "max_position_embeddings": 131072,
     "rope_parameters": {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     },
-}  # fmt: skip
+}
 GLM_4 = {
-    "model_type": "glm4", "head_dim": 128, "max_position_embeddings": 32768, "rope_theta": 10000.0,
+    "model_type": "glm4",
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rope_theta": 10000.0,
     "partial_rotary_factor": 0.5,
-}  # fmt: skip
+}
 PYTHIA = {
-    "model_type": "gpt_neox", "hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 2048,
-    "rotary_pct": 0.25, "rotary_emb_base": 20000,
-}  # fmt: skip
+    "model_type": "gpt_neox",
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    "rotary_pct": 0.25,
+    "rotary_emb_base": 20000,
+}
 MINIMAX_M2 = {
-    "model_type": "minimax_m2", "head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5_000_000,
+    "model_type": "minimax_m2",
+    "head_dim": 128,
+    "max_position_embeddings": 196608,
+    "rope_theta": 5_000_000,
     "rotary_dim": 64,
-}  # fmt: skip
+}
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 LINEAR = llama(rope_scaling={"type": "linear", "factor": 4.0}, rope_theta=10000.0)
 DYNAMIC = llama(rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=512)
@@ -272,21 +326,19 @@ def test_deepseeks_softmax_scale_factor(config, name):
 
 
 MULTI_SECTION = {
-    "Qwen2-VL": (
-        Qwen2VLRotaryEmbedding, "qwen2_vl_text", {"type": "mrope", "mrope_section": [16, 24, 24]}
-    ),
-    "Qwen2.5-VL with YaRN": (
-        Qwen2VLRotaryEmbedding, "qwen2_vl_text", {**QWEN_YARN, "mrope_section": [16, 24, 24]}
-    ),
+    "Qwen2-VL": (Qwen2VLRotaryEmbedding, "qwen2_vl_text", {"type": "mrope", "mrope_section": [16, 24, 24]}),
+    "Qwen2.5-VL with YaRN": (Qwen2VLRotaryEmbedding, "qwen2_vl_text", {**QWEN_YARN, "mrope_section": [16, 24, 24]}),
     "Qwen3-VL": (
-        Qwen3VLTextRotaryEmbedding, "qwen3_vl_text",
+        Qwen3VLTextRotaryEmbedding,
+        "qwen3_vl_text",
         {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True},
     ),
     "GLM-4.1V": (
-        Glm4vTextRotaryEmbedding, "glm4v_text",
+        Glm4vTextRotaryEmbedding,
+        "glm4v_text",
         {"rope_type": "default", "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MULTI_SECTION)

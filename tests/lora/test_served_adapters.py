@@ -57,9 +57,10 @@ def host() -> Iterator[Host]:
 @pytest.fixture
 def service(host, folder) -> Service:
     service = host.serve(
-        enable_admin_api=True, lora_folder=str(folder),
+        enable_admin_api=True,
+        lora_folder=str(folder),
         lora_modules=[f"a={folder / 'a'}", f'{{"name": "bee", "path": "{folder / "b"}", "base_model_name": "base"}}'],
-    )  # fmt: skip
+    )
     host.run(service.app.state.server.adapters.start())
     return service
 

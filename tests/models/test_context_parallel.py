@@ -138,8 +138,9 @@ def logprobs_of(output: RequestOutput) -> list[float]:
     """Of the tokens of the prompt and of those behind it."""
     found = []
     for token_ids, logprobs in (
-        (output.prompt_token_ids, output.prompt_logprobs), (output.outputs[0].token_ids, output.outputs[0].logprobs)
-    ):  # fmt: skip
+        (output.prompt_token_ids, output.prompt_logprobs),
+        (output.outputs[0].token_ids, output.outputs[0].logprobs),
+    ):
         found += [of[token].logprob for token, of in zip(token_ids, logprobs, strict=True) if of is not None]
     return found
 
@@ -238,8 +239,9 @@ def test_experts_are_dealt_to_the_ranks(checkpoints, references, variant, divisi
 
 def test_experts_move_between_ranks_that_divide_contexts(checkpoints, references):
     balance = {"step_interval": 8, "window_size": 6, "num_redundant_experts": 2}
-    llm = divided(checkpoints.path("qwen3_moe"), "pcp-2", enable_expert_parallel=True, enable_eplb=True,
-                  eplb_config=balance)  # fmt: skip
+    llm = divided(
+        checkpoints.path("qwen3_moe"), "pcp-2", enable_expert_parallel=True, enable_eplb=True, eplb_config=balance
+    )
     says(llm, references.continuations("qwen3_moe"))
 
 
@@ -353,20 +355,43 @@ def test_blocks_of_other_divisions_are_not_found(checkpoints):
 @pytest.mark.parametrize(
     ("variant", "options", "message"),
     [
-        ("llama", {"tensor_parallel_size": 4, "decode_context_parallel_size": 3},
-         "decode_context_parallel_size=3 must divide tensor_parallel_size=4"),
-        ("llama", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
-         "KV heads and equally many query heads, which is 1 with tensor_parallel_size=2"),
-        ("llama-6-heads-over-2", {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
-         "which is 1 with tensor_parallel_size=4"),  # three query heads over two ranks
-        ("deepseek_v3", {"tensor_parallel_size": 3, "decode_context_parallel_size": 3},
-         "which is 1 with tensor_parallel_size=3"),
-        ("llama", {"prefill_context_parallel_size": 2, "speculative_config": {"method": "medusa", "model": "x"}},
-         "prefill_context_parallel_size and drafters on the device"),
-        ("mixtral", {"prefill_context_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True,
-                     "enable_dbo": True}, "enable_dbo and prefill_context_parallel_size exclude each other"),
+        (
+            "llama",
+            {"tensor_parallel_size": 4, "decode_context_parallel_size": 3},
+            "decode_context_parallel_size=3 must divide tensor_parallel_size=4",
+        ),
+        (
+            "llama",
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "KV heads and equally many query heads, which is 1 with tensor_parallel_size=2",
+        ),
+        (
+            "llama-6-heads-over-2",
+            {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+            "which is 1 with tensor_parallel_size=4",
+        ),  # three query heads over two ranks
+        (
+            "deepseek_v3",
+            {"tensor_parallel_size": 3, "decode_context_parallel_size": 3},
+            "which is 1 with tensor_parallel_size=3",
+        ),
+        (
+            "llama",
+            {"prefill_context_parallel_size": 2, "speculative_config": {"method": "medusa", "model": "x"}},
+            "prefill_context_parallel_size and drafters on the device",
+        ),
+        (
+            "mixtral",
+            {
+                "prefill_context_parallel_size": 2,
+                "data_parallel_size": 2,
+                "enable_expert_parallel": True,
+                "enable_dbo": True,
+            },
+            "enable_dbo and prefill_context_parallel_size exclude each other",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_is_refused_before_anything_is_started(checkpoints, variant, options, message):
     with (
         mock.patch("quire.executor.choice.MultiprocExecutor", side_effect=AssertionError),
@@ -403,9 +428,12 @@ def test_processes_say_what_one_does(checkpoints, references, variant, division,
     stripes = 1 if variant == "llama" else sizes.pcp * sizes.dcp
     blocks = -(-plain.core.scheduler.kv.max_blocks(MAX_MODEL_LEN) // stripes) + 10
     llm = make_llm(
-        checkpoints.path(variant), async_scheduling=depth == 2, num_gpu_blocks_override=blocks,
-        max_num_batched_tokens=40, **sizes.options,
-    )  # fmt: skip
+        checkpoints.path(variant),
+        async_scheduling=depth == 2,
+        num_gpu_blocks_override=blocks,
+        max_num_batched_tokens=40,
+        **sizes.options,
+    )
     try:
         says(llm, expected)
         assert llm.core.scheduler.limits.depth == depth + (sizes.pp > 1) * 2

@@ -16,9 +16,16 @@ from support.checkpoints import byte_level_tokenizer
 
 VOCAB = 320
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "max_position_embeddings": 200, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 200,
+    "pad_token_id": 1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 LOCAL = {"local_attention": 20, "global_attn_every_n_layers": 3}
 DECODER = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,11 +46,17 @@ EMBEDDERS: dict[str, tuple[str, dict[str, Any]]] = {  # decoders without a head
     "qwen3": ("Qwen3", DECODER),
     "mistral": ("Mistral", {**DECODER, "sliding_window": 32}),
     "llama": ("Llama", DECODER),
-    "embedding-gemma": ("Gemma3Text", {
-        **DECODER, "use_bidirectional_attention": True, "sliding_window": 16, "num_hidden_layers": 6,
-        "query_pre_attn_scalar": 16,
-    }),
-}  # fmt: skip
+    "embedding-gemma": (
+        "Gemma3Text",
+        {
+            **DECODER,
+            "use_bidirectional_attention": True,
+            "sliding_window": 16,
+            "num_hidden_layers": 6,
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+}
 
 
 def saved(folder: Path, family: str, config: dict[str, Any], head: str = "Model", **settings: Any) -> Any:

@@ -46,8 +46,9 @@ def shared(checkpoints: Any, references: Any, variant: str, **more: Any) -> Shar
 
     If steps are to be divided, the prompts are divided equally, since no replica may have a single token then.
     """
-    replicas = SharedExperts(options(checkpoints.path(variant), **{"data_parallel_size": 2, **more}),
-                             checkpoints.path(variant))  # fmt: skip
+    replicas = SharedExperts(
+        options(checkpoints.path(variant), **{"data_parallel_size": 2, **more}), checkpoints.path(variant)
+    )
     expected, count = references.continuations(variant)[: len(LENGTHS)], len(replicas.cores)
     numbers = range(len(expected))
     dealt = [[i for i in numbers if min(i, count - 1) == count - 1 - core] for core in range(count)]

@@ -179,7 +179,7 @@ SPEC_MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
     ("deepseek_v3-without-groups", "normalized", m.experts(normalize=True)),
     ("glm4_moe", "not normalized", m.experts(normalize=False)),
     ("glm4_moe-query-key-norms", "not scaled", m.experts(scale=1.0)),
-]  # fmt: skip
+]
 TOKENS_KEPT: list[tuple[str, str, m.SpecMutation]] = [  # these show in probabilities, and in a token seldom or never
     ("cohere", "logit scale", m.decoder(logit_scale=None)),
     ("granite", "logit scale", m.decoder(logit_scale=None)),
@@ -275,7 +275,7 @@ MODEL_MUTATIONS: list[tuple[str, str, m.ModelMutation]] = [
     ("gemma", "untied", m.untied),
     ("opt", "positions' offset", m.of_model(lambda model: setattr(model.positions, "offset", 1))),
     ("gpt2", "positions' offset", m.of_model(lambda model: setattr(model.positions, "offset", 1))),
-]  # fmt: skip
+]
 
 Case = tuple[str, str, Any]
 

@@ -79,8 +79,10 @@ def test_a_forward_needs_nothing_of_the_device(checkpoints, variant):
     model = Decoder(builder, spec_of(description), 64)
     builder.fill(lambda slot: None)
     backends = [backend_of(shape) for shape in model.cache_shapes]
-    memory = [torch.empty(1, len(s.entries) * b.entry_bytes(), dtype=torch.uint8, device=META)
-              for s, b in zip(model.kv_specs, backends, strict=True)]  # fmt: skip
+    memory = [
+        torch.empty(1, len(s.entries) * b.entry_bytes(), dtype=torch.uint8, device=META)
+        for s, b in zip(model.kv_specs, backends, strict=True)
+    ]
     model.bind_cache(backends, memory)
     forward = Forward(model, backends)
     groups = len(model.kv_specs)

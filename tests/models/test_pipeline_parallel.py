@@ -225,9 +225,12 @@ def test_processes_say_what_one_does(checkpoints, references, stages, ranks):
     expected = references.continuations("llama")[:16]
     blocks = make_llm(checkpoints.path("llama")).core.scheduler.kv.max_blocks(MAX_MODEL_LEN) + 30
     llm = make_llm(
-        checkpoints.path("llama"), pipeline_parallel_size=stages, tensor_parallel_size=ranks,
-        num_gpu_blocks_override=blocks, max_num_batched_tokens=40,
-    )  # fmt: skip
+        checkpoints.path("llama"),
+        pipeline_parallel_size=stages,
+        tensor_parallel_size=ranks,
+        num_gpu_blocks_override=blocks,
+        max_num_batched_tokens=40,
+    )
     most_in_flight, sample = 0, llm.core.executor.sample
 
     def counted(step_id: int, masks: Any = None) -> Any:

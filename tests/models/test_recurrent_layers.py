@@ -94,12 +94,15 @@ def test_a_draft_model_with_states_is_refused_and_one_without_drafts_for_states(
         continuation.check(output.outputs[0].token_ids)
 
 
-@pytest.mark.parametrize(("options", "named"), [
-    ({"kv_compression": {"ratio": 2}}, "kv_compression"),
-    ({"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}, "kv_transfer_config"),
-    ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode_context_parallel_size"),
-    ({"mamba_block_size": 0}, "mamba_block_size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kv_compression": {"ratio": 2}}, "kv_compression"),
+        ({"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}, "kv_transfer_config"),
+        ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode_context_parallel_size"),
+        ({"mamba_block_size": 0}, "mamba_block_size"),
+    ],
+)
 def test_options_that_do_not_work_with_states_are_refused(checkpoints, options, named):
     with pytest.raises(ConfigError, match=named):
         make_llm(checkpoints.path("bamba"), **options)

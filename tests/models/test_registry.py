@@ -48,13 +48,24 @@ def test_yi_is_llama(checkpoints):
 
 
 TEXT: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 20, "max_position_embeddings": 256,
-}  # fmt: skip
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 20,
+    "max_position_embeddings": 256,
+}
 VISION = {
-    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "image_size": 28, "patch_size": 14,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 
 def _gemma3() -> Any:
@@ -72,8 +83,11 @@ def _llama4() -> Any:
 
     text = TEXT | {"num_local_experts": 4, "intermediate_size_mlp": 96, "attention_chunk_size": 32, "floor_scale": 16}
     vision = VISION | {
-        "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "vision_feature_layer": -1,
-    }  # fmt: skip
+        "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+        "vision_feature_layer": -1,
+    }
     config = Llama4Config(text_config=text, vision_config=vision, image_token_index=319, boi_token_index=318)
     config._attn_implementation = "eager"
     return Llama4ForConditionalGeneration(config)

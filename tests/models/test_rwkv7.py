@@ -16,9 +16,12 @@ from support.reference import logits
 
 TEXT = [(i * 37 + 11) % 300 + 4 for i in range(70)]
 CONFIG = {
-    "architectures": ["RWKV7ForCausalLM"], "vocab_size": 320, "hidden_size": 2048, "num_hidden_layers": 2,
+    "architectures": ["RWKV7ForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 2048,
+    "num_hidden_layers": 2,
     "head_dim": 64,
-}  # fmt: skip
+}
 
 
 def test_the_first_format_packs_the_mixes_of_a_layer(checkpoints, tmp_path):
@@ -48,23 +51,32 @@ def test_a_config_without_ranks_and_widths_has_those_that_follow_from_its_size()
     assert spec_of(CONFIG).mlps[0].intermediate_size == 8192
 
 
-@pytest.mark.parametrize(("field", "named"), [
-    ({"attn": {"layers": [1], "num_heads": 4}}, "'attn'"),
-    ({"value_dim": [2048, 4096]}, "value_dim"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "named"),
+    [({"attn": {"layers": [1], "num_heads": 4}}, "'attn'"), ({"value_dim": [2048, 4096]}, "value_dim")],
+)
 def test_layers_of_attention_and_wider_values_are_refused(field, named):
     with pytest.raises(ValueError, match=named):
         spec_of({**CONFIG, **field})
 
 
 _PARTS = {
-    "r_proj": "receptance", "k_proj": "key", "v_proj": "value", "o_proj": "output", "g_norm": "ln_x", "attn": "att",
-    "pre_norm": "ln0", "attn_norm": "ln1", "ffn_norm": "ln2",
-}  # fmt: skip
+    "r_proj": "receptance",
+    "k_proj": "key",
+    "v_proj": "value",
+    "o_proj": "output",
+    "g_norm": "ln_x",
+    "attn": "att",
+    "pre_norm": "ln0",
+    "attn_norm": "ln1",
+    "ffn_norm": "ln2",
+}
 _ENDS = {
-    "model.embeddings.weight": "emb.weight", "lm_head.weight": "head.weight", "model.norm.weight": "ln_out.weight",
+    "model.embeddings.weight": "emb.weight",
+    "lm_head.weight": "head.weight",
+    "model.norm.weight": "ln_out.weight",
     "model.norm.bias": "ln_out.bias",
-}  # fmt: skip
+}
 
 
 def authors_format(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

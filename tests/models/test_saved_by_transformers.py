@@ -26,9 +26,10 @@ pytestmark = pytest.mark.texts
 # The variants that other tests change after they are saved; test_parity.py reads the others as they were saved. Not
 # Kimi Linear: transformers 5.24 saves its dense layers under a name that no published checkpoint has.
 CHANGED = [
-    name for name, (kind, _, writing) in ALL_VARIANTS.items()
+    name
+    for name, (kind, _, writing) in ALL_VARIANTS.items()
     if kind not in {*STAND_INS, "kimi_linear"} and writing.keys() - {"seed"}
-]  # fmt: skip
+]
 RECORDS = {version: read_record(version) for version in VERSIONS}
 RECORDED = [(version, variant) for version, record in RECORDS.items() for variant in record["variants"]]
 

@@ -181,11 +181,13 @@ def test_processes_compute_the_same_bits_in_recorded_steps(checkpoints, variant)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(store.port), path], stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", PROGRAM, str(rank), str(store.port), path],
+            stdout=subprocess.PIPE,
+            text=True,
             env=environment,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     said = [rank.communicate(timeout=LONGEST)[0].split("\n")[:3] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert said == [["[]", "[1]", "[1]"]] * 2

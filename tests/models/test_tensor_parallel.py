@@ -242,9 +242,12 @@ def check_two_processes(checkpoints: Checkpoints, references: References, varian
     plain = make_llm(checkpoints.path(variant), num_gpu_blocks_override=200)
     blocks = plain.core.scheduler.kv.max_blocks(MAX_MODEL_LEN) + 10
     llm = make_llm(
-        checkpoints.path(variant), tensor_parallel_size=2, async_scheduling=depth == 2, num_gpu_blocks_override=blocks,
+        checkpoints.path(variant),
+        tensor_parallel_size=2,
+        async_scheduling=depth == 2,
+        num_gpu_blocks_override=blocks,
         max_num_batched_tokens=40,
-    )  # fmt: skip
+    )
     most_in_flight, sample = 0, llm.core.executor.sample
 
     def counted(step_id: int, masks: Any = None) -> Any:

@@ -127,8 +127,10 @@ def test_the_models_are_some_that_quire_lacks(cases):
 def test_windows_and_full_attention_get_groups_of_their_own(cases):
     specs = make_llm(cases.path("vaultgemma"), model_impl="transformers").core.executor.kv_cache.specs
     assert [(type(spec), spec.layers) for spec in specs] == [
-        (FullAttentionSpec, (1,)), (SlidingWindowSpec, (0,)), (SlidingWindowSpec, (2,))
-    ]  # fmt: skip
+        (FullAttentionSpec, (1,)),
+        (SlidingWindowSpec, (0,)),
+        (SlidingWindowSpec, (2,)),
+    ]
 
 
 def test_in_bfloat16_it_is_as_near_to_float32_as_transformers(cases):
@@ -144,9 +146,10 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_transformers(cases):
 def test_drafts_of_the_host_change_nothing(cases):
     expected = cases.continuations("starcoder2")
     llm = make_llm(
-        cases.path("starcoder2"), model_impl="transformers",
+        cases.path("starcoder2"),
+        model_impl="transformers",
         speculative_config={"method": "ngram", "num_speculative_tokens": 3},
-    )  # fmt: skip
+    )
     in_chunks_of_24(lambda **options: llm, expected)
 
 

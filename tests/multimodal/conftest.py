@@ -25,9 +25,15 @@ def host(folder, tmp_path_factory):
     path, _ = prepared("llava", folder)
     shared = tmp_path_factory.mktemp("allowed")
     started = Host(
-        model=str(path), dtype="float32", max_model_len=400, max_num_seqs=8, chat_template=TEMPLATE,
-        limit_mm_per_prompt={"image": 3}, allowed_local_media_path=str(shared), enable_prompt_embeds=True,
-    )  # fmt: skip
+        model=str(path),
+        dtype="float32",
+        max_model_len=400,
+        max_num_seqs=8,
+        chat_template=TEMPLATE,
+        limit_mm_per_prompt={"image": 3},
+        allowed_local_media_path=str(shared),
+        enable_prompt_embeds=True,
+    )
     started.shared = shared
     yield started
     started.close()

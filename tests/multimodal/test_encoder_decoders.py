@@ -35,8 +35,10 @@ COMBINES = [
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 BEFORE = list(range(10, 60))
 CASES: list[tuple[str, list[int] | None]] = [  # the encoder's text, and what follows the beginning of the decoder's
-    *((text, None) for text in TEXTS), (TEXTS[1], BEFORE), (TEXTS[0], BEFORE[:20]),
-]  # fmt: skip
+    *((text, None) for text in TEXTS),
+    (TEXTS[1], BEFORE),
+    (TEXTS[0], BEFORE[:20]),
+]
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +130,18 @@ def test_a_prompt_may_be_given_in_many_forms(make):
     text, tokenizer = TEXTS[0], llm.get_tokenizer()
     ids, more = tokenizer.encode(text), tokenizer.encode("The cat", add_special_tokens=False)
     forms: list[tuple[Any, list[int]]] = [
-        (text, []), (ids, []), ({"prompt": text}, []), ({"prompt_token_ids": ids, "cache_salt": "x"}, []),
-        ({"encoder_prompt": text}, []), ({"encoder_prompt": {"prompt": text}, "decoder_prompt": None}, []),
+        (text, []),
+        (ids, []),
+        ({"prompt": text}, []),
+        ({"prompt_token_ids": ids, "cache_salt": "x"}, []),
+        ({"encoder_prompt": text}, []),
+        ({"encoder_prompt": {"prompt": text}, "decoder_prompt": None}, []),
         ({"encoder_prompt": ids, "decoder_prompt": ""}, []),
         ({"encoder_prompt": text, "decoder_prompt": "The cat"}, more),
         ({"encoder_prompt": text, "decoder_prompt": {"prompt": "The cat"}}, more),
         ({"encoder_prompt": text, "decoder_prompt": {"prompt_token_ids": [BOS, *more]}}, more),
         ({"encoder_prompt": text, "decoder_prompt": {"prompt_token_ids": [EOS, BOS, *more]}}, more),
-    ]  # fmt: skip
+    ]
     outputs = generate(llm, [form for form, _ in forms], PARAMS)
     for (form, behind), output in zip(forms, outputs, strict=True):
         assert output.prompt_token_ids == [EOS, BOS, *behind], form
@@ -184,7 +190,7 @@ def test_a_long_text_is_cut_off_at_its_end_on_demand(make):
         ({"prompt": "x", "prompt_embeds": 1}, "prompt field 'prompt_embeds' cannot be used"),
         ({"encoder_prompt": {"prompt": 3}}, "encoder_prompt: prompt must be a string, got int"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_refused(bart, prompt, reason):
     with pytest.raises((ValueError, TypeError), match=reason):
         bart.generate([prompt], PARAMS, use_tqdm=False)
@@ -286,11 +292,17 @@ LAYER_MUTATIONS: list[tuple[str, str, Callable[[Any], object]]] = [
     ("bart", "offset of the encoder's positions", lambda model: setattr(model.tower.model.positions, "offset", 0)),
     ("t5", "no biases by distance", lambda model: model.layers[0].mixer.bias.zero_()),
     ("flan-t5", "no biases in the encoder", lambda model: model.tower.model.layers[0].mixer.bias.zero_()),
-    ("flan-t5", "a mirrored encoder", lambda model: model.tower.model.layers[0].mixer.bias.copy_(
-        model.tower.model.layers[0].mixer.bias.flip(1))),
-    ("umt5", "biases of the first layer", lambda model: setattr(
-        model.layers[1].mixer, "bias", model.layers[0].mixer.bias)),
-]  # fmt: skip
+    (
+        "flan-t5",
+        "a mirrored encoder",
+        lambda model: model.tower.model.layers[0].mixer.bias.copy_(model.tower.model.layers[0].mixer.bias.flip(1)),
+    ),
+    (
+        "umt5",
+        "biases of the first layer",
+        lambda model: setattr(model.layers[1].mixer, "bias", model.layers[0].mixer.bias),
+    ),
+]
 
 
 @pytest.mark.sampled(7)

@@ -64,10 +64,16 @@ def test_a_video_is_answered_as_transformers_answers_it(folder):
     network = type(MODELS["qwen3_5"].make()).from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         made = network.eval().generate(
-            input_ids=ids, pixel_values_videos=pixels.flatten(1), video_grid_thw=grid[None],
-            mm_token_type_ids=(ids == FIRST + 1).int() * 2, do_sample=False, min_new_tokens=NUM_TOKENS,
-            max_new_tokens=NUM_TOKENS, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+            input_ids=ids,
+            pixel_values_videos=pixels.flatten(1),
+            video_grid_thw=grid[None],
+            mm_token_type_ids=(ids == FIRST + 1).int() * 2,
+            do_sample=False,
+            min_new_tokens=NUM_TOKENS,
+            max_new_tokens=NUM_TOKENS,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
     expected = Continuation(ids[0].tolist(), made[0, ids.shape[1] :].tolist(), NUM_TOKENS)
     for _ in range(2):  # the second time, from the prefix cache
         [output] = generate(llm, [asked], PARAMS)
@@ -81,13 +87,17 @@ def stacked(tensors: dict[str, Tensor], transposed: bool) -> dict[str, Tensor]:
     for name in tensors:
         prefix, found, _ = name.partition("experts.0.down_proj.weight")
         if found:
-            parts = {part: torch.stack([made.pop(f"{prefix}experts.{e}.{part}_proj.weight") for e in range(8)])
-                     for part in ("gate", "up", "down")}  # fmt: skip
+            parts = {
+                part: torch.stack([made.pop(f"{prefix}experts.{e}.{part}_proj.weight") for e in range(8)])
+                for part in ("gate", "up", "down")
+            }
             made[f"{prefix}experts.gate_up_proj"] = torch.cat((parts["gate"], parts["up"]), 1)
             made[f"{prefix}experts.down_proj"] = parts["down"]
     if transposed:
-        made = {n: t.transpose(1, 2) if n.endswith(("experts.gate_up_proj", "experts.down_proj")) else t
-                for n, t in made.items()}  # fmt: skip
+        made = {
+            n: t.transpose(1, 2) if n.endswith(("experts.gate_up_proj", "experts.down_proj")) else t
+            for n, t in made.items()
+        }
     return made
 
 

@@ -108,10 +108,13 @@ def test_the_tiles_of_llava_have_transformers_values(tmp_path, size, kind):
         crop = {"crop_size": {"height": 56, "width": 56}}
         processor, vision = LlavaNextImageProcessorPil(size={"shortest_edge": 56}, **crop), "clip_vision_model"
     config = {
-        "model_type": kind, "image_grid_pinpoints": TILED, "image_token_index": 5, "video_token_index": 6,
+        "model_type": kind,
+        "image_grid_pinpoints": TILED,
+        "image_token_index": 5,
+        "video_token_index": 6,
         "vision_config": {"image_size": 56, "patch_size": 14, "model_type": vision},
         "vision_feature_select_strategy": "default" if kind == "llava_next" else "full",
-    }  # fmt: skip
+    }
     pictures = llava_next.Pictures(config, settings(processor, tmp_path), str)
     expected = processor(drawn(7, *size), return_tensors="np", image_grid_pinpoints=TILED)
     made = pictures.image(drawn(7, *size))
@@ -183,11 +186,24 @@ def test_frames_of_an_animation_are_evenly_spaced():
 @pytest.mark.parametrize(
     ("address", "public"),
     [
-        ("8.8.8.8", True), ("2606:4700::1111", True), ("10.1.2.3", False), ("172.20.0.1", False),
-        ("192.168.1.1", False), ("127.0.0.1", False), ("169.254.169.254", False), ("100.64.0.1", False),
-        ("0.0.0.0", False), ("::1", False), ("fe80::1%eth0", False), ("fd00::1", False), ("::ffff:10.0.0.1", False),
-        ("64:ff9b::7f00:1", False), ("2002:7f00:1::", False), ("224.0.0.1", False), ("255.255.255.255", False),
+        ("8.8.8.8", True),
+        ("2606:4700::1111", True),
+        ("10.1.2.3", False),
+        ("172.20.0.1", False),
+        ("192.168.1.1", False),
+        ("127.0.0.1", False),
+        ("169.254.169.254", False),
+        ("100.64.0.1", False),
+        ("0.0.0.0", False),
+        ("::1", False),
+        ("fe80::1%eth0", False),
+        ("fd00::1", False),
+        ("::ffff:10.0.0.1", False),
+        ("64:ff9b::7f00:1", False),
+        ("2002:7f00:1::", False),
+        ("224.0.0.1", False),
+        ("255.255.255.255", False),
     ],
-)  # fmt: skip
+)
 def test_which_addresses_are_public(address, public):
     assert is_public(address) == public

@@ -37,8 +37,10 @@ def test_words_are_those_of_transformers(tmp_path):
                 for feature in features
                 for row in whisper.generate(feature[None], return_timestamps=with_times, do_sample=False)
             ]
-        errors = {name: [word_errors(t, text) for t, (text, _) in zip(made, said, strict=True)]
-                  for name, made in (("ours", ours), ("theirs", theirs))}  # fmt: skip
+        errors = {
+            name: [word_errors(t, text) for t, (text, _) in zip(made, said, strict=True)]
+            for name, made in (("ours", ours), ("theirs", theirs))
+        }
         rates = {name: sum(wrong for wrong, _ in e) / sum(count for _, count in e) for name, e in errors.items()}
         print(rates)
         assert [text.strip() for text in ours] == [text.strip() for text in theirs]

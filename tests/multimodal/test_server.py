@@ -80,9 +80,13 @@ def test_a_stream_and_several_answers_with_pictures(client):
     part = image_part(data_url(encoded(picture(3), "JPEG")))
     whole = ask(client, "Say: ", part)
     stream = client.chat.completions.create(
-        model="demo", messages=[{"role": "user", "content": [{"type": "text", "text": "Say: "}, part]}], temperature=0,
-        max_tokens=12, stream=True, extra_body={"ignore_eos": True},
-    )  # fmt: skip
+        model="demo",
+        messages=[{"role": "user", "content": [{"type": "text", "text": "Say: "}, part]}],
+        temperature=0,
+        max_tokens=12,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == whole
 
 
@@ -93,9 +97,12 @@ def test_the_other_apis_see_the_same_picture(client, service):
     wanted = {"temperature": 0, "ignore_eos": True}
     text = {"type": "input_text", "text": "What is it?"}
     response = client.responses.create(
-        model="demo", input=[{"role": "user", "content": [{"type": "input_image", "image_url": url}, text]}],
-        max_output_tokens=12, temperature=0, extra_body={"ignore_eos": True},
-    )  # fmt: skip
+        model="demo",
+        input=[{"role": "user", "content": [{"type": "input_image", "image_url": url}, text]}],
+        max_output_tokens=12,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
     assert response.output_text == expected
     more = client.responses.create(
         model="demo", input="Again.", previous_response_id=response.id, max_output_tokens=12, temperature=0
@@ -126,9 +133,15 @@ def test_the_other_apis_name_a_picture_that_cannot_be_used(service):
         ("/v1/responses", {"input": [{**user, "content": [wrong]}]}, "input"),
         ("/v1/responses", {"input": [{"role": "system", "content": [wrong]}]}, "input"),
         ("/v1/responses", {"input": [{**user, "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
-        ("/v1/messages", {"messages": [{**user, "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}],
-                          "max_tokens": 5}, "messages[0].content[0]"),
-    ):  # fmt: skip
+        (
+            "/v1/messages",
+            {
+                "messages": [{**user, "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}],
+                "max_tokens": 5,
+            },
+            "messages[0].content[0]",
+        ),
+    ):
         answer = service.post(path, body)
         assert answer.status == 400, answer.body
         assert param in str(answer.json["error"]), answer.json

@@ -81,9 +81,12 @@ def ask(client, data: str, kind: str = "input_audio") -> str:
     source = {"data": data, "format": "wav"} if kind == "input_audio" else {"url": data}
     content = [{"type": "text", "text": "Hear: "}, {"type": kind, kind: source}]
     answer = client.chat.completions.create(
-        model="demo", messages=[{"role": "user", "content": content}], temperature=0, max_tokens=12,
+        model="demo",
+        messages=[{"role": "user", "content": content}],
+        temperature=0,
+        max_tokens=12,
         extra_body={"ignore_eos": True},
-    )  # fmt: skip
+    )
     return answer.choices[0].message.content
 
 

@@ -33,7 +33,7 @@ from support.hearing import (
     network,
     sound,
     written,
-)  # fmt: skip
+)
 from support.server import Host
 from support.waiting import eventually
 
@@ -105,8 +105,9 @@ def test_openais_client_gets_what_the_offline_engine_says(client, llm):
         assert answer.text == spoken(output.text)
         assert answer.usage.seconds == 2
     [output] = outputs(llm, [sound(1)], [SOT, DE, TRANSLATE, NO_TIMES])
-    assert ask(client, api="translations", extra_body={"language": "de", "max_completion_tokens": LONGEST}).text \
-        == spoken(output.text)  # fmt: skip
+    assert ask(
+        client, api="translations", extra_body={"language": "de", "max_completion_tokens": LONGEST}
+    ).text == spoken(output.text)
     assert ask(client, language="de", response_format="text") == answer.text + "\n"
 
 

@@ -37,7 +37,7 @@ from support.hearing import (
     network,
     sound,
     written,
-)  # fmt: skip
+)
 
 COMBINES = [
     "cross-attention × chunked prefill, prefix caching, preemption, two steps in flight, tensor parallelism",
@@ -145,7 +145,7 @@ def test_a_text_of_special_tokens_and_a_sound_at_another_rate_can_be_given(folde
         ({"prompt_token_ids": [SOT], "multi_modal_data": {"audio": np.zeros(0)}}, "no samples"),
         ({"prompt_token_ids": [SOT], "multi_modal_data": {"audio": np.array([np.nan])}}, "not finite"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_heard_is_refused(folder, prompt, reason):
     llm = make_llm(written(folder), max_model_len=128)
     with pytest.raises(ValueError, match=reason):

@@ -51,9 +51,10 @@ class Core:
     def step(self, computed: int, *outputs: EngineCoreOutput) -> None:
         generated = sum(len(output.new_token_ids) for output in outputs)
         self.stats = CoreStats(
-            num_running=1, computed_tokens=self.stats.computed_tokens + computed,
+            num_running=1,
+            computed_tokens=self.stats.computed_tokens + computed,
             generated_tokens=self.stats.generated_tokens + generated,
-        )  # fmt: skip
+        )
         self.metrics.step(list(outputs), self.stats)
 
 

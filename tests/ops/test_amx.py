@@ -69,8 +69,10 @@ def test_the_kernels_for_amx_have_its_instructions(sources_of_products, tmp_path
     for name in ("amx", "avx512-bf16"):
         shown = subprocess.run(
             ["objdump", "-d", "--no-show-raw-insn", str(build.compile_for(name, tmp_path))],
-            capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         found[name] = set(re.findall(r"\t(ldtilecfg|tile\w+|tdp\w+)", shown))
     loads = {"ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored"}
     assert found == {"amx": {*loads, "tdpbf16ps", "tdpbsud"}, "avx512-bf16": set()}

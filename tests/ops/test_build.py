@@ -365,9 +365,11 @@ def test_the_sources_use_no_other_features_of_processors_than_the_build_knows():
         for macro in re.findall(r"__((?:AVX|AMX|FMA|BMI|F16C|ARM_)\w*?)(?:__)?\b", source.read_text())
     }
     of_arm = {
-        "ARM_NEON": "asimd", "ARM_FEATURE_DOTPROD": "asimddp", "ARM_FEATURE_MATMUL_INT8": "i8mm",
+        "ARM_NEON": "asimd",
+        "ARM_FEATURE_DOTPROD": "asimddp",
+        "ARM_FEATURE_MATMUL_INT8": "i8mm",
         "ARM_FEATURE_BF16_VECTOR_ARITHMETIC": "bf16",
-    }  # fmt: skip
+    }
     of_x86 = {name.upper().replace("_", "") for name in USED_FEATURES - {*of_arm.values()}}
     assert {macro if macro in of_arm else macro.replace("_", "") for macro in macros} == {*of_arm, *of_x86}
 

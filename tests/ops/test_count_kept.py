@@ -50,7 +50,10 @@ def check_count_kept(function: Callable[..., torch.Tensor], seed: int) -> None:
         for row, position in zip(rows, positions, strict=True)
     ]
     made = function(
-        token_ids, torch.tensor(rows, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64),
-        torch.tensor(sampled, dtype=torch.int64), torch.tensor([0, *np.cumsum(places)]),
-    )  # fmt: skip
+        token_ids,
+        torch.tensor(rows, dtype=torch.int64),
+        torch.tensor(positions, dtype=torch.int64),
+        torch.tensor(sampled, dtype=torch.int64),
+        torch.tensor([0, *np.cumsum(places)]),
+    )
     assert made.tolist() == expected(token_ids, rows, positions, sampled, places)

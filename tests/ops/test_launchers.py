@@ -43,9 +43,13 @@ def test_a_machine_without_a_compiler_loads_the_library_that_another_one_compile
     driver = tmp_path / "libcuda.so.1"
     subprocess.run([compiler, "-shared", "-fPIC", tmp_path / "driver.c", "-o", driver], check=True)
     environment = {
-        **os.environ, "PATH": str(tmp_path), "CC": "", "LD_LIBRARY_PATH": str(tmp_path),
-        "TRITON_LIBCUDA_PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "triton"),
-    }  # fmt: skip
+        **os.environ,
+        "PATH": str(tmp_path),
+        "CC": "",
+        "LD_LIBRARY_PATH": str(tmp_path),
+        "TRITON_LIBCUDA_PATH": str(tmp_path),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+    }
     program = _LOAD.format(folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert "load_binary" in done.stdout, done.stderr

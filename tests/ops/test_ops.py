@@ -520,9 +520,18 @@ def check_float16(multiply: Any) -> None:
 def test_every_op_has_cases():
     of_batches = {"flat_batch", "append_tokens", "count_kept"}
     elsewhere = {
-        "quantize", "quantized_linear", "grouped_quantized_linear", "encoder_attention", "merge_partials", *of_batches,
-        "causal_conv", "time_steps", "scan", "selective_scan", "gated_norm",
-    }  # fmt: skip
+        "quantize",
+        "quantized_linear",
+        "grouped_quantized_linear",
+        "encoder_attention",
+        "merge_partials",
+        *of_batches,
+        "causal_conv",
+        "time_steps",
+        "scan",
+        "selective_scan",
+        "gated_norm",
+    }
     assert {*CASES, *elsewhere} == set(OPS)
 
 

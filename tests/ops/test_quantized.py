@@ -296,8 +296,10 @@ def check_joined_experts(counts: tuple[int, ...], dtype: torch.dtype = torch.bfl
             assert torch.equal(made[start:stop], quantized_linear_cpu(x[start:stop], packed[e], bias[e]))
         own = joined.rows(128, 256)
         assert torch.equal(quantized_linear_cpu(x, own, None), quantized_linear_cpu(x, packed[1], None))
-        assert all(part.data_ptr() != other.data_ptr() for part, other in zip(
-            own.by_row.values(), packed[1].by_row.values(), strict=True))  # fmt: skip
+        assert all(
+            part.data_ptr() != other.data_ptr()
+            for part, other in zip(own.by_row.values(), packed[1].by_row.values(), strict=True)
+        )
 
 
 def _repeated(tensor: Tensor, rows: int) -> Tensor:

@@ -86,9 +86,16 @@ class Texts:
             read = torch.nn.functional.normalize(read - 0.5, dim=-1)
             scale = torch.stack([read, read * part], 2).flatten(1)
         out = kernels.scan(
-            q, k, v.unflatten(1, (z.heads, z.value_dim)), decay, scale, self.skip if self.rule == "plain" else None,
-            self.pages, plan, self.rule,
-        )  # fmt: skip
+            q,
+            k,
+            v.unflatten(1, (z.heads, z.value_dim)),
+            decay,
+            scale,
+            self.skip if self.rule == "plain" else None,
+            self.pages,
+            plan,
+            self.rule,
+        )
         return list(out.split(starts.diff().tolist()))
 
     def whole(self, kernels: Any) -> list[Tensor]:

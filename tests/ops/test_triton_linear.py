@@ -143,9 +143,11 @@ def test_few_rows_take_the_kernel_where_most_processors_get_a_program():
 def test_only_products_in_16_bits_that_may_depend_on_the_batch_have_a_kernel_for_few_rows():
     gpu = torch.device("cuda", 0)
     for dtype, batch_invariant, wanted in (
-        (torch.bfloat16, False, "triton-few-rows"), (torch.float16, False, "triton-few-rows"),
-        (torch.float32, False, "reference"), (torch.bfloat16, True, "triton"),
-    ):  # fmt: skip
+        (torch.bfloat16, False, "triton-few-rows"),
+        (torch.float16, False, "triton-few-rows"),
+        (torch.float32, False, "reference"),
+        (torch.bfloat16, True, "triton"),
+    ):
         assert Kernels(Target(gpu, dtype, batch_invariant)).chosen["linear"] == wanted
 
 

@@ -115,13 +115,16 @@ def test_linear_by_head(dtype):
         *(
             pytest.param(form, dtype, marks=pytest.mark.sampled(6))
             for form, dtype in (
-                ("int8", torch.float32), ("int4", torch.float32), ("table", torch.float16), ("table", torch.float32),
+                ("int8", torch.float32),
+                ("int4", torch.float32),
+                ("table", torch.float16),
+                ("table", torch.float32),
                 ("fp8", torch.float16),
             )
         ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_quantized_linear(dtype, form):
     if form == "fp8" and INTERPRETED and dtype is not torch.float32:
         pytest.skip("the interpreter rounds to float8 in another way")

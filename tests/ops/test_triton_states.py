@@ -18,9 +18,12 @@ from quire.ops.triton import states
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 KERNELS = SimpleNamespace(
-    causal_conv=states.causal_conv, time_steps=states.time_steps, scan=states.scan, gated_norm=states.gated_norm,
+    causal_conv=states.causal_conv,
+    time_steps=states.time_steps,
+    scan=states.scan,
+    gated_norm=states.gated_norm,
     selective_scan=states.selective_scan,
-)  # fmt: skip
+)
 
 
 @pytest.mark.sampled(12)
@@ -35,9 +38,13 @@ def test_texts_in_steps_with_rejected_drafts(name, dtype):
     real = [x.clone() for x in texts.x]
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 1e-2}
     steps = [
-        ([(0, 0, 11), (1, 0, BLOCK_SIZE)], 0), ([(0, 11, 14), (2, 0, 1)], 2), ([(0, 12, 15)], 1), ([(0, 14, 16)], 0),
-        ([(0, 16, 17), (1, 8, 9)], 0), ([(0, 17, 20)], 0),
-    ]  # fmt: skip
+        ([(0, 0, 11), (1, 0, BLOCK_SIZE)], 0),
+        ([(0, 11, 14), (2, 0, 1)], 2),
+        ([(0, 12, 15)], 1),
+        ([(0, 14, 16)], 0),
+        ([(0, 16, 17), (1, 8, 9)], 0),
+        ([(0, 17, 20)], 0),
+    ]
     for spans, wrong in steps:
         text, start, end = spans[0]
         texts.x[text] = real[text].clone()

@@ -48,10 +48,16 @@ def matrix_of(table: tuple[float, ...], outs: int, ins: int, group: int, scales:
 def matrices(table: tuple[float, ...]) -> Iterator[QuantizedMatrix]:
     """Groups of all sizes; inputs that are no whole words, groups or runs; and enough inputs for two splits."""
     for outs, ins, group, scales in (
-        (40, 256, 128, "float32"), (24, 448, 64, "float32"), (33, 160, 32, "exponents"), (20, 150, 32, "float16"),
-        (24, 112, 16, "float16/1"), (16, 512, 32, "int8/2"), (7, 66, 22, "float32"), (16, 48, 48, "float16"),
+        (40, 256, 128, "float32"),
+        (24, 448, 64, "float32"),
+        (33, 160, 32, "exponents"),
+        (20, 150, 32, "float16"),
+        (24, 112, 16, "float16/1"),
+        (16, 512, 32, "int8/2"),
+        (7, 66, 22, "float32"),
+        (16, 48, 48, "float16"),
         (9, 2080, 32, "bfloat16"),
-    ):  # fmt: skip
+    ):
         yield matrix_of(table, outs, ins, group, scales)
 
 

@@ -97,16 +97,22 @@ def test_the_ways_of_accepting_drafts_that_change_answers_are_refused():
     [
         ("--spec-method ngram --spec-tokens 3", NEITHER),
         ("--spec_tokens=3 --speculative-config.method ngram", NEITHER),
-        ("--spec-method suffix --spec-tokens 4 -sc '{\"num_speculative_tokens\": 4}'",
-         {"method": "suffix", "num_speculative_tokens": 4}),
+        (
+            "--spec-method suffix --spec-tokens 4 -sc '{\"num_speculative_tokens\": 4}'",
+            {"method": "suffix", "num_speculative_tokens": 4},
+        ),
         ("--spec-model some/head", {"model": "some/head"}),
         ("--spec-model a/b --speculative-max-model-len 9", {"model": "a/b", "max_model_len": 9}),
-        ("--speculative-model [ngram] --num-speculative-tokens 3 --ngram-prompt-lookup-max 4",
-         {"model": "[ngram]", "num_speculative_tokens": 3, "prompt_lookup_max": 4}),
-        ("--speculative-model a/b --num-speculative-tokens 2 --speculative-draft-tensor-parallel-size 1",
-         {"model": "a/b", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1}),
+        (
+            "--speculative-model [ngram] --num-speculative-tokens 3 --ngram-prompt-lookup-max 4",
+            {"model": "[ngram]", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
+        ),
+        (
+            "--speculative-model a/b --num-speculative-tokens 2 --speculative-draft-tensor-parallel-size 1",
+            {"model": "a/b", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1},
+        ),
     ],
-)  # fmt: skip
+)
 def test_flags_that_set_a_field(line, fields):
     options = engine_options(build_parser().parse_args(["serve", *shlex.split(line)]))
     assert EngineConfig.create(**options).scheduler.speculative_config == fields

@@ -162,9 +162,11 @@ def test_an_answer_can_be_stopped(page: Any, host: Host):
 
 def test_a_schema_is_followed(page: Any):
     schema = {
-        "type": "object", "properties": {"animal": {"enum": ["fox", "crow"]}}, "required": ["animal"],
+        "type": "object",
+        "properties": {"animal": {"enum": ["fox", "crow"]}},
+        "required": ["animal"],
         "additionalProperties": False,
-    }  # fmt: skip
+    }
     answer = ask(page, "Which animal?", schema=json.dumps(schema), max_tokens="60")
     assert json.loads(answer.locator(".text").first.text_content())["animal"] in ("fox", "crow")
 
@@ -254,9 +256,14 @@ def test_the_map_changes_under_load(page: Any, server: Service):
 @pytest.mark.nightly
 def test_tiers_and_ranks_are_drawn(browser: Any, tmp_path: Path):
     host = Host(
-        dtype="float32", max_num_seqs=4, num_gpu_blocks_override=130, pipeline_parallel_size=2,
-        kv_offloading_size=0.02, kv_offloading_path=str(tmp_path / "kv"), kv_offloading_disk_size="60M",
-    )  # fmt: skip
+        dtype="float32",
+        max_num_seqs=4,
+        num_gpu_blocks_override=130,
+        pipeline_parallel_size=2,
+        kv_offloading_size=0.02,
+        kv_offloading_path=str(tmp_path / "kv"),
+        kv_offloading_disk_size="60M",
+    )
     page = browser.new_page(viewport={"width": 1280, "height": 860})
     try:
         server = host.serve()
@@ -338,10 +345,12 @@ def test_recorded_runs_are_played(page: Any):
     page.click("#tab-learn")
     page.locator("#blocks li").first.wait_for()
     for name, words in (
-        ("batching", "computes its whole prompt"), ("chunks", "a chunk of its prompt"),
+        ("batching", "computes its whole prompt"),
+        ("chunks", "a chunk of its prompt"),
         ("sharing", "are there already, in blocks that can be found"),
-        ("preemption", "gives back its blocks and waits"), ("speculation", "All of them are what the model says"),
-    ):  # fmt: skip
+        ("preemption", "gives back its blocks and waits"),
+        ("speculation", "All of them are what the model says"),
+    ):
         page.select_option("#run", name)
         assert page.locator("#place").text_content().startswith("step 1 of ")
         told = [page.locator("#story").text_content()]

@@ -86,8 +86,10 @@ def test_a_viewer_can_follow_the_map_and_the_requests(checkpoints):
             held = [block.block_id for table in found.block_tables for block in table]
             assert (seen[request["id"]] or []) == held
             assert (request["computed"], request["prompt"], request["most"]) == (
-                found.num_retired_tokens, found.num_prompt_tokens, found.max_total_tokens
-            )  # fmt: skip
+                found.num_retired_tokens,
+                found.num_prompt_tokens,
+                found.max_total_tokens,
+            )
             states.add(request["state"])
         assert {request["id"] for request in view["requests"]} == core.scheduler.requests.keys()
     assert {"running", "waiting"} <= states

@@ -85,9 +85,13 @@ def fails(*arguments: Any, **options: Any) -> Any:
     ],
 )
 def test_if_anything_fails_all_sums_take_nccl(
-    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    change: dict[str, Any], dtype: torch.dtype, reason: str,
-) -> None:  # fmt: skip
+    machine: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    change: dict[str, Any],
+    dtype: torch.dtype,
+    reason: str,
+) -> None:
     for name, value in change.items():
         if hasattr(memory, name):
             monkeypatch.setattr(memory, name, value)

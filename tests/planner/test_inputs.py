@@ -18,9 +18,15 @@ from quire.planner.traffic import PIECE, Arrival, read_traffic
 
 @pytest.mark.parametrize(
     ("text", "name", "count"),
-    [("H100x8", "H100", 8), ("h100", "H100", 1), ("a100-80gb*4", "A100", 4), ("RTX 4090x2", "RTX-4090", 2),
-     ("rtx_pro_6000", "RTX-PRO-6000", 1), ("EPYC-9654", "EPYC-9654", 1)],
-)  # fmt: skip
+    [
+        ("H100x8", "H100", 8),
+        ("h100", "H100", 1),
+        ("a100-80gb*4", "A100", 4),
+        ("RTX 4090x2", "RTX-4090", 2),
+        ("rtx_pro_6000", "RTX-PRO-6000", 1),
+        ("EPYC-9654", "EPYC-9654", 1),
+    ],
+)
 def test_devices_are_found_by_name_and_number(text, name, count):
     assert parse_devices(text) == (DEVICES[name], count)
 
@@ -42,17 +48,15 @@ def test_devices_reach_a_part_of_their_data_sheet():
 
 
 def test_objectives_are_read():
-    assert parse("ttft=500ms, itl=50ms,e2e=10s") == [
-        Limit("ttft", 0.5), Limit("itl", 0.05), Limit("e2e", 10.0)
-    ]  # fmt: skip
+    assert parse("ttft=500ms, itl=50ms,e2e=10s") == [Limit("ttft", 0.5), Limit("itl", 0.05), Limit("e2e", 10.0)]
     assert parse("p95:TPOT=1.5ms,tpot=3ms") == [Limit("tpot", 0.0015, 95.0), Limit("tpot", 0.003, 99.0)]
     assert str(parse("p50:ttft=2s")[0]) == "p50 TTFT ≤ 2 s"
 
 
 @pytest.mark.parametrize(
-    "text", ["", "ttft", "ttft=500", "latency=5ms", "ttft=-1ms", "p0:ttft=1s", "p101:ttft=1s", "ttft=1s,ttft=2s",
-             "ttft=0ms"],
-)  # fmt: skip
+    "text",
+    ["", "ttft", "ttft=500", "latency=5ms", "ttft=-1ms", "p0:ttft=1s", "p101:ttft=1s", "ttft=1s,ttft=2s", "ttft=0ms"],
+)
 def test_wrong_objectives_are_errors(text):
     with pytest.raises(ValueError, match=r"^slo="):
         parse(text)

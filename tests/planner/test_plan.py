@@ -52,8 +52,9 @@ def test_the_breaking_load_is_what_rows_can_answer():
     limits = parse("ttft=30s")
 
     def run(traffic: Traffic, latest: float = math.inf) -> Load:
-        return load_of(simulate(traffic, replica(rows=16, tokens=1000), Constant(), latest=latest), traffic, limits,
-                       Layout())  # fmt: skip
+        return load_of(
+            simulate(traffic, replica(rows=16, tokens=1000), Constant(), latest=latest), traffic, limits, Layout()
+        )
 
     traffic = read_traffic("rate=0.1,input=10,output=10,requests=600")
     found = breaking_load(traffic, limits, run)

@@ -62,8 +62,10 @@ REQUESTS = st.lists(
     st.integers(260, 400),
 )
 def test_all_requests_end_with_their_tokens(requests, replicas, flights, blocks):
-    arrivals = [Arrival(time, PIECE * pieces + prompt, output, tuple(range(pieces)))
-                for time, prompt, output, pieces in sorted(requests)]  # fmt: skip
+    arrivals = [
+        Arrival(time, PIECE * pieces + prompt, output, tuple(range(pieces)))
+        for time, prompt, output, pieces in sorted(requests)
+    ]
     count, together = replicas
     depth, stages = flights
     times = Constant(0.5, stages, of_host=0.1)
@@ -145,8 +147,9 @@ def test_blocks_that_the_traffic_cannot_fill_change_nothing_but_the_usage(groups
     rng = random.Random(0)
     arrivals = [Arrival(number, PIECE + rng.randint(1, 200), rng.randint(1, 40), (number % 3,)) for number in range(40)]
     limits = SchedulerLimits(16, 64, 4096, depth=2)
-    enough, vast = (simulate(Traffic(arrivals), Replica(limits, blocks, groups, 16), Constant(), 2)
-                    for blocks in (1500, 10**12))  # fmt: skip
+    enough, vast = (
+        simulate(Traffic(arrivals), Replica(limits, blocks, groups, 16), Constant(), 2) for blocks in (1500, 10**12)
+    )
     assert times_of(vast) == times_of(enough)
     assert [served.cached for served in vast.requests] == [served.cached for served in enough.requests]
     assert sum(served.preemptions for served in vast.requests) == 0
@@ -172,8 +175,14 @@ def test_a_hopeless_run_is_given_up():
 
 def test_the_steps_are_those_of_a_real_engine():
     """All requests at once: which tokens of which requests each step computes does not depend on the clock."""
-    llm = make_llm(bundled_model(), max_num_seqs=6, max_num_batched_tokens=48, max_model_len=300,
-                   enable_prefix_caching=False, async_scheduling=False)  # fmt: skip
+    llm = make_llm(
+        bundled_model(),
+        max_num_seqs=6,
+        max_num_batched_tokens=48,
+        max_model_len=300,
+        enable_prefix_caching=False,
+        async_scheduling=False,
+    )
     footprint = facts_of(bundled_model()).footprint
     assert footprint is not None
     windows = Counted(footprint, Layout(), DEVICES["H100"]).windows

@@ -33,9 +33,12 @@ def machine(root: Path, mounts: list[str], membership: str, files: dict[str, obj
 
 
 def test_version_2_what_the_limit_leaves_and_the_page_cache_that_can_be_given_back_are_free(tmp_path):
-    root = machine(tmp_path, [V2], "0::/a/b\n", {
-        "a/b/memory.max": 4 * GB, "a/b/memory.current": 3 * GB, "a/b/memory.stat": f"anon 7\ninactive_file {GB // 2}",
-    })  # fmt: skip
+    root = machine(
+        tmp_path,
+        [V2],
+        "0::/a/b\n",
+        {"a/b/memory.max": 4 * GB, "a/b/memory.current": 3 * GB, "a/b/memory.stat": f"anon 7\ninactive_file {GB // 2}"},
+    )
     assert limits.free_memory(root) == 1.5 * GB
 
 
@@ -50,10 +53,19 @@ def test_files_that_must_stay_in_the_page_cache_are_not_free_however_they_count(
 
 
 def test_version_2_the_tightest_of_a_process_s_cgroup_and_its_ancestors_counts(tmp_path):
-    root = machine(tmp_path, [V2], "0::/a/b/c\n", {
-        "a/memory.max": 8 * GB, "a/memory.current": 7 * GB, "a/b/memory.max": "max", "a/b/memory.current": GB,
-        "a/b/c/memory.max": 4 * GB, "a/b/c/memory.current": GB,
-    })  # fmt: skip
+    root = machine(
+        tmp_path,
+        [V2],
+        "0::/a/b/c\n",
+        {
+            "a/memory.max": 8 * GB,
+            "a/memory.current": 7 * GB,
+            "a/b/memory.max": "max",
+            "a/b/memory.current": GB,
+            "a/b/c/memory.max": 4 * GB,
+            "a/b/c/memory.current": GB,
+        },
+    )
     assert limits.free_memory(root) == GB
 
 
@@ -76,29 +88,46 @@ def test_a_cgroup_outside_of_what_is_mounted_is_looked_up_at_the_root_of_the_mou
 
 
 def test_version_1_knows_ancestors_and_counts_the_page_cache_of_descendants(tmp_path):
-    root = machine(tmp_path, [v1("memory")], "4:memory:/docker/x\n0::/\n", {
-        "memory/memory.limit_in_bytes": UNLIMITED_V1, "memory/docker/memory.limit_in_bytes": 3 * GB,
-        "memory/docker/memory.usage_in_bytes": 2 * GB, "memory/docker/x/memory.limit_in_bytes": 4 * GB,
-        "memory/docker/x/memory.usage_in_bytes": 2 * GB,
-        "memory/docker/memory.stat": f"inactive_file 0\ntotal_inactive_file {GB // 4}",
-    })  # fmt: skip
+    root = machine(
+        tmp_path,
+        [v1("memory")],
+        "4:memory:/docker/x\n0::/\n",
+        {
+            "memory/memory.limit_in_bytes": UNLIMITED_V1,
+            "memory/docker/memory.limit_in_bytes": 3 * GB,
+            "memory/docker/memory.usage_in_bytes": 2 * GB,
+            "memory/docker/x/memory.limit_in_bytes": 4 * GB,
+            "memory/docker/x/memory.usage_in_bytes": 2 * GB,
+            "memory/docker/memory.stat": f"inactive_file 0\ntotal_inactive_file {GB // 4}",
+        },
+    )
     assert limits.free_memory(root) == 1.25 * GB
 
 
 def test_version_1_inside_a_container_that_sees_its_part_of_the_hierarchy_only(tmp_path):
     mounts = [v1("memory", "/docker/x"), v1("cpu,cpuacct", "/docker/x")]
-    root = machine(tmp_path, mounts, "4:memory:/docker/x\n2:cpu,cpuacct:/docker/x\n", {
-        "memory/memory.limit_in_bytes": GB, "memory/memory.usage_in_bytes": GB // 2,
-        "cpu,cpuacct/cpu.cfs_quota_us": 100000, "cpu,cpuacct/cpu.cfs_period_us": 100000,
-    })  # fmt: skip
+    root = machine(
+        tmp_path,
+        mounts,
+        "4:memory:/docker/x\n2:cpu,cpuacct:/docker/x\n",
+        {
+            "memory/memory.limit_in_bytes": GB,
+            "memory/memory.usage_in_bytes": GB // 2,
+            "cpu,cpuacct/cpu.cfs_quota_us": 100000,
+            "cpu,cpuacct/cpu.cfs_period_us": 100000,
+        },
+    )
     assert limits.free_memory(root) == GB // 2
     assert limits.processors(root) == 1
 
 
 def test_both_versions_may_be_mounted_at_once(tmp_path):
     hybrid = V2.replace("/sys/fs/cgroup ", "/sys/fs/cgroup/unified ")
-    files = {"unified/cgroup.controllers": "", "memory/a/memory.limit_in_bytes": GB,
-             "memory/a/memory.usage_in_bytes": 0}  # fmt: skip
+    files = {
+        "unified/cgroup.controllers": "",
+        "memory/a/memory.limit_in_bytes": GB,
+        "memory/a/memory.usage_in_bytes": 0,
+    }
     assert limits.free_memory(machine(tmp_path, [hybrid, v1("memory")], "4:memory:/a\n0::/\n", files)) == GB
 
 

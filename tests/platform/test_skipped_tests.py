@@ -61,12 +61,14 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_the_run_ends_with_a_list_and_passes_if_no_file_says_what_may_be_skipped(run: Run):
     result = run()
     assert result.ret == 0
-    result.stdout.fnmatch_lines([
-        "Skipped: 4",
-        "     1  no browser  (test_module.py)",
-        "     1  no compiler  (test_of_skipping.py)",
-        "     1  no machine with 2 cards  (test_of_skipping.py)",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            "Skipped: 4",
+            "     1  no browser  (test_module.py)",
+            "     1  no compiler  (test_of_skipping.py)",
+            "     1  no machine with 2 cards  (test_of_skipping.py)",
+        ]
+    )
     result.stdout.no_fnmatch_line("*known bug*")
 
 
@@ -81,13 +83,17 @@ def test_a_run_passes_if_all_of_its_skips_are_expected(run: Run):
     [
         ([CARDS, COMPILER], ["test_module.py: no browser"]),
         ([CARDS, BROWSER], ["test_of_skipping.py::test_compiler: no compiler"]),
-        ([CARDS.replace("most = 2", "most = 1"), COMPILER, BROWSER],
-         ["test_of_skipping.py::test_numbers[[]3]: no machine with 3 cards"]),
-        ([CARDS.replace("cards", "processors"), COMPILER, BROWSER],
-         ["test_of_skipping.py::test_numbers[[]2]: *", "test_of_skipping.py::test_numbers[[]3]: *"]),
+        (
+            [CARDS.replace("most = 2", "most = 1"), COMPILER, BROWSER],
+            ["test_of_skipping.py::test_numbers[[]3]: no machine with 3 cards"],
+        ),
+        (
+            [CARDS.replace("cards", "processors"), COMPILER, BROWSER],
+            ["test_of_skipping.py::test_numbers[[]2]: *", "test_of_skipping.py::test_numbers[[]3]: *"],
+        ),
         ([CARDS, COMPILER, BROWSER.replace("test_", "test_of_skipping")], ["test_module.py: no browser"]),
     ],
-)  # fmt: skip
+)
 def test_a_run_fails_with_the_names_of_further_skips(run: Run, entries: list[str], names: list[str]):
     result = run(*entries)
     assert result.ret == pytest.ExitCode.TESTS_FAILED

@@ -41,8 +41,12 @@ def table(tmp_path: Path) -> Path:
 
 
 def start(table: Path, limit: float, *command: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, str(STAGE), str(table), "a stage", str(limit), *command],
-                            stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, str(STAGE), str(table), "a stage", str(limit), *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
 
 
 def script(folder: Path, text: str) -> list[str]:

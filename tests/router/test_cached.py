@@ -34,8 +34,14 @@ def call(tokens: list[int], **fields: Any) -> Call:
     return made
 
 
-def stored(names: list[Any], parent: Any, tokens: list[int], salt: str | None = None, lora: str | None = None,
-           group: int | None = None) -> BlockStored:  # fmt: skip
+def stored(
+    names: list[Any],
+    parent: Any,
+    tokens: list[int],
+    salt: str | None = None,
+    lora: str | None = None,
+    group: int | None = None,
+) -> BlockStored:
     return BlockStored(names, parent, tokens, SIZE, None, "GPU", lora, None if salt is None else [(salt,)], group)
 
 
@@ -132,8 +138,16 @@ def test_real_servers_get_what_they_have_cached():
     def server(port: int, replay_port: int) -> Server:
         addresses = {"endpoint": f"tcp://127.0.0.1:{port}", "replay_endpoint": f"tcp://127.0.0.1:{replay_port}"}
         events = {"enable_kv_cache_events": True, **addresses}
-        return Server("--max-model-len", "1024", "--num-gpu-blocks-override", "300", "--served-model-name", "small",
-                      "--kv-events-config", json.dumps(events))  # fmt: skip
+        return Server(
+            "--max-model-len",
+            "1024",
+            "--num-gpu-blocks-override",
+            "300",
+            "--served-model-name",
+            "small",
+            "--kv-events-config",
+            json.dumps(events),
+        )
 
     with server(*ports[::2]) as one, server(*ports[1::2]) as two:
         endpoints = [f"tcp://127.0.0.1:{port}" for port in ports]

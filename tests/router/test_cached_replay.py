@@ -69,12 +69,14 @@ async def following(folder: Path, replay: bool = True, ranks: int = 1, events: s
     tasks = [
         asyncio.create_task(
             listen(
-                prefixes, rank, events or of_rank(f"ipc://{folder}/events", rank),
+                prefixes,
+                rank,
+                events or of_rank(f"ipc://{folder}/events", rank),
                 of_rank(f"ipc://{folder}/replay", rank) if replay else None,
             )
         )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     try:
         yield prefixes
         assert not any(task.done() for task in tasks)

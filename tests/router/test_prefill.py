@@ -99,22 +99,45 @@ def meet(servers: list[StandIn]) -> None:
         (
             "/v1/completions",
             {
-                "prompt": PROMPT, "max_tokens": 500, "min_tokens": 9, "n": 2, "best_of": 2, "stream": True, "stop": "x",
-                "stream_options": {"include_usage": True}, "logprobs": 3, "cache_salt": "s", "guided_json": {},
-                "structured_outputs": {"regex": "a"}, "temperature": 0.1, PARAMS: {"remote_host": "1.2.3.4"},
+                "prompt": PROMPT,
+                "max_tokens": 500,
+                "min_tokens": 9,
+                "n": 2,
+                "best_of": 2,
+                "stream": True,
+                "stop": "x",
+                "stream_options": {"include_usage": True},
+                "logprobs": 3,
+                "cache_salt": "s",
+                "guided_json": {},
+                "structured_outputs": {"regex": "a"},
+                "temperature": 0.1,
+                PARAMS: {"remote_host": "1.2.3.4"},
             },
             {"prompt": PROMPT, "max_tokens": 1, "stop": "x", "cache_salt": "s", "temperature": 0.1},
         ),
         (
             "/v1/chat/completions?a=b",
             {
-                "model": "m", "messages": [{"role": "user", "content": PROMPT}], "tools": [{"type": "function"}],
-                "tool_choice": "auto", "response_format": {"type": "json_object"}, "max_completion_tokens": 50,
-                "logprobs": True, "top_logprobs": 2, "prompt_logprobs": None, "seed": 12345678901234567890,
+                "model": "m",
+                "messages": [{"role": "user", "content": PROMPT}],
+                "tools": [{"type": "function"}],
+                "tool_choice": "auto",
+                "response_format": {"type": "json_object"},
+                "max_completion_tokens": 50,
+                "logprobs": True,
+                "top_logprobs": 2,
+                "prompt_logprobs": None,
+                "seed": 12345678901234567890,
             },
             {
-                "model": "m", "messages": [{"role": "user", "content": PROMPT}], "tools": [{"type": "function"}],
-                "tool_choice": "auto", "max_tokens": 1, "max_completion_tokens": 1, "prompt_logprobs": None,
+                "model": "m",
+                "messages": [{"role": "user", "content": PROMPT}],
+                "tools": [{"type": "function"}],
+                "tool_choice": "auto",
+                "max_tokens": 1,
+                "max_completion_tokens": 1,
+                "prompt_logprobs": None,
                 "seed": 12345678901234567890,
             },
         ),
@@ -126,16 +149,25 @@ def meet(servers: list[StandIn]) -> None:
         (
             "/v1/responses",
             {
-                "input": PROMPT, "instructions": "i", "max_output_tokens": 99, "text": {"format": {"type": "text"}},
-                "include": ["message.output_text.logprobs"], "previous_response_id": None, "background": False,
+                "input": PROMPT,
+                "instructions": "i",
+                "max_output_tokens": 99,
+                "text": {"format": {"type": "text"}},
+                "include": ["message.output_text.logprobs"],
+                "previous_response_id": None,
+                "background": False,
             },
             {
-                "input": PROMPT, "instructions": "i", "max_output_tokens": 1, "store": False,
-                "previous_response_id": None, "background": False,
+                "input": PROMPT,
+                "instructions": "i",
+                "max_output_tokens": 1,
+                "store": False,
+                "previous_response_id": None,
+                "background": False,
             },
         ),
     ],
-)  # fmt: skip
+)
 def test_a_prefill_server_computes_the_prompt_while_another_answers(
     proxy: Proxy, servers: list[StandIn], path, given, prefill
 ):
@@ -148,16 +180,16 @@ def test_a_prefill_server_computes_the_prompt_while_another_answers(
     body = json.loads(decoded.body)
     transfer_id = body[PARAMS]["transfer_id"]
     assert re.fullmatch("[0-9a-f]{32}", transfer_id)
-    transfer = {
-        "do_remote_prefill": True, "transfer_id": transfer_id, "remote_host": host, "remote_port": port
-    }  # fmt: skip
+    transfer = {"do_remote_prefill": True, "transfer_id": transfer_id, "remote_host": host, "remote_port": port}
     assert body == {**given, PARAMS: transfer}
     offered = {"do_remote_decode": True, "transfer_id": transfer_id}
     assert json.loads(prefilled.body) == {**prefill, "stream": False, PARAMS: offered}
     assert decoded.headers["x-request-id"] == "mine"
     assert {**prefilled.headers, "x-request-id": "mine"} == {
-        **decoded.headers, "host": prefilled.headers["host"], "content-length": str(len(prefilled.body)),
-    }  # fmt: skip
+        **decoded.headers,
+        "host": prefilled.headers["host"],
+        "content-length": str(len(prefilled.body)),
+    }
     assert prefilled.headers["x-request-id"] == "mine-prefill"
     assert prefilled.headers["authorization"] == "Bearer key"
     assert (decoded.path, prefilled.path) == (path, path)

@@ -94,9 +94,16 @@ def test_method_path_query_and_body_arrive_as_they_were_sent(proxy: Proxy, serve
 
 def test_headers_of_requests(proxy: Proxy, servers: list[StandIn]):
     proxy.request(
-        "GET", "/v1/models", Authorization="Bearer a key", X_Request_Id="mine", Connection="close, X-Private",
-        X_Private="1", TE="trailers", X_Forwarded_For="10.1.1.1", OpenAI_Organization="ünï".encode().decode("latin-1"),
-    )  # fmt: skip
+        "GET",
+        "/v1/models",
+        Authorization="Bearer a key",
+        X_Request_Id="mine",
+        Connection="close, X-Private",
+        X_Private="1",
+        TE="trailers",
+        X_Forwarded_For="10.1.1.1",
+        OpenAI_Organization="ünï".encode().decode("latin-1"),
+    )
     [request] = received(servers)
     headers = request.headers
     assert headers["authorization"] == "Bearer a key"
@@ -113,9 +120,16 @@ def test_headers_of_answers(proxy: Proxy, servers: list[StandIn]):
     packed = gzip.compress(b"{}")
     all_reply(
         servers,
-        lambda h: h.send(packed, 418, Content_Encoding="gzip", Keep_Alive="timeout=5", X_Private="1",
-                         Connection="X-Private", OpenAI_Model="a"),
-    )  # fmt: skip
+        lambda h: h.send(
+            packed,
+            418,
+            Content_Encoding="gzip",
+            Keep_Alive="timeout=5",
+            X_Private="1",
+            Connection="X-Private",
+            OpenAI_Model="a",
+        ),
+    )
     answer = proxy.post("/v1/completions", BODY)
     assert (answer.status, answer.body) == (418, packed)
     assert answer.headers["content-encoding"] == "gzip"

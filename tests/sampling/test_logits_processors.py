@@ -158,11 +158,12 @@ def test_draws_have_the_distribution_that_was_asked_for(options, bad_words):
     for row in range(count):
         batch.install(row, [1, 2, 3, 4, 4, 2], 3, params, bad_words)
     sampling = SamplingBatch(
-        temperature=torch.full((count,), params.temperature), seeds=torch.arange(count),
+        temperature=torch.full((count,), params.temperature),
+        seeds=torch.arange(count),
         output_positions=torch.full((count,), 3),
         top_k=torch.full((count,), params.top_k) if params.top_k else None,
         places=places(batch.rows, range(count)),
-    )  # fmt: skip
+    )
     tokens, _ = batch.sampler(logits.expand(count, vocab).clone(), sampling)
     observed = torch.bincount(tokens, minlength=vocab).tolist()
     stops = [3, 7]

@@ -109,9 +109,13 @@ def test_every_mode_reports_what_its_name_says_of_the_rows_that_ask(mode, temper
     batch = SamplingBatch(num_logprobs=rows.num_logprobs[some], places=places(rows, range(4)))
     if len(random):
         batch = replace(
-            batch, random=random if len(random) < 4 else None, temperature=torch.tensor(temperatures)[random],
-            seeds=random, output_positions=torch.full_like(random, 2), top_k=top_k[random],
-        )  # fmt: skip
+            batch,
+            random=random if len(random) < 4 else None,
+            temperature=torch.tensor(temperatures)[random],
+            seeds=random,
+            output_positions=torch.full_like(random, 2),
+            top_k=top_k[random],
+        )
     tokens, top = sampler(logits.clone(), batch)
     assert top is not None
     assert top.token_ids.shape == (3, 1 + VOCAB)

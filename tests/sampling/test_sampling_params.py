@@ -159,9 +159,18 @@ def test_a_request_with_prompt_logprobs_does_not_read_the_prefix_cache():
 
 def test_they_travel_as_msgpack():
     params = SamplingParams(
-        n=3, temperature=0.5, top_k=4, stop=["a"], stop_token_ids=[7], seed=-5, max_tokens=None, logit_bias={3: -1.5},
-        bad_words=["x"], output_kind=RequestOutputKind.DELTA, extra_args={"depth": [1, "two", None]},
-    )  # fmt: skip
+        n=3,
+        temperature=0.5,
+        top_k=4,
+        stop=["a"],
+        stop_token_ids=[7],
+        seed=-5,
+        max_tokens=None,
+        logit_bias={3: -1.5},
+        bad_words=["x"],
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={"depth": [1, "two", None]},
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
 

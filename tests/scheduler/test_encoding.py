@@ -81,9 +81,12 @@ class Worker:
 
 def make(limits: EncoderLimits, blocks: int = 200, tokens: int = 12, depth: int = 1) -> Scheduler:
     return Scheduler(
-        SchedulerLimits(4, tokens, MAX_MODEL_LEN, depth=depth), blocks, [attention_spec([0], None)], 4,
+        SchedulerLimits(4, tokens, MAX_MODEL_LEN, depth=depth),
+        blocks,
+        [attention_spec([0], None)],
+        4,
         encoders=EncoderCache(limits),
-    )  # fmt: skip
+    )
 
 
 def run(scheduler: Scheduler, worker: Worker, dice: random.Random | None = None) -> set[str]:

@@ -24,9 +24,12 @@ def repeats(tokens: list[int], params: RepetitionDetectionParams) -> bool:
 
 
 @given(
-    tokens=st.lists(st.integers(0, 2), max_size=40), smallest=st.integers(0, 4), more=st.integers(0, 6),
-    count=st.integers(2, 5), known=st.integers(0, 10),
-)  # fmt: skip
+    tokens=st.lists(st.integers(0, 2), max_size=40),
+    smallest=st.integers(0, 4),
+    more=st.integers(0, 6),
+    count=st.integers(2, 5),
+    known=st.integers(0, 10),
+)
 def test_a_repetition_is_found_at_the_token_that_completes_it(tokens, smallest, more, count, known):
     params = RepetitionDetectionParams(smallest + more, smallest, count)
     detector = RepetitionDetector(params, tokens[:known])

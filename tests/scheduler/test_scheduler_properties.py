@@ -144,8 +144,12 @@ class StateModel(WindowModel):
 
     def stores(self, start: int, end: int) -> list[Place]:
         borders = [(block + 1) * BLOCK_SIZE for block in range(start // BLOCK_SIZE, end // BLOCK_SIZE)]
-        return sorted({*self._places(max(start, end - 1 - self.drafts), end),
-                       *(place for border in borders for place in self._places(border - 1, border))})  # fmt: skip
+        return sorted(
+            {
+                *self._places(max(start, end - 1 - self.drafts), end),
+                *(place for border in borders for place in self._places(border - 1, border)),
+            }
+        )
 
     def _places(self, start: int, end: int) -> list[Place]:
         return [(position // BLOCK_SIZE, position % BLOCK_SIZE, position) for position in range(max(0, start), end)]
@@ -545,9 +549,14 @@ class House:
             window, compression = self.compression.window, Compression(self.compression, BLOCK_SIZE)
             budget, threshold = max(budget, setting.max_num_seqs - 1 + window), threshold and max(threshold, window)
         limits = SchedulerLimits(
-            setting.max_num_seqs, budget, MAX_MODEL_LEN, setting.policy, setting.depth, threshold,
+            setting.max_num_seqs,
+            budget,
+            MAX_MODEL_LEN,
+            setting.policy,
+            setting.depth,
+            threshold,
             setting.drafts if setting.drafts_stay else 0,
-        )  # fmt: skip
+        )
         least = sum(spec.max_blocks(MAX_MODEL_LEN, limits.most_in_flight, BLOCK_SIZE) for spec in specs)
         num_blocks = 1 + least + setting.spare_blocks
         doors, self.pause_gate = Doors(), PauseGate()
@@ -560,10 +569,17 @@ class House:
         self.worker = WorkerModel([model for _, model in groups], self.histories, setting.seed)
         self.mover = MoverModel(self.worker.memory, BLOCK_SIZE, setting.seed)
         self.scheduler = Scheduler(
-            limits, num_blocks, specs, BLOCK_SIZE, setting.caching, gates=[doors, self.pause_gate],
-            speculation=speculation, tiers=self.mover.tiers(setting.tiers) if setting.caching else [], mover=self.mover,
+            limits,
+            num_blocks,
+            specs,
+            BLOCK_SIZE,
+            setting.caching,
+            gates=[doors, self.pause_gate],
+            speculation=speculation,
+            tiers=self.mover.tiers(setting.tiers) if setting.caching else [],
+            mover=self.mover,
             compression=compression,
-        )  # fmt: skip
+        )
         if self.scheduler.transfers is not None:
             self.mover.attach(self.scheduler.transfers)
             self.scheduler.transfers.connect(self.scheduler.wake)

@@ -40,8 +40,11 @@ def events_of(answer: Answer):
 def message_of(events):
     start, ping, *deltas, end, stop = events
     assert [start["type"], ping["type"], end["type"], stop["type"]] == [
-        "message_start", "ping", "message_delta", "message_stop",
-    ]  # fmt: skip
+        "message_start",
+        "ping",
+        "message_delta",
+        "message_stop",
+    ]
     message, content = start["message"], []
     assert message["usage"]["output_tokens"] == 0
     assert message["usage"]["input_tokens"] == end["usage"]["input_tokens"]
@@ -338,10 +341,14 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/
         ({"messages": [USER, {"role": "user", "content": [IMAGE]}]}, "messages[1].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{**RESULTS[0], "content": [IMAGE]}]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": [{**RESULTS[0], "content": [{**IMAGE, "type": "document"}]}]}]},
-         "messages[0].content[0].content[0]"),
-        ({"messages": [{"role": "assistant", "content": [{**BLOCKS[3], "input": "x"}]}]},
-         "messages[0].content[0].input"),
+        (
+            {"messages": [{"role": "user", "content": [{**RESULTS[0], "content": [{**IMAGE, "type": "document"}]}]}]},
+            "messages[0].content[0].content[0]",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{**BLOCKS[3], "input": "x"}]}]},
+            "messages[0].content[0].input",
+        ),
         ({"system": [IMAGE]}, "system[0].type"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"stop_sequences": "a"}, "stop_sequences"),
@@ -357,7 +364,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/
         ({"thinking": {"type": "deep"}}, "thinking.type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_field_is_named(server, host: Host, fields, name):
     assert name in refused(server, fields)
     assert name in refused(server, {**fields, "stream": True})

@@ -82,10 +82,19 @@ def test_a_torn_last_line_is_cut_wherever_it_was_torn(tmp_path: Path):
 @pytest.mark.parametrize(
     "foreign",
     [
-        b"notes", b"notes\n", b"{}\n", A, answer(1, "b"), answer(3, "a"), answer(0, "b"), answer(-1, "a"),
-        answer(1, "a") + answer(1, "a"), answer(1, "a").replace(b"batch_req_1", b"x"), answer(1, "a")[:9] + b"\n",
+        b"notes",
+        b"notes\n",
+        b"{}\n",
+        A,
+        answer(1, "b"),
+        answer(3, "a"),
+        answer(0, "b"),
+        answer(-1, "a"),
+        answer(1, "a") + answer(1, "a"),
+        answer(1, "a").replace(b"batch_req_1", b"x"),
+        answer(1, "a")[:9] + b"\n",
     ],
-)  # fmt: skip
+)
 def test_an_output_with_other_content_is_an_error_and_stays_as_it_is(tmp_path: Path, foreign: bytes):
     with pytest.raises(ValueError, match=r"out: line \d is not an answer to a request in .*/in; name another output"):
         files(tmp_path, A + B, foreign)
@@ -110,10 +119,18 @@ def test_a_folder_that_is_not_writable_is_an_error(tmp_path: Path):
 @pytest.mark.parametrize(
     "line",
     [
-        b'"a"', b"null", b"[" * 90, b'{"custom_id": "\\ud800"}', b'{"custom_id": "\xff"}', b"\x00", b'{"custom_id": 1}',
-        b'{"custom_id": {"a": 1}}', b'{"custom_id": 1e999}', b'{"body":' + b"[" * 80,
+        b'"a"',
+        b"null",
+        b"[" * 90,
+        b'{"custom_id": "\\ud800"}',
+        b'{"custom_id": "\xff"}',
+        b"\x00",
+        b'{"custom_id": 1}',
+        b'{"custom_id": {"a": 1}}',
+        b'{"custom_id": 1e999}',
+        b'{"body":' + b"[" * 80,
     ],
-)  # fmt: skip
+)
 def test_a_line_that_is_no_request_is_still_a_request_to_be_answered(tmp_path: Path, line: bytes):
     batch = files(tmp_path, line + b"\n" + A, answer(1, None, message="wrong"))
     assert (batch.num_requests, list(batch.unanswered())) == (2, [(2, A[:-1])])

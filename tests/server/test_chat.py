@@ -126,8 +126,13 @@ def test_content_may_be_parts_of_text(server):
 
 
 def test_texts_may_stand_in_parts_of_every_type_and_as_plain_strings(server):
-    parts = ["Tell me", {"type": "input_text", "text": "a story"}, {"type": "output_text", "text": "about"},
-             {"type": "refusal", "refusal": "a"}, {"type": "thinking", "thinking": "dog."}]  # fmt: skip
+    parts = [
+        "Tell me",
+        {"type": "input_text", "text": "a story"},
+        {"type": "output_text", "text": "about"},
+        {"type": "refusal", "refusal": "a"},
+        {"type": "thinking", "thinking": "dog."},
+    ]
     joined = [{"role": "user", "content": "Tell me\na story\nabout\na\ndog."}]
     assert prompt_of(server, [{"role": "user", "content": parts}]) == prompt_of(server, joined)
 
@@ -237,9 +242,11 @@ def test_reasoning_effort_reaches_templates_with_degrees_and_with_a_switch(host:
     template = "{% for m in messages %}{{ reasoning_effort }} {{ enable_thinking }}{% endfor %}"
     trusting = host.serve(trust_request_chat_template=True)
     for effort, kwargs, expected in (
-        ("high", {}, "high True"), ("none", {}, "none False"), ("low", {"enable_thinking": False}, "low False"),
+        ("high", {}, "high True"),
+        ("none", {}, "none False"),
+        ("low", {"enable_thinking": False}, "low False"),
         (None, {"enable_thinking": True}, " True"),
-    ):  # fmt: skip
+    ):
         fields = {"reasoning_effort": effort, "chat_template": template, "chat_template_kwargs": kwargs}
         assert prompt_of(trusting, CHAT[:1], **fields).strip() == expected.strip()
 

@@ -104,13 +104,33 @@ def test_null_is_as_if_left_out(server):
 
 def test_strings_are_taken_for_numbers_and_booleans_as_in_vllm(server):
     written = {
-        "temperature": "0.5", "top_p": "0.9", "top_k": "40", "seed": "3", "n": "2", "max_tokens": "5", "logprobs": 1.0,
-        "ignore_eos": "true", "stop_token_ids": ["7"], "logit_bias": {"9": "-5"}, "echo": 1, "min_tokens": 2.0,
-    }  # fmt: skip
+        "temperature": "0.5",
+        "top_p": "0.9",
+        "top_k": "40",
+        "seed": "3",
+        "n": "2",
+        "max_tokens": "5",
+        "logprobs": 1.0,
+        "ignore_eos": "true",
+        "stop_token_ids": ["7"],
+        "logit_bias": {"9": "-5"},
+        "echo": 1,
+        "min_tokens": 2.0,
+    }
     meant = {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": 3, "n": 2, "max_tokens": 5, "logprobs": 1,
-        "ignore_eos": True, "stop_token_ids": [7], "logit_bias": {"9": -5}, "echo": True, "min_tokens": 2,
-    }  # fmt: skip
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "seed": 3,
+        "n": 2,
+        "max_tokens": 5,
+        "logprobs": 1,
+        "ignore_eos": True,
+        "stop_token_ids": [7],
+        "logit_bias": {"9": -5},
+        "echo": True,
+        "min_tokens": 2,
+    }
     assert server.complete(TEXT, **written)["choices"] == server.complete(TEXT, **meant)["choices"]
     events = server.post("/v1/completions", {"prompt": TEXT, "max_tokens": 2, "stream": "yes"}).events
     assert len(events) >= 2

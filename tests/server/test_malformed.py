@@ -295,14 +295,21 @@ OF_OTHERS: list[tuple[str, Any, str | None]] = [
     ("/abort_requests", {"request_ids": [5]}, "request_ids[0]"),
 ]
 TABLE: list[tuple[str, Any, str | None]] = [
-    *((f"/v1/{where}", {**body, case[0]: case[1]}, case[-1] if len(case) == 3 else case[0])
-      for where, body in BODIES.items() for case in BOTH),
-    *(("/v1/completions", {**COMPLETION, case[0]: case[1]}, case[-1] if len(case) == 3 else case[0])
-      for case in OF_COMPLETIONS),
-    *(("/v1/chat/completions", {**CHAT, case[0]: case[1]}, case[-1] if len(case) == 3 else case[0])
-      for case in OF_CHAT),
+    *(
+        (f"/v1/{where}", {**body, case[0]: case[1]}, case[-1] if len(case) == 3 else case[0])
+        for where, body in BODIES.items()
+        for case in BOTH
+    ),
+    *(
+        ("/v1/completions", {**COMPLETION, case[0]: case[1]}, case[-1] if len(case) == 3 else case[0])
+        for case in OF_COMPLETIONS
+    ),
+    *(
+        ("/v1/chat/completions", {**CHAT, case[0]: case[1]}, case[-1] if len(case) == 3 else case[0])
+        for case in OF_CHAT
+    ),
     *OF_OTHERS,
-]  # fmt: skip
+]
 
 # Bodies that are not even JSON objects.
 RAW = {

@@ -295,10 +295,12 @@ CHAT_ERRORS = [
     ({"messages": 5}, "messages"),
     ({"messages": [{"content": "a"}]}, "messages[0].role"),
     ({"messages": [USER, {**USER, "images": ["aGk="]}]}, "messages[1].images"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{}"}}]}]},
-     "messages[0].tool_calls[0].function.arguments"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{}"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
     ({"tools": 5}, "tools"),
-]  # fmt: skip
+]
 GENERATE_ERRORS = [
     ({"prompt": 5}, "prompt"),
     ({"suffix": "the end"}, "suffix"),

@@ -62,8 +62,9 @@ def test_an_answer_has_openais_keys(server):
     assert answer["object"] == "list"
     assert answer["id"].startswith("embd-")
     assert [(item["object"], item["index"], len(item["embedding"])) for item in answer["data"]] == [
-        ("embedding", 0, 5), ("embedding", 1, 5),
-    ]  # fmt: skip
+        ("embedding", 0, 5),
+        ("embedding", 1, 5),
+    ]
     assert answer["usage"] == {"prompt_tokens": 6, "total_tokens": 6, "completion_tokens": 0}
 
 
@@ -260,10 +261,13 @@ def test_the_log_has_tokens_of_requests_and_none_of_their_text(server, caplog):
     caplog.set_level("INFO", "quire")
     text = "The shibboleth of the old house"
     bodies = {
-        "/v1/embeddings": {"input": [text, text]}, "/pooling": {"input": text}, "/classify": {"input": text},
-        "/v1/score": {"text_1": text, "text_2": [text]}, "/v1/rerank": {"query": text, "documents": [text]},
+        "/v1/embeddings": {"input": [text, text]},
+        "/pooling": {"input": text},
+        "/classify": {"input": text},
+        "/v1/score": {"text_1": text, "text_2": [text]},
+        "/v1/rerank": {"query": text, "documents": [text]},
         "/v2/embed": {"texts": [text]},
-    }  # fmt: skip
+    }
     for path, body in bodies.items():
         for field in body:
             for value in (body[field], {"text": text}, [[text]], 5):

@@ -92,11 +92,14 @@ def test_prefixes_may_be_messages_or_token_ids_and_belong_to_a_salt(service):
 
 def test_prefixes_that_cannot_be_pinned_are_refused(service, host):
     for body, status, problem in (
-        ({}, 400, "one of prompt, messages"), ({"prompt": TEXT, "prompt_token_ids": [1]}, 400, "one of prompt"),
-        ({"prompt": "x"}, 400, "shorter than a block"), ({"prompt": "x " * 400}, 400, "pinned_prefix_share"),
-        ({"prompt": TEXT, "model": "nobody"}, 404, "does not exist"), ({"prompt": "x " * 900}, 400, "max_model_len"),
+        ({}, 400, "one of prompt, messages"),
+        ({"prompt": TEXT, "prompt_token_ids": [1]}, 400, "one of prompt"),
+        ({"prompt": "x"}, 400, "shorter than a block"),
+        ({"prompt": "x " * 400}, 400, "pinned_prefix_share"),
+        ({"prompt": TEXT, "model": "nobody"}, 404, "does not exist"),
+        ({"prompt": "x " * 900}, 400, "max_model_len"),
         ({"prompt_token_ids": [1 << 30] * 20}, 400, "vocabulary"),
-    ):  # fmt: skip
+    ):
         answer = service.post("/v1/prefixes", body)
         assert (answer.status, problem in answer.error["message"]) == (status, True), answer.body
     assert service.get("/v1/prefixes").json["data"] == []

@@ -175,8 +175,10 @@ def test_a_deleted_response_can_neither_be_read_nor_continued(service, client):
     first = client.responses.create(input="Hello!", **GREEDY)
     second = client.responses.create(input="More", previous_response_id=first.id, **GREEDY)
     assert service.request("DELETE", f"/v1/responses/{first.id}", Authorization="Bearer key").json == {
-        "id": first.id, "object": "response", "deleted": True,
-    }  # fmt: skip
+        "id": first.id,
+        "object": "response",
+        "deleted": True,
+    }
     for method in (client.responses.retrieve, client.responses.delete):
         with pytest.raises(openai.NotFoundError):
             method(first.id)
@@ -276,9 +278,15 @@ def test_logprobs_are_those_of_a_chat(service, client):
 
 def test_parameters_come_back_with_the_response(client):
     given = {
-        "metadata": {"a": "b"}, "instructions": "Be brief.", "top_p": 0.5, "truncation": "auto", "user": "Ada",
-        "parallel_tool_calls": False, "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}},
-    }  # fmt: skip
+        "metadata": {"a": "b"},
+        "instructions": "Be brief.",
+        "top_p": 0.5,
+        "truncation": "auto",
+        "user": "Ada",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "low"},
+        "text": {"format": {"type": "text"}},
+    }
     response = client.responses.create(input="Hello!", **GREEDY, **given).to_dict()
     assert {name: response[name] for name in given} == given
     assert (response["temperature"], response["max_output_tokens"], response["model"]) == (0.0, 16, "demo")
@@ -504,8 +512,10 @@ def test_the_package_openai_agents_works(service):
 def test_tools_that_are_not_allowed_are_not_called(client):
     other = {**WEATHER, "name": "get_time"}
     asked = {"input": QUESTION, "tools": [WEATHER, other]}
-    for choice in ({"type": "function", "name": "get_time"}, {"type": "allowed_tools", "mode": "required",
-                    "tools": [{"type": "function", "name": "get_time"}]}):  # fmt: skip
+    for choice in (
+        {"type": "function", "name": "get_time"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_time"}]},
+    ):
         response = answers_of(client, False, tool_choice=choice, **asked)
         assert {item.name for item in response.output} == {"get_time"}
         assert response.to_dict()["tool_choice"] == choice

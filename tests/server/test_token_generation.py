@@ -40,16 +40,29 @@ def test_an_answer_has_every_key_of_vllms(server: Service, prompt: list[int]):
     answer = generate(server, prompt, request_id="mine", model="demo").json
     [choice] = answer.pop("choices")
     assert choice.keys() == {
-        "index", "finish_reason", "stop_reason", "token_ids", "routed_experts", "sampling_mask", "weight_versions",
+        "index",
+        "finish_reason",
+        "stop_reason",
+        "token_ids",
+        "routed_experts",
+        "sampling_mask",
+        "weight_versions",
         "logprobs",
-    }  # fmt: skip
+    }
     assert answer.pop("created") > 0
     assert answer.pop("usage")["total_tokens"] == len(prompt) + 12
     assert answer == {
-        "request_id": "generate-tokens-mine", "model": "demo", "output_mode": "tokens", "prompt_logprobs": None,
-        "prompt_token_id_logprobs": None, "prompt_token_ids": None, "mm_placeholders": None, "metrics": None,
-        "kv_transfer_params": None, "ec_transfer_params": None,
-    }  # fmt: skip
+        "request_id": "generate-tokens-mine",
+        "model": "demo",
+        "output_mode": "tokens",
+        "prompt_logprobs": None,
+        "prompt_token_id_logprobs": None,
+        "prompt_token_ids": None,
+        "mm_placeholders": None,
+        "metrics": None,
+        "kv_transfer_params": None,
+        "ec_transfer_params": None,
+    }
 
 
 def test_a_stream_has_the_same_tokens_and_logprobs(server: Service, prompt: list[int]):
@@ -152,14 +165,39 @@ def test_a_wrong_request_is_refused_with_the_path_of_the_field(
 
 def test_all_default_values_of_vllms_sampling_params_are_accepted(server: Service, prompt: list[int]):
     sampling = {
-        "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
-        "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": [], "stop_token_ids": [], "ignore_eos": False,
-        "max_tokens": 4, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None, "detokenize": True,
-        "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
-        "output_kind": 0, "skip_clone": False, "output_text_buffer_length": 0, "structured_outputs": None,
-        "logit_bias": None, "allowed_token_ids": None, "extra_args": None, "bad_words": [], "flat_logprobs": False,
-        "skip_reading_prefix_cache": None, "thinking_token_budget": None, "repetition_detection": None,
-    }  # fmt: skip
+        "n": 1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": None,
+        "stop": [],
+        "stop_token_ids": [],
+        "ignore_eos": False,
+        "max_tokens": 4,
+        "min_tokens": 0,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "detokenize": True,
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+        "include_stop_str_in_output": False,
+        "output_kind": 0,
+        "skip_clone": False,
+        "output_text_buffer_length": 0,
+        "structured_outputs": None,
+        "logit_bias": None,
+        "allowed_token_ids": None,
+        "extra_args": None,
+        "bad_words": [],
+        "flat_logprobs": False,
+        "skip_reading_prefix_cache": None,
+        "thinking_token_budget": None,
+        "repetition_detection": None,
+    }
     fields = {"features": None, "kv_transfer_params": None, "priority": 0, "stream": False, "cache_salt": "a"}
     assert len(generate(server, prompt, sampling=sampling, **fields).json["choices"][0]["token_ids"]) == 4
 

@@ -74,17 +74,34 @@ def test_a_request_has_a_span_with_its_tokens_and_times(service, receiver, strea
     tokens = len(service.app.state.server.llm.get_tokenizer().encode(body["prompt"], True))
     response_id = answer.events[0]["id"] if stream else answer.json["id"]
     expected = {
-        "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "quire", "gen_ai.request.model": "demo",
-        "gen_ai.response.model": "demo", "gen_ai.request.max_tokens": 9, "gen_ai.request.temperature": 0.5,
-        "gen_ai.request.top_p": 0.75, "gen_ai.request.seed": 7, "gen_ai.request.n": 1,
-        "gen_ai.usage.input_tokens": tokens, "gen_ai.usage.prompt_tokens": tokens, "gen_ai.usage.output_tokens": 9,
-        "gen_ai.usage.completion_tokens": 9, "gen_ai.usage.num_sequences": 1, "gen_ai.response.id": response_id,
-        "gen_ai.response.finish_reasons": ["length"], "gen_ai.request.id": answer.headers["x-request-id"],
-        "http.request.method": "POST", "http.route": "/v1/completions", "url.path": "/v1/completions",
-        "url.scheme": "http", "http.response.status_code": 200, "user_agent.original": "test/1",
-        "client.address": "127.0.0.1", "server.address": "127.0.0.1", "server.port": service.port,
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "quire",
+        "gen_ai.request.model": "demo",
+        "gen_ai.response.model": "demo",
+        "gen_ai.request.max_tokens": 9,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.75,
+        "gen_ai.request.seed": 7,
+        "gen_ai.request.n": 1,
+        "gen_ai.usage.input_tokens": tokens,
+        "gen_ai.usage.prompt_tokens": tokens,
+        "gen_ai.usage.output_tokens": 9,
+        "gen_ai.usage.completion_tokens": 9,
+        "gen_ai.usage.num_sequences": 1,
+        "gen_ai.response.id": response_id,
+        "gen_ai.response.finish_reasons": ["length"],
+        "gen_ai.request.id": answer.headers["x-request-id"],
+        "http.request.method": "POST",
+        "http.route": "/v1/completions",
+        "url.path": "/v1/completions",
+        "url.scheme": "http",
+        "http.response.status_code": 200,
+        "user_agent.original": "test/1",
+        "client.address": "127.0.0.1",
+        "server.address": "127.0.0.1",
+        "server.port": service.port,
         "network.protocol.version": "1.1",
-    }  # fmt: skip
+    }
     assert {name: said.get(name) for name in expected} == expected
     assert server.resource["service.name"] == "quire"
     assert [child.name for child in children] == ["queue", "prefill", "decode"]
@@ -92,13 +109,15 @@ def test_a_request_has_a_span_with_its_tokens_and_times(service, receiver, strea
     assert server.start <= queue.start <= queue.end == prefill.start <= prefill.end == decode.start
     assert decode.start < decode.end <= server.end
     assert (prefill.attributes["gen_ai.usage.input_tokens"], decode.attributes["gen_ai.usage.output_tokens"]) == (
-        tokens, 9,
-    )  # fmt: skip
+        tokens,
+        9,
+    )
     for name, seconds in {
-        "time_in_queue": queue.seconds, "time_in_model_prefill": prefill.seconds,
+        "time_in_queue": queue.seconds,
+        "time_in_model_prefill": prefill.seconds,
         "time_in_model_decode": decode.seconds,
         "time_in_model_inference": prefill.seconds + decode.seconds,
-    }.items():  # fmt: skip
+    }.items():
         assert said[f"gen_ai.latency.{name}"] == pytest.approx(seconds, abs=1e-5), name
     first, whole = said["gen_ai.latency.time_to_first_token"], said["gen_ai.latency.e2e"]
     assert (prefill.end - server.start) / 1e9 - 1e-5 <= first < whole < most  # the request comes before its span begins
@@ -118,9 +137,11 @@ def test_no_text_of_a_request_is_in_its_span(service, receiver):
 
 def test_a_trace_of_the_client_goes_on(service, receiver):
     answer = service.post(
-        "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
-        traceparent=PARENT.format(1), tracestate=STATE,
-    )  # fmt: skip
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
+        traceparent=PARENT.format(1),
+        tracestate=STATE,
+    )
     trace_id, span_id = names(answer)
     assert trace_id == PARENT.split("-")[1]
     server = next(span for span in receiver.of(trace_id, 4) if span.span_id == span_id)

@@ -114,8 +114,11 @@ def test_an_engine_uses_the_back_end_that_it_was_told(name):
     llm = LLM(max_model_len=256, structured_outputs_config={"backend": name})
     params = SamplingParams(temperature=1, seed=1, max_tokens=150, structured_outputs={"json": SCHEMA})
     outputs = [output.outputs[0] for output in llm.generate(["A pet: "] * 3, params)]
-    assert all(jsonschema.Draft202012Validator(SCHEMA).is_valid(json.loads(output.text))
-               for output in outputs if output.finish_reason == "stop")  # fmt: skip
+    assert all(
+        jsonschema.Draft202012Validator(SCHEMA).is_valid(json.loads(output.text))
+        for output in outputs
+        if output.finish_reason == "stop"
+    )
     with pytest.raises(ValueError, match="structured_outputs: "):
         llm.generate("A pet: ", SamplingParams(structured_outputs={"regex": "("}))
 

@@ -122,21 +122,36 @@ NUMBER = {"begin": "<n>", "content": {"type": "regex", "pattern": "[0-9]+"}, "en
     [
         (OLD_TAG, ["", "free text", "so <f=a>22</f> and <f=a>1</f>"], ["<f=a>2</f>", "<f=b>1</f>", "<f=a>1"]),
         (TAG, ["<a></a>", "<a>any\n<b></a>"], ["<a>", "<a></a>x", ""]),
-        ({"type": "sequence", "elements": [TAG, {"type": "json_schema", "json_schema": {"type": "integer"}}]},
-         ["<a>b</a>12"], ["<a>b</a>", "12"]),
-        ({"type": "or", "elements": [{"type": "const_string", "value": "a/b"}, {"type": "regex", "pattern": "c/+"}]},
-         ["a/b", "c//"], ["a", "c"]),
+        (
+            {"type": "sequence", "elements": [TAG, {"type": "json_schema", "json_schema": {"type": "integer"}}]},
+            ["<a>b</a>12"],
+            ["<a>b</a>", "12"],
+        ),
+        (
+            {"type": "or", "elements": [{"type": "const_string", "value": "a/b"}, {"type": "regex", "pattern": "c/+"}]},
+            ["a/b", "c//"],
+            ["a", "c"],
+        ),
         ({"type": "grammar", "grammar": 'root ::= "x" root | "y"'}, ["xxy"], ["x"]),
         ({"type": "star", "content": {"type": "const_string", "value": "ab"}}, ["", "abab"], ["aba"]),
-        ({"type": "triggered_tags", "triggers": ["<n"], "tags": [NUMBER], "at_least_one": True},
-         ["<n>1</n>", "a <n>1</n> b"], ["a", "<n>a</n>"]),
-        ({"type": "triggered_tags", "triggers": ["<n"], "tags": [NUMBER], "stop_after_first": True},
-         ["a", "a <n>1</n>"], ["<n>1</n> b"]),
-        ({"type": "tags_with_separator", "separator": ", ", "tags": [NUMBER]},
-         ["", "<n>1</n>, <n>2</n>"], ["<n>1</n>,"]),
+        (
+            {"type": "triggered_tags", "triggers": ["<n"], "tags": [NUMBER], "at_least_one": True},
+            ["<n>1</n>", "a <n>1</n> b"],
+            ["a", "<n>a</n>"],
+        ),
+        (
+            {"type": "triggered_tags", "triggers": ["<n"], "tags": [NUMBER], "stop_after_first": True},
+            ["a", "a <n>1</n>"],
+            ["<n>1</n> b"],
+        ),
+        (
+            {"type": "tags_with_separator", "separator": ", ", "tags": [NUMBER]},
+            ["", "<n>1</n>, <n>2</n>"],
+            ["<n>1</n>,"],
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_structural_tags_constrain_what_is_inside_of_tags(backend, tokenizer, tag, right, wrong):
     tag = tag if "structures" in tag else {"type": "structural_tag", "format": tag}
     params = StructuredOutputsParams(structural_tag=json.dumps(tag))
@@ -174,13 +189,21 @@ WRONG = {
     "a reference to itself": ({"json": {"$ref": "#"}}, ""),
     "a pattern that backtracks": (
         {"json": {"type": "object", "propertyNames": {"pattern": "^(a|a)*$"}, "properties": {f"{'a' * 60}!": {}}}},
-        "the grammar is too complex: it needs more than 1 s of processor time"),
+        "the grammar is too complex: it needs more than 1 s of processor time",
+    ),
     "pairs of thousands of schemas": (
-        {"json": {"not": {"oneOf": [True] * 4_900}}}, "the grammar is too complex: it needs more than"),
+        {"json": {"not": {"oneOf": [True] * 4_900}}},
+        "the grammar is too complex: it needs more than",
+    ),
     "a large multiple": ({"json": {"type": "integer", "multipleOf": 999_983}}, "too complex: it needs more than"),
     "rules in a long chain": (
-        {"grammar": "\n".join(["start: r0", *(f'r{i}: "t{i}" r{i + 1} | "u{i}" r{i * 31 % 3000}' for i in range(3000)),
-                               'r3000: "x"'])}, "its process ended with SIGSEGV"),
+        {
+            "grammar": "\n".join(
+                ["start: r0", *(f'r{i}: "t{i}" r{i + 1} | "u{i}" r{i * 31 % 3000}' for i in range(3000)), 'r3000: "x"']
+            )
+        },
+        "its process ended with SIGSEGV",
+    ),
     "a pattern against a length": ({"json": {"type": "string", "pattern": "^a$", "minLength": 5}}, ""),
     "an unknown format": ({"json": {"format": "colour"}}, "Unknown format: colour"),
     "unique items": ({"json": {"uniqueItems": True}}, "uniqueItems is not supported"),
@@ -189,9 +212,17 @@ WRONG = {
     "thousands of properties": ({"json": {"properties": {f"p{i}": {"type": "string"} for i in range(9_000)}}}, "large"),
     "hundreds of properties": ({"json": {"properties": {f"p{i}": {"type": "string"} for i in range(3_000)}}}, ""),
     "a huge enum": ({"json": {"enum": [f"choice {i}" for i in range(100_000)]}}, ""),
-    "branches that multiply": ({"json": {"allOf": [
-        {"anyOf": [{"type": "object", "properties": {f"p{i}{j}": {"type": "string"}}} for i in range(8)]}
-        for j in range(8)]}}, ""),
+    "branches that multiply": (
+        {
+            "json": {
+                "allOf": [
+                    {"anyOf": [{"type": "object", "properties": {f"p{i}{j}": {"type": "string"}}} for i in range(8)]}
+                    for j in range(8)
+                ]
+            }
+        },
+        "",
+    ),
     "many patterns at once": ({"json": {"allOf": [{"pattern": f"a.*{i}"} for i in range(20)]}}, "at most 8 patterns"),
     "a lone surrogate": ({"json": '{"const": "\\ud800"}'}, ""),
     "a broken regex": ({"regex": "a("}, ""),
@@ -211,17 +242,23 @@ WRONG = {
     "a structural tag that is no JSON": ({"structural_tag": "{"}, "not valid JSON"),
     "a structural tag without format": ({"structural_tag": '{"type": "structural_tag"}'}, "'format'"),
     "a structural tag whose format is null": (
-        {"structural_tag": '{"type": "structural_tag", "format": null}'}, "format must be an object, got null"),
+        {"structural_tag": '{"type": "structural_tag", "format": null}'},
+        "format must be an object, got null",
+    ),
     "a structural tag with a wrong element": (
         {"structural_tag": '{"type": "structural_tag", "format": {"type": "or", "elements": [{"type": "or"}]}}'},
-        r"format\.elements\[0\] has no field 'elements'"),
+        r"format\.elements\[0\] has no field 'elements'",
+    ),
     "a structural tag with a wrong trigger": (
         {"structural_tag": '{"type": "structural_tag", "structures": [], "triggers": [1]}'},
-        "triggers must be strings"),
+        "triggers must be strings",
+    ),
     "an unknown structural tag": (
-        {"structural_tag": '{"type": "structural_tag", "format": {"type": "x"}}'}, "'x' is not supported"),
+        {"structural_tag": '{"type": "structural_tag", "format": {"type": "x"}}'},
+        "'x' is not supported",
+    ),
     "a broken pattern of whitespace": ({"json_object": True, "whitespace_pattern": "("}, ""),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -85,16 +85,31 @@ def random_schema(chance: random.Random, depth: int = 0) -> dict | bool:
         "type": lambda: chance.choice(["object", "array", ["string", "integer"], "number"]),
         "properties": lambda: {letter: sub() for letter in chance.sample("abc", 2)},
         "required": lambda: [name],
-        "additionalProperties": sub, "items": sub, "not": sub, "if": sub, "then": sub, "else": sub, "contains": sub,
+        "additionalProperties": sub,
+        "items": sub,
+        "not": sub,
+        "if": sub,
+        "then": sub,
+        "else": sub,
+        "contains": sub,
         "prefixItems": lambda: [sub()],
-        "minimum": lambda: chance.randint(-1, 3), "maxLength": lambda: chance.randint(0, 3),
-        "minItems": lambda: chance.randint(0, 2), "maxProperties": lambda: chance.randint(0, 2),
-        "const": lambda: chance.choice(DOCUMENTS), "enum": lambda: chance.sample(DOCUMENTS, 3),
-        "allOf": lambda: [sub(), sub()], "anyOf": lambda: [sub(), sub()], "oneOf": lambda: [sub(), sub()],
-        "dependentRequired": lambda: {name: [chance.choice("abc")]}, "dependentSchemas": lambda: {name: sub()},
-        "unevaluatedProperties": sub, "unevaluatedItems": sub, "propertyNames": lambda: {"maxLength": 1},
-        "maxContains": lambda: chance.randint(0, 2), "minContains": lambda: chance.randint(0, 2),
-    }  # fmt: skip
+        "minimum": lambda: chance.randint(-1, 3),
+        "maxLength": lambda: chance.randint(0, 3),
+        "minItems": lambda: chance.randint(0, 2),
+        "maxProperties": lambda: chance.randint(0, 2),
+        "const": lambda: chance.choice(DOCUMENTS),
+        "enum": lambda: chance.sample(DOCUMENTS, 3),
+        "allOf": lambda: [sub(), sub()],
+        "anyOf": lambda: [sub(), sub()],
+        "oneOf": lambda: [sub(), sub()],
+        "dependentRequired": lambda: {name: [chance.choice("abc")]},
+        "dependentSchemas": lambda: {name: sub()},
+        "unevaluatedProperties": sub,
+        "unevaluatedItems": sub,
+        "propertyNames": lambda: {"maxLength": 1},
+        "maxContains": lambda: chance.randint(0, 2),
+        "minContains": lambda: chance.randint(0, 2),
+    }
     return {keyword: keywords[keyword]() for keyword in chance.sample(list(keywords), chance.randint(1, 4))}
 
 
@@ -119,8 +134,13 @@ def test_random_schemas_never_allow_more_than_before(rewrite):
 
 def test_only_known_keywords_are_left():
     known = {"type", "properties", "$defs", "$ref", "items", "required"}
-    schema = {"title": "A", "type": "object", "properties": {"title": {"$ref": "#/$defs/b"}}, "x-ui": 1,
-              "$defs": {"b": {"description": "a list", "type": "array", "items": {"default": 3}}}}  # fmt: skip
+    schema = {
+        "title": "A",
+        "type": "object",
+        "properties": {"title": {"$ref": "#/$defs/b"}},
+        "x-ui": 1,
+        "$defs": {"b": {"description": "a list", "type": "array", "items": {"default": 3}}},
+    }
     assert rewritten(schema).keys() <= known
     assert rewritten(schema)["properties"].keys() == {"title"}
 

@@ -37,9 +37,16 @@ def modules_of(llm: LLM, embedding: bool = True) -> dict[str, tuple[int, int]]:
 
 
 def write_adapter(
-    directory: Path, modules: Sizes, *, rank: int = 4, seed: int = 0, embeddings: Collection[str] = (),
-    tensors: Mapping[str, Tensor] | None = None, name: str = "adapter_model.safetensors", **config: Any,
-) -> Path:  # fmt: skip
+    directory: Path,
+    modules: Sizes,
+    *,
+    rank: int = 4,
+    seed: int = 0,
+    embeddings: Collection[str] = (),
+    tensors: Mapping[str, Tensor] | None = None,
+    name: str = "adapter_model.safetensors",
+    **config: Any,
+) -> Path:
     """embeddings: the modules that are tables by token id. config: fields of adapter_config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "bias": "none", "target_modules": [*modules], **config}

@@ -46,13 +46,23 @@ class Joining:
     """A node that has some ranks. events: what it was told. problem: the error with which it ended."""
 
     def __init__(
-        self, address: str, members: range, secret: ClusterSecret = SECRET, facts: dict[str, str] = FACTS,
+        self,
+        address: str,
+        members: range,
+        secret: ClusterSecret = SECRET,
+        facts: dict[str, str] = FACTS,
         versions: dict[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.problem: Exception | None = None
-        join = Join(first=members.start, count=len(members), node=secrets.randbits(62), host="10.0.0.7", facts=facts,
-                    versions={"torch": "2.13"} if versions is None else versions)  # fmt: skip
+        join = Join(
+            first=members.start,
+            count=len(members),
+            node=secrets.randbits(62),
+            host="10.0.0.7",
+            facts=facts,
+            versions={"torch": "2.13"} if versions is None else versions,
+        )
         self.node = Node(secret, address, join)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

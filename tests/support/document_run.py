@@ -126,12 +126,14 @@ class DocumentRun:
         text = re.sub(r"--kv-offloading-size \d+", "--kv-offloading-size 0.1", text)  # GiB of memory
         text = re.sub(
             r'"kv_ip": "([\d.]+)", "kv_port": (\d+)',
-            lambda found: f'"kv_ip": "{found[1]}", "kv_port": {self._port(found[1], found[2])}', text,
-        )  # fmt: skip
+            lambda found: f'"kv_ip": "{found[1]}", "kv_port": {self._port(found[1], found[2])}',
+            text,
+        )
         text = re.sub(
             r"(localhost|127\.0\.0\.1|10\.0\.0\.\d+|\*):(\d{4,5})",
-            lambda found: f"127.0.0.1:{self._port(found[1], found[2])}", text,
-        )  # fmt: skip
+            lambda found: f"127.0.0.1:{self._port(found[1], found[2])}",
+            text,
+        )
         host = found[1] if (found := re.search(r"--host (\S+)", text)) else "127.0.0.1"
         text = re.sub(r"--port (\d+)", lambda found: f"--port {self._port(host, found[1])}", text)
         if re.match(r"(\w+=\S+ )*quire (serve|route)\b", text) and "--port" not in text:

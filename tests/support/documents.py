@@ -11,9 +11,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
-    ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
-]  # fmt: skip
+]
 GUIDES = [path for path in DOCUMENTS if path.parent != ROOT / "benchmarks" / "results"]  # whose commands are tested
 _FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>```+)(?P<language>\w*) *\n(?P<text>.*?)^(?P=indent)(?P=fence) *$", re.M | re.S
@@ -124,9 +127,14 @@ def write_files(folder: Path) -> None:
         path.chmod(0o600)
     (folder / "quire.yaml").write_text("max-model-len: 512\n")
     (folder / "requests.jsonl").write_text(
-        json.dumps({
-            "custom_id": "a", "method": "POST", "url": "/v1/completions",
-            "body": {"prompt": "Once upon a time", "max_tokens": 9},
-        }) + "\n"
-    )  # fmt: skip
+        json.dumps(
+            {
+                "custom_id": "a",
+                "method": "POST",
+                "url": "/v1/completions",
+                "body": {"prompt": "Once upon a time", "max_tokens": 9},
+            }
+        )
+        + "\n"
+    )
     (folder / "trace.jsonl").write_text('{"arrival": 0, "input_length": 200, "output_length": 20}\n')

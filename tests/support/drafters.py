@@ -33,14 +33,27 @@ from support.layouts import edit_tensors
 MASK = 3  # the token that stands for what is not known yet
 HIDDEN, VOCAB, INNER, HEADS = 64, 320, 40, 4  # of the variants
 LAYER = {
-    "self_attn.q_proj": (64, 1), "self_attn.k_proj": (32, 1), "self_attn.v_proj": (32, 1), "self_attn.o_proj": (64, 64),
-    "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
-}  # fmt: skip
+    "self_attn.q_proj": (64, 1),
+    "self_attn.k_proj": (32, 1),
+    "self_attn.v_proj": (32, 1),
+    "self_attn.o_proj": (64, 64),
+    "mlp.gate_proj": (96, 64),
+    "mlp.up_proj": (96, 64),
+    "mlp.down_proj": (64, 96),
+}
 OF_LAYERS = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": 96,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0, "vocab_size": VOCAB, "max_position_embeddings": 256,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+}
 
 # Drafters that the variants whose hidden size is 64 can have, and the variants with layers for multi-token prediction
 CHAIN_HEADS = ("eagle", "eagle3", "eagle3-own", "p-eagle")
@@ -48,8 +61,15 @@ STATE_HEADS = ("medusa", "mlp_speculator")
 MODELS = ("same", "similar", "other", "pard")
 KINDS = (*MODELS, *CHAIN_HEADS, *STATE_HEADS)
 MTP_VARIANTS = (
-    "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "mimo", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
-)  # fmt: skip
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "glm4_moe",
+    "mimo",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
 
 
 class Drafters:
@@ -176,8 +196,14 @@ def write_state_head(directory: Path, kind: str) -> None:
             sizes |= {f"emb.{i}.weight": (VOCAB, INNER), f"proj.{i}.weight": (INNER, INNER if i else HIDDEN)}
             sizes |= {f"ln.{i}.weight": (INNER,), f"ln.{i}.bias": (INNER,), f"head.{i}.weight": (VOCAB, INNER)}
         sizes = {f"speculator.{name}": shape for name, shape in sizes.items()}
-        config = {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"],
-                  "emb_dim": HIDDEN, "inner_dim": INNER, "vocab_size": VOCAB, "n_predict": HEADS}  # fmt: skip
+        config = {
+            "model_type": "mlp_speculator",
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "emb_dim": HIDDEN,
+            "inner_dim": INNER,
+            "vocab_size": VOCAB,
+            "n_predict": HEADS,
+        }
     write(directory, config, {name: weights(*shape, name=name) for name, shape in sizes.items()})
 
 

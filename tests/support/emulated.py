@@ -109,10 +109,15 @@ class EmulatedLibrary:
             regions[start] = memory.nbytes()
             return
         regions[start] = ctypes.sizeof(memory)
-        places = {0: memory[0]} if isinstance(memory, ctypes.Array) else {
-            getattr(type(memory), field).offset: getattr(memory, field)
-            for field, kind, *_ in memory._fields_ if kind is ctypes.c_void_p
-        }  # fmt: skip
+        places = (
+            {0: memory[0]}
+            if isinstance(memory, ctypes.Array)
+            else {
+                getattr(type(memory), field).offset: getattr(memory, field)
+                for field, kind, *_ in memory._fields_
+                if kind is ctypes.c_void_p
+            }
+        )
         for offset, value in places.items():
             pointers.append(start + offset)
             if value:

@@ -49,22 +49,32 @@ class Kind:
 
 
 KINDS = {
-    "bart": Kind(
-        "Bart", SIZES, "<s> $A </s>", {"decoder_start_token_id": EOS, "forced_bos_token_id": BOS}, [EOS, BOS],
-    ),
+    "bart": Kind("Bart", SIZES, "<s> $A </s>", {"decoder_start_token_id": EOS, "forced_bos_token_id": BOS}, [EOS, BOS]),
     "mbart": Kind(
-        "MBart", SIZES | {"scale_embedding": True, "activation_function": "relu", "encoder_attention_heads": 2,
-                          "encoder_layers": 3, "encoder_ffn_dim": 80},
-        "$A </s> <|en|>", {"decoder_start_token_id": DE}, [DE],
+        "MBart",
+        SIZES
+        | {
+            "scale_embedding": True,
+            "activation_function": "relu",
+            "encoder_attention_heads": 2,
+            "encoder_layers": 3,
+            "encoder_ffn_dim": 80,
+        },
+        "$A </s> <|en|>",
+        {"decoder_start_token_id": DE},
+        [DE],
     ),
     "t5": Kind("T5", T5_SIZES, "$A </s>", {"decoder_start_token_id": UNK}, [UNK]),
     "flan-t5": Kind(
-        "T5", T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 2},
-        "$A </s>", {"decoder_start_token_id": UNK}, [UNK],
+        "T5",
+        T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 2},
+        "$A </s>",
+        {"decoder_start_token_id": UNK},
+        [UNK],
     ),
     "mt5": Kind("MT5", T5_SIZES, "$A </s>", {"decoder_start_token_id": UNK}, [UNK]),
     "umt5": Kind("UMT5", T5_SIZES, "$A </s>", {"decoder_start_token_id": UNK}, [UNK]),
-}  # fmt: skip
+}
 
 
 @cache

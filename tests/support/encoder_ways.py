@@ -90,6 +90,13 @@ def on_two_ranks(case: Encoded) -> None:
 
 
 WAYS = [
-    alone, in_a_batch, in_chunks, with_a_small_encoder_cache, preempted, two_steps_deep, with_drafts,
-    with_the_reference_kernels, pytest.param(on_two_ranks, marks=pytest.mark.slow),
-]  # fmt: skip
+    alone,
+    in_a_batch,
+    in_chunks,
+    with_a_small_encoder_cache,
+    preempted,
+    two_steps_deep,
+    with_drafts,
+    with_the_reference_kernels,
+    pytest.param(on_two_ranks, marks=pytest.mark.slow),
+]

@@ -27,9 +27,13 @@ TYPES = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
 TABLE_TYPES = ["IQ4_NL", "IQ4_XS", "MXFP4"]  # whose codes stand for the values of a table
 FURTHER_TYPES = [*RANDOM, "TQ1_0", "TQ2_0"]
 WIDE = {  # rows of whole super-blocks
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 320,
-}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+}
 FAMILIES: dict[str, dict[str, Any]] = {  # variants of `support.checkpoints`, without what GGUF cannot express
     "llama-gqa2-tied-llama3": {},
     "llama-biases-linear-old": {},
@@ -42,7 +46,9 @@ FAMILIES: dict[str, dict[str, Any]] = {  # variants of `support.checkpoints`, wi
     "gemma": {},
     "gemma2": {"query_pre_attn_scalar": 24},
     "gemma3": {
-        "query_pre_attn_scalar": 32, "num_hidden_layers": 6, "layer_types": [LOCAL] * 5 + [GLOBAL],
+        "query_pre_attn_scalar": 32,
+        "num_hidden_layers": 6,
+        "layer_types": [LOCAL] * 5 + [GLOBAL],
         "rope_parameters": {LOCAL: rope(10_000.0), GLOBAL: rope(1_000_000.0, "linear", factor=8.0)},
     },
     "phi3": {"sliding_window": None},  # llama.cpp ignores it
@@ -53,7 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # variants of `support.checkpoints`, wi
     "cohere": {},
     "cohere2": {},
     "glm4": {},
-}  # fmt: skip
+}
 
 
 @cache

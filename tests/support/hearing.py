@@ -19,21 +19,35 @@ RATE = 16_000
 SECONDS = 2  # that the model hears at once
 POSITIONS = 50 * SECONDS
 TOKENS = (
-    "<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>", "<|startoflm|>",
-    "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>",
-)  # fmt: skip
+    "<|endoftext|>",
+    "<|startoftranscript|>",
+    "<|en|>",
+    "<|de|>",
+    "<|translate|>",
+    "<|transcribe|>",
+    "<|startoflm|>",
+    "<|startofprev|>",
+    "<|nospeech|>",
+    "<|notimestamps|>",
+)
 TIMES = tuple(f"<|{i / 50:.2f}|>" for i in range(POSITIONS + 1))
 EOT, SOT, EN, DE, TRANSLATE, TRANSCRIBE, _, PREVIOUS, NO_SPEECH, NO_TIMES = range(FIRST, FIRST + len(TOKENS))
 ZERO = NO_TIMES + 1  # <|0.00|>
 VOCABULARY = ZERO + len(TIMES)
 NUM_TOKENS = 24
 GENERATION = {
-    "eos_token_id": EOT, "decoder_start_token_id": SOT, "pad_token_id": EOT, "no_timestamps_token_id": NO_TIMES,
-    "is_multilingual": True, "lang_to_id": {"<|en|>": EN, "<|de|>": DE},
-    "task_to_id": {"translate": TRANSLATE, "transcribe": TRANSCRIBE}, "max_initial_timestamp_index": 20,
+    "eos_token_id": EOT,
+    "decoder_start_token_id": SOT,
+    "pad_token_id": EOT,
+    "no_timestamps_token_id": NO_TIMES,
+    "is_multilingual": True,
+    "lang_to_id": {"<|en|>": EN, "<|de|>": DE},
+    "task_to_id": {"translate": TRANSLATE, "transcribe": TRANSCRIBE},
+    "max_initial_timestamp_index": 20,
     "suppress_tokens": [5, 6, 50, 60, 61, SOT, TRANSLATE, TRANSCRIBE, 306, PREVIOUS, NO_SPEECH],
-    "begin_suppress_tokens": [7, 40, EOT], "max_length": 128,
-}  # fmt: skip
+    "begin_suppress_tokens": [7, 40, EOT],
+    "max_length": 128,
+}
 
 
 def sound(number: int, seconds: float = 1.5, rate: int = RATE) -> npt.NDArray[np.float32]:
@@ -48,12 +62,26 @@ def model() -> Any:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     torch.manual_seed(3)
-    network = WhisperForConditionalGeneration(WhisperConfig(
-        vocab_size=VOCABULARY, num_mel_bins=20, d_model=64, encoder_layers=2, encoder_attention_heads=4,
-        encoder_ffn_dim=96, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=96, init_std=0.3,
-        max_source_positions=POSITIONS, max_target_positions=128, pad_token_id=EOT, bos_token_id=EOT, eos_token_id=EOT,
-        decoder_start_token_id=SOT,
-    ))  # fmt: skip
+    network = WhisperForConditionalGeneration(
+        WhisperConfig(
+            vocab_size=VOCABULARY,
+            num_mel_bins=20,
+            d_model=64,
+            encoder_layers=2,
+            encoder_attention_heads=4,
+            encoder_ffn_dim=96,
+            decoder_layers=3,
+            decoder_attention_heads=4,
+            decoder_ffn_dim=96,
+            init_std=0.3,
+            max_source_positions=POSITIONS,
+            max_target_positions=128,
+            pad_token_id=EOT,
+            bos_token_id=EOT,
+            eos_token_id=EOT,
+            decoder_start_token_id=SOT,
+        )
+    )
     with torch.no_grad():
         for name, tensor in network.named_parameters():
             if name.endswith("bias"):
@@ -111,10 +139,12 @@ def continuation(folder: Path, samples: npt.NDArray[np.float32], prompt: list[in
     )
 
     whisper, begin = network(folder), len(prompt)
-    rules = LogitsProcessorList([
-        SuppressTokensLogitsProcessor(GENERATION["suppress_tokens"]),
-        SuppressTokensAtBeginLogitsProcessor(GENERATION["begin_suppress_tokens"], begin),
-    ])  # fmt: skip
+    rules = LogitsProcessorList(
+        [
+            SuppressTokensLogitsProcessor(GENERATION["suppress_tokens"]),
+            SuppressTokensAtBeginLogitsProcessor(GENERATION["begin_suppress_tokens"], begin),
+        ]
+    )
     if prompt[-1] != NO_TIMES:
         rules.append(WhisperTimeStampLogitsProcessor(GenerationConfig(**GENERATION), begin))
     features = extractor()(samples, sampling_rate=RATE, return_tensors="pt").input_features
@@ -146,9 +176,14 @@ def chat_model() -> Any:
 
     torch.manual_seed(5)
     audio = Qwen2AudioEncoderConfig(
-        num_mel_bins=20, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=96, d_model=64,
-        max_source_positions=POSITIONS, initializer_range=0.3,
-    )  # fmt: skip
+        num_mel_bins=20,
+        encoder_layers=2,
+        encoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        d_model=64,
+        max_source_positions=POSITIONS,
+        initializer_range=0.3,
+    )
     config = Qwen2AudioConfig(audio_config=audio, text_config=Qwen2Config(**TEXT), audio_token_index=FIRST)
     network = Qwen2AudioForConditionalGeneration(config)
     with torch.no_grad():
@@ -178,9 +213,15 @@ def chat_written(folder: Path) -> tuple[Path, list[tuple[str, list[npt.NDArray[n
         inputs = processor(text=[text], audio=sounds or None, sampling_rate=RATE, return_tensors="pt")
         with torch.inference_mode():
             output = network.generate(
-                **inputs, do_sample=False, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS, eos_token_id=None,
-                pad_token_id=0, return_dict_in_generate=True, output_logits=True,
-            )  # fmt: skip
+                **inputs,
+                do_sample=False,
+                min_new_tokens=NUM_TOKENS,
+                max_new_tokens=NUM_TOKENS,
+                eos_token_id=None,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
         prompt = inputs["input_ids"][0].tolist()
         best = torch.stack(output.logits)[:, 0].topk(2, dim=-1).values
         ties = (best[:, 0] - best[:, 1] < TIE).tolist()

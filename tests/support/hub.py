@@ -152,9 +152,13 @@ class Machine:
 
     def run(self, line: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "quire", *line.split()], capture_output=True, text=True, timeout=600,
-            env={**hub_environment(self.hub.address, self.home), **environment}, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            [sys.executable, "-m", "quire", *line.split()],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env={**hub_environment(self.hub.address, self.home), **environment},
+            stdin=subprocess.DEVNULL,
+        )
 
     def says(self, line: str, **environment: str) -> str:
         """The output of a command that succeeds and writes nothing else."""

@@ -37,8 +37,11 @@ from quire.ops.cpu import build, linear, quantized_linear
 
 _CASES_OF_AN_OP = 10  # at least, if it has so many
 _OTHERS = {  # those between processes, and what computes nothing
-    "quire_reduce", "quire_gather", "quire_replay", "quire_advise_huge_pages",
-}  # fmt: skip
+    "quire_reduce",
+    "quire_gather",
+    "quire_replay",
+    "quire_advise_huge_pages",
+}
 
 
 def implementation(name: str) -> Any:
@@ -78,9 +81,7 @@ def check_against_references(library: Any, monkeypatch: pytest.MonkeyPatch) -> N
 def _check_attention(dtype: torch.dtype) -> None:
     shape = AttentionShape(14, 2, 80, 16, dtype, torch.device("cpu"))
     World(CpuAttention(shape), MIXED).check()
-    World(CpuAttention(shape), MIXED).check(
-        window=16, soft_cap=5.0, sinks=torch.randn(14), bias=torch.randn(14, 41)
-    )  # fmt: skip
+    World(CpuAttention(shape), MIXED).check(window=16, soft_cap=5.0, sinks=torch.randn(14), bias=torch.randn(14, 41))
     latent = replace(shape, num_kv_heads=1, head_dim=40, value_dim=32)
     World(CpuAttention(latent), MIXED).check()
     ours = SimpleNamespace(rms_norm=implementation("rms_norm"), rotary_embedding=implementation("rotary_embedding"))

@@ -56,9 +56,14 @@ class ModelModel:
         own = range(self.layers * stage // pp, self.layers * (stage + 1) // pp)
         specs = [spec.of_layers(own) for spec in specs]
         shape = AttentionShape(
-            shapes[0].num_heads, shapes[0].num_kv_heads, shapes[0].head_dim, self.block_size, torch.float32,
-            torch.device("cpu"), shapes[0].value_dim,
-        )  # fmt: skip
+            shapes[0].num_heads,
+            shapes[0].num_kv_heads,
+            shapes[0].head_dim,
+            self.block_size,
+            torch.float32,
+            torch.device("cpu"),
+            shapes[0].value_dim,
+        )
         backends = [ReferenceAttention(shape)] * len(specs)
         pages = (spec.page_bytes(backends[0].entry_bytes) for spec in specs)
         return rank_layout([mixer] * self.layers, group, specs, backends, max(*pages, 64))
@@ -110,9 +115,14 @@ class Producer:
     """
 
     def __init__(
-        self, layouts: Sequence[RankLayout], num_blocks: int = 12, rows: type[Rows] | None = None, shared: bool = False,
-        computes: bool = False, **options: object,
-    ) -> None:  # fmt: skip
+        self,
+        layouts: Sequence[RankLayout],
+        num_blocks: int = 12,
+        rows: type[Rows] | None = None,
+        shared: bool = False,
+        computes: bool = False,
+        **options: object,
+    ) -> None:
         """computes: whether the blocks are still to be computed, layer by layer, with `compute`."""
         self.layouts, self.servers, self.clocks = layouts, list[BlockServer](), list[StepClock]()
         self.memories = []
@@ -174,8 +184,9 @@ class Consumer:
         self.rows = [(rows or Rows.of)(blocks) for blocks in self.blocks]  # type: ignore[operator]
         secret = options.pop("secret", SECRET)
         self.stores = [
-            PeerStore(layout, rank, secret, **options) for rank, layout in enumerate(layouts)  # type: ignore[arg-type]
-        ]  # fmt: skip
+            PeerStore(layout, rank, secret, **options)
+            for rank, layout in enumerate(layouts)  # type: ignore[arg-type]
+        ]
 
     def load(self, order: Transfer) -> list[list[int]]:
         """Each rank's failures."""

@@ -28,9 +28,18 @@ class RouterView:
             {"BlockStored": self._store, "BlockRemoved": self._remove, "AllBlocksCleared": self._clear}[tag](*fields)
 
     def _store(
-        self, hashes: list[int], parent: int | None, token_ids: list[int], size: int, lora_id: None, medium: str,
-        lora_name: str | None, extra: list[list[str] | None] | None, group: int | None, *_: object,
-    ) -> None:  # fmt: skip
+        self,
+        hashes: list[int],
+        parent: int | None,
+        token_ids: list[int],
+        size: int,
+        lora_id: None,
+        medium: str,
+        lora_name: str | None,
+        extra: list[list[str] | None] | None,
+        group: int | None,
+        *_: object,
+    ) -> None:
         assert (lora_id, medium) == (None, "GPU")
         assert len(token_ids) == size * len(hashes)
         assert extra is None or len(extra) == len(hashes)

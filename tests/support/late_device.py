@@ -354,9 +354,14 @@ class LateExecutor(Executor):
         self._unread: deque[int] = deque()  # submitted steps whose results the host has not asked for
         old, device = real.batch, LateDevice(self.stream)
         batch = InputBatch(
-            len(old.num_tokens), old.max_model_len, old.block_size, old.kv_specs, old.vocab_size, old.takes_adapters,
+            len(old.num_tokens),
+            old.max_model_len,
+            old.block_size,
+            old.kv_specs,
+            old.vocab_size,
+            old.takes_adapters,
             old.has_sections,
-        )  # fmt: skip
+        )
         self.real_model = getattr(real.model, "real", real.model)
         model: Any = LateModel(self.real_model, self.stream)
         backends: Any = [
@@ -396,9 +401,15 @@ class LateExecutor(Executor):
             layers: Any = LateHeadLayers(HeadLayers(drafter.head), self.stream)
             forward, spec = Forward(layers, backends), self.real_model.spec
             return ChainDrafter(
-                drafter.head, forward, forward, staging, sampler, self.most_tokens, spec.hidden_size,
+                drafter.head,
+                forward,
+                forward,
+                staging,
+                sampler,
+                self.most_tokens,
+                spec.hidden_size,
                 self.real_model.kernels.target.dtype,
-            )  # fmt: skip
+            )
         model: Any = LateModel(drafter.model, self.stream)
         return ModelDrafter(model, Forward(model, backends), staging, sampler, drafter.most_tokens, drafter.mask)
 
@@ -479,12 +490,18 @@ def watched_scheduler(
     if speculation is not None and speculation.proposer is None:
         speculation.drafts_stay = depth > 1
     return WatchedScheduler(
-        limits_of(llm, depth), kv.num_blocks, list(kv.specs), cache.block_size, cache.enable_prefix_caching,
-        grammars=grammars, vocab_size=llm.core.executor.runner.batch.vocab_size,
-        speculation=speculation, adapters=adapters,
+        limits_of(llm, depth),
+        kv.num_blocks,
+        list(kv.specs),
+        cache.block_size,
+        cache.enable_prefix_caching,
+        grammars=grammars,
+        vocab_size=llm.core.executor.runner.batch.vocab_size,
+        speculation=speculation,
+        adapters=adapters,
         compression=None if cache.compression is None else Compression(cache.compression, cache.block_size),
         encoders=EncoderCache(llm.core.scheduler.encoders.limits),
-    )  # fmt: skip
+    )
 
 
 def run_late(llm: LLM, depth: int = 2, captured: bool = False, grammars: GrammarGate | None = None) -> LateExecutor:

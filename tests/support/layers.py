@@ -28,9 +28,11 @@ def draw(name: str, *shape: int) -> Tensor:
 
 
 def build_layer(
-    make: Callable[[Builder], Layer], kernels: str = "reference", group: Communicator | None = None,
+    make: Callable[[Builder], Layer],
+    kernels: str = "reference",
+    group: Communicator | None = None,
     experts: ExpertRanks | None = None,
-) -> tuple[Layer, Tensors]:  # fmt: skip
+) -> tuple[Layer, Tensors]:
     """Returns the layer, and its whole tensors by checkpoint name."""
     if kernels == "cpu" and library() is None:
         pytest.skip("the CPU kernels cannot be compiled here")

@@ -73,12 +73,38 @@ class Machine:
         run("ip", "-n", self.name, "link", "set", "lo", "up")
         clock = str(100_000 * (1 + number))  # seconds; the machines have been up for different times
         self._unshare = subprocess.Popen(
-            ["ip", "netns", "exec", self.name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--time",
-             "--monotonic", clock, "--boottime", clock, "sleep", "infinity"], stderr=subprocess.DEVNULL
-        )  # fmt: skip
+            [
+                "ip",
+                "netns",
+                "exec",
+                self.name,
+                "unshare",
+                "--pid",
+                "--fork",
+                "--kill-child",
+                "--mount-proc",
+                "--time",
+                "--monotonic",
+                clock,
+                "--boottime",
+                clock,
+                "sleep",
+                "infinity",
+            ],
+            stderr=subprocess.DEVNULL,
+        )
         self._init = self._first_process()
-        self.prefix = ["nsenter", "--target", str(self._init.pid), "--net", "--pid", "--mount", "--time",
-                       f"--wd={folder / 'work'}", "--"]  # fmt: skip
+        self.prefix = [
+            "nsenter",
+            "--target",
+            str(self._init.pid),
+            "--net",
+            "--pid",
+            "--mount",
+            "--time",
+            f"--wd={folder / 'work'}",
+            "--",
+        ]
 
     def add_model(self, name: str, path: Path) -> None:
         shutil.copytree(path, self.model.with_name(name), dirs_exist_ok=True)
@@ -127,9 +153,11 @@ class Machines:
         self.both = [Machine(number, path) for number, path in enumerate(self.folders)]
         names = [machine.name for machine in self.both]
         self._relay = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("relay.py")), *names], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [sys.executable, str(Path(__file__).with_name("relay.py")), *names],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         self._answer()
         self._outside = f"quire{os.getpid()}"
         run("ip", "link", "add", self._outside, "type", "veth", "peer", "name", "outside", "netns", names[0])
@@ -186,16 +214,24 @@ class OnMachine(Server):
     """`quire serve` on a machine."""
 
     def __init__(
-        self, machine: Machine, *arguments: str, start_timeout: float = LONGEST, own_files: bool = True,
-        model: str = "demo", **options: str,
-    ) -> None:  # fmt: skip
+        self,
+        machine: Machine,
+        *arguments: str,
+        start_timeout: float = LONGEST,
+        own_files: bool = True,
+        model: str = "demo",
+        **options: str,
+    ) -> None:
         """own_files: give it the machine's secret, and its model with the given name."""
         self.machine = machine
         files = [str(machine.model.with_name(model)), "--cluster-secret-file", str(machine.secret)] if own_files else []
         super().__init__(
-            *files, *arguments, wrapper=machine.prefix, start_timeout=start_timeout,
+            *files,
+            *arguments,
+            wrapper=machine.prefix,
+            start_timeout=start_timeout,
             **{**machine.environment, **options},
-        )  # fmt: skip
+        )
 
     @property
     def main(self) -> psutil.Process:

@@ -83,10 +83,20 @@ def _span(span: SpanMessage, resource: dict[str, Any]) -> Span:
     status = ("UNSET", "OK", "ERROR")[span.status.code]
     events = [(event.name, attributes_of(event.attributes)) for event in span.events]
     return Span(
-        span.name, kind, span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(), span.trace_state,
-        span.start_time_unix_nano, span.end_time_unix_nano, status, span.status.message,
-        attributes_of(span.attributes), resource, events,
-    )  # fmt: skip
+        span.name,
+        kind,
+        span.trace_id.hex(),
+        span.span_id.hex(),
+        span.parent_span_id.hex(),
+        span.trace_state,
+        span.start_time_unix_nano,
+        span.end_time_unix_nano,
+        status,
+        span.status.message,
+        attributes_of(span.attributes),
+        resource,
+        events,
+    )
 
 
 @contextmanager

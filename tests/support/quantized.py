@@ -69,9 +69,12 @@ def gptq(bits: int, group: int, *, v2: bool = False, act_order: bool = False, sy
         codes = codes[:, order.argsort()]
         stored = zeros if v2 else zeros - 1
         tensors = {
-            "qweight": words(codes, bits).T, "qzeros": words(stored.T, bits), "scales": scales.T.half(),
-            "g_idx": group_of, "bias": torch.zeros(len(weight), dtype=torch.float16),
-        }  # fmt: skip
+            "qweight": words(codes, bits).T,
+            "qzeros": words(stored.T, bits),
+            "scales": scales.T.half(),
+            "g_idx": group_of,
+            "bias": torch.zeros(len(weight), dtype=torch.float16),
+        }
         return tensors, meaning(codes, scales, zeros, group_of.tolist())
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order, "sym": symmetric}
@@ -214,10 +217,12 @@ def metadata_of(form: Format, shapes: dict[str, torch.Size]) -> dict[str, str] |
 def compressed(form: str, weights: dict[str, Any], **group: Any) -> dict[str, Any]:
     weights = {"type": "int", "symmetric": True, "dynamic": False, **weights}
     return {
-        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "ignore": ["lm_head"],
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, **group}},
-    }  # fmt: skip
+    }
 
 
 def packed(bits: int, group: int, *, symmetric: bool = True, act_order: bool = False) -> Format:
@@ -228,9 +233,10 @@ def packed(bits: int, group: int, *, symmetric: bool = True, act_order: bool = F
         if act_order:
             zeros = integers(weight[:, made["g_idx"].argsort(stable=True)], bits, size, symmetric)[2]
         tensors = {
-            "weight_packed": made["qweight"].T, "weight_scale": made["scales"].T.float(),
+            "weight_packed": made["qweight"].T,
+            "weight_scale": made["scales"].T.float(),
             "weight_shape": torch.tensor(weight.shape),
-        }  # fmt: skip
+        }
         if not symmetric:
             tensors["weight_zero_point"] = words(zeros.T, bits).T
         if act_order:

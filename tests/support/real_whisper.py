@@ -116,9 +116,14 @@ def checkpoint(directory: Path) -> Path:
     ids = {"pad_token_id": eot, "bos_token_id": eot, "eos_token_id": eot, "decoder_start_token_id": eot + 1}
     WhisperConfig(**sizes, **ids, architectures=["WhisperForConditionalGeneration"]).save_pretrained(directory)
     GenerationConfig(
-        **ids, is_multilingual=False, no_timestamps_token_id=50362, max_initial_timestamp_index=50, max_length=448,
-        suppress_tokens=said["suppress_ids"], begin_suppress_tokens=said["suppress_ids_begin"],
-    ).save_pretrained(directory)  # fmt: skip
+        **ids,
+        is_multilingual=False,
+        no_timestamps_token_id=50362,
+        max_initial_timestamp_index=50,
+        max_length=448,
+        suppress_tokens=said["suppress_ids"],
+        begin_suppress_tokens=said["suppress_ids_begin"],
+    ).save_pretrained(directory)
     WhisperFeatureExtractor().save_pretrained(directory)
     shutil.copy(source / "tokenizer.json", directory)
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))

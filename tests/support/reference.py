@@ -66,9 +66,16 @@ def greedy(model: Any, texts: list[list[int]], num_tokens: int = NUM_TOKENS) -> 
     ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
     mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
     made = model.generate(
-        ids, attention_mask=mask, do_sample=False, min_new_tokens=num_tokens, max_new_tokens=num_tokens,
-        eos_token_id=None, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
+        ids,
+        attention_mask=mask,
+        do_sample=False,
+        min_new_tokens=num_tokens,
+        max_new_tokens=num_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
     best = torch.stack(made.logits).topk(2, dim=-1).values  # [tokens, texts, 2]
     tie = (best[..., 0] - best[..., 1] < TIE).T.tolist()
     return [

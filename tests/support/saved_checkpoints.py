@@ -63,7 +63,11 @@ def save_tokenizer(directory: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=byte_level_tokenizer(), bos_token="<s>", eos_token="</s>", unk_token="<unk>",
-        additional_special_tokens=SPECIAL[3:], chat_template=TEMPLATE,
-    )  # fmt: skip
+        tokenizer_object=byte_level_tokenizer(),
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=SPECIAL[3:],
+        chat_template=TEMPLATE,
+    )
     tokenizer.save_pretrained(directory)

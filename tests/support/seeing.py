@@ -96,9 +96,15 @@ def continuations(
     for text, pictures in prompts or model.prompts():
         inputs = processor(text=[text], images=[pictures] if pictures else None, return_tensors="pt")
         made = network.generate(
-            **inputs, do_sample=False, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS, eos_token_id=None,
-            pad_token_id=0, return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
+            **inputs,
+            do_sample=False,
+            min_new_tokens=NUM_TOKENS,
+            max_new_tokens=NUM_TOKENS,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
         prompt = inputs["input_ids"][0].tolist()
         best = torch.stack(made.logits)[:, 0].topk(2, dim=-1).values
         ties = (best[:, 0] - best[:, 1] < TIE).tolist()
@@ -111,9 +117,15 @@ def llava_model() -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, image_size=56, patch_size=14,
-        projection_dim=32, initializer_range=0.3,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=56,
+        patch_size=14,
+        projection_dim=32,
+        initializer_range=0.3,
+    )
     return LlavaForConditionalGeneration(
         LlavaConfig(vision_config=vision, text_config=LlamaConfig(**TEXT), image_token_index=FIRST)
     )
@@ -125,9 +137,13 @@ def llava_processor(tokenizer: Any) -> Any:
 
     pixels = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
     return LlavaProcessor(
-        pixels, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        pixels,
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
         image_token="<image>",
-    )  # fmt: skip
+    )
 
 
 SIZES = [[56, 56], [56, 112], [112, 56], [112, 112], [56, 168], [168, 168]]
@@ -137,9 +153,15 @@ def llava_next_model() -> Any:
     from transformers import CLIPVisionConfig, LlavaNextConfig, LlavaNextForConditionalGeneration, MistralConfig
 
     vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, image_size=56, patch_size=14,
-        projection_dim=32, initializer_range=0.3,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=56,
+        patch_size=14,
+        projection_dim=32,
+        initializer_range=0.3,
+    )
     text = MistralConfig(**TEXT, sliding_window=None)
     return LlavaNextForConditionalGeneration(
         LlavaNextConfig(vision_config=vision, text_config=text, image_token_index=FIRST, image_grid_pinpoints=SIZES)
@@ -154,9 +176,13 @@ def llava_next_processor(tokenizer: Any) -> Any:
         size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}, image_grid_pinpoints=SIZES
     )
     return LlavaNextProcessor(
-        pixels, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        pixels,
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
         image_token="<image>",
-    )  # fmt: skip
+    )
 
 
 def onevision_model() -> Any:
@@ -168,16 +194,26 @@ def onevision_model() -> Any:
     )
 
     vision = SiglipVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, image_size=56, patch_size=14,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=56,
+        patch_size=14,
         vision_use_head=False,
-    )  # fmt: skip
+    )
     return LlavaOnevisionForConditionalGeneration(
         LlavaOnevisionConfig(
-            vision_config=vision, text_config=Qwen2Config(**TEXT), image_token_index=FIRST,
-            video_token_index=FIRST + 1, image_grid_pinpoints=SIZES, vision_aspect_ratio="anyres_max_3",
-            vision_feature_layer=-1, tie_word_embeddings=False,
+            vision_config=vision,
+            text_config=Qwen2Config(**TEXT),
+            image_token_index=FIRST,
+            video_token_index=FIRST + 1,
+            image_grid_pinpoints=SIZES,
+            vision_aspect_ratio="anyres_max_3",
+            vision_feature_layer=-1,
+            tie_word_embeddings=False,
         )
-    )  # fmt: skip
+    )
 
 
 def onevision_processor(tokenizer: Any) -> Any:
@@ -194,13 +230,20 @@ def gemma3_model() -> Any:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     text = {
-        **TEXT, "sliding_window": 20, "query_pre_attn_scalar": 16,
+        **TEXT,
+        "sliding_window": 20,
+        "query_pre_attn_scalar": 16,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
-    }  # fmt: skip
+    }
     vision = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 112,
-        "patch_size": 14, "vision_use_head": False,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 112,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
     model = Gemma3ForConditionalGeneration(
         Gemma3Config(
             text_config=text,
@@ -229,18 +272,25 @@ def gemma3_processor(tokenizer: Any) -> Any:
 
 
 IDEFICS_SPECIAL = (
-    "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>",
+    "<image>",
+    "<fake_token_around_image>",
+    "<end_of_utterance>",
+    "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)),
-)  # fmt: skip
+)
 
 
 def idefics3_model() -> Any:
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
     vision = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 56,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 56,
         "patch_size": 14,
-    }  # fmt: skip
+    }
     text = {**TEXT, "model_type": "llama"}
     return Idefics3ForConditionalGeneration(
         Idefics3Config(
@@ -264,9 +314,14 @@ def idefics3_processor(tokenizer: Any) -> Any:
 
 PIXTRAL_SPECIAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 PIXTRAL_VISION = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 112,
-    "patch_size": 14, "initializer_range": 0.3,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 112,
+    "patch_size": 14,
+    "initializer_range": 0.3,
+}
 
 
 def pixtral_model() -> Any:
@@ -371,9 +426,17 @@ def internvl_model() -> Any:
     from transformers import InternVLConfig, InternVLForConditionalGeneration, InternVLVisionConfig
 
     vision = InternVLVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, image_size=[56, 56],
-        patch_size=[14, 14], layer_scale_init_value=0.7, initializer_range=0.3, attention_bias=True, use_qk_norm=True,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=[56, 56],
+        patch_size=[14, 14],
+        layer_scale_init_value=0.7,
+        initializer_range=0.3,
+        attention_bias=True,
+        use_qk_norm=True,
+    )
     text = {**TEXT, "model_type": "qwen2"}
     return InternVLForConditionalGeneration(
         InternVLConfig(

@@ -16,9 +16,14 @@ def qwen2_vl_model() -> Any:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     vision = {
-        "depth": 3, "embed_dim": 32, "mlp_ratio": 2, "num_heads": 2, "hidden_size": 64, "patch_size": 14,
+        "depth": 3,
+        "embed_dim": 32,
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "hidden_size": 64,
+        "patch_size": 14,
         "initializer_range": 0.3,
-    }  # fmt: skip
+    }
     return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=qwen_text(), vision_config=vision, **QWEN_TOKENS))
 
 
@@ -26,17 +31,30 @@ def qwen2_5_vl_model() -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     vision = {
-        "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14,
-        "window_size": 56, "fullatt_block_indexes": [1], "initializer_range": 0.3,
-    }  # fmt: skip
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 14,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+        "initializer_range": 0.3,
+    }
     config = Qwen2_5_VLConfig(text_config=qwen_text(), vision_config=vision, **QWEN_TOKENS)
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
 QWEN3_VISION = {
-    "depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 16,
-    "num_position_embeddings": 36, "initializer_range": 0.3,
-}  # fmt: skip
+    "depth": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "num_position_embeddings": 36,
+    "initializer_range": 0.3,
+}
 
 
 def qwen3_vl_model() -> Any:
@@ -86,16 +104,24 @@ def qwen_text(**rope: Any) -> dict[str, Any]:
 
 QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 QWEN_HYBRID = {
-    **qwen_text(mrope_interleaved=True, partial_rotary_factor=0.5), "head_dim": 32, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    **qwen_text(mrope_interleaved=True, partial_rotary_factor=0.5),
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-}  # fmt: skip
+}
 
 
 QWEN_TOKENS = {
-    "image_token_id": FIRST, "video_token_id": FIRST + 1, "vision_start_token_id": FIRST + 2,
-    "vision_end_token_id": FIRST + 3, "bos_token_id": 1, "eos_token_id": EOS,
-}  # fmt: skip
+    "image_token_id": FIRST,
+    "video_token_id": FIRST + 1,
+    "vision_start_token_id": FIRST + 2,
+    "vision_end_token_id": FIRST + 3,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+}
 QWEN_SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -134,6 +160,8 @@ class QwenProcessor:
             prompt = "".join(p + "<|image_pad|>" * c for p, c in zip(pieces, [*counts, 0], strict=True))
         ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
         return {
-            **inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids),
+            **inputs,
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
             "mm_token_type_ids": (ids == FIRST).int(),
-        }  # fmt: skip
+        }

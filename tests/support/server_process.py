@@ -41,10 +41,12 @@ class Server:
         """files: soft and hard limit of open files. wrapper: a prefix of the command."""
         tests = Path(__file__).parents[1]
         self.process = subprocess.Popen(
-            [*wrapper, sys.executable, "-m", "quire", self.command, "--port", "0", *arguments], stderr=subprocess.PIPE,
-            text=True, env={**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1", **environment},
+            [*wrapper, sys.executable, "-m", "quire", self.command, "--port", "0", *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1", **environment},
             preexec_fn=None if files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files),
-        )  # fmt: skip
+        )
         self._lines: list[str] = []
         self._ready = threading.Event()
         self.url = ""

@@ -54,9 +54,13 @@ class StagedExecutor(Executor):
     """Runs each step on all ranks, which are threads, with the workers' real runners."""
 
     def __init__(
-        self, config: EngineConfig, path: Path, max_model_len: int, meeting: None = None,
+        self,
+        config: EngineConfig,
+        path: Path,
+        max_model_len: int,
+        meeting: None = None,
         among_others: Callable[[Mesh], Mesh] = lambda mesh: mesh,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """among_others: adds the groups of a rank that contain ranks of other replicas."""
         sizes = msgspec.structs.replace(MeshSizes.of(config.parallel), dp=1)
         groups: list[dict[str, Communicator]] = [{} for _ in range(sizes.world)]

@@ -40,9 +40,14 @@ def make_target(group: Communicator | None = None, **differences: Any) -> tuple[
 
 
 def make_head(
-    maker: HeadMaker, config: dict[str, Any], directory: Path | None, target: Decoder,
-    kernels: str = "reference", group: Communicator | None = None, has: Callable[[str], bool] = lambda name: False,
-) -> Any:  # fmt: skip
+    maker: HeadMaker,
+    config: dict[str, Any],
+    directory: Path | None,
+    target: Decoder,
+    kernels: str = "reference",
+    group: Communicator | None = None,
+    has: Callable[[str], bool] = lambda name: False,
+) -> Any:
     """The head whose checkpoint is in the directory, or one with dummy weights, of which `has` says which exist."""
     if kernels == "cpu" and library() is None:
         pytest.skip("the CPU kernels cannot be compiled here")

@@ -29,9 +29,13 @@ async def stream(client: Any, number: int, started: asyncio.Semaphore | None = N
     """(text, finish reason) of a completion."""
     text, reason = "", None
     async for chunk in await client.completions.create(
-        model=MODEL, prompt=prompt(number), stream=True, max_tokens=TOKENS, **drawing(number),
+        model=MODEL,
+        prompt=prompt(number),
+        stream=True,
+        max_tokens=TOKENS,
+        **drawing(number),
         extra_body={"ignore_eos": True, **extra},
-    ):  # fmt: skip
+    ):
         if started is not None and not text:
             started.release()
         text += chunk.choices[0].text

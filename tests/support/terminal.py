@@ -30,10 +30,13 @@ class Session:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.process = subprocess.Popen(
             command,
-            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
             env={**os.environ, "TERM": "xterm", **environment},
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # makes Ctrl-C a signal
-        )  # fmt: skip
+        )
         os.close(slave)
         self.screen, self._seen = "", 0
 

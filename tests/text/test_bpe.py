@@ -44,10 +44,16 @@ def opt_files(vocab: dict[str, int], merges: str) -> dict[str, object]:
         "merges.txt": merges,
         "special_tokens_map.json": {**named, "pad_token": added("<pad>")},
         "tokenizer_config.json": {
-            "errors": "replace", **named, "add_prefix_space": False, "add_bos_token": True, "pad_token": added("<pad>"),
-            "special_tokens_map_file": None, "name_or_path": "opt-30b", "tokenizer_class": "GPT2Tokenizer",
+            "errors": "replace",
+            **named,
+            "add_prefix_space": False,
+            "add_bos_token": True,
+            "pad_token": added("<pad>"),
+            "special_tokens_map_file": None,
+            "name_or_path": "opt-30b",
+            "tokenizer_class": "GPT2Tokenizer",
         },
-    }  # fmt: skip
+    }
 
 
 def qwen_files(vocab: dict[str, int], merges: str) -> dict[str, object]:
@@ -62,10 +68,15 @@ def qwen_files(vocab: dict[str, int], merges: str) -> dict[str, object]:
         "vocab.json": vocab,
         "merges.txt": merges,
         "tokenizer_config.json": {
-            "tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": tokens, "bos_token": None, "unk_token": None,
-            "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "add_prefix_space": False,
+            "tokenizer_class": "Qwen2Tokenizer",
+            "added_tokens_decoder": tokens,
+            "bos_token": None,
+            "unk_token": None,
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "add_prefix_space": False,
         },
-    }  # fmt: skip
+    }
 
 
 def gpt_2_files(vocab: dict[str, int], merges: str) -> dict[str, object]:

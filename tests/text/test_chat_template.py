@@ -178,9 +178,13 @@ STRINGS_ONLY = "{% for message in messages %}{{ message.role }}:{{ message.conte
 
 def test_parts_of_every_type_that_is_text_are_text():
     parts = [
-        "a", {"type": "text", "text": "b"}, {"type": "input_text", "text": "c"}, {"type": "output_text", "text": "d"},
-        {"type": "refusal", "refusal": "e"}, {"type": "thinking", "thinking": "f"},
-    ]  # fmt: skip
+        "a",
+        {"type": "text", "text": "b"},
+        {"type": "input_text", "text": "c"},
+        {"type": "output_text", "text": "d"},
+        {"type": "refusal", "refusal": "e"},
+        {"type": "thinking", "thinking": "f"},
+    ]
     chat = [{"role": "user", "content": parts}]
     assert render(STRINGS_ONLY, chat) == "user:a\nb\nc\nd\ne\nf;"
     assert render(LISTS_ONLY, chat) == "user:abcdef;"

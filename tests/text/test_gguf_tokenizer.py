@@ -47,8 +47,12 @@ def test_special_tokens_are_named_by_their_ids():
     more |= {"seperator_token_id": np.uint32(size - 2)}
     tokenizer = Tokenizer.from_gguf(VOCABULARIES["gpt2"] | {f"tokenizer.ggml.{key}": i for key, i in more.items()})
     assert tokenizer.special_tokens == {
-        "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "eot_token": "<s>", "sep_token": "</s>",
-    }  # fmt: skip
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "</s>",
+        "eot_token": "<s>",
+        "sep_token": "</s>",
+    }
     assert tokenizer.all_special_ids == {size - 3, size - 2}  # <tool> is the user's
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (size - 3, size - 2)
     spm = Tokenizer.from_gguf(VOCABULARIES["llama"])

@@ -82,7 +82,7 @@ UNBOUNDED: dict[str, Callable[[Copy], Backend]] = {
     "replaces by nothing": lambda copy: with_normalizer(copy("byte level"), normalizers.Replace("a", "")),
     "replaces matches": lambda copy: with_normalizer(copy("byte level"), normalizers.Replace(Regex("a+"), "a")),
     "strips accents": lambda copy: with_normalizer(copy("byte level"), normalizers.StripAccents()),
-}  # fmt: skip
+}
 
 
 def single_unknowns() -> Backend:

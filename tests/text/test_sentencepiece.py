@@ -26,14 +26,24 @@ AS_IT_IS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": F
 KINDS = {
     "llama": {"model_type": "bpe", "vocab_size": 460, "byte_fallback": True, "split_digits": True, **AS_IT_IS},
     "gemma": {
-        "model_type": "bpe", "vocab_size": 480, "byte_fallback": True, "add_dummy_prefix": False, **AS_IT_IS,
-        "user_defined_symbols": ["▁▁", "▁▁▁", "▁▁▁▁", "\n", "\n\n", "\t", "<table>"], "pad_id": 0, "eos_id": 1,
-        "bos_id": 2, "unk_id": 3, "pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>",
+        "model_type": "bpe",
+        "vocab_size": 480,
+        "byte_fallback": True,
+        "add_dummy_prefix": False,
+        **AS_IT_IS,
+        "user_defined_symbols": ["▁▁", "▁▁▁", "▁▁▁▁", "\n", "\n\n", "\t", "<table>"],
+        "pad_id": 0,
+        "eos_id": 1,
+        "bos_id": 2,
+        "unk_id": 3,
+        "pad_piece": "<pad>",
+        "eos_piece": "<eos>",
+        "bos_piece": "<bos>",
     },
     "unigram of bytes": {"model_type": "unigram", "vocab_size": 380, "byte_fallback": True, **AS_IT_IS},
     "unigram": {"model_type": "unigram", "vocab_size": 120},
     "bpe": {"model_type": "bpe", "vocab_size": 230},
-}  # fmt: skip
+}
 # No ▁, which users do not write and the added tokens of spaces do not match.
 TEXTS = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="▁") | st.sampled_from("abet12'  \n\t<>é中👍🏽"),

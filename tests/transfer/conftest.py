@@ -15,9 +15,12 @@ def make() -> Iterator[Make]:
     made: list[Producer | Consumer] = []
 
     def both(
-        model: ModelModel = GQA, theirs: tuple[int, int] = (1, 1), ours: tuple[int, int] = (1, 1),
-        producer: dict[str, object] | None = None, **consumer: object,
-    ) -> tuple[Producer, Consumer]:  # fmt: skip
+        model: ModelModel = GQA,
+        theirs: tuple[int, int] = (1, 1),
+        ours: tuple[int, int] = (1, 1),
+        producer: dict[str, object] | None = None,
+        **consumer: object,
+    ) -> tuple[Producer, Consumer]:
         pair = Producer(model.layouts(*theirs), **(producer or {})), Consumer(model.layouts(*ours), **consumer)  # type: ignore[arg-type]
         made.extend(pair)
         return pair

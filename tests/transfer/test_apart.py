@@ -33,9 +33,12 @@ COMBINES = [
     " n > 1, tensor parallelism, pipeline parallelism"
 ]
 SMALL: dict[str, Any] = {
-    "max_model_len": 1024, "max_num_seqs": 8, "num_gpu_blocks_override": 200, "dtype": "float32",
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 200,
+    "dtype": "float32",
     "max_num_batched_tokens": 64,
-}  # fmt: skip
+}
 TEXT = "Once upon a time there was a fox who lived near a river and told stories to everyone. "
 PROMPT = TEXT * 12
 GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -162,8 +165,14 @@ async def compare(path: Path, secret: str, port: int, there: dict[str, Any], her
 
 @pytest.mark.nightly
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("variant", [pytest.param(VARIANTS[0], marks=pytest.mark.slow), *VARIANTS[2:],
-                                     pytest.param(VARIANTS[1], marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(VARIANTS[0], marks=pytest.mark.slow),
+        *VARIANTS[2:],
+        pytest.param(VARIANTS[1], marks=pytest.mark.slow),
+    ],
+)
 def test_windows_latents_and_several_groups(checkpoints, secret, port, variant):
     run(compare(checkpoints.path(variant), secret, port, {}, {}))
 

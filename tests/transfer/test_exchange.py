@@ -86,9 +86,16 @@ class Engine:
     """A scheduler, and a device whose blocks contain what was computed."""
 
     def __init__(
-        self, specs: list[KVCacheSpec], listen: int | None, mover: Mover | None, secret: ClusterSecret,
-        facts: dict[str, str], num_blocks: int = 60, depth: int = 1, name: str = "p",
-    ) -> None:  # fmt: skip
+        self,
+        specs: list[KVCacheSpec],
+        listen: int | None,
+        mover: Mover | None,
+        secret: ClusterSecret,
+        facts: dict[str, str],
+        num_blocks: int = 60,
+        depth: int = 1,
+        name: str = "p",
+    ) -> None:
         limits = SchedulerLimits(4, 16, 64, depth=depth)
         self.scheduler = Scheduler(limits, num_blocks, specs, SIZE, fingerprint=name)
         self.link = Link(secret, None if listen is None else ("127.0.0.1", listen))
@@ -173,8 +180,16 @@ def be_impatient(monkeypatch) -> Callable[[], None]:
 
 
 class Pair:
-    def __init__(self, free_port: int, groups: str = "full", depth: int = 1, seed: int = 0, facts: Any = None,
-                 secret: ClusterSecret | None = None, num_blocks: int = 60) -> None:  # fmt: skip
+    def __init__(
+        self,
+        free_port: int,
+        groups: str = "full",
+        depth: int = 1,
+        seed: int = 0,
+        facts: Any = None,
+        secret: ClusterSecret | None = None,
+        num_blocks: int = 60,
+    ) -> None:
         self.port, self.dice = free_port, random.Random(seed)
         own = ClusterSecret(b"x" * 32)
         self.producer = Engine(SPECS[groups], free_port, None, own, FACTS, num_blocks, depth)

@@ -36,11 +36,10 @@ class Reading:
         blocks, layout = self.consumer.blocks[0].numpy(), self.consumer.layouts[0]
         return all(
             bytes(blocks[block, offset : offset + size]) == content(group, layer, head, slot, size)
-            for block, slot, (of_block, _) in zip(
-                self.order.block_ids, self.order.slots, self.order.keys, strict=True
-            )
-            for group, number, head, offset, size in heads(layout) if (group, number) == (of_block, layer)
-        )  # fmt: skip
+            for block, slot, (of_block, _) in zip(self.order.block_ids, self.order.slots, self.order.keys, strict=True)
+            for group, number, head, offset, size in heads(layout)
+            if (group, number) == (of_block, layer)
+        )
 
     def result(self) -> list[list[int]]:
         self._thread.join(LONGEST)

@@ -48,9 +48,14 @@ def port() -> Iterator[int]:
 
 def _worker(path: Path, secret_file: str, transfer: dict[str, Any], **options: Any) -> Worker:
     config = EngineConfig.create(
-        model=str(path), num_gpu_blocks_override=10, max_model_len=96, max_num_seqs=2, kv_transfer_config=transfer,
-        cluster_secret_file=secret_file, **options,
-    )  # fmt: skip
+        model=str(path),
+        num_gpu_blocks_override=10,
+        max_model_len=96,
+        max_num_seqs=2,
+        kv_transfer_config=transfer,
+        cluster_secret_file=secret_file,
+        **options,
+    )
     return Worker(config, path, 96, Mesh())
 
 

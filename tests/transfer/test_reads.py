@@ -186,10 +186,11 @@ def test_garbage_disturbs_nobody(make: Make, garbage: bytes) -> None:
 def test_frames_that_are_too_long_or_changed_end_the_connection(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     producer, _ = make()
     for damage, message in (
-        (lambda frame: b"\x7f" + frame[1:], "too long"), (lambda frame: frame[:-1] + b"x", "not authentic"),
+        (lambda frame: b"\x7f" + frame[1:], "too long"),
+        (lambda frame: frame[:-1] + b"x", "not authentic"),
         (lambda frame: frame[:4] + bytes(32) + frame[36:], "not authentic"),
         (lambda frame: frame + frame, "not authentic"),
-    ):  # fmt: skip
+    ):
         connection = wire.connect("127.0.0.1", producer.peer.ports[0], SECRET)
         real, sent = connection._link, bytearray()
 

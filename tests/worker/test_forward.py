@@ -26,9 +26,11 @@ def test_rows_alone_are_as_among_all(checkpoints, variant):
     runner = runner_of(make_llm(checkpoints.path(variant)))
     groups = len(runner.batch.block_tables)
     edits = BlockTableEdits(
-        [g for g in range(groups) for _ in range(2)], [0, 1] * groups, [0] * 2 * groups,
+        [g for g in range(groups) for _ in range(2)],
+        [0, 1] * groups,
+        [0] * 2 * groups,
         [1 + i for i in range(2 * groups)],
-    )  # fmt: skip
+    )
     new = [NewRequest(str(r), r, [5 + r, 9, 2, 7, 4], 5, 0, SamplingParams(), 0) for r in range(2)]
     step = SchedulerOutput(0, new, [0, 1], [5, 3], edits)
     for request in new:
@@ -54,8 +56,9 @@ def test_the_last_layer_is_narrowed(checkpoints):
     seen.clear()
     llm.generate(
         [{"prompt_token_ids": [6, *prompt["prompt_token_ids"]]}],
-        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1), use_tqdm=False,
-    )  # fmt: skip
+        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1),
+        use_tqdm=False,
+    )
     assert seen == [24, 7]
 
 

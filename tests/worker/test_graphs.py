@@ -52,10 +52,14 @@ def said(llm: LLM) -> list[Any]:
 )
 @pytest.mark.parametrize(
     "options",
-    [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"},
-     pytest.param({"dtype": "float16"}, marks=pytest.mark.sampled(3))],
+    [
+        {},
+        {"kv_cache_dtype": "int8"},
+        {"quantization": "int8"},
+        pytest.param({"dtype": "float16"}, marks=pytest.mark.sampled(3)),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_replayed_steps_change_nothing(tmp_path, variant, options):
     kind, config, writing = ALL_VARIANTS[variant]
     path = write_checkpoint(tmp_path, kind, config, **writing)
@@ -133,8 +137,12 @@ def test_steps_with_equally_many_drafts_a_row_are_recorded_too(checkpoints):
     forward = executor.runner.forward
     text = [[5, 9, 2, 7, 4, 8, 3, 6], [6, 6, 1, 8, 2, 5, 5, 9]]
     groups = len(executor.runner.batch.block_tables)
-    edits = BlockTableEdits([g for g in range(groups) for _ in range(2)], [0, 1] * groups, [0] * 2 * groups,
-                            [1 + i for i in range(2 * groups)])  # fmt: skip
+    edits = BlockTableEdits(
+        [g for g in range(groups) for _ in range(2)],
+        [0, 1] * groups,
+        [0] * 2 * groups,
+        [1 + i for i in range(2 * groups)],
+    )
 
     def run(step_id: int, counts: list[int], drafts: list[int]) -> list[list[int]]:
         """The last tokens of both rows; those before are computed in a step of their own, which has no drafts."""

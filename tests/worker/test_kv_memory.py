@@ -183,9 +183,11 @@ def test_data_of_another_size_is_refused():
 def test_the_null_block_and_blocks_that_do_not_exist_are_refused(block_id):
     memory = filled_memory()
     for call in (
-        lambda: memory.copy_blocks([block_id], [1]), lambda: memory.copy_blocks([1], [block_id]),
-        lambda: memory.read([1, block_id]), lambda: memory.write([block_id], bytes(192)),
-    ):  # fmt: skip
+        lambda: memory.copy_blocks([block_id], [1]),
+        lambda: memory.copy_blocks([1], [block_id]),
+        lambda: memory.read([1, block_id]),
+        lambda: memory.write([block_id], bytes(192)),
+    ):
         with pytest.raises(ValueError, match=f"block {block_id} is not one of the blocks 1 to 8"):
             call()
     assert numbers(memory) == list(range(9))

@@ -53,9 +53,16 @@ def llm(request: pytest.FixtureRequest, checkpoints: Any) -> LLM:
 
 def new_request(row: int, tokens: list[int], num_prompt: int, params: SamplingParams) -> NewRequest:
     return NewRequest(
-        f"request {row}", row, tokens, num_prompt, 0, params, seed=1000 + row % len(KINDS),
-        stop_token_ids=[11, 12], bad_words=BAD_WORDS if params.logit_bias and params.top_k else [],
-    )  # fmt: skip
+        f"request {row}",
+        row,
+        tokens,
+        num_prompt,
+        0,
+        params,
+        seed=1000 + row % len(KINDS),
+        stop_token_ids=[11, 12],
+        bad_words=BAD_WORDS if params.logit_bias and params.top_k else [],
+    )
 
 
 class Driver:
@@ -91,9 +98,14 @@ class Driver:
                 edits.block_ids.append(1 + request.row * len(self.blocks) + number)
         self.steps += 1
         step = SchedulerOutput(
-            10_000 + self.steps, new, rows, num_tokens, edits, draft_tokens=guesses,
+            10_000 + self.steps,
+            new,
+            rows,
+            num_tokens,
+            edits,
+            draft_tokens=guesses,
             num_draft_tokens=[len(tokens) for tokens in drafts or []],
-        )  # fmt: skip
+        )
         self.executor.submit(step)
         output = self.executor.sample(step.step_id, masks).result()
         for row, sampled in zip(rows, output.sampled_token_ids, strict=True):

@@ -59,12 +59,22 @@ def two_ranks(gpus: int, sizes: dict[str, int] | None = None, **options: Any) ->
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(store.port), str(gpus),
-             json.dumps([sizes or {"tp": 2}, options]), str(Path(__file__).parents[2])],
-            stdout=subprocess.PIPE, text=True, env={"GLOO_SOCKET_IFNAME": "lo", **environment},
+            [
+                sys.executable,
+                "-c",
+                PROGRAM,
+                str(rank),
+                str(store.port),
+                str(gpus),
+                json.dumps([sizes or {"tp": 2}, options]),
+                str(Path(__file__).parents[2]),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"GLOO_SOCKET_IFNAME": "lo", **environment},
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     printed = [rank.communicate(timeout=LONGEST)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     return [json.loads(text.splitlines()[-1]) for text in printed]
@@ -115,8 +125,9 @@ def test_decode_context_parallelism_is_captured_with_what_the_ranks_exchange():
     assert first[2] == second[2]
     layers = first[2][0]["all_gather"]
     assert layers > 1
-    assert all(counted == {"all_reduce": 2 * layers, "all_gather": layers, "all_to_all_single": layers}
-               for counted in first[2])  # fmt: skip
+    assert all(
+        counted == {"all_reduce": 2 * layers, "all_gather": layers, "all_to_all_single": layers} for counted in first[2]
+    )
     assert first[4] == second[4] == ["triton over stripes"]
 
 

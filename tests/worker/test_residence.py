@@ -117,10 +117,13 @@ def test_weights_that_do_not_fit_change_nothing_and_the_error_names_the_tensor(c
     source = checkpoints.path("llama")
     llm = make_llm(source, tensor_parallel_size=size)
     before = said(llm)
-    for index, (edit, problem) in enumerate([
-        (without(NORM), f"missing: {NORM}"), (reshaped(NORM), f"tensor {NORM} has shape"),
-        (lambda tensors: {**tensors, "model.extra.weight": torch.ones(2)}, "unexpected: model.extra.weight"),
-    ]):  # fmt: skip
+    for index, (edit, problem) in enumerate(
+        [
+            (without(NORM), f"missing: {NORM}"),
+            (reshaped(NORM), f"tensor {NORM} has shape"),
+            (lambda tensors: {**tensors, "model.extra.weight": torch.ones(2)}, "unexpected: model.extra.weight"),
+        ]
+    ):
         folder = edited(source, tmp_path / f"{index}", edit)
         with pytest.raises(ValueError, match=problem):
             llm.update_weights(str(folder))

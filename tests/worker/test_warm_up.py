@@ -11,9 +11,15 @@ pytest.importorskip("triton")
 from support.stand_in import run_on_stand_in
 
 _EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3,
-    "moe_intermediate_size": 48, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 _LATENT = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "q_lora_rank": 64, "kv_lora_rank": 128,
     "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
@@ -29,7 +35,8 @@ def _compiled(card: str = "sm_90", thorough: bool = True, **options: Any) -> tup
     options = {**small, "num_gpu_blocks_override": 120, "device": "cuda", "load_format": "dummy", **options}
     layers = {"num_hidden_layers": options.pop("num_hidden_layers")}
     options["hf_overrides"] = {**layers, **options.get("hf_overrides", {})}
-    printed = run_on_stand_in(f"""
+    printed = run_on_stand_in(
+        f"""
         import json
         from quire import LLM
         from support.traffic import serve_everything
@@ -37,7 +44,9 @@ def _compiled(card: str = "sm_90", thorough: bool = True, **options: Any) -> tup
         at_start = len(device.compilations)
         serve_everything(llm, {thorough})
         print(json.dumps([device.compilations[:at_start], device.compilations[at_start:]]))
-    """, card)  # fmt: skip
+    """,
+        card,
+    )
     at_start, later = json.loads(printed.splitlines()[-1])
     assert len(at_start) > 5
     return at_start, later

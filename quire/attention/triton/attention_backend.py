@@ -112,10 +112,25 @@ class TritonAttention(PreparingBackend):
         k, v = _contiguous(k), k if v is None else _contiguous(v)
         if len(slots):
             store_kernel[(len(slots), s.num_kv_heads)](
-                cache, k, v, slots, cache.stride(0), k.stride(0), k.stride(1), v.stride(0), v.stride(1), s.head_dim,
-                self._plane, self._planes == 1, s.block_size, self._cell, self._card.has_float8,
-                triton.next_power_of_2(s.head_dim), num_warps=1, enable_fp_fusion=False,
-            )  # fmt: skip
+                cache,
+                k,
+                v,
+                slots,
+                cache.stride(0),
+                k.stride(0),
+                k.stride(1),
+                v.stride(0),
+                v.stride(1),
+                s.head_dim,
+                self._plane,
+                self._planes == 1,
+                s.block_size,
+                self._cell,
+                self._card.has_float8,
+                triton.next_power_of_2(s.head_dim),
+                num_warps=1,
+                enable_fp_fusion=False,
+            )
 
     def read(self, cache: Tensor, blocks: Tensor, plane: int) -> Tensor:
         s = self.shape
@@ -129,13 +144,39 @@ class TritonAttention(PreparingBackend):
         norm, rotary = prep.q_weight is not None, prep.cos is not None
         wide = prep.q_weight is not None and prep.q_weight.dtype is not q.dtype
         prepare_kernel[(len(slots), s.num_heads + 2 * s.num_kv_heads)](
-            cache, q, k, v, slots, prep.q_weight if norm else q, prep.k_weight if norm else q,
-            prep.cos if rotary else q, prep.sin if rotary else q, cache.stride(0), q.stride(0), q.stride(1),
-            s.num_heads, k.stride(0), k.stride(1), v.stride(0), v.stride(1), s.num_kv_heads, s.head_dim,
-            1 if prep.cos is None else prep.cos.shape[1], self._plane, prep.eps, norm, wide, rotary, prep.interleaved,
-            s.block_size, self._cell, self._card.has_float8, triton.next_power_of_2(s.head_dim), num_warps=1,
+            cache,
+            q,
+            k,
+            v,
+            slots,
+            prep.q_weight if norm else q,
+            prep.k_weight if norm else q,
+            prep.cos if rotary else q,
+            prep.sin if rotary else q,
+            cache.stride(0),
+            q.stride(0),
+            q.stride(1),
+            s.num_heads,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            s.num_kv_heads,
+            s.head_dim,
+            1 if prep.cos is None else prep.cos.shape[1],
+            self._plane,
+            prep.eps,
+            norm,
+            wide,
+            rotary,
+            prep.interleaved,
+            s.block_size,
+            self._cell,
+            self._card.has_float8,
+            triton.next_power_of_2(s.head_dim),
+            num_warps=1,
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )
 
     def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:
         s = self.shape
@@ -156,20 +197,69 @@ class TritonAttention(PreparingBackend):
             return out, lse
         tile, parts = plan.tile, triton.cdiv(self._group, plan.heads)
         attend_kernel[(plan.tiles, s.num_kv_heads * parts, plan.splits)](
-            out, lse, partial, partial_lse, q, cache, layout.block_table, layout.query_start_loc, layout.seq_lens,
-            lse if sinks is None else sinks, lse if bias is None else bias, cache.stride(0), q.stride(0), q.stride(1),
-            layout.block_table.stride(0), len(layout.seq_lens), plan.splits, heads, scores["scale"], soft_cap or 1.0,
-            window or 0, 0 if bias is None else bias.shape[1] // 2, self._plane, self._group, plan.heads, s.head_dim,
-            self._main, self._rest, s.out_dim, self._planes == 1, s.block_size, self._cell, self._card.has_float8,
-            sinks is not None, soft_cap is not None, window is not None, tile.rows, plan.tokens, tile.keys,
-            plan.one_tile, plan.splits > 1, precision(s.dtype), s.by_slot, bias is not None, num_warps=tile.warps,
-            num_stages=tile.stages, enable_fp_fusion=not s.batch_invariant, **self._registers(tile),
-        )  # fmt: skip
+            out,
+            lse,
+            partial,
+            partial_lse,
+            q,
+            cache,
+            layout.block_table,
+            layout.query_start_loc,
+            layout.seq_lens,
+            lse if sinks is None else sinks,
+            lse if bias is None else bias,
+            cache.stride(0),
+            q.stride(0),
+            q.stride(1),
+            layout.block_table.stride(0),
+            len(layout.seq_lens),
+            plan.splits,
+            heads,
+            scores["scale"],
+            soft_cap or 1.0,
+            window or 0,
+            0 if bias is None else bias.shape[1] // 2,
+            self._plane,
+            self._group,
+            plan.heads,
+            s.head_dim,
+            self._main,
+            self._rest,
+            s.out_dim,
+            self._planes == 1,
+            s.block_size,
+            self._cell,
+            self._card.has_float8,
+            sinks is not None,
+            soft_cap is not None,
+            window is not None,
+            tile.rows,
+            plan.tokens,
+            tile.keys,
+            plan.one_tile,
+            plan.splits > 1,
+            precision(s.dtype),
+            s.by_slot,
+            bias is not None,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=not s.batch_invariant,
+            **self._registers(tile),
+        )
         if plan.splits > 1:
             merge_kernel[(tokens * heads,)](
-                out, lse, partial, partial_lse, plan.splits, s.out_dim, triton.next_power_of_2(s.out_dim),
-                _MOST_SPLITS, 16, num_warps=4, enable_fp_fusion=not s.batch_invariant,
-            )  # fmt: skip
+                out,
+                lse,
+                partial,
+                partial_lse,
+                plan.splits,
+                s.out_dim,
+                triton.next_power_of_2(s.out_dim),
+                _MOST_SPLITS,
+                16,
+                num_warps=4,
+                enable_fp_fusion=not s.batch_invariant,
+            )
         return out, lse
 
 

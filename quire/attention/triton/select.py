@@ -24,10 +24,28 @@ _BLOCK = 2048
 
 @triton.jit(do_not_specialize=["table_stride", "width"], do_not_specialize_on_alignment=["block_table", "rows", "seen"])
 def _index_scores(
-    scores, q, weights, cache, block_table, rows, seen, block_stride, table_stride, width, heads, most,
-    DIM: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
-    RUN: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    scores,
+    q,
+    weights,
+    cache,
+    block_table,
+    rows,
+    seen,
+    block_stride,
+    table_stride,
+    width,
+    heads,
+    most,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    RUN: tl.constexpr,
+    CELL: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """A program for each token and RUN keys. HEADS, COLUMNS: powers of two, at least heads and DIM."""
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * RUN
     count = tl.load(seen + token)
@@ -58,8 +76,8 @@ def _index_scores(
 
 @triton.jit(do_not_specialize=["table_stride", "width"], do_not_specialize_on_alignment=["block_table", "rows", "seen"])
 def _select_slots(
-    slots, scores, block_table, rows, seen, table_stride, width, most, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    slots, scores, block_table, rows, seen, table_stride, width, most, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     """A program for each token."""
     token = tl.program_id(0).to(tl.int64)
     count = tl.load(seen + token)
@@ -93,9 +111,14 @@ def _select_slots(
 
 
 def select(
-    q: Tensor, weights: Tensor, cache: Tensor, selection: Selection, block_size: int,
-    cell: torch.dtype | None, has_float8: bool,
-) -> None:  # fmt: skip
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    selection: Selection,
+    block_size: int,
+    cell: torch.dtype | None,
+    has_float8: bool,
+) -> None:
     """See AttentionBackend.select. cache: of latents, see quire/ops/triton/attention.py."""
     q, weights, s = q.contiguous(), weights.contiguous(), selection
     tokens, heads, dim = q.shape
@@ -107,12 +130,42 @@ def select(
         rows, seen, count = s.rows[part], s.seen[part], part.stop - first
         if width > most:
             _index_scores[(count, triton.cdiv(width, _RUN))](
-                scores, q[part], weights[part], cache, table, rows, seen, cache.stride(0), table.stride(0), width,
-                heads, most, dim, max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(heads)),
-                block_size, _KEYS, _RUN, CELLS[cell], has_float8, precision(q.dtype), num_warps=4, num_stages=3,
+                scores,
+                q[part],
+                weights[part],
+                cache,
+                table,
+                rows,
+                seen,
+                cache.stride(0),
+                table.stride(0),
+                width,
+                heads,
+                most,
+                dim,
+                max(16, triton.next_power_of_2(dim)),
+                max(16, triton.next_power_of_2(heads)),
+                block_size,
+                _KEYS,
+                _RUN,
+                CELLS[cell],
+                has_float8,
+                precision(q.dtype),
+                num_warps=4,
+                num_stages=3,
                 enable_fp_fusion=False,
-            )  # fmt: skip
+            )
         _select_slots[(count,)](
-            s.slots[part], scores, table, rows, seen, table.stride(0), width, most, block_size, _BLOCK, num_warps=8,
+            s.slots[part],
+            scores,
+            table,
+            rows,
+            seen,
+            table.stride(0),
+            width,
+            most,
+            block_size,
+            _BLOCK,
+            num_warps=8,
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )

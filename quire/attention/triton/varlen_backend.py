@@ -89,9 +89,18 @@ class TorchVarlenAttention(VarlenAttention):
         extra: dict[str, Any] = {"enable_gqa": True} if _asks_for_gqa() else {}
         size = (-1 if window is None else window - 1, 0)
         return varlen_attn(  # type: ignore[return-value]
-            q, k, v, starts, starts, longest, longest, scale=scale, window_size=size,
-            return_aux=AuxRequest(lse=True), **extra,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            starts,
+            starts,
+            longest,
+            longest,
+            scale=scale,
+            window_size=size,
+            return_aux=AuxRequest(lse=True),
+            **extra,
+        )
 
 
 @cache
@@ -120,8 +129,17 @@ class FlashAttention(VarlenAttention):
 
         starts, longest = layout.query_start_loc, layout.longest_prompt
         out, lse, _ = flash_attn_varlen_func(
-            q, k, v, starts, starts, longest, longest, softmax_scale=scale, causal=True,
-            window_size=(-1 if window is None else window - 1, -1 if window is None else 0), softcap=soft_cap,
+            q,
+            k,
+            v,
+            starts,
+            starts,
+            longest,
+            longest,
+            softmax_scale=scale,
+            causal=True,
+            window_size=(-1 if window is None else window - 1, -1 if window is None else 0),
+            softcap=soft_cap,
             return_attn_probs=True,
-        )  # fmt: skip
+        )
         return out, lse

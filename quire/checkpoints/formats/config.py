@@ -54,8 +54,10 @@ def check_format(option: str | None, config: Mapping[str, Any], is_gguf: bool) -
             "it out, or let int8, int4 or fp8 quantize the weights while they are loaded"
         )
     if _plain(kind) != _plain(option):
-        raise ConfigError(f"quantization={option!r} does not fit the checkpoint, which is quantized with "
-                          f"{_plain(kind)!r}; give that name, or leave the option out")  # fmt: skip
+        raise ConfigError(
+            f"quantization={option!r} does not fit the checkpoint, which is quantized with "
+            f"{_plain(kind)!r}; give that name, or leave the option out"
+        )
 
 
 def _plain(kind: str) -> str:
@@ -98,8 +100,14 @@ def quantization_method(
 
 
 def _exceptions(settings: Settings) -> list[str]:
-    fields = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules",
-              "skip_modules")  # fmt: skip
+    fields = (
+        "ignore",
+        "ignored_layers",
+        "modules_to_not_convert",
+        "exclude_modules",
+        "llm_int8_skip_modules",
+        "skip_modules",
+    )
     lists = [settings.get(name) or () for name in fields]
     return [name for names in lists for name in names] + ([] if settings.get("lm_head") else ["lm_head"])
 

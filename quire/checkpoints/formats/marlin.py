@@ -46,8 +46,10 @@ class Marlin(Scheme):
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
         name, rows = part.name, part.rows
         if shape.in_features % _INPUTS or rows % _OUTPUTS:
-            raise ValueError(f"{name} has {shape.in_features} inputs and {rows} outputs, but Marlin's layout needs "
-                             f"multiples of {_INPUTS} and {_OUTPUTS}")  # fmt: skip
+            raise ValueError(
+                f"{name} has {shape.in_features} inputs and {rows} outputs, but Marlin's layout needs "
+                f"multiples of {_INPUTS} and {_OUTPUTS}"
+            )
         groups = Groups.of(shape, self.group_size)
         first, last = part.start // _OUTPUTS, -(-part.stop // _OUTPUTS)
         tiles = slice(shape.start // _INPUTS, -(-shape.stop // _INPUTS))

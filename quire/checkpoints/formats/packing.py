@@ -31,9 +31,15 @@ def unpack(words: Tensor, bits: int, count: int, skip: int = 0) -> Tensor:
 
 
 def integer_matrix(
-    codes: Tensor, bits: int, scales: Tensor, group: int, zeros: Tensor | None = None, offsets: Tensor | None = None,
-    order: Tensor | None = None, num_inputs: int | None = None,
-) -> QuantizedMatrix:  # fmt: skip
+    codes: Tensor,
+    bits: int,
+    scales: Tensor,
+    group: int,
+    zeros: Tensor | None = None,
+    offsets: Tensor | None = None,
+    order: Tensor | None = None,
+    num_inputs: int | None = None,
+) -> QuantizedMatrix:
     """A matrix of the weights (code - zero) * scale or, with offsets, code * scale + offset.
 
     codes: uint8 [out, in] with values below 2^bits; scales, offsets: [out, groups]; zeros: integers [out, groups], None
@@ -46,9 +52,7 @@ def integer_matrix(
         codes = codes + ((8 if bits <= 4 else 128) - middle)
     codes = pack_pairs(codes) if bits <= 4 else codes
     codes, scales = codes.contiguous(), narrow(scales)
-    return QuantizedMatrix(
-        codes, scales, group, width, offsets, order=order, num_inputs=num_inputs, code_bits=bits
-    )  # fmt: skip
+    return QuantizedMatrix(codes, scales, group, width, offsets, order=order, num_inputs=num_inputs, code_bits=bits)
 
 
 def pack_pairs(codes: Tensor) -> Tensor:

@@ -61,9 +61,14 @@ class TableCodes(Scheme):
         return lambda: self._matrix(codes, scales, groups, shape, shape.start % 2, factor)
 
     def experts(
-        self, builder: Builder, name: str, count: int, shape: LinearShape, rows: Sequence[slice],
+        self,
+        builder: Builder,
+        name: str,
+        count: int,
+        shape: LinearShape,
+        rows: Sequence[slice],
         runs: Sequence[tuple[slice, slice]],
-    ) -> list[LinearWeight]:  # fmt: skip
+    ) -> list[LinearWeight]:
         """The weights of experts in one tensor, gpt-oss's: codes [experts, out, groups, 16], scales [experts, out,
         groups].
 

@@ -37,8 +37,10 @@ class Ternary(Scheme):
 
     def __call__(self, builder: Builder, shape: LinearShape) -> LinearWeight:
         if (shape.start, shape.stop) != (0, shape.in_features):
-            raise ValueError("BitNet rounds the inputs of a layer by the largest of them, so ranks cannot divide them; "
-                             "set tensor_parallel_size to 1")  # fmt: skip
+            raise ValueError(
+                "BitNet rounds the inputs of a layer by the largest of them, so ranks cannot divide them; "
+                "set tensor_parallel_size to 1"
+            )
         return TernaryWeight(builder, [self.load(builder, shape, part) for part in shape.parts])
 
     def inputs_together(self, name: str) -> int:

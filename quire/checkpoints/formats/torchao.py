@@ -20,9 +20,7 @@ from quire.layers.linear import DenseWeight, LinearMethod, LinearShape
 from quire.layers.specs import OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix
 
-_BYTES = {
-    "Int8Tensor": torch.int8, "IntxUnpackedToInt8Tensor": torch.int8, "Float8Tensor": torch.float8_e4m3fn,
-}  # fmt: skip
+_BYTES = {"Int8Tensor": torch.int8, "IntxUnpackedToInt8Tensor": torch.int8, "Float8Tensor": torch.float8_e4m3fn}
 _FOUR_BITS = ("Int4Tensor", "Int4TilePackedTo4dTensor")
 _ENDS = ("qdata", "scale", "zero_point", "scale_and_zero", "act_pre_scale", "act_quant_scale", "act_quant_zero_point")
 _PARTS = {"qdata": "weight", "scale": "weight_scale", "zero_point": "weight_zero_point"}  # as ScaledBytes calls them
@@ -94,8 +92,10 @@ class TorchaoCheckpoint(Checkpoint):
 
     def __init__(self, inner: Checkpoint) -> None:
         if not isinstance(inner, SafetensorsCheckpoint):
-            raise WeightError("checkpoints quantized with torchao are read from *.safetensors only; save the model "
-                              "with transformers 5 and torchao 0.15 or newer")  # fmt: skip
+            raise WeightError(
+                "checkpoints quantized with torchao are read from *.safetensors only; save the model "
+                "with transformers 5 and torchao 0.15 or newer"
+            )
         self.inner = inner
         self.layers: dict[str, _Layer] = {}
         self.names: dict[str, str | None] = {name.removesuffix(":_data"): name for name in inner.names}
@@ -124,8 +124,10 @@ class TorchaoCheckpoint(Checkpoint):
         tensors = {end: begin + end for begin in begins for end in _ENDS if begin + end in self.inner.names}
         if kind not in (*_BYTES, *_FOUR_BITS) or parameter != "weight":
             listed = ", ".join([*_BYTES, *_FOUR_BITS])
-            raise WeightError(f"tensor {name} has _type={kind!r}, which is not supported; supported: {listed}, of "
-                              "weights of linear layers")  # fmt: skip
+            raise WeightError(
+                f"tensor {name} has _type={kind!r}, which is not supported; supported: {listed}, of "
+                "weights of linear layers"
+            )
         if "act_pre_scale" in tensors:
             raise WeightError(f"tensor {name} has act_pre_scale, a scale of its inputs, which is not supported")
         if missing := {"qdata", "scale_and_zero" if kind == "Int4TilePackedTo4dTensor" else "scale"} - tensors.keys():
@@ -200,7 +202,9 @@ def _tiles(words: Tensor) -> Tensor:
 
 def scheme_of(settings: Settings) -> SchemeOf:
     def scheme_of_layer(name: str) -> Scheme:
-        raise ValueError("quant_method='torchao': only the checkpoint says how a layer is quantized; load it without "
-                         "load_format='dummy'")  # fmt: skip
+        raise ValueError(
+            "quant_method='torchao': only the checkpoint says how a layer is quantized; load it without "
+            "load_format='dummy'"
+        )
 
     return scheme_of_layer

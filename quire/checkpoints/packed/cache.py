@@ -102,10 +102,16 @@ def _key(config: EngineConfig, directory: Path, builder: Builder) -> str:
         *((str(path), info.st_size, info.st_mtime_ns, info.st_ctime_ns) for path, info in infos),
         *((s.name, s.shape, s.pick, s.transposed, s.target.dtype, s.target.shape) for s in builder.slots if s.is_raw),
         [type(weight).__name__ for weight in builder.weights],
-        _code(), None if kernels is None else kernels.identity, sorted(builder.kernels.chosen.items()),
-        builder.dtype, model.quantization, sorted(model.hf_overrides.items()),
-        config.parallel, builder.tensor_group.rank, None if experts is None else experts.group.rank,
-    ]  # fmt: skip
+        _code(),
+        None if kernels is None else kernels.identity,
+        sorted(builder.kernels.chosen.items()),
+        builder.dtype,
+        model.quantization,
+        sorted(model.hf_overrides.items()),
+        config.parallel,
+        builder.tensor_group.rank,
+        None if experts is None else experts.group.rank,
+    ]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 

@@ -16,10 +16,18 @@ from quire.platform.folders import cache_folder, private_folder
 
 # Features of processors, and what people call them.
 _FEATURES = {
-    "avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx512vbmi": "AVX-512 VBMI",
-    "avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX", "asimd": "NEON", "asimddp": "dot products", "i8mm": "I8MM",
-    "bf16": "BF16", "sve": "SVE",
-}  # fmt: skip
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx512vbmi": "AVX-512 VBMI",
+    "avx512_bf16": "AVX-512 BF16",
+    "amx_tile": "AMX",
+    "asimd": "NEON",
+    "asimddp": "dot products",
+    "i8mm": "I8MM",
+    "bf16": "BF16",
+    "sve": "SVE",
+}
 _TESTED_MACHINE = "x86_64"
 _SECONDS = 20  # for the compiler
 # What the kernels ask of a compiler: vectors of 16 lanes, their permutations, C++17 and threads.
@@ -103,9 +111,12 @@ def _failure_of(compiler: list[str]) -> str | None:
         flags = [*FLAGS, *INSTRUCTION_SETS["native"][0].split(), "-shared"]
         done = subprocess.run(
             [*compiler, *flags, str(source), "-o", str(folder / "probe.so")],
-            capture_output=True, text=True, timeout=_SECONDS, check=False,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
             env={**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"},
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         return f"it did not end within {_SECONDS} s"
     except OSError as error:
@@ -147,8 +158,10 @@ def check_kernels() -> Iterator[Finding]:
     else:
         compiled, number = build.count_units()
         found = f"{compiled} of {number} units are compiled" if compiled else "not compiled yet"
-        yield ok(f"{found}: a start compiles the others in the background, and computes with PyTorch's operations "
-                 "until those are there that its model needs")  # fmt: skip
+        yield ok(
+            f"{found}: a start compiles the others in the background, and computes with PyTorch's operations "
+            "until those are there that its model needs"
+        )
 
 
 def _why_not_kept() -> str | None:

@@ -41,8 +41,10 @@ def _check(measures: bool) -> Iterator[Finding]:
     if profile is None and measures:
         yield note("the machine was too busy to be measured", _WHEN_IDLE)
     elif profile is None:
-        yield ok("not measured, so engines have a thread for each processor and steps of 512 tokens, until quire serve "
-                 "has been idle, or until quire doctor --measure")  # fmt: skip
+        yield ok(
+            "not measured, so engines have a thread for each processor and steps of 512 tokens, until quire serve "
+            "has been idle, or until quire doctor --measure"
+        )
     elif not profile.is_quiet:
         found = f"the machine was busy when it was measured, on {age_text(profile)}, so the figures are not used"
         yield note(found, _WHEN_IDLE)

@@ -21,9 +21,15 @@ from quire.platform.folders import private_folder
 _TIMEOUT = 30.0  # seconds
 _HEAD_BYTES, _MOST_HEAD_BYTES = 4 << 20, 256 << 20  # of a GGUF file: a large vocabulary takes ten million
 _SMALL = (  # what describes a model; tokenizers and indexes of weights are larger, and not needed for that
-    "config.json", "adapter_config.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
-    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
-)  # fmt: skip
+    "config.json",
+    "adapter_config.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+)
 _SMALL_IN_FOLDERS = r"additional_chat_templates/[^/]*\.jinja|\d[^/]*/config\.json"
 
 

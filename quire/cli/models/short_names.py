@@ -63,8 +63,9 @@ def resolve_name(model: str | None) -> str | None:
     name = model.lower()
     if name in short_names():
         return short_names()[name]
-    raise ValueError(f"model {model!r} is no directory here, no Hugging Face id (owner/name) and no short name; "
-                     f"{_suggestion(name)}")  # fmt: skip
+    raise ValueError(
+        f"model {model!r} is no directory here, no Hugging Face id (owner/name) and no short name; {_suggestion(name)}"
+    )
 
 
 def _suggestion(name: str) -> str:

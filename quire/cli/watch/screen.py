@@ -67,9 +67,12 @@ def _numbers(picture: Picture, width: int) -> Iterable[Text]:
     preempted = f"   {picture.preemptions:,} preemptions" if picture.preemptions else ""
     restarts = f"   {picture.restarts} restarts" if picture.restarts else ""
     yield _line(
-        "Requests", (f"{picture.running:,}", "bold green"), " running   ", (f"{picture.waiting:,}", "bold yellow"),
+        "Requests",
+        (f"{picture.running:,}", "bold green"),
+        " running   ",
+        (f"{picture.waiting:,}", "bold yellow"),
         f" waiting{preempted}{restarts}",
-    )  # fmt: skip
+    )
     used = f"{100 * picture.kv_usage:5.1f} %"
     if picture.num_blocks:
         used += f" of {picture.num_blocks:,} blocks"
@@ -151,18 +154,28 @@ def _requests(requests: Sequence[dict[str, Any]], width: int, lines: int) -> lis
     if lines < 3:
         return []
     name_space, bar_space = max(width - 62, 12), 20
-    table = [Text(), Text(f"{'Request':<{name_space}} {'State':<10}{'Computed of the most':<{bar_space + 14}}"
-                          f"{'Cached':>7}{'Preempted':>10}", style="bold underline")]  # fmt: skip
+    table = [
+        Text(),
+        Text(
+            f"{'Request':<{name_space}} {'State':<10}{'Computed of the most':<{bar_space + 14}}"
+            f"{'Cached':>7}{'Preempted':>10}",
+            style="bold underline",
+        ),
+    ]
     shown = requests if len(requests) <= lines - 2 else requests[: lines - 3]
     for request in shown:
         name = printable(request["id"], name_space)
         share = request["computed"] / max(request["most"], 1)
         counts = f"{request['computed']:,}/{request['most']:,}"
-        table.append(Text.assemble(
-            f"{name[:name_space]:<{name_space}} ", (f"{request['state']:<10}", _OF_STATES.get(request["state"], "")),
-            _bar(share, bar_space, "green"), f" {counts:<13}",
-            f"{request.get('cached', 0):>7,}{request.get('preemptions', 0):>10,}",
-        ))  # fmt: skip
+        table.append(
+            Text.assemble(
+                f"{name[:name_space]:<{name_space}} ",
+                (f"{request['state']:<10}", _OF_STATES.get(request["state"], "")),
+                _bar(share, bar_space, "green"),
+                f" {counts:<13}",
+                f"{request.get('cached', 0):>7,}{request.get('preemptions', 0):>10,}",
+            )
+        )
     if len(shown) < len(requests):
         table.append(Text(f"and {len(requests) - len(shown)} more", style="dim"))
     if not requests:

@@ -251,24 +251,40 @@ class Observer:
             seen.step = steps[-1].id
         stats = self._core.stats
         totals: dict[str, float] = {
-            "preemptions": stats.preemptions, "prefix_queries": stats.prefix_queries, "prefix_hits": stats.prefix_hits,
-            "external_queries": stats.external_queries, "external_hits": stats.external_hits,
-        }  # fmt: skip
+            "preemptions": stats.preemptions,
+            "prefix_queries": stats.prefix_queries,
+            "prefix_hits": stats.prefix_hits,
+            "external_queries": stats.external_queries,
+            "external_hits": stats.external_hits,
+        }
         view = View(
-            round(now, 3), pool.num_usable, scheduler.kv.block_size,
-            sum(self._core.executor.kv_cache.rank_bytes), self._per_cell, pool.num_free,
-            self._changed(seen), steps, self._requests(seen), stats.num_running, stats.num_waiting, self._rates(now),
-            _percentiles(self._ttft, now), _percentiles(self._gaps, now), totals,
-            views(self._tiers, scheduler.transfers), [] if self._ranks is None else self._ranks.views(),
-        )  # fmt: skip
+            round(now, 3),
+            pool.num_usable,
+            scheduler.kv.block_size,
+            sum(self._core.executor.kv_cache.rank_bytes),
+            self._per_cell,
+            pool.num_free,
+            self._changed(seen),
+            steps,
+            self._requests(seen),
+            stats.num_running,
+            stats.num_waiting,
+            self._rates(now),
+            _percentiles(self._ttft, now),
+            _percentiles(self._gaps, now),
+            totals,
+            views(self._tiers, scheduler.transfers),
+            [] if self._ranks is None else self._ranks.views(),
+        )
         return msgspec.json.encode(view)
 
     def _scan(self) -> None:
         """Look at the cells of requests that run or ran at the last look, and at some more in turn."""
         blocks, size, number = self._scheduler.kv.pool.blocks, self._per_cell, len(self._cells)
         count = min(number, max(1, MOST_SCANNED // size))
-        ids = (block.block_id for request in self._scheduler.running for table in request.block_tables
-               for block in table)  # fmt: skip
+        ids = (
+            block.block_id for request in self._scheduler.running for table in request.block_tables for block in table
+        )
         used = {(block_id - 1) // size for block_id in islice(ids, MOST_SCANNED) if block_id}
         in_turn = {cell % number for cell in range(self._scanned, self._scanned + count)}
         for cell in in_turn | used | self._used:
@@ -316,10 +332,16 @@ class Observer:
             if count != before.get(request.request_id, 0):
                 blocks = [block.block_id for table in request.block_tables for block in table if block.block_id]
         return Seen(
-            request.request_id, _STATES.get(request.status, "waiting"), request.num_retired_tokens,
-            request.num_prompt_tokens, len(request.token_ids), request.max_total_tokens, request.num_cached_tokens,
-            request.num_preemptions, blocks,
-        )  # fmt: skip
+            request.request_id,
+            _STATES.get(request.status, "waiting"),
+            request.num_retired_tokens,
+            request.num_prompt_tokens,
+            len(request.token_ids),
+            request.max_total_tokens,
+            request.num_cached_tokens,
+            request.num_preemptions,
+            blocks,
+        )
 
     def _rates(self, now: float) -> dict[str, float]:
         recent = [(at, prompt, made) for at, prompt, made in self._tokens if now - at < WINDOW_SECONDS / 5]

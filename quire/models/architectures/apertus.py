@@ -9,6 +9,10 @@ def apertus(config: HfConfig) -> DecoderSpec:
     mlp = MLPSpec(config["intermediate_size"], config.get("hidden_act", "xielu"), gated=False)
     attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": norm}
     return decoder_spec(
-        config, attention=attention, mlp=mlp, norm=norm, names=NAMES["apertus"],
+        config,
+        attention=attention,
+        mlp=mlp,
+        norm=norm,
+        names=NAMES["apertus"],
         ignored=(r"rotary_emb\.inv_freq$", r"\.act_fn\.(beta|eps)$"),
-    )  # fmt: skip
+    )

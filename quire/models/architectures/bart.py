@@ -33,21 +33,33 @@ def _both(config: HfConfig, encoder: dict[str, Any], decoder: dict[str, Any], na
     }
     read = replace(read, names={**of_encoder, **dict.fromkeys(_OF_DECODER)}, **encoder)
     return replace(
-        _stack(config, "decoder", is_causal=True), names={**_DECODER, **names}, lm_head_bias=True, crossed=positions,
-        media=MediaSpec("text", config, encoder=read), **decoder,
-    )  # fmt: skip
+        _stack(config, "decoder", is_causal=True),
+        names={**_DECODER, **names},
+        lm_head_bias=True,
+        crossed=positions,
+        media=MediaSpec("text", config, encoder=read),
+        **decoder,
+    )
 
 
 def _stack(config: HfConfig, side: str, is_causal: bool) -> DecoderSpec:
     """What encoder and decoder have in common."""
     named = {
-        "num_hidden_layers": config[f"{side}_layers"], "num_attention_heads": config[f"{side}_attention_heads"],
-        "hidden_size": config["d_model"], "head_dim": None, "num_key_value_heads": None,
+        "num_hidden_layers": config[f"{side}_layers"],
+        "num_attention_heads": config[f"{side}_attention_heads"],
+        "hidden_size": config["d_model"],
+        "head_dim": None,
+        "num_key_value_heads": None,
         "max_position_embeddings": config.get("max_position_embeddings", 1024),
-    }  # fmt: skip
+    }
     return decoder_spec(
-        {**config, **named}, attention={"qkv_bias": True, "output_bias": True, "is_causal": is_causal}, rotary=None,
-        norm=NormSpec("layer", 1e-5, bias=True), position_offset=2, tie_embeddings=True, ignored=_IGNORED,
+        {**config, **named},
+        attention={"qkv_bias": True, "output_bias": True, "is_causal": is_causal},
+        rotary=None,
+        norm=NormSpec("layer", 1e-5, bias=True),
+        position_offset=2,
+        tie_embeddings=True,
+        ignored=_IGNORED,
         mlp=MLPSpec(config[f"{side}_ffn_dim"], config.get("activation_function", "gelu"), gated=False, bias=True),
         embedding_scale=sqrt(config["d_model"]) if config.get("scale_embedding") else None,
-    )  # fmt: skip
+    )

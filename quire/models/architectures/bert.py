@@ -16,11 +16,18 @@ def bert(config: HfConfig) -> DecoderSpec:
     if kind != "absolute":
         raise ValueError(f"position_embedding_type={kind!r} is not supported; only 'absolute' is")
     return decoder_spec(
-        config, attention={"qkv_bias": True, "output_bias": True, "is_causal": False}, names=NAMES["bert"], rotary=None,
+        config,
+        attention={"qkv_bias": True, "output_bias": True, "is_causal": False},
+        names=NAMES["bert"],
+        rotary=None,
         mlp=MLPSpec(config["intermediate_size"], config.get("hidden_act", "gelu"), gated=False, bias=True),
-        norm=NormSpec("layer", config.get("layer_norm_eps", 1e-12), bias=True), residual="post_norm",
-        position_offset=0, token_types=config.get("type_vocab_size", 2), tie_embeddings=False, ignored=_IGNORED,
-    )  # fmt: skip
+        norm=NormSpec("layer", config.get("layer_norm_eps", 1e-12), bias=True),
+        residual="post_norm",
+        position_offset=0,
+        token_types=config.get("type_vocab_size", 2),
+        tie_embeddings=False,
+        ignored=_IGNORED,
+    )
 
 
 def roberta(config: HfConfig) -> DecoderSpec:
@@ -47,37 +54,57 @@ def modernbert(config: HfConfig) -> DecoderSpec:
     rotary = tuple(rotary_spec({"rope_theta": thetas[kind], **config}, head_dim, kind) for kind in kinds)
     bias = bool(config.get("attention_bias", False))
     return decoder_spec(
-        config, attention={"qkv_bias": bias, "output_bias": bias, "qkv_layout": "concatenated", "is_causal": False},
-        mlp=MLPSpec(config["intermediate_size"], config.get("hidden_activation", "gelu"),
-                    bias=bool(config.get("mlp_bias", False))),
+        config,
+        attention={"qkv_bias": bias, "output_bias": bias, "qkv_layout": "concatenated", "is_causal": False},
+        mlp=MLPSpec(
+            config["intermediate_size"],
+            config.get("hidden_activation", "gelu"),
+            bias=bool(config.get("mlp_bias", False)),
+        ),
         norm=NormSpec("layer", config.get("norm_eps", 1e-5), bias=bool(config.get("norm_bias", False))),
-        rotary=rotary, names=NAMES["modernbert"], first_norm=False, tie_embeddings=False, ignored=_IGNORED,
+        rotary=rotary,
+        names=NAMES["modernbert"],
+        first_norm=False,
+        tie_embeddings=False,
+        ignored=_IGNORED,
         windows=tuple(config.get("local_attention", 128) // 2 if k == "sliding_attention" else None for k in kinds),
-    )  # fmt: skip
+    )
 
 
 def nomic_bert(config: HfConfig) -> DecoderSpec:
     """BERT with rotary positions, gated activations and no biases."""
     sizes = {
-        "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
-        "intermediate_size": "n_inner", "max_position_embeddings": "n_positions",
-    }  # fmt: skip
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+    }
     config = {**{name: config[old] for name, old in sizes.items() if old in config}, **config}
     if config.get("prenorm") or config.get("num_experts") or config.get("rotary_emb_fraction", 1) != 1:
-        raise ValueError("a NomicBERT with norms before its branches, with experts, or without rotation of whole heads "
-                         "is not supported")  # fmt: skip
+        raise ValueError(
+            "a NomicBERT with norms before its branches, with experts, or without rotation of whole heads "
+            "is not supported"
+        )
     # Positions behind max_trained_positions would need a base that depends on the length of each text.
     trained = config.get("max_trained_positions") or config["max_position_embeddings"]
     config = {
-        "rope_theta": config.get("rotary_emb_base", 10_000.0), **config,
+        "rope_theta": config.get("rotary_emb_base", 10_000.0),
+        **config,
         "max_position_embeddings": min(trained, config["max_position_embeddings"]),
-    }  # fmt: skip
+    }
     epsilon = config.get("layer_norm_eps") or config.get("layer_norm_epsilon", 1e-12)
     return decoder_spec(
-        config, attention={"qkv_layout": "concatenated", "is_causal": False}, names=NAMES["bert"] | NAMES["nomic_bert"],
-        mlp=MLPSpec(config["intermediate_size"], "silu"), norm=NormSpec("layer", epsilon, bias=True),
-        residual="post_norm", token_types=config.get("type_vocab_size", 2), tie_embeddings=False, ignored=_IGNORED,
-    )  # fmt: skip
+        config,
+        attention={"qkv_layout": "concatenated", "is_causal": False},
+        names=NAMES["bert"] | NAMES["nomic_bert"],
+        mlp=MLPSpec(config["intermediate_size"], "silu"),
+        norm=NormSpec("layer", epsilon, bias=True),
+        residual="post_norm",
+        token_types=config.get("type_vocab_size", 2),
+        tie_embeddings=False,
+        ignored=_IGNORED,
+    )
 
 
 def gte(config: HfConfig) -> DecoderSpec:
@@ -97,8 +124,14 @@ def gte(config: HfConfig) -> DecoderSpec:
     if config.get("logn_attention_scale"):
         raise ValueError("logn_attention_scale is not supported")
     return decoder_spec(
-        config, attention={"qkv_bias": True, "output_bias": True, "qkv_layout": "concatenated", "is_causal": False},
+        config,
+        attention={"qkv_bias": True, "output_bias": True, "qkv_layout": "concatenated", "is_causal": False},
         mlp=MLPSpec(config["intermediate_size"], config.get("hidden_act", "gelu"), down_bias=True),
-        norm=NormSpec("layer", config.get("layer_norm_eps", 1e-12), bias=True), rotary=rotary or "default",
-        residual="post_norm", names=names, token_types=kinds, tie_embeddings=False, ignored=_IGNORED,
-    )  # fmt: skip
+        norm=NormSpec("layer", config.get("layer_norm_eps", 1e-12), bias=True),
+        rotary=rotary or "default",
+        residual="post_norm",
+        names=names,
+        token_types=kinds,
+        tie_embeddings=False,
+        ignored=_IGNORED,
+    )

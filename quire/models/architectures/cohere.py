@@ -9,13 +9,20 @@ from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, layer_windows
 def cohere(config: HfConfig) -> DecoderSpec:
     norm, bias = NormSpec("layer", config.get("layer_norm_eps", 1e-5)), bool(config.get("attention_bias", False))
     attention = {
-        "qkv_bias": bias, "output_bias": bias, "interleaved_rotary": True, "qk_norm_over": "heads",
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "interleaved_rotary": True,
+        "qk_norm_over": "heads",
         "qk_norm": norm if config.get("use_qk_norm") else None,
-    }  # fmt: skip
+    }
     return decoder_spec(
-        {"tie_word_embeddings": True, **config}, attention=attention, norm=norm, residual="parallel",
-        names={"mlp_norm": None}, logit_scale=config.get("logit_scale", 0.0625),
-    )  # fmt: skip
+        {"tie_word_embeddings": True, **config},
+        attention=attention,
+        norm=norm,
+        residual="parallel",
+        names={"mlp_norm": None},
+        logit_scale=config.get("logit_scale", 0.0625),
+    )
 
 
 def cohere2(config: HfConfig) -> DecoderSpec:

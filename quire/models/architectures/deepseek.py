@@ -14,14 +14,26 @@ def deepseek(config: HfConfig) -> DecoderSpec:
     rotary = rotary_spec(config, config["qk_rope_head_dim"])
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     latent = LatentAttentionSpec(
-        config["hidden_size"], config["num_attention_heads"], config.get("q_lora_rank"), config["kv_lora_rank"], nope,
-        rope, config["v_head_dim"], NormSpec("rms", 1e-6), (nope + rope) ** -0.5 * softmax_scale_factor(rotary),
-        bool(config.get("attention_bias", False)), bool(config.get("rope_interleave", True)),
-    )  # fmt: skip
+        config["hidden_size"],
+        config["num_attention_heads"],
+        config.get("q_lora_rank"),
+        config["kv_lora_rank"],
+        nope,
+        rope,
+        config["v_head_dim"],
+        NormSpec("rms", 1e-6),
+        (nope + rope) ** -0.5 * softmax_scale_factor(rotary),
+        bool(config.get("attention_bias", False)),
+        bool(config.get("rope_interleave", True)),
+    )
     return decoder_spec(
-        config, mixer=latent, mlp=mixtures(config, is_v3), rotary=rotary,
-        names=NAMES["deepseek_moe"] | NAMES["deepseek"], ignored=with_draft_layers(config),
-    )  # fmt: skip
+        config,
+        mixer=latent,
+        mlp=mixtures(config, is_v3),
+        rotary=rotary,
+        names=NAMES["deepseek_moe"] | NAMES["deepseek"],
+        ignored=with_draft_layers(config),
+    )
 
 
 def deepseek_v32(config: HfConfig) -> DecoderSpec:
@@ -73,9 +85,12 @@ def dots1(config: HfConfig) -> DecoderSpec:
     first = config.get("max_window_layers", 62)
     attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": norm}
     return decoder_spec(
-        config, attention=attention, mlp=mixtures({"norm_topk_prob": False, **config}, is_v3=True),
-        names=NAMES["deepseek_moe"], windows=layer_windows(config, lambda i: i >= first),
-    )  # fmt: skip
+        config,
+        attention=attention,
+        mlp=mixtures({"norm_topk_prob": False, **config}, is_v3=True),
+        names=NAMES["deepseek_moe"],
+        windows=layer_windows(config, lambda i: i >= first),
+    )
 
 
 def mixtures(config: HfConfig, is_v3: bool) -> tuple[MLPSpec | MoESpec, ...]:
@@ -84,12 +99,19 @@ def mixtures(config: HfConfig, is_v3: bool) -> tuple[MLPSpec | MoESpec, ...]:
     grouped = is_v3 or config.get("topk_method", "greedy") == "group_limited_greedy"
     shared = MLPSpec(size * config["n_shared_experts"], act) if config.get("n_shared_experts") else None
     experts = MoESpec(
-        config["n_routed_experts"], config["num_experts_per_tok"], size, act,
-        scoring="sigmoid" if is_v3 else "softmax", normalize=bool(config.get("norm_topk_prob", is_v3)),
-        scale=config.get("routed_scaling_factor", 1.0), groups=(config.get("n_group") or 1) if grouped else 1,
-        topk_groups=config.get("topk_group") or 1, group_score="two_best" if is_v3 else "best", correction_bias=is_v3,
+        config["n_routed_experts"],
+        config["num_experts_per_tok"],
+        size,
+        act,
+        scoring="sigmoid" if is_v3 else "softmax",
+        normalize=bool(config.get("norm_topk_prob", is_v3)),
+        scale=config.get("routed_scaling_factor", 1.0),
+        groups=(config.get("n_group") or 1) if grouped else 1,
+        topk_groups=config.get("topk_group") or 1,
+        group_score="two_best" if is_v3 else "best",
+        correction_bias=is_v3,
         shared=shared,
-    )  # fmt: skip
+    )
     dense, first = MLPSpec(config["intermediate_size"], act), config.get("first_k_dense_replace", 0)
     every, layers = config.get("moe_layer_freq", 1), config["num_hidden_layers"]
     return tuple(experts if i >= first and i % every == 0 else dense for i in range(layers))

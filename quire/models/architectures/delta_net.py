@@ -9,9 +9,15 @@ from quire.layers.state_spec import DeltaSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count
 
 _QWEN = {
-    "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-}  # fmt: skip
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 _DRAFT_LAYERS = r"^mtp\."  # a layer that predicts further tokens, which heads/mtp.py reads
 
 
@@ -31,10 +37,15 @@ def _qwen(
     names = NAMES["qwen_moe"] | NAMES["delta_net"]
     spec = decoder_spec(config, attention=attention, mlp=mlp, norm=norm, names=names)
     delta = DeltaSpec(
-        config["hidden_size"], config["linear_num_value_heads"], config["linear_num_key_heads"],
-        config["linear_key_head_dim"], config["linear_value_head_dim"], config["linear_conv_kernel_dim"],
-        NormSpec("rms", eps), projections,
-    )  # fmt: skip
+        config["hidden_size"],
+        config["linear_num_value_heads"],
+        config["linear_num_key_heads"],
+        config["linear_key_head_dim"],
+        config["linear_value_head_dim"],
+        config["linear_conv_kernel_dim"],
+        NormSpec("rms", eps),
+        projections,
+    )
     pairs = zip(spec.mixers, _has_attention(config), strict=True)
     return replace(
         spec, mixers=tuple(mixer if full else delta for mixer, full in pairs), ignored=(*spec.ignored, _DRAFT_LAYERS)
@@ -44,11 +55,15 @@ def _qwen(
 def _experts(config: HfConfig, layout: Literal["separate", "stacked"]) -> tuple[MLPSpec | MoESpec, ...]:
     act, step = config.get("hidden_act", "silu"), config.get("decoder_sparse_step", 1)
     experts = MoESpec(
-        expert_count(config), config["num_experts_per_tok"], config["moe_intermediate_size"], act,
+        expert_count(config),
+        config["num_experts_per_tok"],
+        config["moe_intermediate_size"],
+        act,
         normalize=bool(config.get("norm_topk_prob", True)),
-        shared=MLPSpec(config["shared_expert_intermediate_size"], act), shared_gate=True,
+        shared=MLPSpec(config["shared_expert_intermediate_size"], act),
+        shared_gate=True,
         layout=layout,
-    )  # fmt: skip
+    )
     dense, always = MLPSpec(config.get("intermediate_size") or 0, act), config.get("mlp_only_layers") or ()
     layers = range(config["num_hidden_layers"])
     return tuple(experts if (i + 1) % step == 0 and i not in always else dense for i in layers)
@@ -83,30 +98,51 @@ def kimi_linear(config: HfConfig) -> DecoderSpec:
     head_dim = linear.get("head_dim") or field("linear_head_dim", default=128)
     heads = linear.get("num_heads") or field("linear_num_heads", default=32)
     delta = DeltaSpec(
-        hidden, heads, heads, head_dim, head_dim,
-        linear.get("short_conv_kernel_size") or field("linear_conv_kernel_dim", default=4), norm, "kimi",
-    )  # fmt: skip
+        hidden,
+        heads,
+        heads,
+        head_dim,
+        head_dim,
+        linear.get("short_conv_kernel_size") or field("linear_conv_kernel_dim", default=4),
+        norm,
+        "kimi",
+    )
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     latent = LatentAttentionSpec(
-        hidden, config["num_attention_heads"], config.get("q_lora_rank"), config["kv_lora_rank"], nope, rope,
-        config["v_head_dim"], NormSpec("rms", 1e-6), (nope + rope) ** -0.5,
-    )  # fmt: skip
+        hidden,
+        config["num_attention_heads"],
+        config.get("q_lora_rank"),
+        config["kv_lora_rank"],
+        nope,
+        rope,
+        config["v_head_dim"],
+        NormSpec("rms", 1e-6),
+        (nope + rope) ** -0.5,
+    )
     act, size = config.get("hidden_act", "silu"), config["moe_intermediate_size"]
     shared = field("num_shared_experts", "n_shared_experts", default=1)
     experts = MoESpec(
         field("num_experts", "num_local_experts", "n_routed_experts"),
-        field("num_experts_per_token", "num_experts_per_tok"), size, act, scoring="sigmoid",
+        field("num_experts_per_token", "num_experts_per_tok"),
+        size,
+        act,
+        scoring="sigmoid",
         normalize=bool(field("moe_renormalize", "norm_topk_prob", default=True)),
-        scale=config.get("routed_scaling_factor", 1.0), groups=field("num_expert_group", "n_group", default=1),
-        topk_groups=config.get("topk_group") or 1, group_score="two_best", correction_bias=True,
+        scale=config.get("routed_scaling_factor", 1.0),
+        groups=field("num_expert_group", "n_group", default=1),
+        topk_groups=config.get("topk_group") or 1,
+        group_score="two_best",
+        correction_bias=True,
         shared=MLPSpec(size * shared, act),
-    )  # fmt: skip
+    )
     dense, first = MLPSpec(config["intermediate_size"], act), config.get("first_k_dense_replace", 1)
     sparse = [kind == "sparse" for kind in config.get("mlp_layer_types") or ()] or [i >= first for i in range(layers)]
     positions = field("model_max_length", "max_position_embeddings", default=1 << 20)
     return decoder_spec(
-        {**config, "max_position_embeddings": positions, "head_dim": head_dim}, rotary=None, norm=norm,
+        {**config, "max_position_embeddings": positions, "head_dim": head_dim},
+        rotary=None,
+        norm=norm,
         mixer=tuple(latent if attends else delta for attends in has_attention),
         mlp=tuple(experts if is_sparse else dense for is_sparse in sparse),
         names=NAMES["deepseek"] | NAMES["kimi_linear"],
-    )  # fmt: skip
+    )

@@ -9,9 +9,12 @@ def ernie(config: HfConfig, mlp: tuple[MLPSpec | MoESpec, ...] | None = None) ->
     attention = {"qkv_bias": bias, "output_bias": bias, "interleaved_rotary": True}
     dense = MLPSpec(config["intermediate_size"], config.get("hidden_act", "silu"), bias=bias)
     return decoder_spec(
-        config, attention=attention, mlp=mlp or dense, names=NAMES["ernie_moe"] if mlp else {},
+        config,
+        attention=attention,
+        mlp=mlp or dense,
+        names=NAMES["ernie_moe"] if mlp else {},
         ignored=(r"rotary_emb\.inv_freq$", r"^model\.mtp_"),
-    )  # fmt: skip
+    )
 
 
 def ernie_moe(config: HfConfig) -> DecoderSpec:
@@ -19,9 +22,13 @@ def ernie_moe(config: HfConfig) -> DecoderSpec:
     act, size, layers = config.get("hidden_act", "silu"), config["moe_intermediate_size"], config["num_hidden_layers"]
     bias, shared = bool(config.get("use_bias", False)), config.get("moe_num_shared_experts", 2)
     experts = MoESpec(
-        config["moe_num_experts"], config.get("moe_k", 6), size, act, correction_bias="row",
+        config["moe_num_experts"],
+        config.get("moe_k", 6),
+        size,
+        act,
+        correction_bias="row",
         shared=MLPSpec(size * shared, act, bias=bias) if shared else None,
-    )  # fmt: skip
+    )
     dense = MLPSpec(config["intermediate_size"], act, bias=bias)
     first, last = config.get("moe_layer_start_index", 1), config.get("moe_layer_end_index", -1) % layers
     interval = config.get("moe_layer_interval", 1)

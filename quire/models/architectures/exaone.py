@@ -14,6 +14,10 @@ def exaone4(config: HfConfig) -> DecoderSpec:
     rotary = rotary_spec(config, config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
     everywhere = config.get("sliding_window") is None
     return decoder_spec(
-        config, attention={"qk_norm": norm}, norm=norm, names=NAMES["olmo2"], windows=windows,
+        config,
+        attention={"qk_norm": norm},
+        norm=norm,
+        names=NAMES["olmo2"],
+        windows=windows,
         rotary=tuple(rotary if everywhere or window is not None else None for window in windows),
-    )  # fmt: skip
+    )

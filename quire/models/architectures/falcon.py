@@ -13,22 +13,29 @@ def falcon(config: HfConfig) -> DecoderSpec:
     two_norms = grouped and config.get("num_ln_in_parallel_attn") in (None, 2)
     layer = "transformer.h.{i}."
     names = {
-        **NAMES["falcon"], "attention_norm": layer + ("ln_attn" if two_norms else "input_layernorm"),
+        **NAMES["falcon"],
+        "attention_norm": layer + ("ln_attn" if two_norms else "input_layernorm"),
         "mlp_norm": None if parallel else layer + "post_attention_layernorm",
-    }  # fmt: skip
+    }
     if two_norms:
         names["mlp_norm"] = layer + "ln_mlp"
     kv_heads = (grouped and config.get("num_kv_heads")) or heads
     attention = {
         "num_kv_heads": 1 if one_kv_head else kv_heads,
-        "qkv_layout": "concatenated" if one_kv_head else "by_kv_head", "alibi": alibi,
-        "qkv_bias": bias, "output_bias": bias,
-    }  # fmt: skip
+        "qkv_layout": "concatenated" if one_kv_head else "by_kv_head",
+        "alibi": alibi,
+        "qkv_bias": bias,
+        "output_bias": bias,
+    }
     inner, act = config.get("ffn_hidden_size") or 4 * hidden, config.get("activation", "gelu")
     differences = {"rotary": None} if alibi else {}
     return decoder_spec(
-        config, attention=attention, mlp=MLPSpec(inner, act, gated=False, bias=bias), names=names,
+        config,
+        attention=attention,
+        mlp=MLPSpec(inner, act, gated=False, bias=bias),
+        names=names,
         norm=NormSpec("layer", config.get("layer_norm_epsilon", 1e-5), bias=True),
         residual="parallel" if parallel else "sequential",
-        tie_embeddings=bool(config.get("tie_word_embeddings", True)), **differences,
-    )  # fmt: skip
+        tie_embeddings=bool(config.get("tie_word_embeddings", True)),
+        **differences,
+    )

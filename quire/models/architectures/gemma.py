@@ -8,10 +8,18 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_
 from quire.multimodal.spec import MediaSpec
 
 _GEMMA3 = {  # defaults of fields that the config does not have
-    "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0,
-    "rope_local_base_freq": 10_000.0, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-}  # fmt: skip
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
 
 
 def _norm(config: HfConfig) -> NormSpec:
@@ -24,9 +32,13 @@ def gemma(config: HfConfig, **differences: Any) -> DecoderSpec:
     act = config.get("hidden_activation") or "gelu_pytorch_tanh"  # the first configs said gelu in hidden_act by mistake
     attention = {"qkv_bias": bias, "output_bias": bias, **differences.pop("attention", {})}
     return decoder_spec(
-        config, attention=attention, mlp=MLPSpec(config["intermediate_size"], act), norm=_norm(config),
-        embedding_scale=config["hidden_size"] ** 0.5, **differences,
-    )  # fmt: skip
+        config,
+        attention=attention,
+        mlp=MLPSpec(config["intermediate_size"], act),
+        norm=_norm(config),
+        embedding_scale=config["hidden_size"] ** 0.5,
+        **differences,
+    )
 
 
 def gemma2(config: HfConfig) -> DecoderSpec:
@@ -34,10 +46,12 @@ def gemma2(config: HfConfig) -> DecoderSpec:
     config = {"sliding_window": 4096, **config}
     scale = config.get("query_pre_attn_scalar", 256) ** -0.5
     return gemma(
-        config, attention={"scale": scale, "soft_cap": config.get("attn_logit_softcapping", 50.0)},
-        logit_soft_cap=config.get("final_logit_softcapping", 30.0), names=NAMES["sandwich_norms"],
+        config,
+        attention={"scale": scale, "soft_cap": config.get("attn_logit_softcapping", 50.0)},
+        logit_soft_cap=config.get("final_logit_softcapping", 30.0),
+        names=NAMES["sandwich_norms"],
         windows=layer_windows(config, lambda i: i % 2 == 0),
-    )  # fmt: skip
+    )
 
 
 def gemma3(config: HfConfig) -> DecoderSpec:
@@ -46,17 +60,22 @@ def gemma3(config: HfConfig) -> DecoderSpec:
     pattern = config.get("sliding_window_pattern") or 6
     windows = layer_windows(config, lambda i: (i + 1) % pattern != 0)
     attention = {
-        "scale": config["query_pre_attn_scalar"] ** -0.5, "qk_norm": _norm(config),
+        "scale": config["query_pre_attn_scalar"] ** -0.5,
+        "qk_norm": _norm(config),
         "soft_cap": config.get("attn_logit_softcapping"),
-    }  # fmt: skip
+    }
     rotary = rotary_by_window(config, windows)
     if config.get("use_bidirectional_attention"):  # EmbeddingGemma, whose windows are half before and half behind
         attention["is_causal"] = False
         windows = tuple(None if window is None else window // 2 for window in windows)
     return gemma(
-        config, attention=attention, names=NAMES["sandwich_norms"], windows=windows, rotary=rotary,
+        config,
+        attention=attention,
+        names=NAMES["sandwich_norms"],
+        windows=windows,
+        rotary=rotary,
         logit_soft_cap=config.get("final_logit_softcapping"),
-    )  # fmt: skip
+    )
 
 
 def gemma3_multimodal(config: HfConfig) -> DecoderSpec:
@@ -68,6 +87,8 @@ def gemma3_multimodal(config: HfConfig) -> DecoderSpec:
     if vision:
         media, count = MediaSpec("gemma3", config, two_way=True), config.get("mm_tokens_per_image", 256)
         if any(window is not None and window < count for window in spec.windows):
-            raise ValueError(f"sliding_window={min(filter(None, spec.windows))} is less than the {count} tokens of a "
-                             "picture, which see each other")  # fmt: skip
+            raise ValueError(
+                f"sliding_window={min(filter(None, spec.windows))} is less than the {count} tokens of a "
+                "picture, which see each other"
+            )
     return replace(spec, media=media, ignored=(*spec.ignored, r"^(model\.)?(vision_tower|multi_modal_projector)\."))

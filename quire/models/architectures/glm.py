@@ -26,6 +26,9 @@ def glm4_moe(config: HfConfig) -> DecoderSpec:
     norm = NormSpec("rms", config["rms_norm_eps"]) if config.get("use_qk_norm") else None
     attention = {"qkv_bias": bool(config.get("attention_bias", False)), "qk_norm": norm}
     return decoder_spec(
-        config, attention=attention, mlp=mixtures(config, is_v3=True), names=NAMES["deepseek_moe"],
+        config,
+        attention=attention,
+        mlp=mixtures(config, is_v3=True),
+        names=NAMES["deepseek_moe"],
         ignored=with_draft_layers(config),
-    )  # fmt: skip
+    )

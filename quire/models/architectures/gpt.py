@@ -8,9 +8,12 @@ def gpt2(config: HfConfig) -> DecoderSpec:
     """Learned positions; the checkpoint keeps weights as [in, out]."""
     hidden, layers = config["n_embd"], config["n_layer"]
     config = {
-        **config, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": config["n_head"],
+        **config,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": config["n_head"],
         "max_position_embeddings": config.get("n_positions", 1024),
-    }  # fmt: skip
+    }
     if config.get("add_cross_attention"):
         raise ValueError("a GPT-2 with cross attention is not a decoder-only model")
     attention = {"qkv_layout": "concatenated", "qkv_bias": True, "output_bias": True, "transposed": True}
@@ -20,10 +23,17 @@ def gpt2(config: HfConfig) -> DecoderSpec:
     act = config.get("activation_function", "gelu_new")
     mlp = MLPSpec(config.get("n_inner") or 4 * hidden, act, gated=False, bias=True, transposed=True)
     return decoder_spec(
-        config, attention=attention, mlp=mlp, norm=NormSpec("layer", config.get("layer_norm_epsilon", 1e-5), bias=True),
-        rotary=None, position_offset=0, names=NAMES["gpt2"], score_scales=scales,
-        tie_embeddings=bool(config.get("tie_word_embeddings", True)), ignored=(r"\.attn\.(masked_)?bias$",),
-    )  # fmt: skip
+        config,
+        attention=attention,
+        mlp=mlp,
+        norm=NormSpec("layer", config.get("layer_norm_epsilon", 1e-5), bias=True),
+        rotary=None,
+        position_offset=0,
+        names=NAMES["gpt2"],
+        score_scales=scales,
+        tie_embeddings=bool(config.get("tie_word_embeddings", True)),
+        ignored=(r"\.attn\.(masked_)?bias$",),
+    )
 
 
 def gpt_neox(config: HfConfig) -> DecoderSpec:
@@ -31,9 +41,11 @@ def gpt_neox(config: HfConfig) -> DecoderSpec:
     bias = bool(config.get("attention_bias", True))
     mlp = MLPSpec(config["intermediate_size"], config.get("hidden_act", "gelu"), gated=False, bias=True)
     return decoder_spec(
-        {"rotary_pct": 0.25, **config}, mlp=mlp, names=NAMES["gpt_neox"],
+        {"rotary_pct": 0.25, **config},
+        mlp=mlp,
+        names=NAMES["gpt_neox"],
         attention={"qkv_layout": "by_kv_head", "qkv_bias": bias, "output_bias": bias},
         norm=NormSpec("layer", config.get("layer_norm_eps", 1e-5), bias=True),
         residual="parallel" if config.get("use_parallel_residual", True) else "sequential",
         ignored=(r"\.attention\.(masked_)?bias$", r"rotary_emb\.inv_freq$"),
-    )  # fmt: skip
+    )

@@ -78,15 +78,18 @@ def internlm2(config: HfConfig) -> DecoderSpec:
 def granite(config: HfConfig) -> DecoderSpec:
     """Llama with multipliers of embeddings, branches, attention scores and logits."""
     return replace(
-        llama(config, scale=config["attention_multiplier"]), embedding_scale=config["embedding_multiplier"],
-        residual_scale=config["residual_multiplier"], logit_scale=1 / config["logits_scaling"],
-    )  # fmt: skip
+        llama(config, scale=config["attention_multiplier"]),
+        embedding_scale=config["embedding_multiplier"],
+        residual_scale=config["residual_multiplier"],
+        logit_scale=1 / config["logits_scaling"],
+    )
 
 
 def minicpm(config: HfConfig) -> DecoderSpec:
     """Scaled embeddings, branches and logits, as in the muP parametrization."""
     return replace(
-        llama({"tie_word_embeddings": True, **config}), embedding_scale=config.get("scale_emb", 1),
+        llama({"tie_word_embeddings": True, **config}),
+        embedding_scale=config.get("scale_emb", 1),
         residual_scale=config.get("scale_depth", 1) / config["num_hidden_layers"] ** 0.5,
         logit_scale=config.get("dim_model_base", config["hidden_size"]) / config["hidden_size"],
-    )  # fmt: skip
+    )

@@ -20,19 +20,29 @@ def llama4(config: HfConfig, **differences: Any) -> DecoderSpec:
     heads, bias = config["num_attention_heads"], bool(config.get("attention_bias", False))
     norm = NormSpec("rms", config["rms_norm_eps"], affine=False) if config.get("use_qk_norm", True) else None
     local = AttentionSpec(
-        config["hidden_size"], heads, config.get("num_key_value_heads") or heads, config["head_dim"], bias, bias,
-        qk_norm=norm, norm_after_rotary=True, interleaved_rotary=True,
-    )  # fmt: skip
+        config["hidden_size"],
+        heads,
+        config.get("num_key_value_heads") or heads,
+        config["head_dim"],
+        bias,
+        bias,
+        qk_norm=norm,
+        norm_after_rotary=True,
+        interleaved_rotary=True,
+    )
     scale, length = config.get("attn_scale", 0.1), config.get("floor_scale", 8192)
     sharper = Temperature(scale, length, offset=1) if config.get("attn_temperature_tuning", True) else None
     everywhere = replace(local, qk_norm=None, norm_after_rotary=False, temperature=sharper)
     rotary = rotary_spec(config, config["head_dim"])
     return decoder_spec(
-        config, mixer=tuple(local if rotates else everywhere for rotates in rotated), mlp=_mlps(config),
-        rotary=tuple(rotary if rotates else None for rotates in rotated), names=NAMES["llama4"],
+        config,
+        mixer=tuple(local if rotates else everywhere for rotates in rotated),
+        mlp=_mlps(config),
+        rotary=tuple(rotary if rotates else None for rotates in rotated),
+        names=NAMES["llama4"],
         chunks=tuple(config.get("attention_chunk_size", 8192) if rotates else None for rotates in rotated),
         **differences,
-    )  # fmt: skip
+    )
 
 
 def llama4_multimodal(config: HfConfig) -> DecoderSpec:
@@ -48,9 +58,16 @@ def _mlps(config: HfConfig) -> tuple[MLPSpec | MoESpec, ...]:
         raise ValueError(f"num_experts_per_tok={chosen}: Llama 4 is supported with one expert a token")
     size = config["intermediate_size"]
     experts = MoESpec(
-        expert_count(config), 1, size, act, scoring="sigmoid", normalize=False, shared=MLPSpec(size, act),
-        layout="fused_halves", weigh_inputs=True,
-    )  # fmt: skip
+        expert_count(config),
+        1,
+        size,
+        act,
+        scoring="sigmoid",
+        normalize=False,
+        shared=MLPSpec(size, act),
+        layout="fused_halves",
+        weigh_inputs=True,
+    )
     dense, step = MLPSpec(config.get("intermediate_size_mlp", 16384), act), config.get("interleave_moe_layer_step", 1)
     sparse = config.get("moe_layers")
     sparse = range(step - 1, layers, step) if sparse is None else sparse

@@ -18,15 +18,27 @@ def mamba(config: HfConfig) -> DecoderSpec:
     inner = config.get("intermediate_size") or config.get("expand", 2) * hidden
     rank = config.get("time_step_rank", "auto")
     mixer = MambaSpec(
-        hidden, inner, 1, config.get("state_size", 16), 1, config.get("conv_kernel", 4),
-        NormSpec("rms", config.get("mixer_rms_eps", 1e-6), affine=False), -(-hidden // 16) if rank == "auto" else rank,
-        conv_bias=bool(config.get("use_conv_bias", True)), bias=bool(config.get("use_bias", False)),
-    )  # fmt: skip
+        hidden,
+        inner,
+        1,
+        config.get("state_size", 16),
+        1,
+        config.get("conv_kernel", 4),
+        NormSpec("rms", config.get("mixer_rms_eps", 1e-6), affine=False),
+        -(-hidden // 16) if rank == "auto" else rank,
+        conv_bias=bool(config.get("use_conv_bias", True)),
+        bias=bool(config.get("use_bias", False)),
+    )
     config = {"num_attention_heads": 1, "max_position_embeddings": 1 << 20, "tie_word_embeddings": True, **config}
     return decoder_spec(
-        config, mixer=mixer, mlp=(None,) * config["num_hidden_layers"], rotary=None, residual="single", names=names,
+        config,
+        mixer=mixer,
+        mlp=(None,) * config["num_hidden_layers"],
+        rotary=None,
+        residual="single",
+        names=names,
         norm=NormSpec("rms", config.get("layer_norm_epsilon", 1e-5)),
-    )  # fmt: skip
+    )
 
 
 def jamba(config: HfConfig) -> DecoderSpec:
@@ -34,10 +46,17 @@ def jamba(config: HfConfig) -> DecoderSpec:
     hidden, rank, act = config["hidden_size"], config.get("mamba_dt_rank", "auto"), config.get("hidden_act", "silu")
     norm = NormSpec("rms", config.get("rms_norm_eps", 1e-6))
     state_space = MambaSpec(
-        hidden, config.get("mamba_expand", 2) * hidden, 1, config.get("mamba_d_state", 16), 1,
-        config.get("mamba_d_conv", 4), norm, -(-hidden // 16) if rank == "auto" else rank,
-        conv_bias=bool(config.get("mamba_conv_bias", True)), bias=bool(config.get("mamba_proj_bias", False)),
-    )  # fmt: skip
+        hidden,
+        config.get("mamba_expand", 2) * hidden,
+        1,
+        config.get("mamba_d_state", 16),
+        1,
+        config.get("mamba_d_conv", 4),
+        norm,
+        -(-hidden // 16) if rank == "auto" else rank,
+        conv_bias=bool(config.get("mamba_conv_bias", True)),
+        bias=bool(config.get("mamba_proj_bias", False)),
+    )
     count, size = expert_count(config), config["intermediate_size"]
     dense, experts = MLPSpec(size, act), MoESpec(count, config["num_experts_per_tok"], size, act, normalize=False)
 
@@ -55,16 +74,27 @@ def mamba2(config: HfConfig) -> DecoderSpec:
     """Mamba-2: layers of one branch, without attention."""
     heads, head_dim = config["num_heads"], config["head_dim"]
     mixer = Mamba2Spec(
-        config["hidden_size"], heads, config.get("n_groups", 8), config["state_size"], head_dim,
-        config.get("conv_kernel", 4), norm := NormSpec("rms", config.get("layer_norm_epsilon", 1e-5)),
-        conv_bias=bool(config.get("use_conv_bias", True)), bias=bool(config.get("use_bias", False)),
+        config["hidden_size"],
+        heads,
+        config.get("n_groups", 8),
+        config["state_size"],
+        head_dim,
+        config.get("conv_kernel", 4),
+        norm := NormSpec("rms", config.get("layer_norm_epsilon", 1e-5)),
+        conv_bias=bool(config.get("use_conv_bias", True)),
+        bias=bool(config.get("use_bias", False)),
         time_step=_limits(config.get("time_step_limit")),
-    )  # fmt: skip
+    )
     config = {"num_attention_heads": heads, "head_dim": head_dim, "max_position_embeddings": 1 << 20, **config}
     return decoder_spec(
-        config, mixer=mixer, mlp=(None,) * config["num_hidden_layers"], norm=norm, rotary=None, residual="single",
+        config,
+        mixer=mixer,
+        mlp=(None,) * config["num_hidden_layers"],
+        norm=norm,
+        rotary=None,
+        residual="single",
         names=NAMES["mamba2"],
-    )  # fmt: skip
+    )
 
 
 def _limits(time_step: Any) -> tuple[float, float]:
@@ -83,12 +113,17 @@ def _mixer(config: HfConfig, norm: NormSpec, prefix: str = "mamba_", **differenc
         "conv_bias": bool(config.get(f"{prefix}conv_bias", True)),
         "bias": bool(config.get(f"{prefix}proj_bias", False)),
         "time_step": _limits(config.get("time_step_limit")),
-    }  # fmt: skip
+    }
     return Mamba2Spec(
-        config["hidden_size"], heads, config[f"{prefix}n_groups"], config[f"{prefix}d_state"],
-        inner // heads if head_dim == "auto" else head_dim, config.get(f"{prefix}d_conv", 4), norm,
+        config["hidden_size"],
+        heads,
+        config[f"{prefix}n_groups"],
+        config[f"{prefix}d_state"],
+        inner // heads if head_dim == "auto" else head_dim,
+        config.get(f"{prefix}d_conv", 4),
+        norm,
         **{**fields, **differences},
-    )  # fmt: skip
+    )
 
 
 def bamba(config: HfConfig) -> DecoderSpec:
@@ -111,21 +146,32 @@ def granite_hybrid(config: HfConfig) -> DecoderSpec:
     bias, count = bool(config.get("attention_bias", False)), config.get("num_local_experts") or 0
     shared = MLPSpec(config["shared_intermediate_size"], act)
     experts = MoESpec(
-        count, config.get("num_experts_per_tok") or 0, config.get("intermediate_size") or 0, act, shared=shared,
+        count,
+        config.get("num_experts_per_tok") or 0,
+        config.get("intermediate_size") or 0,
+        act,
+        shared=shared,
         layout="stacked",
-    )  # fmt: skip
+    )
     spec = decoder_spec(
-        config, mlp=experts if count else shared, norm=norm, names=NAMES["bamba"] | NAMES["granite_hybrid"],
+        config,
+        mlp=experts if count else shared,
+        norm=norm,
+        names=NAMES["bamba"] | NAMES["granite_hybrid"],
         attention={"qkv_bias": bias, "output_bias": bias, "scale": config.get("attention_multiplier", 1.0)},
-        embedding_scale=config.get("embedding_multiplier", 1.0), residual_scale=config.get("residual_multiplier", 1.0),
+        embedding_scale=config.get("embedding_multiplier", 1.0),
+        residual_scale=config.get("residual_multiplier", 1.0),
         logit_scale=1 / config.get("logits_scaling", 1.0),
         rotary="default" if config.get("position_embedding_type") == "rope" else None,
-    )  # fmt: skip
+    )
     kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"] * spec.num_layers
-    return replace(spec, mixers=tuple(
-        attention if kind in ("attention", "full_attention") else _mixer(config, norm)
-        for attention, kind in zip(spec.mixers, kinds, strict=True)
-    ))  # fmt: skip
+    return replace(
+        spec,
+        mixers=tuple(
+            attention if kind in ("attention", "full_attention") else _mixer(config, norm)
+            for attention, kind in zip(spec.mixers, kinds, strict=True)
+        ),
+    )
 
 
 _KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
@@ -142,18 +188,29 @@ def nemotron_h(config: HfConfig) -> DecoderSpec:
         raise ValueError(f"Nemotron-H with layers of the kind {unknown.pop()!r} is not supported")
     norm, bias = NormSpec("rms", config["layer_norm_epsilon"]), bool(config.get("attention_bias", False))
     state_space = Mamba2Spec(
-        config["hidden_size"], config["mamba_num_heads"], config["n_groups"], config["ssm_state_size"],
-        config["mamba_head_dim"], config.get("conv_kernel", 4), norm, conv_bias=bool(config.get("use_conv_bias", True)),
-        bias=bool(config.get("mamba_proj_bias", False)), time_step=_limits(config.get("time_step_limit")),
-    )  # fmt: skip
+        config["hidden_size"],
+        config["mamba_num_heads"],
+        config["n_groups"],
+        config["ssm_state_size"],
+        config["mamba_head_dim"],
+        config.get("conv_kernel", 4),
+        norm,
+        conv_bias=bool(config.get("use_conv_bias", True)),
+        bias=bool(config.get("mamba_proj_bias", False)),
+        time_step=_limits(config.get("time_step_limit")),
+    )
     mlp = MLPSpec(
         config["intermediate_size"], config["mlp_hidden_act"], gated=False, bias=bool(config.get("mlp_bias", False))
     )
     spec = decoder_spec(
-        {**config, "num_hidden_layers": len(kinds)}, attention={"qkv_bias": bias, "output_bias": bias}, norm=norm,
-        mlp=tuple(mlp if kind == "mlp" else None for kind in kinds), rotary=None, residual="single",
+        {**config, "num_hidden_layers": len(kinds)},
+        attention={"qkv_bias": bias, "output_bias": bias},
+        norm=norm,
+        mlp=tuple(mlp if kind == "mlp" else None for kind in kinds),
+        rotary=None,
+        residual="single",
         names=NAMES["mamba2"] | NAMES["nemotron_h"],
-    )  # fmt: skip
+    )
     of_kind = {"mamba": state_space, "attention": spec.mixers[0], "mlp": None}
     return replace(spec, mixers=tuple(of_kind[kind] for kind in kinds), ignored=(*spec.ignored, r"^mtp\."))
 
@@ -163,25 +220,34 @@ def falcon_h1(config: HfConfig) -> DecoderSpec:
     norm, bias = NormSpec("rms", config.get("rms_norm_eps", 1e-5)), bool(config.get("attention_bias", False))
     of_gate, of_down = config.get("mlp_multipliers") or (1.0, 1.0)
     mlp = MLPSpec(
-        config["intermediate_size"], config.get("hidden_act", "silu"), bias=bool(config.get("mlp_bias", False)),
+        config["intermediate_size"],
+        config.get("hidden_act", "silu"),
+        bias=bool(config.get("mlp_bias", False)),
         multipliers=(of_gate, of_down),
-    )  # fmt: skip
+    )
     spec = decoder_spec(
-        config, attention={"qkv_bias": bias, "output_bias": bias}, mlp=mlp, norm=norm,
-        names={**NAMES["bamba"]}, embedding_scale=config.get("embedding_multiplier", 1.0),
+        config,
+        attention={"qkv_bias": bias, "output_bias": bias},
+        mlp=mlp,
+        norm=norm,
+        names={**NAMES["bamba"]},
+        embedding_scale=config.get("embedding_multiplier", 1.0),
         logit_scale=config.get("lm_head_multiplier", 1.0),
-    )  # fmt: skip
+    )
     inner = config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"]
     state_space = _mixer(
-        {**config, "mamba_d_head": inner // config["mamba_n_heads"]}, norm,
-        has_norm=bool(config.get("mamba_rms_norm", False)), gate_first=not config.get("mamba_norm_before_gate", True),
+        {**config, "mamba_d_head": inner // config["mamba_n_heads"]},
+        norm,
+        has_norm=bool(config.get("mamba_rms_norm", False)),
+        gate_first=not config.get("mamba_norm_before_gate", True),
         multipliers=tuple(config.get("ssm_multipliers") or (1.0,) * 5),
-    )  # fmt: skip
+    )
     attention = spec.mixers[0]
     assert isinstance(attention, AttentionSpec)
     hybrid = HybridSpec(  # scores grow with their keys
-        replace(attention, scale=attention.head_dim**-0.5 * config.get("key_multiplier", 1.0)), state_space,
+        replace(attention, scale=attention.head_dim**-0.5 * config.get("key_multiplier", 1.0)),
+        state_space,
         (config.get("attention_in_multiplier", 1.0), config.get("attention_out_multiplier", 1.0)),
         (config.get("ssm_in_multiplier", 1.0), config.get("ssm_out_multiplier", 1.0)),
-    )  # fmt: skip
+    )
     return replace(spec, mixers=(hybrid,) * spec.num_layers)

@@ -16,9 +16,12 @@ def olmoe(config: HfConfig) -> DecoderSpec:
     """Many small experts in every layer, and norms over all heads of q and of k."""
     norm = NormSpec("rms", config.get("rms_norm_eps", 1e-5))
     mlp = MoESpec(
-        expert_count(config), config["num_experts_per_tok"], config["intermediate_size"],
-        config.get("hidden_act", "silu"), normalize=bool(config.get("norm_topk_prob", False)),
-    )  # fmt: skip
+        expert_count(config),
+        config["num_experts_per_tok"],
+        config["intermediate_size"],
+        config.get("hidden_act", "silu"),
+        normalize=bool(config.get("norm_topk_prob", False)),
+    )
     attention = {**_attention(config), "qk_norm": norm, "qk_norm_over": "all"}
     return decoder_spec(config, attention=attention, mlp=mlp, norm=norm, names=NAMES["qwen_moe"])
 

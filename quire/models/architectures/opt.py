@@ -11,9 +11,14 @@ def opt(config: HfConfig) -> DecoderSpec:
     bias = bool(config.get("enable_bias", True))
     act = config.get("activation_function", "relu")
     return decoder_spec(
-        config, attention={"qkv_bias": bias, "output_bias": bias}, rotary=None, position_offset=2, names=names,
+        config,
+        attention={"qkv_bias": bias, "output_bias": bias},
+        rotary=None,
+        position_offset=2,
+        names=names,
         mlp=MLPSpec(config["ffn_dim"], act, gated=False, bias=bias),
         norm=NormSpec("layer", 1e-5, bias=True, affine=bool(config.get("layer_norm_elementwise_affine", True))),
-        residual="sequential" if before else "post_norm", embedding_size=config.get("word_embed_proj_dim"),
+        residual="sequential" if before else "post_norm",
+        embedding_size=config.get("word_embed_proj_dim"),
         tie_embeddings=bool(config.get("tie_word_embeddings", True)),
-    )  # fmt: skip
+    )

@@ -9,9 +9,14 @@ def phi(config: HfConfig) -> DecoderSpec:
     qk_norm = norm if config.get("qk_layernorm") else None
     mlp = MLPSpec(config["intermediate_size"], config.get("hidden_act", "gelu_new"), gated=False, bias=True)
     return decoder_spec(
-        {"partial_rotary_factor": 0.5, **config}, attention={"qkv_bias": True, "output_bias": True, "qk_norm": qk_norm},
-        mlp=mlp, norm=norm, names=NAMES["phi"], residual="parallel", lm_head_bias=True,
-    )  # fmt: skip
+        {"partial_rotary_factor": 0.5, **config},
+        attention={"qkv_bias": True, "output_bias": True, "qk_norm": qk_norm},
+        mlp=mlp,
+        norm=norm,
+        names=NAMES["phi"],
+        residual="parallel",
+        lm_head_bias=True,
+    )
 
 
 def phi3(config: HfConfig) -> DecoderSpec:
@@ -26,10 +31,19 @@ def phimoe(config: HfConfig) -> DecoderSpec:
         NormSpec("layer", config.get("rms_norm_eps", 1e-5), bias=True),
     )
     mlp = MoESpec(
-        expert_count(config), 2, config["intermediate_size"], config.get("hidden_act", "silu"),
-        scoring="sparse_mixer", jitter=config.get("router_jitter_noise", 0.01),
-    )  # fmt: skip
+        expert_count(config),
+        2,
+        config["intermediate_size"],
+        config.get("hidden_act", "silu"),
+        scoring="sparse_mixer",
+        jitter=config.get("router_jitter_noise", 0.01),
+    )
     return decoder_spec(
-        config, attention={"qkv_bias": bias, "output_bias": bias}, mlp=mlp, norm=norm, names=NAMES["mixtral"],
-        windows=layer_windows(config), lm_head_bias=bool(config.get("lm_head_bias", False)),
-    )  # fmt: skip
+        config,
+        attention={"qkv_bias": bias, "output_bias": bias},
+        mlp=mlp,
+        norm=norm,
+        names=NAMES["mixtral"],
+        windows=layer_windows(config),
+        lm_head_bias=bool(config.get("lm_head_bias", False)),
+    )

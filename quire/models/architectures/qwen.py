@@ -22,10 +22,15 @@ def _mlps(config: HfConfig, normalize: bool, shared: int | None, **differences: 
     act, step = config.get("hidden_act", "silu"), config.get("decoder_sparse_step", 1)
     dense = MLPSpec(config["intermediate_size"], act)
     experts = MoESpec(
-        expert_count(config), config["num_experts_per_tok"], config["moe_intermediate_size"], act,
-        normalize=bool(config.get("norm_topk_prob", normalize)), shared=MLPSpec(shared, act) if shared else None,
-        shared_gate=bool(shared), **differences,
-    )  # fmt: skip
+        expert_count(config),
+        config["num_experts_per_tok"],
+        config["moe_intermediate_size"],
+        act,
+        normalize=bool(config.get("norm_topk_prob", normalize)),
+        shared=MLPSpec(shared, act) if shared else None,
+        shared_gate=bool(shared),
+        **differences,
+    )
     always_dense = config.get("mlp_only_layers") or ()
     layers = range(config["num_hidden_layers"])
     return tuple(experts if (i + 1) % step == 0 and i not in always_dense else dense for i in layers)

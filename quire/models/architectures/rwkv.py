@@ -22,12 +22,15 @@ def rwkv7(config: HfConfig) -> DecoderSpec:
     size = config.get("intermediate_size") or -(-int(hidden * (config.get("hidden_ratio") or 4)) // 32) * 32
     names = NAMES["rwkv7"] | ({} if config.get("norm_first", True) else {"embedding_norm": None})
     return decoder_spec(
-        {**config, "num_attention_heads": heads, "head_dim": head_dim}, rotary=None, residual="shifted", names=names,
+        {**config, "num_attention_heads": heads, "head_dim": head_dim},
+        rotary=None,
+        residual="shifted",
+        names=names,
         mixer=(replace(mixer, value_rank=0), *(mixer,) * (layers - 1)),
         mlp=MLPSpec(size, "relu2" if act == "sqrelu" else act, gated=False),
         norm=NormSpec("layer", eps, bias=bool(config.get("norm_bias", True))),
         max_positions=max(config.get("max_position_embeddings") or 0, 1 << 20),
-    )  # fmt: skip
+    )
 
 
 # How ranks follow from the width where config.json has none: a factor of its root, and whether they grow with heads.

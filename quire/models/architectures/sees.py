@@ -11,9 +11,15 @@ from quire.models.spec import Architecture, DecoderSpec, HfConfig
 from quire.multimodal.spec import MediaSpec
 
 TEXT_MODELS: dict[str, Architecture] = {
-    "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma": gemma, "qwen3_vl_moe": qwen3_vl_moe,
-    "qwen3_5": qwen3_5, "qwen3_5_moe": qwen3_5_moe,
-}  # fmt: skip
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma": gemma,
+    "qwen3_vl_moe": qwen3_vl_moe,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
+}
 UNUSED = r"^(model\.)?vision_tower\."  # layers behind those that are read, and the pooler's head
 
 

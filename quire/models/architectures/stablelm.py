@@ -13,7 +13,9 @@ def stablelm(config: HfConfig) -> DecoderSpec:
         names["mlp_norm"] = None
     qk_norm = NormSpec("layer", eps) if config.get("qk_layernorm") else None
     return decoder_spec(
-        {"partial_rotary_factor": 0.25, **config}, names=names, norm=NormSpec("layer", eps, bias=True),
+        {"partial_rotary_factor": 0.25, **config},
+        names=names,
+        norm=NormSpec("layer", eps, bias=True),
         attention={"qkv_bias": bool(config.get("use_qkv_bias")), "qk_norm": qk_norm, "qk_norm_over": "heads"},
         residual="parallel" if parallel else "sequential",
-    )  # fmt: skip
+    )

@@ -47,23 +47,34 @@ def _both(config: HfConfig, names: Names, scaled: bool) -> DecoderSpec:
     read = replace(read, names={**of_encoder, **dict.fromkeys(_OF_DECODER)})
     written = _stack(config, config.get("num_decoder_layers") or layers, longest, mlp, is_causal=True)
     return replace(
-        written, names=names, residual="cross", crossed=longest,
-        logit_scale=config["d_model"] ** -0.5 if scaled else None, tie_embeddings=True if scaled else None,
+        written,
+        names=names,
+        residual="cross",
+        crossed=longest,
+        logit_scale=config["d_model"] ** -0.5 if scaled else None,
+        tie_embeddings=True if scaled else None,
         media=MediaSpec("text", config, encoder=read),
-    )  # fmt: skip
+    )
 
 
 def _stack(config: HfConfig, layers: int, longest: int, mlp: MLPSpec, is_causal: bool) -> DecoderSpec:
     """What encoder and decoder have in common."""
     named = {
-        "num_hidden_layers": layers, "num_attention_heads": config["num_heads"],
-        "hidden_size": config["d_model"], "head_dim": config["d_kv"], "num_key_value_heads": None,
+        "num_hidden_layers": layers,
+        "num_attention_heads": config["num_heads"],
+        "hidden_size": config["d_model"],
+        "head_dim": config["d_kv"],
+        "num_key_value_heads": None,
         "max_position_embeddings": longest,
-    }  # fmt: skip
+    }
     return decoder_spec(
-        {**config, **named}, attention={"scale": 1.0, "buckets": _buckets(config), "is_causal": is_causal}, rotary=None,
-        norm=NormSpec("rms", config.get("layer_norm_epsilon", 1e-6)), mlp=mlp, ignored=_IGNORED,
-    )  # fmt: skip
+        {**config, **named},
+        attention={"scale": 1.0, "buckets": _buckets(config), "is_causal": is_causal},
+        rotary=None,
+        norm=NormSpec("rms", config.get("layer_norm_epsilon", 1e-6)),
+        mlp=mlp,
+        ignored=_IGNORED,
+    )
 
 
 def _buckets(config: HfConfig) -> Buckets:

@@ -161,8 +161,10 @@ def tapped_layers(config: HfConfig, num_layers: int) -> tuple[int, ...]:
         least = 2 if num_layers > 6 else min(1, num_layers - 3)
         ids = (least, num_layers // 2, num_layers - (3 if num_layers > 6 else 1))
     if len(set(ids)) < len(ids) or not set(ids) <= set(range(num_layers + 1)):
-        raise ValueError(f"an EAGLE-3 head cannot read the inputs of the layers {', '.join(map(str, ids))} of a model "
-                         f"with {num_layers} layers; correct {LAYER_IDS} in its config.json")  # fmt: skip
+        raise ValueError(
+            f"an EAGLE-3 head cannot read the inputs of the layers {', '.join(map(str, ids))} of a model "
+            f"with {num_layers} layers; correct {LAYER_IDS} in its config.json"
+        )
     return tuple(sorted(i - 1 for i in ids))
 
 

@@ -27,9 +27,14 @@ class EagleLayers(LayerStack):
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
 
     def __init__(
-        self, builder: Builder, config: HfConfig, has: Callable[[str], bool], max_model_len: int, inputs: int,
+        self,
+        builder: Builder,
+        config: HfConfig,
+        has: Callable[[str], bool],
+        max_model_len: int,
+        inputs: int,
         prefix: str = "layers.{i}.",
-    ) -> None:  # fmt: skip
+    ) -> None:
         def has_part(name: str) -> bool:
             return has(prefix.replace("{i}", "0") + name)
 

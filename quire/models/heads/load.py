@@ -28,18 +28,26 @@ def load_draft_model(
 ) -> Model:
     """A draft model, in the type of the target model. Raises ConfigError, or an error of its loading."""
     model = replace(
-        config.model, model=options.model, tokenizer=None, quantization=options.quantization, hf_overrides={},
+        config.model,
+        model=options.model,
+        tokenizer=None,
+        quantization=options.quantization,
+        hf_overrides={},
         max_model_len=None,
-    )  # fmt: skip
+    )
     group = Communicator() if options.draft_tensor_parallel_size == 1 else group
     mesh = Mesh(tp=group)  # it is whole on the last stage of a pipeline
     return load_model(Path(str(options.model)), replace(config, model=model), max_model_len, device, mesh, False)
 
 
 def load_head(
-    options: SpeculativeOptions, config: EngineConfig, directory: Path, target: Model, max_model_len: int,
+    options: SpeculativeOptions,
+    config: EngineConfig,
+    directory: Path,
+    target: Model,
+    max_model_len: int,
     group: Communicator,
-) -> ChainHead | StateHead:  # fmt: skip
+) -> ChainHead | StateHead:
     """The head that the options name. directory: of the target model. Raises ConfigError, or an error of loading."""
     assert isinstance(target, Decoder), "every model of the registry is a Decoder"
     is_mtp = options.method == "mtp"

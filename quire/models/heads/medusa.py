@@ -65,10 +65,18 @@ class MedusaHeads:
     """
 
     def __init__(
-        self, builder: Builder, names: _Names, num_heads: int, num_layers: int, hidden: int, bias: bool,
-        matrix: Callable[[Tensor], Tensor] | None, matrices: Sequence[Callable[[Tensor], Tensor]],
-        token_map: TokenMap | None, ignored: tuple[str, ...],
-    ) -> None:  # fmt: skip
+        self,
+        builder: Builder,
+        names: _Names,
+        num_heads: int,
+        num_layers: int,
+        hidden: int,
+        bias: bool,
+        matrix: Callable[[Tensor], Tensor] | None,
+        matrices: Sequence[Callable[[Tensor], Tensor]],
+        token_map: TokenMap | None,
+        ignored: tuple[str, ...],
+    ) -> None:
         self.most, self.ignored = num_heads, ignored
         self.kernels, self.matrix, self.matrices, self.token_map = builder.kernels, matrix, matrices, token_map
 

@@ -88,6 +88,11 @@ def mlp_speculator(
             raise ValueError(message)
     inner = config.get("inner_dim") or config["emb_dim"]
     return MLPSpeculator(
-        builder, config["n_predict"], target.vocab_size, config["emb_dim"], inner,
-        tied=bool(config.get("tie_weights")), scaled=bool(config.get("scale_input")),
-    )  # fmt: skip
+        builder,
+        config["n_predict"],
+        target.vocab_size,
+        config["emb_dim"],
+        inner,
+        tied=bool(config.get("tie_weights")),
+        scaled=bool(config.get("scale_input")),
+    )

@@ -61,9 +61,14 @@ class PredictLayer(LayerStack):
         names = {role: name and name.replace("model.layers.{i}.", renamed) for role, name in spec.names.items()}
         mixer = next(mixer for mixer in reversed(spec.mixers) if _attends_alone(mixer))
         one = replace(
-            spec, num_layers=1, mixers=(mixer,), mlps=spec.mlps[-1:], windows=spec.windows[-1:],
-            rotary=spec.rotary[-1:], names=names,
-        )  # fmt: skip
+            spec,
+            num_layers=1,
+            mixers=(mixer,),
+            mlps=spec.mlps[-1:],
+            windows=spec.windows[-1:],
+            rotary=spec.rotary[-1:],
+            names=names,
+        )
         self.target, self.hidden_first = target, layout.hidden_first
         self.embedding_norm = make_norm(builder, prefix + layout.embedding_norm, size, spec.norm)
         self.hidden_norm = make_norm(builder, prefix + layout.hidden_norm, size, spec.norm)

@@ -58,8 +58,10 @@ def _with_drafter(config: EngineConfig) -> EngineConfig:
         raise ConfigError(f"speculative_config: {options.method} needs model, the directory or name of the drafter")
     size = config.parallel.tensor_parallel_size
     if options.draft_tensor_parallel_size not in (None, 1, size):
-        raise ConfigError(f"speculative_config: draft_tensor_parallel_size must be 1 or tensor_parallel_size ({size}), "
-                          f"got {options.draft_tensor_parallel_size}")  # fmt: skip
+        raise ConfigError(
+            f"speculative_config: draft_tensor_parallel_size must be 1 or tensor_parallel_size ({size}), "
+            f"got {options.draft_tensor_parallel_size}"
+        )
     if options.acceptance_rates:
         logger.warning("speculative_config: drafts are accepted at given rates, so that answers mean nothing")
     if options.method not in ("mtp", "replay"):

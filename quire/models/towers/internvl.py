@@ -12,9 +12,13 @@ from quire.multimodal.families.internvl import first
 from quire.multimodal.spec import MediaSpec
 
 DEFAULTS = {
-    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-    "hidden_act": "gelu", "layer_norm_eps": 1e-6,
-}  # fmt: skip
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-6,
+}
 
 
 class Layer:

@@ -20,9 +20,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 class Linear:
     def __init__(
-        self, builder: Builder, name: str, in_features: int, out_features: int, bias: bool = True,
+        self,
+        builder: Builder,
+        name: str,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
         kernel: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """kernel: further dimensions of the checkpoint's weight, that of a convolution over patches which do not
         overlap. in_features counts all of a patch."""
         rest = 1

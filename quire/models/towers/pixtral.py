@@ -32,8 +32,10 @@ class Layer:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x: [1, patches, hidden]; cos, sin: [patches, 1, dim]"""
         normed = self.norm1(x)
-        q, k = (rotate(part.view(x.shape[1], self.heads, -1), cos, sin).flatten(1)[None]
-                for part in (self.q(normed), self.k(normed)))  # fmt: skip
+        q, k = (
+            rotate(part.view(x.shape[1], self.heads, -1), cos, sin).flatten(1)[None]
+            for part in (self.q(normed), self.k(normed))
+        )
         x = x + self.out(attend(q, k, self.v(normed), self.heads))
         normed = self.norm2(x)
         return x + self.down(self.activation(self.gate(normed)) * self.up(normed))
@@ -43,9 +45,13 @@ class Tower:
     def __init__(self, builder: Builder, spec: MediaSpec) -> None:
         config = spec.config
         vision = {
-            "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-            "patch_size": 16, **config["vision_config"],
-        }  # fmt: skip
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "patch_size": 16,
+            **config["vision_config"],
+        }
         width, self.patch, self.merge = vision["hidden_size"], vision["patch_size"], config.get("spatial_merge_size", 1)
         self.dim = width // vision["num_attention_heads"]
         self.theta = (vision.get("rope_parameters") or {}).get("rope_theta") or vision.get("rope_theta", 10_000.0)

@@ -34,9 +34,7 @@ class Gated:
 class TwoLayers:
     """Two linear layers, by their names."""
 
-    def __init__(
-        self, builder: Builder, names: tuple[str, str], sizes: tuple[int, int, int], activation: str
-    ) -> None:  # fmt: skip
+    def __init__(self, builder: Builder, names: tuple[str, str], sizes: tuple[int, int, int], activation: str) -> None:
         self.first = Linear(builder, names[0], sizes[0], sizes[1])
         self.second, self.activation = Linear(builder, names[1], sizes[1], sizes[2]), ACTIVATIONS[activation]
 
@@ -89,9 +87,7 @@ class Tower:
         patch, frames = config.get("patch_size", 16 if is_third else 14), config.get("temporal_patch_size", 2)
         self.patch, self.head_dim, self.frames = patch, hidden // heads, frames
         kernel, width = (frames, patch, patch), hidden * self.merge**2
-        self.embedding = Linear(
-            builder, "visual.patch_embed.proj", 3 * frames * patch**2, hidden, is_third, kernel
-        )  # fmt: skip
+        self.embedding = Linear(builder, "visual.patch_embed.proj", 3 * frames * patch**2, hidden, is_third, kernel)
         norm: Callable[..., Norm] = RMSNorm if kind == "qwen2_5_vl" else LayerNorm
         self.positions = None
         if is_third:
@@ -100,9 +96,11 @@ class Tower:
         self.blocks = []
         for i in range(config.get("depth", 32)):
             name = f"visual.blocks.{i}"
-            names = (f"{name}.mlp.linear_fc1", f"{name}.mlp.linear_fc2") if is_third else (
-                f"{name}.mlp.fc1", f"{name}.mlp.fc2"
-            )  # fmt: skip
+            names = (
+                (f"{name}.mlp.linear_fc1", f"{name}.mlp.linear_fc2")
+                if is_third
+                else (f"{name}.mlp.fc1", f"{name}.mlp.fc2")
+            )
             mlp: Norm = (
                 Gated(builder, f"{name}.mlp", hidden, inner, activation)
                 if kind == "qwen2_5_vl"

@@ -25,10 +25,15 @@ class Encoder:
         count, device = len(tensors["ids"]), self.device
         ids, bounds = upload(tensors["ids"].numpy(), device), upload(np.array([0, count], np.int32), device)
         inputs = StepInputs(
-            size=StepSize(count, 1), longest_prompt=count, input_ids=ids, positions=torch.arange(count, device=device),
-            slot_mapping=ids.new_empty(0, count), query_start_loc=bounds, seq_lens=bounds[1:],
+            size=StepSize(count, 1),
+            longest_prompt=count,
+            input_ids=ids,
+            positions=torch.arange(count, device=device),
+            slot_mapping=ids.new_empty(0, count),
+            query_start_loc=bounds,
+            seq_lens=bounds[1:],
             block_tables=bounds.new_empty(0, 1, 0),
-        )  # fmt: skip
+        )
         return self.model.forward(self.model.embed(ids, inputs.positions), ForwardState(inputs, [], []))
 
 

@@ -51,9 +51,7 @@ class VisionTransformer:
         self.patch_embedding = Linear(
             builder, f"{name}.embeddings.patch_embedding", 3 * self.patch**2, hidden, not self.is_clip, kernel
         )
-        self.positions = builder.whole(
-            f"{name}.embeddings.position_embedding.weight", side**2 + self.is_clip, hidden
-        )  # fmt: skip
+        self.positions = builder.whole(f"{name}.embeddings.position_embedding.weight", side**2 + self.is_clip, hidden)
         self.read = [layer % (count + 1) for layer in layers]
         self.layers = [
             Layer(builder, f"{name}.encoder.layers.{i}", sizes, eps, activation) for i in range(max(self.read))

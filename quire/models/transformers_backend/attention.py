@@ -58,9 +58,16 @@ def _rows(x: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **others: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
     """The names are transformers'. The other arguments are known from the probe, or have no effect."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return module.quire_attention(query, key, value, scale, softcap, s_aux), None

@@ -20,9 +20,13 @@ from quire.parallel.mesh import Communicator
 
 
 def load_model(
-    description: ModelDescription, config: EngineConfig, max_model_len: int, kernels: Kernels, group: Communicator,
+    description: ModelDescription,
+    config: EngineConfig,
+    max_model_len: int,
+    kernels: Kernels,
+    group: Communicator,
     weights: Path | None,
-) -> TransformersModel:  # fmt: skip
+) -> TransformersModel:
     """weights: the checkpoint's folder, None for random weights. Raises ConfigError for a model that cannot run on
     Quire's attention, and WeightError."""
     name = architecture(description.config)
@@ -56,9 +60,14 @@ def _network(kind: Any, settings: Any, dtype: torch.dtype, weights: Path | None)
     transformers_logging.disable_progress_bar()
     try:
         network, info = kind.from_pretrained(
-            weights, config=settings, dtype=dtype, attn_implementation=probe.NAME, local_files_only=True,
-            trust_remote_code=False, output_loading_info=True,
-        )  # fmt: skip
+            weights,
+            config=settings,
+            dtype=dtype,
+            attn_implementation=probe.NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
     except (OSError, RuntimeError) as error:
         raise WeightError(f"transformers cannot load {weights}: {error_text(error)}") from error
     for label in ("missing_keys", "mismatched_keys", "error_msgs"):

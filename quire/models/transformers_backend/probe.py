@@ -41,9 +41,15 @@ class Recorder:
         self.calls: list[Call] = []
 
     def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-        sliding_window: int | None = None, **others: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        sliding_window: int | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
         if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == value.shape[2]:
             raise ValueError("a layer attends to other tokens than those of its input")
         call = Call(module, query[0], key[0], value[0], attention_mask, sliding_window, others)

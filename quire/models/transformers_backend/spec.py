@@ -65,5 +65,7 @@ def check_rotary(settings: Any, max_model_len: int) -> None:
         original = rope.get(name) or getattr(settings, name, None)
         longest = int(original or getattr(settings, "max_position_embeddings", 0) or 0)
         if rope.get("rope_type") in ("dynamic", "longrope") and max_model_len > longest:
-            raise ValueError(f"model_impl='transformers' cannot use {rope['rope_type']} scaling, which depends on the "
-                             f"longest text of a batch; set max_model_len to at most {longest}")  # fmt: skip
+            raise ValueError(
+                f"model_impl='transformers' cannot use {rope['rope_type']} scaling, which depends on the "
+                f"longest text of a batch; set max_model_len to at most {longest}"
+            )

@@ -25,8 +25,10 @@ def start_order(config: EngineConfig, prefix: str | None) -> Profile:
     """
     options = ProfilerConfig.read(config.profile.profiler_config)
     if options.profiler is None:
-        raise ValueError('no profiler is chosen; start the engine with profiler_config, such as '
-                         '{"profiler": "torch", "torch_profiler_dir": "traces"}')  # fmt: skip
+        raise ValueError(
+            "no profiler is chosen; start the engine with profiler_config, such as "
+            '{"profiler": "torch", "torch_profiler_dir": "traces"}'
+        )
     name = f"{prefix or time.strftime('%Y%m%d-%H%M%S')}-{token_hex(2)}"
     if prefix and not prefix.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise ValueError(f"profile_prefix must consist of letters, digits, '-', '_' and '.', got {prefix!r}")

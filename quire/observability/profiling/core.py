@@ -70,8 +70,10 @@ class CoreProfiler:
         elif running.problem:
             raise ValueError(running.problem)
         elif not running.is_written:
-            raise ValueError(f"nothing was recorded: there were {running.num_steps} steps, and profiler_config starts "
-                             f"with step {running.plan[0][0] + 1}")  # fmt: skip
+            raise ValueError(
+                f"nothing was recorded: there were {running.num_steps} steps, and profiler_config starts "
+                f"with step {running.plan[0][0] + 1}"
+            )
 
     def _forget(self) -> None:
         self._stop_counting()

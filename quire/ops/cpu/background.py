@@ -29,9 +29,14 @@ class Background:
         order = {"first": first, "then": then, "at_once": at_once, "nice": NICE}
         # Neither the signals of a terminal nor the end of this process reach it.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", compiling.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, start_new_session=True, cwd="/",
-        )  # fmt: skip
+            [sys.executable, "-I", "-S", compiling.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            cwd="/",
+        )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order, default=str))
         self._process.stdin.close()

@@ -139,8 +139,10 @@ class UnitLibrary(Library):
             if not self._load(name):
                 self._path(name, folder).unlink(missing_ok=True)
         shared = [*self._compiler, *self.flags, *_SHARED]
-        return [([*shared, *(unit := self.units[name]).flags, str(unit.source)], self._path(name, folder))
-                for name in sorted(names, key=lambda name: -len(self.units[name].text))]  # fmt: skip
+        return [
+            ([*shared, *(unit := self.units[name]).flags, str(unit.source)], self._path(name, folder))
+            for name in sorted(names, key=lambda name: -len(self.units[name].text))
+        ]
 
     def _compile(self, names: Sequence[str], folder: Path) -> None:
         jobs = self.jobs(names, folder)

@@ -27,9 +27,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.rms_norm.reference(x, weight, eps)  # type: ignore[no-any-return]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     kernel("quire_rms_norm", "iiplllllpfpi")(
-        CODES[dtype], wide_weight, x.data_ptr(), outer, inner, outer_stride, inner_stride, dim,
-        weight.data_ptr(), eps, out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[dtype],
+        wide_weight,
+        x.data_ptr(),
+        outer,
+        inner,
+        outer_stride,
+        inner_stride,
+        dim,
+        weight.data_ptr(),
+        eps,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -44,9 +54,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if not same_types or last != 1 or to_last != 1 or (rows and source == to):
         return reference.add_rms_norm.reference(x, residual, weight, eps)  # type: ignore[no-any-return]
     kernel("quire_add_rms_norm", "iiplplllpfi")(
-        CODES[dtype], wide_weight, source, stride, to, to_stride, rows, dim, weight.data_ptr(), eps,
+        CODES[dtype],
+        wide_weight,
+        source,
+        stride,
+        to,
+        to_stride,
+        rows,
+        dim,
+        weight.data_ptr(),
+        eps,
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return x, residual
 
 
@@ -57,11 +76,22 @@ def _layer_norm(
     is_flat = x.dim() == 2
     outer, inner, inner_stride = len(x), 1 if is_flat else x.shape[1], 0 if is_flat else x.stride(1)
     kernel("quire_layer_norm", "ipllllpllplpfpi")(
-        CODES[x.dtype], x.data_ptr(), outer, inner, x.stride(0), inner_stride,
-        None if residual is None else residual.data_ptr(), 0 if residual is None else residual.stride(0), x.shape[-1],
-        None if weight is None else weight.data_ptr(), 0 if weight is None or weight.dim() == 1 else weight.stride(0),
-        None if bias is None else bias.data_ptr(), eps, out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[x.dtype],
+        x.data_ptr(),
+        outer,
+        inner,
+        x.stride(0),
+        inner_stride,
+        None if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+        x.shape[-1],
+        None if weight is None else weight.data_ptr(),
+        0 if weight is None or weight.dim() == 1 else weight.stride(0),
+        None if bias is None else bias.data_ptr(),
+        eps,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
 
 
 def _fits(x: Tensor, *others: Tensor | None) -> bool:
@@ -96,9 +126,8 @@ def add(x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
     if not x.is_contiguous() or not residual.is_contiguous() or not out.is_contiguous():
         return reference.add.reference(x, residual, out)  # type: ignore[no-any-return]
     kernel("quire_add", "ipplpi")(
-        CODES[x.dtype], x.data_ptr(), residual.data_ptr(), x.numel(), out.data_ptr(),
-        torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[x.dtype], x.data_ptr(), residual.data_ptr(), x.numel(), out.data_ptr(), torch.get_num_threads()
+    )
     return out
 
 
@@ -117,9 +146,19 @@ def multiply(x: Tensor, factor: Tensor | float) -> Tensor:
     else:
         number = factor
     kernel("quire_multiply", "iiplllfpllpi")(
-        CODES[x.dtype], is_wide, x.data_ptr(), x.stride(0), rows, dim, number, factors, by_row, by_column,
-        out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[x.dtype],
+        is_wide,
+        x.data_ptr(),
+        x.stride(0),
+        rows,
+        dim,
+        number,
+        factors,
+        by_row,
+        by_column,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -129,9 +168,18 @@ def lerp(x: Tensor, other: Tensor, weight: Tensor) -> Tensor:
     mixes, weight_rows, dim = weight.shape
     out = x.new_empty(mixes, len(x), dim)
     kernel("quire_lerp", "iipplllplpi")(
-        CODES[x.dtype], weight.dtype is torch.float32, x.data_ptr(), other.data_ptr(), mixes, len(x), dim,
-        weight.data_ptr(), weight_rows, out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[x.dtype],
+        weight.dtype is torch.float32,
+        x.data_ptr(),
+        other.data_ptr(),
+        mixes,
+        len(x),
+        dim,
+        weight.data_ptr(),
+        weight_rows,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -153,9 +201,17 @@ def _gate(activation: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) ->
         x, stride = x.contiguous(), width
     out = x.new_empty(rows, width // 2)
     kernel("quire_gate", "iiffplllpi")(
-        CODES[x.dtype], activation, alpha, limit, x.data_ptr(), stride, rows, width // 2, out.data_ptr(),
+        CODES[x.dtype],
+        activation,
+        alpha,
+        limit,
+        x.data_ptr(),
+        stride,
+        rows,
+        width // 2,
+        out.data_ptr(),
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -184,9 +240,15 @@ def xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     kernel("quire_xielu", "iplllpppi")(
-        CODES[x.dtype], x.data_ptr(), x.stride(0), *x.shape, positive.data_ptr(), negative.data_ptr(),
-        out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[x.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        *x.shape,
+        positive.data_ptr(),
+        negative.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -195,8 +257,8 @@ def clip(x: Tensor, most: float) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     kernel("quire_clip", "iplllfpi")(
-        CODES[x.dtype], x.data_ptr(), x.stride(0), *x.shape, most, out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[x.dtype], x.data_ptr(), x.stride(0), *x.shape, most, out.data_ptr(), torch.get_num_threads()
+    )
     return out
 
 
@@ -213,9 +275,15 @@ def activate(x: Tensor, name: str) -> Tensor:
         x, stride = x.contiguous(), dim
     out = x.new_empty(rows, dim)
     kernel("quire_activate", "iiplllpi")(
-        CODES[x.dtype], _ACTIVATIONS.index(name), x.data_ptr(), stride, rows, dim, out.data_ptr(),
+        CODES[x.dtype],
+        _ACTIVATIONS.index(name),
+        x.data_ptr(),
+        stride,
+        rows,
+        dim,
+        out.data_ptr(),
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -230,8 +298,20 @@ def rotary_embedding(
     q_stride, q_head_stride, _ = q.stride()
     k_stride, k_head_stride, _ = k.stride()
     kernel("quire_rotary", "iplllplllppllii")(
-        CODES[q.dtype], q.data_ptr(), q_stride, q_head_stride, heads, k.data_ptr(), k_stride,
-        k_head_stride, k.shape[1], cos.data_ptr(), sin.data_ptr(), cos.shape[1], tokens, interleaved,
+        CODES[q.dtype],
+        q.data_ptr(),
+        q_stride,
+        q_head_stride,
+        heads,
+        k.data_ptr(),
+        k_stride,
+        k_head_stride,
+        k.shape[1],
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.shape[1],
+        tokens,
+        interleaved,
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return q, k

@@ -16,9 +16,26 @@ def encoder_attention_cpu(
     _, heads, dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     kernel("quire_encoder_attention", "ipllpllpllpiiiifipipi")(
-        CODES[q.dtype], q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(), k.stride(0), k.stride(1),
-        v.data_ptr(), v.stride(0), v.stride(1), starts.data_ptr(), len(starts) - 1, heads, k.shape[1], dim, scale,
-        -1 if reach is None else reach, None if bias is None else bias.data_ptr(),
-        0 if bias is None else bias.shape[1] // 2, out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[q.dtype],
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        k.data_ptr(),
+        k.stride(0),
+        k.stride(1),
+        v.data_ptr(),
+        v.stride(0),
+        v.stride(1),
+        starts.data_ptr(),
+        len(starts) - 1,
+        heads,
+        k.shape[1],
+        dim,
+        scale,
+        -1 if reach is None else reach,
+        None if bias is None else bias.data_ptr(),
+        0 if bias is None else bias.shape[1] // 2,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
     return out

@@ -48,10 +48,16 @@ def decode_blocks(kind: str, data: Tensor) -> QuantizedMatrix:
     offsets = torch.empty_like(scales) if layout.has_offsets else None
     factors = torch.empty(rows, blocks, layout.factors, dtype=torch.float16) if layout.factors else None
     kernel("quire_gguf_blocks", "ipllppppi")(
-        layout.number, data.data_ptr(), rows, blocks, codes.data_ptr(), scales.data_ptr(),
-        None if offsets is None else offsets.data_ptr(), None if factors is None else factors.data_ptr(),
+        layout.number,
+        data.data_ptr(),
+        rows,
+        blocks,
+        codes.data_ptr(),
+        scales.data_ptr(),
+        None if offsets is None else offsets.data_ptr(),
+        None if factors is None else factors.data_ptr(),
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     group = layout.elements // layout.groups
     return QuantizedMatrix(codes, scales, group, in_features, offsets, factors, code_bits=layout.bits)
 
@@ -63,6 +69,13 @@ def put_values(kind: str, data: Tensor, factor: float, shift: float, out: Tensor
     """
     rows, blocks, _ = data.shape
     kernel("quire_gguf_values", "iipllffpi")(
-        _LAYOUTS[kind].number, CODES[out.dtype], data.data_ptr(), rows, blocks, factor, shift, out.data_ptr(),
+        _LAYOUTS[kind].number,
+        CODES[out.dtype],
+        data.data_ptr(),
+        rows,
+        blocks,
+        factor,
+        shift,
+        out.data_ptr(),
         torch.get_num_threads(),
-    )  # fmt: skip
+    )

@@ -19,9 +19,20 @@ def join(first: Tensor, second: Tensor) -> Tensor:
     out = first.new_empty(tokens, heads, dim + second.shape[2])
     size = first.itemsize
     kernel("quire_join", "lllplllplllpi")(
-        tokens, heads, size, first.data_ptr(), first.stride(0), first.stride(1), dim, second.data_ptr(),
-        second.stride(0), second.stride(1), second.shape[2], out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        tokens,
+        heads,
+        size,
+        first.data_ptr(),
+        first.stride(0),
+        first.stride(1),
+        dim,
+        second.data_ptr(),
+        second.stride(0),
+        second.stride(1),
+        second.shape[2],
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -30,9 +41,18 @@ def sharpen(q: Tensor, positions: Tensor, scale: float, length: int, offset: int
     q, positions = _dense(q), positions.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     kernel("quire_sharpen", "iplllllpfllpi")(
-        CODES[q.dtype], q.data_ptr(), q.stride(0), q.stride(1), *q.shape, positions.data_ptr(), scale,
-        length, offset, out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[q.dtype],
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        *q.shape,
+        positions.data_ptr(),
+        scale,
+        length,
+        offset,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -44,8 +64,18 @@ def append_positions(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, positions:
         x, (tokens, heads, dim) = _dense(x), x.shape
         out = x.new_empty(tokens, heads, dim + 2)
         kernel("quire_append_positions", "iiplllllpppi")(
-            CODES[x.dtype], which, x.data_ptr(), x.stride(0), x.stride(1), tokens, heads, dim,
-            slopes.data_ptr(), positions.data_ptr(), out.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+            CODES[x.dtype],
+            which,
+            x.data_ptr(),
+            x.stride(0),
+            x.stride(1),
+            tokens,
+            heads,
+            dim,
+            slopes.data_ptr(),
+            positions.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
         outputs.append(out)
     return tuple(outputs)

@@ -32,10 +32,19 @@ def _multiply(x: Tensor, weight: Panels, bias: Tensor | None, outs: int, offsets
         x, stride = x.contiguous(), x.shape[1]
     out = x.new_empty(rows, outs)
     kernel("quire_linear", "ipllpllpplpi")(
-        CODES[x.dtype], x.data_ptr(), stride, rows, weight.data.data_ptr(), outs, weight.words,
-        None if bias is None else bias.data_ptr(), None if offsets is None else offsets.data_ptr(),
-        weight.rows // outs, out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[x.dtype],
+        x.data_ptr(),
+        stride,
+        rows,
+        weight.data.data_ptr(),
+        outs,
+        weight.words,
+        None if bias is None else bias.data_ptr(),
+        None if offsets is None else offsets.data_ptr(),
+        weight.rows // outs,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -55,10 +64,20 @@ def grouped_linear_cpu(x: Tensor, weight: Tensor | Panels, bias: Tensor | None, 
         x = x.contiguous()
     out = x.new_empty(rows, out_features)
     kernel("quire_grouped_linear", "iplpllpplllpi")(
-        CODES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0), weight.stride(1),
-        None if bias is None else bias.data_ptr(), offsets.data_ptr(), experts, in_features, out_features,
-        out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[x.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        weight.stride(0),
+        weight.stride(1),
+        None if bias is None else bias.data_ptr(),
+        offsets.data_ptr(),
+        experts,
+        in_features,
+        out_features,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -82,9 +101,20 @@ def linear_by_head_cpu(x: Tensor, weight: Tensor) -> Tensor:
         x = x.contiguous()
     out = x.new_empty(tokens, heads, out_features)
     kernel("quire_linear_by_head", "iplllplllllpi")(
-        CODES[x.dtype], x.data_ptr(), x.stride(0), x.stride(1), tokens, weight.data_ptr(), weight.stride(0),
-        weight.stride(1), heads, in_features, out_features, out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[x.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        tokens,
+        weight.data_ptr(),
+        weight.stride(0),
+        weight.stride(1),
+        heads,
+        in_features,
+        out_features,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -94,7 +124,14 @@ def combine_experts_cpu(out: Tensor, order: Tensor, weights: Tensor | None) -> T
     out, order, weights = out.contiguous(), order.contiguous(), None if weights is None else weights.contiguous()
     combined = out.new_empty(tokens, out.shape[1])
     kernel("quire_combine_experts", "ippplllpi")(
-        CODES[out.dtype], out.data_ptr(), order.data_ptr(), None if weights is None else weights.data_ptr(),
-        tokens, top_k, out.shape[1], combined.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[out.dtype],
+        out.data_ptr(),
+        order.data_ptr(),
+        None if weights is None else weights.data_ptr(),
+        tokens,
+        top_k,
+        out.shape[1],
+        combined.data_ptr(),
+        torch.get_num_threads(),
+    )
     return combined

@@ -19,8 +19,21 @@ def add_lora_cpu(out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, ra
     if x_last != 1 or out_last != 1 or out.dtype is not x.dtype:
         return add_lora.reference(out, x, a, b, slots, ranks, bounds)  # type: ignore[no-any-return]
     kernel("quire_add_lora", "iplplpppppllllli")(
-        CODES[x.dtype], out.data_ptr(), out_stride, x.data_ptr(), x_stride, a.data_ptr(), b.data_ptr(),
-        slots.data_ptr(), ranks.data_ptr(), bounds.data_ptr(), tokens, parts, rank, inputs, b.shape[2],
+        CODES[x.dtype],
+        out.data_ptr(),
+        out_stride,
+        x.data_ptr(),
+        x_stride,
+        a.data_ptr(),
+        b.data_ptr(),
+        slots.data_ptr(),
+        ranks.data_ptr(),
+        bounds.data_ptr(),
+        tokens,
+        parts,
+        rank,
+        inputs,
+        b.shape[2],
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return out

@@ -13,7 +13,13 @@ def apply_token_masks_cpu(logits: Tensor, places: Tensor, bits: Tensor) -> Tenso
     if logits.stride(1) != 1 or logits.dtype not in CODES:
         return apply_token_masks.reference(logits, places, bits)  # type: ignore[no-any-return]
     kernel("quire_apply_token_masks", "ipllplpi")(
-        CODES[logits.dtype], logits.data_ptr(), logits.stride(0), logits.shape[1], places.data_ptr(),
-        len(places), bits.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[logits.dtype],
+        logits.data_ptr(),
+        logits.stride(0),
+        logits.shape[1],
+        places.data_ptr(),
+        len(places),
+        bits.data_ptr(),
+        torch.get_num_threads(),
+    )
     return logits

@@ -51,7 +51,12 @@ class Panels:
         picked = self.data.new_empty(len(ids), self.data.shape[1])
         ids = ids.contiguous()
         kernel("quire_panel_rows", "pllplpi")(
-            self.data.data_ptr(), self.rows, self.words, ids.data_ptr(), len(ids), picked.data_ptr(),
+            self.data.data_ptr(),
+            self.rows,
+            self.words,
+            ids.data_ptr(),
+            len(ids),
+            picked.data_ptr(),
             torch.get_num_threads(),
-        )  # fmt: skip
+        )
         return picked[:, : self.columns]

@@ -27,7 +27,7 @@ INSTRUCTION_SETS = {
     "neon-bf16": ("-march=armv8.2-a+dotprod+i8mm+bf16", {*_DOTPROD, "i8mm", "bf16"}),
     "neon-dotprod": ("-march=armv8.2-a+dotprod", _DOTPROD),
     "neon": ("-march=armv8-a", {"asimd"}),
-}  # fmt: skip
+}
 PROCESSORS = {  # by the compiler's names of processors: the instruction set of these that the kernels can use
     "haswell": "avx2", "znver1": "avx2", "znver2": "avx2", "znver3": "avx2", "alderlake": "avx-vnni",
     "skylake-avx512": "avx512", "cascadelake": "avx512", "icelake-server": "avx512-vnni", "sapphirerapids": "amx",
@@ -41,9 +41,13 @@ USED_FEATURES = {
     "asimd", "asimddp", "i8mm", "bf16",
 }  # fmt: skip
 _ARM_FEATURES = {  # where each is: the entry of Linux's auxiliary vector and its bit, and the name in macOS
-    "asimd": (16, 1, "AdvSIMD"), "atomics": (16, 8, "FEAT_LSE"), "asimddp": (16, 20, "FEAT_DotProd"),
-    "sve": (16, 22, "FEAT_SVE"), "i8mm": (26, 13, "FEAT_I8MM"), "bf16": (26, 14, "FEAT_BF16"),
-}  # fmt: skip
+    "asimd": (16, 1, "AdvSIMD"),
+    "atomics": (16, 8, "FEAT_LSE"),
+    "asimddp": (16, 20, "FEAT_DotProd"),
+    "sve": (16, 22, "FEAT_SVE"),
+    "i8mm": (26, 13, "FEAT_I8MM"),
+    "bf16": (26, 14, "FEAT_BF16"),
+}
 
 
 @cache

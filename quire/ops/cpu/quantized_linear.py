@@ -62,9 +62,13 @@ class QuantizedPanels:
         if self.bits not in (4, 8):
             wide = codes.new_empty(len(codes), form.codes.shape[1])
             kernel("quire_widen_codes", "ipllipi")(
-                self.bits, codes.data_ptr(), *wide.shape, _base(form, self.bits), wide.data_ptr(),
+                self.bits,
+                codes.data_ptr(),
+                *wide.shape,
+                _base(form, self.bits),
+                wide.data_ptr(),
                 torch.get_num_threads(),
-            )  # fmt: skip
+            )
             codes = wide
         parts["codes"] = codes.view(form.codes.dtype)
         if form.factors is not None:
@@ -75,16 +79,29 @@ class QuantizedPanels:
         """The weights of the outputs `ids`: [len(ids), in]"""
         form = self.form
         is_plain = (
-            form.codes.dtype is torch.uint8 and self.bits == 8 and self.scales.data.dtype is torch.float32
-            and self.offsets is None and self.factors is None and self.table is None and form.order is None
-        )  # fmt: skip
+            form.codes.dtype is torch.uint8
+            and self.bits == 8
+            and self.scales.data.dtype is torch.float32
+            and self.offsets is None
+            and self.factors is None
+            and self.table is None
+            and form.order is None
+        )
         if not is_plain:
             return self.pick(ids).dequantize().to(dtype)
         rows, ids = torch.empty(len(ids), form.in_features, dtype=dtype), ids.contiguous()
         kernel("quire_byte_rows", "ipplllplpi")(
-            CODES[dtype], self.codes.data.data_ptr(), self.scales.data.data_ptr(), self.out_features, form.in_features,
-            form.group, ids.data_ptr(), len(ids), rows.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+            CODES[dtype],
+            self.codes.data.data_ptr(),
+            self.scales.data.data_ptr(),
+            self.out_features,
+            form.in_features,
+            form.group,
+            ids.data_ptr(),
+            len(ids),
+            rows.data_ptr(),
+            torch.get_num_threads(),
+        )
         return rows
 
     def joined(self, others: Sequence["QuantizedPanels"]) -> "QuantizedPanels":
@@ -122,9 +139,7 @@ def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, b
     return _multiply(x, weight, bias, weight.out_features, None)
 
 
-def _multiply(
-    x: Tensor, weight: QuantizedPanels, bias: Tensor | None, outs: int, bounds: Tensor | None
-) -> Tensor:  # fmt: skip
+def _multiply(x: Tensor, weight: QuantizedPanels, bias: Tensor | None, outs: int, bounds: Tensor | None) -> Tensor:
     """outs, bounds: of each expert, if the weights are those of several."""
     form = weight.form
     check_width(x.shape[1], form.num_inputs or form.in_features)
@@ -136,19 +151,31 @@ def _multiply(
     out = x.new_empty(rows, outs)
     inputs = x.data_ptr(), stride, rows, weight.codes.data.data_ptr()
     others = (
-        outs, form.in_features, form.group, None if bias is None else bias.data_ptr(),
-        None if bounds is None else bounds.data_ptr(), weight.out_features // outs, out.data_ptr(),
+        outs,
+        form.in_features,
+        form.group,
+        None if bias is None else bias.data_ptr(),
+        None if bounds is None else bounds.data_ptr(),
+        weight.out_features // outs,
+        out.data_ptr(),
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     if form.codes.is_floating_point():
         kernel("quire_float8_linear", "ipllpplllpplpi")(CODES[x.dtype], *inputs, weight.scales.data.data_ptr(), *others)
         return out
     kinds = 1 if form.factors is None else form.factors.shape[2]
     kernel("quire_quantized_linear", "iipllppipipillplllpplpi")(
-        CODES[x.dtype], weight.bits, *inputs, *_numbers(weight.scales), *_numbers(weight.offsets),
-        *_numbers(weight.factors), 0 if weight.factors is None else weight.factors.columns, kinds,
-        None if weight.table is None else weight.table.data_ptr(), *others,
-    )  # fmt: skip
+        CODES[x.dtype],
+        weight.bits,
+        *inputs,
+        *_numbers(weight.scales),
+        *_numbers(weight.offsets),
+        *_numbers(weight.factors),
+        0 if weight.factors is None else weight.factors.columns,
+        kinds,
+        None if weight.table is None else weight.table.data_ptr(),
+        *others,
+    )
     return out
 
 
@@ -167,9 +194,13 @@ def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix | QuantizedPanels:
         width = -(-matrix.in_features // unit) * unit * bits // 8
         codes = lasting.empty(len(codes), width, dtype=torch.uint8, device=codes.device)
         kernel("quire_narrow_codes", "ipllipi")(
-            bits, matrix.codes.data_ptr(), *matrix.codes.shape, _base(matrix, bits), codes.data_ptr(),
+            bits,
+            matrix.codes.data_ptr(),
+            *matrix.codes.shape,
+            _base(matrix, bits),
+            codes.data_ptr(),
             torch.get_num_threads(),
-        )  # fmt: skip
+        )
     else:
         bits = matrix.bits
     of_groups = {name: getattr(matrix, name) for name in ("scales", "offsets", "factors")}
@@ -191,7 +222,7 @@ def _base(matrix: QuantizedMatrix, bits: int) -> int:
 @grouped_quantized_linear.implementation("cpu", supports=_in_two_bytes)
 def grouped_quantized_linear_cpu(
     x: Tensor, weight: QuantizedMatrix | QuantizedPanels, bias: Tensor | None, offsets: Tensor
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     if isinstance(weight, QuantizedMatrix):
         return grouped_quantized_linear.reference(x, weight, bias, offsets)  # type: ignore[no-any-return]
     return _multiply(x, weight, bias, weight.out_features // (len(offsets) - 1), offsets)
@@ -221,9 +252,18 @@ def quantize_cpu(weight: Tensor, bits: int, group: int) -> QuantizedMatrix:
     scales = lasting.empty(out_features, -(-in_features // group), dtype=torch.float32, device=weight.device)
     factors = torch.tensor(FACTORS[bits])
     kernel("quire_quantize", "ipllilpippi")(
-        CODES[weight.dtype], weight.data_ptr(), out_features, in_features, bits, group, factors.data_ptr(),
-        len(factors), codes.data_ptr(), scales.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[weight.dtype],
+        weight.data_ptr(),
+        out_features,
+        in_features,
+        bits,
+        group,
+        factors.data_ptr(),
+        len(factors),
+        codes.data_ptr(),
+        scales.data_ptr(),
+        torch.get_num_threads(),
+    )
     return QuantizedMatrix(codes, scales, group, in_features)
 
 

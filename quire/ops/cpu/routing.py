@@ -18,11 +18,24 @@ def choose_experts(logits: Tensor, correction_bias: Tensor | None, routing: Rout
     weights = torch.empty(tokens, routing.top_k, dtype=torch.float32)
     experts = torch.empty(tokens, routing.top_k, dtype=torch.int64)
     kernel("quire_choose_experts", "iplllpiliffllippi")(
-        CODES[logits.dtype], logits.data_ptr(), logits.stride(0), tokens, count,
-        None if correction_bias is None else correction_bias.data_ptr(), _SCORINGS.index(routing.scoring),
-        routing.top_k, routing.normalize, routing.scale, routing.jitter, routing.groups, routing.topk_groups,
-        routing.group_score == "two_best", weights.data_ptr(), experts.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        CODES[logits.dtype],
+        logits.data_ptr(),
+        logits.stride(0),
+        tokens,
+        count,
+        None if correction_bias is None else correction_bias.data_ptr(),
+        _SCORINGS.index(routing.scoring),
+        routing.top_k,
+        routing.normalize,
+        routing.scale,
+        routing.jitter,
+        routing.groups,
+        routing.topk_groups,
+        routing.group_score == "two_best",
+        weights.data_ptr(),
+        experts.data_ptr(),
+        torch.get_num_threads(),
+    )
     return weights, experts
 
 
@@ -33,7 +46,16 @@ def sort_by_expert(x: Tensor, experts: Tensor, bounds: Tensor) -> tuple[Tensor, 
     rows = x.new_empty(tokens * top_k, dim)
     offsets, order = torch.empty(count, dtype=torch.int64), torch.empty(tokens * top_k, dtype=torch.int64)
     kernel("quire_sort_by_expert", "pllplllpppi")(
-        x.data_ptr(), x.stride(0) * x.itemsize, dim * x.itemsize, experts.data_ptr(), tokens, top_k, count - 1,
-        rows.data_ptr(), offsets.data_ptr(), order.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        x.data_ptr(),
+        x.stride(0) * x.itemsize,
+        dim * x.itemsize,
+        experts.data_ptr(),
+        tokens,
+        top_k,
+        count - 1,
+        rows.data_ptr(),
+        offsets.data_ptr(),
+        order.data_ptr(),
+        torch.get_num_threads(),
+    )
     return rows, offsets, order

@@ -20,9 +20,14 @@ def argmax(logits: Tensor) -> Tensor:
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64)
     kernel("quire_argmax", "iplllpi")(
-        CODES[logits.dtype], logits.data_ptr(), logits.stride(0), rows, vocab, tokens.data_ptr(),
+        CODES[logits.dtype],
+        logits.data_ptr(),
+        logits.stride(0),
+        rows,
+        vocab,
+        tokens.data_ptr(),
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return tokens
 
 
@@ -33,9 +38,13 @@ def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None)
     top_k = None if top_k is None else top_k.contiguous()
     top_p = None if top_p is None else top_p.contiguous()
     kernel("quire_keep_top_k_top_p", "plllppi")(
-        logits.data_ptr(), logits.stride(0), *logits.shape, None if top_k is None else top_k.data_ptr(),
-        None if top_p is None else top_p.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        logits.data_ptr(),
+        logits.stride(0),
+        *logits.shape,
+        None if top_k is None else top_k.data_ptr(),
+        None if top_p is None else top_p.data_ptr(),
+        torch.get_num_threads(),
+    )
     return logits
 
 
@@ -58,7 +67,13 @@ def sample_gumbel(
     seeds, positions = seeds.contiguous(), positions.contiguous()
     tokens = torch.empty(rows, dtype=torch.int64)
     kernel("quire_sample_gumbel", "plllpppi")(
-        logits.data_ptr(), logits.stride(0), rows, vocab, seeds.data_ptr(), positions.data_ptr(), tokens.data_ptr(),
+        logits.data_ptr(),
+        logits.stride(0),
+        rows,
+        vocab,
+        seeds.data_ptr(),
+        positions.data_ptr(),
+        tokens.data_ptr(),
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return tokens

@@ -37,7 +37,7 @@ class SharedSums(Shortcut):
             return False
         kernel("quire_reduce", "iplpllpiil")(
             CODES[x.dtype], x.data_ptr(), x.numel(), out.data_ptr(), start, stop, *self.place
-        )  # fmt: skip
+        )
         return True
 
     def all_gather(self, x: Tensor, out: Tensor) -> bool:

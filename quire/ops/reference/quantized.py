@@ -137,9 +137,7 @@ def _concatenated(run: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
 
 def alike(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
     """Whether their outputs could be those of one matrix."""
-    forms = [
-        (m.group, m.code_bits, {name: (t.dtype, t.shape[1:]) for name, t in m.by_row.items()}) for m in (a, b)
-    ]  # fmt: skip
+    forms = [(m.group, m.code_bits, {name: (t.dtype, t.shape[1:]) for name, t in m.by_row.items()}) for m in (a, b)]
     return forms[0] == forms[1] and _same(a.order, b.order) and a.table == b.table
 
 

@@ -57,10 +57,15 @@ RULES = ("plain", "delta", "removal")  # of the scan; in C++, the enum Rule
 
 class _Step(ctypes.Structure):
     _fields_ = [
-        ("starts", ctypes.c_void_p), ("lengths", ctypes.c_void_p), ("table", ctypes.c_void_p),
-        ("table_stride", ctypes.c_int64), ("requests", ctypes.c_int32), ("block_size", ctypes.c_int32),
-        ("drafts", ctypes.c_int32), ("threads", ctypes.c_int32),
-    ]  # fmt: skip
+        ("starts", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("requests", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("drafts", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
 
 
 class Span(NamedTuple):
@@ -155,9 +160,16 @@ def time_steps(x: Tensor, bias: Tensor, rate: Tensor, least: float, most: float)
 
 @declare
 def scan(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: Tensor, skip: Tensor | None, pages: Pages, plan: StatePlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    scale: Tensor,
+    skip: Tensor | None,
+    pages: Pages,
+    plan: StatePlan,
     rule: str,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Linear attention with a state S that decays, from token to token, in float32:
 
         "plain":    S = decay * S;  S += k (scale * v)
@@ -227,9 +239,12 @@ def selective_scan(
 
 
 def _run(
-    numbers: Tensor, advance: Callable[[Tensor, Tensor], Tensor], read: Callable[[Tensor, int], None], pages: Pages,
+    numbers: Tensor,
+    advance: Callable[[Tensor, Tensor], Tensor],
+    read: Callable[[Tensor, int], None],
+    pages: Pages,
     plan: StatePlan,
-) -> None:  # fmt: skip
+) -> None:
     """Take the states through the tokens of a step. numbers: [tokens, numbers of a token], as in Pages.behind.
     advance: from a state and a token's numbers to the next state. read: makes the result of a token of the batch."""
     for span in plan.spans():

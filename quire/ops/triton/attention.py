@@ -53,9 +53,23 @@ def _put(x, plane, offset, dim, inside, at, BLOCK_SIZE: tl.constexpr, CELL: tl.c
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def store_kernel(
-    cache, k, v, slots, block_stride, k_stride, k_head_stride, v_stride, v_head_stride, dim, plane_size,
-    LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    cache,
+    k,
+    v,
+    slots,
+    block_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    dim,
+    plane_size,
+    LATENT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CELL: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A program for each token and KV head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token)
@@ -84,11 +98,37 @@ def _times(x, scale, weight, WIDE_WEIGHT: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def prepare_kernel(
-    cache, q, k, v, slots, q_weight, k_weight, cos, sin, block_stride, q_stride, q_head_stride, heads, k_stride,
-    k_head_stride, v_stride, v_head_stride, kv_heads, dim, half, plane_size, eps,
-    NORM: tl.constexpr, WIDE_WEIGHT: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    cache,
+    q,
+    k,
+    v,
+    slots,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    block_stride,
+    q_stride,
+    q_head_stride,
+    heads,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    kv_heads,
+    dim,
+    half,
+    plane_size,
+    eps,
+    NORM: tl.constexpr,
+    WIDE_WEIGHT: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CELL: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A program for each token and head. Heads of q and k are normed and rotated in place. Heads of k and v are stored
     in the cache."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -192,14 +232,51 @@ def biases(tables, distance, reach, exists):
     do_not_specialize_on_alignment=["block_table", "starts", "lengths"],
 )
 def attend_kernel(
-    out, lse, partial, partial_lse, q, cache, block_table, starts, lengths, sinks, bias, block_stride, q_stride,
-    q_head_stride, table_stride, requests, splits, heads, scale, soft_cap, window, reach, plane_size,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-    OUT_DIM: tl.constexpr, LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr,
-    SINKS: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    KEYS: tl.constexpr, ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    BY_SLOT: tl.constexpr = False, BIASED: tl.constexpr = False,
-):  # fmt: skip
+    out,
+    lse,
+    partial,
+    partial_lse,
+    q,
+    cache,
+    block_table,
+    starts,
+    lengths,
+    sinks,
+    bias,
+    block_stride,
+    q_stride,
+    q_head_stride,
+    table_stride,
+    requests,
+    splits,
+    heads,
+    scale,
+    soft_cap,
+    window,
+    reach,
+    plane_size,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    OUT_DIM: tl.constexpr,
+    LATENT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CELL: tl.constexpr,
+    NATIVE: tl.constexpr,
+    SINKS: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BY_SLOT: tl.constexpr = False,
+    BIASED: tl.constexpr = False,
+):
     """A program for each tile, some query heads of a KV head, and part of the keys.
 
     A KV head has GROUP query heads. A program computes HEADS of them, for TOKENS tokens. The elements of a head are
@@ -363,9 +440,16 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def merge_kernel(
-    out, lse, partial, partial_lse, splits, DIM: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
+    out,
+    lse,
+    partial,
+    partial_lse,
+    splits,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
     PART: tl.constexpr,
-):  # fmt: skip
+):
     """A program for each token and head. It adds up the partial results, at most MOST, weighted by their sums."""
     row = tl.program_id(0).to(tl.int64) * splits
     every, columns = tl.arange(0, MOST), tl.arange(0, BLOCK)

@@ -16,10 +16,25 @@ _BLOCK = 1024  # tokens of an iteration
     do_not_specialize_on_alignment=["rows", "query_start_loc", "input_ids", "positions", "slot_mapping", "seq_lens"],
 )
 def _flat_batch(
-    token_ids, num_computed, block_tables, rows, query_start_loc, input_ids, positions, slot_mapping, seq_lens,
-    tokens_stride, group_stride, table_stride, slots_stride, num_requests, num_tokens, NUM_GROUPS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    token_ids,
+    num_computed,
+    block_tables,
+    rows,
+    query_start_loc,
+    input_ids,
+    positions,
+    slot_mapping,
+    seq_lens,
+    tokens_stride,
+    group_stride,
+    table_stride,
+    slots_stride,
+    num_requests,
+    num_tokens,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     request = tl.program_id(0)
     is_request = request < num_requests
     begin = tl.load(query_start_loc + request)
@@ -58,18 +73,30 @@ def flat_batch(
 ) -> None:
     groups = len(block_tables)
     _flat_batch[(len(rows) + 1,)](
-        token_ids, num_computed, block_tables, rows, query_start_loc, input_ids, positions, slot_mapping, seq_lens,
-        token_ids.stride(0), block_tables.stride(0), block_tables.stride(1), slot_mapping.stride(0), len(rows),
-        len(input_ids), groups, block_size, _BLOCK, enable_fp_fusion=False,
-    )  # fmt: skip
+        token_ids,
+        num_computed,
+        block_tables,
+        rows,
+        query_start_loc,
+        input_ids,
+        positions,
+        slot_mapping,
+        seq_lens,
+        token_ids.stride(0),
+        block_tables.stride(0),
+        block_tables.stride(1),
+        slot_mapping.stride(0),
+        len(rows),
+        len(input_ids),
+        groups,
+        block_size,
+        _BLOCK,
+        enable_fp_fusion=False,
+    )
 
 
-@triton.jit(
-    do_not_specialize=["places"], do_not_specialize_on_alignment=["rows", "positions", "sampled"],
-)  # fmt: skip
-def _append_tokens(
-    token_ids, num_tokens, rows, positions, sampled, tokens_stride, places, BLOCK: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["places"], do_not_specialize_on_alignment=["rows", "positions", "sampled"])
+def _append_tokens(token_ids, num_tokens, rows, positions, sampled, tokens_stride, places, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = place < places
     row = tl.load(rows + place, mask=exists, other=0)
@@ -84,6 +111,14 @@ def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, positions
     places, block = len(rows), 64
     if places:
         _append_tokens[(triton.cdiv(places, block),)](
-            token_ids, num_tokens, rows, positions, sampled, token_ids.stride(0), places, block, num_warps=2,
+            token_ids,
+            num_tokens,
+            rows,
+            positions,
+            sampled,
+            token_ids.stride(0),
+            places,
+            block,
+            num_warps=2,
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )

@@ -39,10 +39,28 @@ _BAND = 8  # tiles of rows that follow each other, and so read the same weights 
 
 @triton.jit(do_not_specialize=["rows"])
 def _dense(
-    out, parts, x, weight, bias, rows, outs, ins, part, x_stride, x_head_stride, weight_stride, weight_head_stride,
-    BIAS: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, BAND: tl.constexpr, ROWS: tl.constexpr,
-    OUTS: tl.constexpr, INS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    out,
+    parts,
+    x,
+    weight,
+    bias,
+    rows,
+    outs,
+    ins,
+    part,
+    x_stride,
+    x_head_stride,
+    weight_stride,
+    weight_head_stride,
+    BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BAND: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    INS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """A program computes ROWS x OUTS results of a head (program_id(1)); with PARTS, one part of their sums.
 
     part: inputs of a part, a multiple of INS. WHOLE: whether ins is a multiple of INS. out: [rows, heads, outs];
@@ -142,10 +160,31 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     parts = torch.empty(count, rows, heads, outs, dtype=torch.float32, device=x.device) if is_divided else out
     added = x if bias is None else bias.contiguous()
     _dense[(row_tiles * tiles, heads, count if is_divided else 1)](
-        out, parts, x, weight, added, rows, outs, ins, part, x.stride(0), x.stride(1), weight.stride(1),
-        weight.stride(0), bias is not None, is_divided, ins % tile.ins == 0, _BAND, tile.rows, tile.outs, tile.ins,
-        precision(x.dtype), num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
-    )  # fmt: skip
+        out,
+        parts,
+        x,
+        weight,
+        added,
+        rows,
+        outs,
+        ins,
+        part,
+        x.stride(0),
+        x.stride(1),
+        weight.stride(1),
+        weight.stride(0),
+        bias is not None,
+        is_divided,
+        ins % tile.ins == 0,
+        _BAND,
+        tile.rows,
+        tile.outs,
+        tile.ins,
+        precision(x.dtype),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=True,
+    )
     if is_divided:
         _add_parts[(rows, triton.cdiv(heads * outs, 1024))](
             out, parts, added, rows, heads * outs, count, bias is not None, 1024, enable_fp_fusion=True
@@ -178,9 +217,7 @@ def _combine(combined, out, places, weights, dim, TOP_K: tl.constexpr, BLOCK: tl
 
 
 @choose_experts.implementation("triton", supports=on_gpu)
-def choose_experts_triton(
-    logits: Tensor, correction_bias: Tensor | None, routing: Routing
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def choose_experts_triton(logits: Tensor, correction_bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """torch's, but for the sums, which do not depend on the other rows."""
     return choose_experts.reference(logits, correction_bias, routing, row_sums_triton)  # type: ignore[no-any-return]
 

@@ -44,9 +44,17 @@ def count_kept(token_ids: Tensor, rows: Tensor, positions: Tensor, sampled: Tens
     kept = torch.empty(requests, dtype=torch.int64, device=rows.device)
     if requests:
         _count_kept[(requests,)](
-            kept, token_ids, rows, positions, sampled, place_start_loc, token_ids.stride(0), _PLACES, num_warps=1,
+            kept,
+            token_ids,
+            rows,
+            positions,
+            sampled,
+            place_start_loc,
+            token_ids.stride(0),
+            _PLACES,
+            num_warps=1,
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )
     return kept
 
 
@@ -97,9 +105,25 @@ def _softmax(tops, sums, parts, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["drafts", "seeds", "positions"])
 def _accept_or_resample(
-    p, q, drafts, seeds, positions, tops, sums, best, best_token, p_row_stride, p_stride, q_row_stride, q_stride, vocab,
-    parts, PARTS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    p,
+    q,
+    drafts,
+    seeds,
+    positions,
+    tops,
+    sums,
+    best,
+    best_token,
+    p_row_stride,
+    p_stride,
+    q_row_stride,
+    q_stride,
+    vocab,
+    parts,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A program for each part of a row. If the draft is rejected, it writes the part's best token and that token's
     value, which is max(p - q, 0) divided by exponential noise. Otherwise it writes the draft with the value 0."""
     place, part, places = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(0)
@@ -156,8 +180,21 @@ def accept_or_resample(p: Tensor, q: Tensor, drafts: Tensor, seeds: Tensor, outp
     width = triton.next_power_of_2(parts)
     _masses[(places, parts, 2)](p, q, tops, sums, *sizes, _PART, num_warps=8, enable_fp_fusion=False)
     _accept_or_resample[(places, parts)](
-        p, q, drafts, seeds, output_positions, tops, sums, best, best_token, *sizes, width, _PART, _BLOCK, num_warps=4,
+        p,
+        q,
+        drafts,
+        seeds,
+        output_positions,
+        tops,
+        sums,
+        best,
+        best_token,
+        *sizes,
+        width,
+        _PART,
+        _BLOCK,
+        num_warps=4,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     _merge[(places,)](tokens, best, best_token, parts, width, num_warps=1, enable_fp_fusion=False)
     return tokens

@@ -22,7 +22,7 @@ def _norm(wide, weight, dim, eps, dtype: tl.constexpr, WIDE_WEIGHT: tl.constexpr
 @triton.jit
 def _rms_norm(
     x, weight, out, inner, outer_stride, inner_stride, dim, eps, WIDE_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < dim
@@ -42,16 +42,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.numel():
         block = triton.next_power_of_2(dim)
         _rms_norm[(outer * inner,)](
-            rows, weight, out, inner, rows.stride(0), rows.stride(1), dim, eps, weight.dtype is not x.dtype, block,
-            num_warps=_warps(block), enable_fp_fusion=True,
-        )  # fmt: skip
+            rows,
+            weight,
+            out,
+            inner,
+            rows.stride(0),
+            rows.stride(1),
+            dim,
+            eps,
+            weight.dtype is not x.dtype,
+            block,
+            num_warps=_warps(block),
+            enable_fp_fusion=True,
+        )
     return out
 
 
 @triton.jit
 def _add_rms_norm(
     x, residual, weight, x_stride, residual_stride, dim, eps, WIDE_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < dim
@@ -73,9 +83,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if rows:
         block = triton.next_power_of_2(dim)
         _add_rms_norm[(rows,)](
-            x, residual, weight, x.stride(0), residual.stride(0), dim, eps, weight.dtype is not x.dtype, block,
-            num_warps=_warps(block), enable_fp_fusion=True,
-        )  # fmt: skip
+            x,
+            residual,
+            weight,
+            x.stride(0),
+            residual.stride(0),
+            dim,
+            eps,
+            weight.dtype is not x.dtype,
+            block,
+            num_warps=_warps(block),
+            enable_fp_fusion=True,
+        )
     return x, residual
 
 
@@ -152,8 +171,20 @@ def rotate(first, second, cos, sin, dtype: tl.constexpr):
 
 
 @triton.jit
-def _rotary(q, k, cos, sin, q_stride, q_head_stride, heads, k_stride, k_head_stride, half, INTERLEAVED: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
+def _rotary(
+    q,
+    k,
+    cos,
+    sin,
+    q_stride,
+    q_head_stride,
+    heads,
+    k_stride,
+    k_head_stride,
+    half,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A program for each token and head. The heads of q come first."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if head < heads:
@@ -183,7 +214,19 @@ def rotary_embedding(
     if tokens:
         cos, sin = cos.contiguous(), sin.contiguous()
         _rotary[(tokens, heads + k.shape[1])](
-            q, k, cos, sin, q.stride(0), q.stride(1), heads, k.stride(0), k.stride(1), half, interleaved,
-            triton.next_power_of_2(half), num_warps=1, enable_fp_fusion=True,
-        )  # fmt: skip
+            q,
+            k,
+            cos,
+            sin,
+            q.stride(0),
+            q.stride(1),
+            heads,
+            k.stride(0),
+            k.stride(1),
+            half,
+            interleaved,
+            triton.next_power_of_2(half),
+            num_warps=1,
+            enable_fp_fusion=True,
+        )
     return q, k

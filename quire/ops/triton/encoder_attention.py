@@ -21,10 +21,32 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["starts"])
 def _attend_whole(
-    out, q, k, v, starts, bias, sequences, q_stride, q_head, k_stride, k_head, v_stride, v_head, heads, group, scale,
-    reach, farthest, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    BANDED: tl.constexpr, PRECISION: tl.constexpr, BIASED: tl.constexpr = False,
-):  # fmt: skip
+    out,
+    q,
+    k,
+    v,
+    starts,
+    bias,
+    sequences,
+    q_stride,
+    q_head,
+    k_stride,
+    k_head,
+    v_stride,
+    v_head,
+    heads,
+    group,
+    scale,
+    reach,
+    farthest,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    BANDED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BIASED: tl.constexpr = False,
+):
     """DIM: elements of a head. WIDTH: the same with padding, a power of two. BANDED: whether there is a reach. BIASED:
     whether there are biases, by the distance of a key up to `farthest`."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -84,9 +106,33 @@ def encoder_attention_triton(
     queries, (warps, stages) = 64 if is_small else 32, (4, 2) if width <= 128 else (8, 1)
     if tokens:
         _attend_whole[(tokens // queries + sequences, heads)](
-            out, q, k, v, starts, starts if bias is None else bias, sequences, q.stride(0), q.stride(1), k.stride(0),
-            k.stride(1), v.stride(0), v.stride(1), heads, heads // k.shape[1], scale, reach or 0,
-            0 if bias is None else bias.shape[1] // 2, dim, width, queries, _KEYS, reach is not None,
-            precision(q.dtype), bias is not None, num_warps=warps, num_stages=stages, enable_fp_fusion=True,
-        )  # fmt: skip
+            out,
+            q,
+            k,
+            v,
+            starts,
+            starts if bias is None else bias,
+            sequences,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            heads,
+            heads // k.shape[1],
+            scale,
+            reach or 0,
+            0 if bias is None else bias.shape[1] // 2,
+            dim,
+            width,
+            queries,
+            _KEYS,
+            reach is not None,
+            precision(q.dtype),
+            bias is not None,
+            num_warps=warps,
+            num_stages=stages,
+            enable_fp_fusion=True,
+        )
     return out

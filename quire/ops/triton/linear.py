@@ -89,13 +89,46 @@ def _scales_of_quarters(scale_rows, word, ins, group_stride, GROUP: tl.constexpr
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _product(
-    out, x, x_scales, codes, table, scales, offsets, factors, bias, bounds, rows, tiles, experts, outs, ins, length,
-    span, x_stride, code_stride, scale_stride, group_stride,
-    FORM: tl.constexpr, WORDS: tl.constexpr, EIGHT: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr,
-    FACTORS: tl.constexpr, CENTRE: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr,
-    EXPERTS: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr,
-    OUTS: tl.constexpr, INS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    out,
+    x,
+    x_scales,
+    codes,
+    table,
+    scales,
+    offsets,
+    factors,
+    bias,
+    bounds,
+    rows,
+    tiles,
+    experts,
+    outs,
+    ins,
+    length,
+    span,
+    x_stride,
+    code_stride,
+    scale_stride,
+    group_stride,
+    FORM: tl.constexpr,
+    WORDS: tl.constexpr,
+    EIGHT: tl.constexpr,
+    SCALING: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    BIAS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PTX: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    INS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """A program computes ROWS x OUTS results (of one expert, if there are experts) from `span` words of each row of
     weights, which has `length`: elements, or four codes of 4 bits. It writes them to the part of `out` for these
     inputs.
@@ -169,9 +202,25 @@ def _product(
             left = stored
             if FORM != "dense" and not EIGHT:
                 left = weights_of(
-                    stored, table, scale_rows, offset_rows, begin, at, group_stride, ins, quarter, FORM, WORDS,
-                    "none" if scales_products else SCALING, OFFSETS, CENTRE, NATIVE, GROUP, PTX, right.dtype,
-                )  # fmt: skip
+                    stored,
+                    table,
+                    scale_rows,
+                    offset_rows,
+                    begin,
+                    at,
+                    group_stride,
+                    ins,
+                    quarter,
+                    FORM,
+                    WORDS,
+                    "none" if scales_products else SCALING,
+                    OFFSETS,
+                    CENTRE,
+                    NATIVE,
+                    GROUP,
+                    PTX,
+                    right.dtype,
+                )
             part = multiplied(left, right, part, PRECISION)
             if OFFSETS and SCALING == "step":
                 if ROWS <= 32:  # Tensor cores have time for it. Made of `left`, the ones get the layout of `left`.
@@ -295,9 +344,17 @@ def _quantized(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: 
     if rows:
         block = triton.next_power_of_2(ins)
         _rounded[(rows,)](
-            x, codes, scales, ins, x.stride(0), is_float8, native, block, num_warps=min(max(block // 1024, 1), 16),
+            x,
+            codes,
+            scales,
+            ins,
+            x.stride(0),
+            is_float8,
+            native,
+            block,
+            num_warps=min(max(block // 1024, 1), 16),
             enable_fp_fusion=True,
-        )  # fmt: skip
+        )
     codes = codes.view(packed.codes.dtype)
     kind = "float8" if is_float8 else "int8"
     return _launch(codes, scales, packed.codes, packed, bias, bounds, kind, x.dtype, fixed)
@@ -317,9 +374,16 @@ def _scaling(weight: PackedMatrix, step: int) -> tuple[str, int]:
 
 
 def _launch(
-    x: Tensor, x_scales: Tensor | None, codes: Tensor, weight: PackedMatrix | None, bias: Tensor | None,
-    bounds: Tensor | None, kind: str, dtype: torch.dtype, fixed: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    x_scales: Tensor | None,
+    codes: Tensor,
+    weight: PackedMatrix | None,
+    bias: Tensor | None,
+    bounds: Tensor | None,
+    kind: str,
+    dtype: torch.dtype,
+    fixed: bool,
+) -> Tensor:
     """codes: of all outputs, or dense weights. weight: what the codes mean. kind: see tiles.py. dtype: of results."""
     x = x if x.stride(1) == 1 else x.contiguous()
     codes = codes if codes.stride(1) == 1 else codes.contiguous()
@@ -352,20 +416,50 @@ def _launch(
     is_native = converts_float8(x.device)
     has_ptx = card.backend == "cuda" and not INTERPRETED and dtype is not torch.float32
     _product[(tiles * triton.cdiv(outs, tile.outs), splits)](
-        parts, x, x if x_scales is None else x_scales, codes,
-        codes if table is None or has_ptx else tensor_of(table, x.device, dtype), scales,
-        scales if offsets is None else offsets, scales if factors is None else factors,
-        x if bias is None else bias.contiguous(), x if bounds is None else bounds, rows, tiles, experts, outs, ins,
-        length, span, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1),
-        form, words_of(table, dtype) if table and has_ptx else None, x_scales is not None, scaling,
-        offsets is not None, factors is not None,
-        8 if form == "four" and offsets is None else 0, 1 if scaling in ("none", "row") else group,
-        1 if weight is None else weight.run, bias is not None,
-        0 if bounds is None else triton.next_power_of_2(experts), length % step == 0 and ins == length * per_word,
-        is_native, has_ptx, tile.rows, tile.outs, step, precision(dtype),
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        parts,
+        x,
+        x if x_scales is None else x_scales,
+        codes,
+        codes if table is None or has_ptx else tensor_of(table, x.device, dtype),
+        scales,
+        scales if offsets is None else offsets,
+        scales if factors is None else factors,
+        x if bias is None else bias.contiguous(),
+        x if bounds is None else bounds,
+        rows,
+        tiles,
+        experts,
+        outs,
+        ins,
+        length,
+        span,
+        x.stride(0),
+        codes.stride(0),
+        scales.stride(0),
+        scales.stride(1),
+        form,
+        words_of(table, dtype) if table and has_ptx else None,
+        x_scales is not None,
+        scaling,
+        offsets is not None,
+        factors is not None,
+        8 if form == "four" and offsets is None else 0,
+        1 if scaling in ("none", "row") else group,
+        1 if weight is None else weight.run,
+        bias is not None,
+        0 if bounds is None else triton.next_power_of_2(experts),
+        length % step == 0 and ins == length * per_word,
+        is_native,
+        has_ptx,
+        tile.rows,
+        tile.outs,
+        step,
+        precision(dtype),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=True,
         **(card.most_registers(tile.warps, tile.programs) if offsets is not None or table else {}),
-    )  # fmt: skip
+    )
     if splits > 1:
         _total[(triton.cdiv(out.numel(), 512),)](
             out, parts, rows, outs, splits, 512, num_warps=2, enable_fp_fusion=True

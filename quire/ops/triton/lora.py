@@ -28,9 +28,21 @@ def _next_slot(slots, below):
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots"])
 def _shrink(
-    result, x, a, slots, ranks, tokens, x_stride, parts, rank, ins,
-    TOKENS: tl.constexpr, RANK: tl.constexpr, INPUTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    result,
+    x,
+    a,
+    slots,
+    ranks,
+    tokens,
+    x_stride,
+    parts,
+    rank,
+    ins,
+    TOKENS: tl.constexpr,
+    RANK: tl.constexpr,
+    INPUTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """A program for TOKENS tokens and a part. result: [tokens, parts, rank], float32."""
     part = tl.program_id(1)
     row, of_rank, columns = tl.arange(0, 16), tl.arange(0, RANK), tl.arange(0, INPUTS)
@@ -47,12 +59,14 @@ def _shrink(
                 inside = begin + columns < ins
                 given = tl.load(
                     x + token[:, None] * x_stride + begin + columns[None, :],
-                    mask=mine[:, None] & inside[None, :], other=0.0,
-                )  # fmt: skip
+                    mask=mine[:, None] & inside[None, :],
+                    other=0.0,
+                )
                 weights = tl.load(
                     matrix + of_rank[None, :] * ins + begin + columns[:, None],
-                    mask=(of_rank < used)[None, :] & inside[:, None], other=0.0,
-                )  # fmt: skip
+                    mask=(of_rank < used)[None, :] & inside[:, None],
+                    other=0.0,
+                )
                 sums = multiplied(given, weights, sums, PRECISION)
             to = result + (token[:, None] * parts + part) * rank + of_rank[None, :]
             tl.store(to, sums, mask=mine[:, None] & (of_rank < used)[None, :])
@@ -61,9 +75,22 @@ def _shrink(
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots"])
 def _expand(
-    out, shrunk, b, slots, ranks, bounds, tokens, out_stride, parts, rank, outs,
-    TOKENS: tl.constexpr, RANK: tl.constexpr, OUTPUTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    out,
+    shrunk,
+    b,
+    slots,
+    ranks,
+    bounds,
+    tokens,
+    out_stride,
+    parts,
+    rank,
+    outs,
+    TOKENS: tl.constexpr,
+    RANK: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """A program for TOKENS tokens and OUTPUTS outputs, which may belong to several parts."""
     begin = tl.program_id(1) * OUTPUTS
     row, of_rank, output = tl.arange(0, 16), tl.arange(0, RANK), begin + tl.arange(0, OUTPUTS)
@@ -80,12 +107,14 @@ def _expand(
                 if (start < begin + OUTPUTS) & (stop > begin):
                     given = tl.load(
                         shrunk + (token[:, None] * parts + part) * rank + of_rank[None, :],
-                        mask=mine[:, None] & ranked[None, :], other=0.0,
-                    )  # fmt: skip
+                        mask=mine[:, None] & ranked[None, :],
+                        other=0.0,
+                    )
                     weights = tl.load(
                         b + (slot * rank + of_rank[:, None]) * outs + output[None, :],
-                        mask=ranked[:, None] & ((output >= start) & (output < stop))[None, :], other=0.0,
-                    )  # fmt: skip
+                        mask=ranked[:, None] & ((output >= start) & (output < stop))[None, :],
+                        other=0.0,
+                    )
                     sums = multiplied(given, weights.to(tl.float32), sums, PRECISION)
             to = out + token[:, None] * out_stride + output[None, :]
             mask = mine[:, None] & (output < outs)[None, :]
@@ -106,11 +135,40 @@ def add_lora_triton(
     width, groups, kind = max(triton.next_power_of_2(rank), 16), triton.cdiv(tokens, group), precision(x.dtype)
     shrunk = torch.empty(tokens, parts, rank, dtype=torch.float32, device=x.device)
     _shrink[(groups, parts)](
-        shrunk, x, a, slots, ranks, tokens, x.stride(0), parts, rank, ins, group, width, _INPUTS, kind, num_warps=4,
+        shrunk,
+        x,
+        a,
+        slots,
+        ranks,
+        tokens,
+        x.stride(0),
+        parts,
+        rank,
+        ins,
+        group,
+        width,
+        _INPUTS,
+        kind,
+        num_warps=4,
         enable_fp_fusion=True,
-    )  # fmt: skip
+    )
     _expand[(groups, triton.cdiv(outs, _OUTPUTS))](
-        out, shrunk, b, slots, ranks, bounds, tokens, out.stride(0), parts, rank, outs, group, width, _OUTPUTS, kind,
-        num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
+        out,
+        shrunk,
+        b,
+        slots,
+        ranks,
+        bounds,
+        tokens,
+        out.stride(0),
+        parts,
+        rank,
+        outs,
+        group,
+        width,
+        _OUTPUTS,
+        kind,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
     return out

@@ -32,7 +32,6 @@ def apply_token_masks_triton(logits: Tensor, places: Tensor, bits: Tensor) -> Te
     masks, words = bits.shape
     if masks:
         _apply_token_masks[(masks, triton.cdiv(words, _WORDS))](
-            logits, places, bits, logits.stride(0), logits.shape[1], words, _WORDS, num_warps=4,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+            logits, places, bits, logits.stride(0), logits.shape[1], words, _WORDS, num_warps=4, enable_fp_fusion=False
+        )
     return logits

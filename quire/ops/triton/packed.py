@@ -44,9 +44,17 @@ def pack(matrix: QuantizedMatrix) -> PackedMatrix:
     if factors is not None and factors.shape[1:].numel() != 1:
         scales, offsets, factors = matrix.effective_scales(), matrix.effective_offsets(), None
     return PackedMatrix(
-        codes.contiguous(), _by_group(scales), matrix.group, ins, None if offsets is None else _by_group(offsets),
-        factors, matrix.order, matrix.num_inputs, matrix.table, run=run,
-    )  # fmt: skip
+        codes.contiguous(),
+        _by_group(scales),
+        matrix.group,
+        ins,
+        None if offsets is None else _by_group(offsets),
+        factors,
+        matrix.order,
+        matrix.num_inputs,
+        matrix.table,
+        run=run,
+    )
 
 
 @cache

@@ -10,9 +10,21 @@ from quire.ops.triton.targets import on_gpu
 
 @triton.jit
 def _merge_partials(
-    out, lse, outs, lses, sinks, heads, part_stride, token_stride, head_stride, rows, dim, PARTS: tl.constexpr,
-    SINKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    out,
+    lse,
+    outs,
+    lses,
+    sinks,
+    heads,
+    part_stride,
+    token_stride,
+    head_stride,
+    rows,
+    dim,
+    PARTS: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A program for each token and head. lses: [PARTS, rows]."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     token, head, inside = row // heads, row % heads, columns < dim
@@ -42,7 +54,19 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> t
     out, lse = outs.new_empty(tokens, heads, dim), lses.new_empty(tokens, heads)
     if tokens:
         _merge_partials[(tokens * heads,)](
-            out, lse, outs, lses, lses if sinks is None else sinks, heads, *outs.stride()[:3], tokens * heads, dim,
-            parts, sinks is not None, triton.next_power_of_2(dim), num_warps=1, enable_fp_fusion=True,
-        )  # fmt: skip
+            out,
+            lse,
+            outs,
+            lses,
+            lses if sinks is None else sinks,
+            heads,
+            *outs.stride()[:3],
+            tokens * heads,
+            dim,
+            parts,
+            sinks is not None,
+            triton.next_power_of_2(dim),
+            num_warps=1,
+            enable_fp_fusion=True,
+        )
     return out, lse

@@ -74,9 +74,18 @@ def _number(key):
 
 @triton.jit(do_not_specialize_on_alignment=["temperature"])
 def _survey(
-    logits, temperature, group_tops, part_sums, row_stride, stride, vocab, parts, SCALED: tl.constexpr,
-    PART: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    logits,
+    temperature,
+    group_tops,
+    part_sums,
+    row_stride,
+    stride,
+    vocab,
+    parts,
+    SCALED: tl.constexpr,
+    PART: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """A program for each part of a row: the largest logit of each group, and the sum of exp(logit - the part's top)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     divisor = tl.load(temperature + row) if SCALED else 1.0
@@ -95,9 +104,22 @@ def _survey(
     do_not_specialize_on_alignment=["min_p", "top_k", "top_p"],
 )
 def _cutoff(
-    group_tops, part_sums, cutoffs, tops, masses, min_p, top_k, top_p, min_p_stride, top_k_stride, top_p_stride, vocab,
-    parts, PARTS: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
+    group_tops,
+    part_sums,
+    cutoffs,
+    tops,
+    masses,
+    min_p,
+    top_k,
+    top_p,
+    min_p_stride,
+    top_k_stride,
+    top_p_stride,
+    vocab,
+    parts,
+    PARTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
     """A program for each row. It writes the cutoff as a key (0: nothing is truncated), the largest logit, and the sum
     of exp(logit - the largest)."""
     row = tl.program_id(0).to(tl.int64)
@@ -135,9 +157,25 @@ def _cutoff(
 
 @triton.jit(do_not_specialize_on_alignment=["temperature", "seeds", "positions"])
 def _gather(
-    logits, temperature, seeds, positions, cutoffs, best, best_token, values, tokens, row_stride, stride, vocab, parts,
-    SCALED: tl.constexpr, NOISE: tl.constexpr, TRUNCATED: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    temperature,
+    seeds,
+    positions,
+    cutoffs,
+    best,
+    best_token,
+    values,
+    tokens,
+    row_stride,
+    stride,
+    vocab,
+    parts,
+    SCALED: tl.constexpr,
+    NOISE: tl.constexpr,
+    TRUNCATED: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A program for each part of a row. Without a cutoff it writes the part's best token and that token's value, with
     noise. With a cutoff it writes the candidates in the order of their tokens, and to best_token their number."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -260,10 +298,30 @@ def _close_ranks(values, tokens, counts, parts, PARTS: tl.constexpr, PART: tl.co
     do_not_specialize_on_alignment=["min_p", "top_k", "top_p", "seeds", "positions"],
 )
 def _search(
-    out, bounds, seeds, positions, cutoffs, tops, masses, best, best_token, values, tokens, min_p, top_k, top_p,
-    min_p_stride, top_k_stride, top_p_stride, vocab, parts, DRAW: tl.constexpr, PARTS: tl.constexpr,
-    PART: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    out,
+    bounds,
+    seeds,
+    positions,
+    cutoffs,
+    tops,
+    masses,
+    best,
+    best_token,
+    values,
+    tokens,
+    min_p,
+    top_k,
+    top_p,
+    min_p_stride,
+    top_k_stride,
+    top_p_stride,
+    vocab,
+    parts,
+    DRAW: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A program for each row. Kept are the candidates above a bound, and the first few of those equal to the bound.
 
     It writes the token that is drawn, or without DRAW the bound and the last token equal to it that is kept.
@@ -391,19 +449,64 @@ def _select(
             logits, divisors, group_tops, sums, *size, scaled, _PART, _GROUP, num_warps=8, enable_fp_fusion=False
         )
         _cutoff[(rows,)](
-            group_tops, sums, cutoffs, tops, masses, *given, *strides, vocab, parts, width, groups, num_warps=8,
+            group_tops,
+            sums,
+            cutoffs,
+            tops,
+            masses,
+            *given,
+            *strides,
+            vocab,
+            parts,
+            width,
+            groups,
+            num_warps=8,
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )
     _gather[(rows, parts)](
-        logits, divisors, seeds, positions, cutoffs, best, best_token, values, tokens, *size, scaled,
-        noise is not None, is_truncated, _PART, _BLOCK, num_warps=8 if is_truncated else 4, enable_fp_fusion=False,
-    )  # fmt: skip
+        logits,
+        divisors,
+        seeds,
+        positions,
+        cutoffs,
+        best,
+        best_token,
+        values,
+        tokens,
+        *size,
+        scaled,
+        noise is not None,
+        is_truncated,
+        _PART,
+        _BLOCK,
+        num_warps=8 if is_truncated else 4,
+        enable_fp_fusion=False,
+    )
     if is_truncated:
         _search[(rows,)](
-            out, bounds, seeds, positions, cutoffs, tops, masses, best, best_token, values, tokens, *given, *strides,
-            vocab, parts, draws, width, _PART, _BLOCK // 2, num_warps=8, enable_fp_fusion=False,
+            out,
+            bounds,
+            seeds,
+            positions,
+            cutoffs,
+            tops,
+            masses,
+            best,
+            best_token,
+            values,
+            tokens,
+            *given,
+            *strides,
+            vocab,
+            parts,
+            draws,
+            width,
+            _PART,
+            _BLOCK // 2,
+            num_warps=8,
+            enable_fp_fusion=False,
             **card_of(device).most_registers(warps=8, programs=2),  # without, ptxas takes 80 or 48 registers and spills
-        )  # fmt: skip
+        )
     else:
         _merge[(rows,)](out, best, best_token, parts, width, num_warps=1, enable_fp_fusion=False)
     return out, bounds

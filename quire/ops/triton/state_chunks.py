@@ -117,11 +117,39 @@ def _inverse(lower, i, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["requests", "block_size", "drafts"])
 def _prepare(
-    mixed, keys, values, decayed, q, k, v, decay, scale, starts, lengths, q_stride, q_head, k_stride, k_head, v_stride,
-    scale_stride, requests, heads, ratio, value_dim, block_size, drafts, SHORT: tl.constexpr, CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr, KEY_DIM: tl.constexpr, PART: tl.constexpr, BY_CHANNEL: tl.constexpr, DELTA: tl.constexpr,
-    REMOVAL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    mixed,
+    keys,
+    values,
+    decayed,
+    q,
+    k,
+    v,
+    decay,
+    scale,
+    starts,
+    lengths,
+    q_stride,
+    q_head,
+    k_stride,
+    k_head,
+    v_stride,
+    scale_stride,
+    requests,
+    heads,
+    ratio,
+    value_dim,
+    block_size,
+    drafts,
+    SHORT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    PART: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr,
+    REMOVAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """mixed: [tokens, heads, CHUNK], what changes of the chunk's tokens add to a token's result, and with REMOVAL as
     much again for values. A change is a row of values: [tokens, heads, value_dim] minus a row of keys: [tokens, heads,
     KEY_DIM] times the state before the chunk. decayed: BY_CHANNEL, [tokens, heads, 3 or 4, KEY_DIM]: the query and the
@@ -240,12 +268,48 @@ def _prepare(
 
 @triton.jit(do_not_specialize=["block_size", "drafts"])
 def _scan_chunks(
-    out, mixed, keys, values, decayed, q, k, v, decay, scale, skip, state, behind, number, starts, lengths, table,
-    q_stride, q_head, k_stride, k_head, v_stride, scale_stride, page, table_stride, heads, ratio, token, value_dim,
-    block_size, drafts, SHORT: tl.constexpr, CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr, DELTA: tl.constexpr, HAS_SKIP: tl.constexpr,
-    REMOVAL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    out,
+    mixed,
+    keys,
+    values,
+    decayed,
+    q,
+    k,
+    v,
+    decay,
+    scale,
+    skip,
+    state,
+    behind,
+    number,
+    starts,
+    lengths,
+    table,
+    q_stride,
+    q_head,
+    k_stride,
+    k_head,
+    v_stride,
+    scale_stride,
+    page,
+    table_stride,
+    heads,
+    ratio,
+    token,
+    value_dim,
+    block_size,
+    drafts,
+    SHORT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    REMOVAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """A program takes COLUMNS columns of one head's state through the chunks of a span."""
     PARTS: tl.constexpr = 2 * CHUNK if REMOVAL else CHUNK
     KINDS: tl.constexpr = 4 if REMOVAL else 3
@@ -259,9 +323,30 @@ def _scan_chunks(
         group, stored = head // ratio, known[:, None] & exists[None, :]
         place = (head * KEY_DIM + element)[:, None] * value_dim + column[None, :]
         matrix = resume(
-            state, behind, number, table, start, place, stored, element, column, head, 0.0, page, heads, ratio, token,
-            value_dim, block_size, drafts, KEY_DIM, BY_CHANNEL, DELTA, False, REMOVAL,
-        )  # fmt: skip
+            state,
+            behind,
+            number,
+            table,
+            start,
+            place,
+            stored,
+            element,
+            column,
+            head,
+            0.0,
+            page,
+            heads,
+            ratio,
+            token,
+            value_dim,
+            block_size,
+            drafts,
+            KEY_DIM,
+            BY_CHANNEL,
+            DELTA,
+            False,
+            REMOVAL,
+        )
         low = start
         while low < end:
             high = tl.minimum(end, (low // block_size + 1) * block_size)
@@ -314,9 +399,16 @@ def _scan_chunks(
 
 @reference.scan.implementation("triton_chunks", supports=on_gpu, invariant_on=())
 def scan(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: Tensor, skip: Tensor | None, pages: Pages, plan: StatePlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    scale: Tensor,
+    skip: Tensor | None,
+    pages: Pages,
+    plan: StatePlan,
     rule: str,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     out, (tokens, heads, value_dim), key_dim = v.new_empty(v.shape), v.shape, k.shape[2]
     by_channel, removes, solves = decay.shape[1] > heads, rule == "removal", rule != "plain"
     keys = max(16, triton.next_power_of_2(key_dim))
@@ -331,16 +423,69 @@ def scan(
         strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), scale.stride(0)
         ratio, numbers = heads // k.shape[1], precision(v.dtype)
         _prepare[slots, heads](
-            *made, q, k, v, decay, scale, plan.starts, plan.lengths, *strides, len(plan.lengths), heads, ratio,
-            value_dim, plan.block_size, plan.drafts, _SHORT, _CHUNK, _CHUNK.bit_length() - 1, key_dim,
-            _PART // (1 + by_channel), by_channel, rule == "delta", removes, numbers, num_warps=8 if by_channel else 4,
-        )  # fmt: skip
+            *made,
+            q,
+            k,
+            v,
+            decay,
+            scale,
+            plan.starts,
+            plan.lengths,
+            *strides,
+            len(plan.lengths),
+            heads,
+            ratio,
+            value_dim,
+            plan.block_size,
+            plan.drafts,
+            _SHORT,
+            _CHUNK,
+            _CHUNK.bit_length() - 1,
+            key_dim,
+            _PART // (1 + by_channel),
+            by_channel,
+            rule == "delta",
+            removes,
+            numbers,
+            num_warps=8 if by_channel else 4,
+        )
         _scan_chunks[len(plan.lengths), heads, triton.cdiv(value_dim, _COLUMNS)](
-            out, *made, q, k, v, decay, scale, skip, pages.state, pages.behind, pages.number, plan.starts, plan.lengths,
-            plan.table, *strides, pages.state.stride(0), plan.table.stride(0), heads, ratio, pages.behind.shape[2],
-            value_dim, plan.block_size, plan.drafts, _SHORT, _CHUNK, key_dim, keys, _COLUMNS, by_channel,
-            rule == "delta", skip is not None, removes, numbers, num_warps=_WARPS, num_stages=stages,
-        )  # fmt: skip
+            out,
+            *made,
+            q,
+            k,
+            v,
+            decay,
+            scale,
+            skip,
+            pages.state,
+            pages.behind,
+            pages.number,
+            plan.starts,
+            plan.lengths,
+            plan.table,
+            *strides,
+            pages.state.stride(0),
+            plan.table.stride(0),
+            heads,
+            ratio,
+            pages.behind.shape[2],
+            value_dim,
+            plan.block_size,
+            plan.drafts,
+            _SHORT,
+            _CHUNK,
+            key_dim,
+            keys,
+            _COLUMNS,
+            by_channel,
+            rule == "delta",
+            skip is not None,
+            removes,
+            numbers,
+            num_warps=_WARPS,
+            num_stages=stages,
+        )
         scan_spans(out, q, k, v, decay, scale, skip, pages, plan, rule, _SHORT)
     else:
         scan_spans(out, q, k, v, decay, scale, skip, pages, plan, rule)

@@ -44,9 +44,25 @@ def _input(x, before, first, start, position, rows, stride, channels, channel, e
 
 @triton.jit(do_not_specialize=["block_size", "drafts"])
 def _convolve(
-    out, x, weight, bias, inputs, starts, lengths, table, stride, page, table_stride, channels, block_size, drafts,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr,
-):  # fmt: skip
+    out,
+    x,
+    weight,
+    bias,
+    inputs,
+    starts,
+    lengths,
+    table,
+    stride,
+    page,
+    table_stride,
+    channels,
+    block_size,
+    drafts,
+    WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SILU: tl.constexpr,
+):
     request = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
@@ -81,9 +97,25 @@ def causal_conv(
     width, channels = weight.shape
     out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
     _convolve[len(plan.lengths), triton.cdiv(channels, _CHANNELS)](
-        out, x, weight, bias, pages.inputs, plan.starts, plan.lengths, plan.table, x.stride(0), pages.inputs.stride(0),
-        plan.table.stride(0), channels, plan.block_size, plan.drafts, width, bias is not None, _CHANNELS, silu,
-    )  # fmt: skip
+        out,
+        x,
+        weight,
+        bias,
+        pages.inputs,
+        plan.starts,
+        plan.lengths,
+        plan.table,
+        x.stride(0),
+        pages.inputs.stride(0),
+        plan.table.stride(0),
+        channels,
+        plan.block_size,
+        plan.drafts,
+        width,
+        bias is not None,
+        _CHANNELS,
+        silu,
+    )
     return out
 
 
@@ -127,10 +159,30 @@ def _advance(state, key, value, rates, factor, writing, DELTA: tl.constexpr, REM
 
 @triton.jit
 def resume(
-    state, behind, number, table, start, place, inside, i, column, head, speed, page, heads, ratio, token, value_dim,
-    block_size, drafts, KEY_DIM: tl.constexpr, BY_CHANNEL: tl.constexpr, DELTA: tl.constexpr, SELECTIVE: tl.constexpr,
+    state,
+    behind,
+    number,
+    table,
+    start,
+    place,
+    inside,
+    i,
+    column,
+    head,
+    speed,
+    page,
+    heads,
+    ratio,
+    token,
+    value_dim,
+    block_size,
+    drafts,
+    KEY_DIM: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr,
+    SELECTIVE: tl.constexpr,
     REMOVAL: tl.constexpr,
-):  # fmt: skip
+):
     """The state before a span: what the page keeps, taken through the tokens that were computed before, but were not
     certain then. place: [keys, columns], in the states of a page; inside: which of these elements exist. speed: of
     decays in a selective scan."""
@@ -172,11 +224,43 @@ def store_state(state, table, matrix, place, inside, number, end, certain, page,
 
 @triton.jit(do_not_specialize=["block_size", "drafts", "most"])
 def _scan(
-    out, q, k, v, decay, scale, skip, state, behind, number, starts, lengths, table, q_stride, q_head, k_stride, k_head,
-    v_stride, scale_stride, page, table_stride, heads, ratio, token, value_dim, block_size, drafts, most,
-    KEY_DIM: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr, DELTA: tl.constexpr,
-    HAS_SKIP: tl.constexpr, SELECTIVE: tl.constexpr, REMOVAL: tl.constexpr,
-):  # fmt: skip
+    out,
+    q,
+    k,
+    v,
+    decay,
+    scale,
+    skip,
+    state,
+    behind,
+    number,
+    starts,
+    lengths,
+    table,
+    q_stride,
+    q_head,
+    k_stride,
+    k_head,
+    v_stride,
+    scale_stride,
+    page,
+    table_stride,
+    heads,
+    ratio,
+    token,
+    value_dim,
+    block_size,
+    drafts,
+    most,
+    KEY_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    REMOVAL: tl.constexpr,
+):
     """most: tokens of a span that is computed here. KEYS: KEY_DIM with padding. BY_CHANNEL: whether each element of a
     key decays for itself. SELECTIVE: decay has a rate for each element of the state, and scale and skip have an element
     for each of its columns. REMOVAL: scale has the keys that read and write what is removed."""
@@ -195,9 +279,30 @@ def _scan(
         of_scale, scaled = head * 2 * KEY_DIM + i, known
     speed = tl.load(decay + place, mask=inside, other=0.0) if SELECTIVE else 0.0
     matrix = resume(
-        state, behind, number, table, start, place, inside, i, column, head, speed, page, heads, ratio, token,
-        value_dim, block_size, drafts, KEY_DIM, BY_CHANNEL, DELTA, SELECTIVE, REMOVAL,
-    )  # fmt: skip
+        state,
+        behind,
+        number,
+        table,
+        start,
+        place,
+        inside,
+        i,
+        column,
+        head,
+        speed,
+        page,
+        heads,
+        ratio,
+        token,
+        value_dim,
+        block_size,
+        drafts,
+        KEY_DIM,
+        BY_CHANNEL,
+        DELTA,
+        SELECTIVE,
+        REMOVAL,
+    )
     for position in range(start, end):
         index = first + position - start
         key = tl.load(k + index * k_stride + group * k_head + i, mask=known, other=0.0).to(tl.float32)
@@ -223,9 +328,31 @@ def _scan(
 
 @triton.jit(do_not_specialize=["block_size", "drafts"])
 def _keep(
-    behind, number, k, v, decay, scale, starts, lengths, table, k_stride, k_head, v_stride, scale_stride, page,
-    table_stride, key_dim, at_v, at_decay, at_scale, token, heads, block_size, drafts, SIZE: tl.constexpr,
-):  # fmt: skip
+    behind,
+    number,
+    k,
+    v,
+    decay,
+    scale,
+    starts,
+    lengths,
+    table,
+    k_stride,
+    k_head,
+    v_stride,
+    scale_stride,
+    page,
+    table_stride,
+    key_dim,
+    at_v,
+    at_decay,
+    at_scale,
+    token,
+    heads,
+    block_size,
+    drafts,
+    SIZE: tl.constexpr,
+):
     """Store the tokens behind the states of pages, and how far these reach, when all programs of _scan have ended."""
     request, e = tl.program_id(0), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     first, start, end, certain = of_span(starts, lengths, request, drafts)
@@ -250,9 +377,16 @@ def _keep(
 
 @reference.scan.implementation("triton", supports=on_gpu)
 def scan(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: Tensor, skip: Tensor | None, pages: Pages, plan: StatePlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    scale: Tensor,
+    skip: Tensor | None,
+    pages: Pages,
+    plan: StatePlan,
     rule: str,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     out = v.new_empty(v.shape)
     scan_spans(out, q, k, v, decay, scale, skip, pages, plan, rule)
     return out
@@ -268,9 +402,18 @@ def selective_scan(
 
 
 def scan_spans(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: Tensor, skip: Tensor | None, pages: Pages,
-    plan: StatePlan, rule: str, most: int = _ALL,
-) -> None:  # fmt: skip
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    scale: Tensor,
+    skip: Tensor | None,
+    pages: Pages,
+    plan: StatePlan,
+    rule: str,
+    most: int = _ALL,
+) -> None:
     """Scan the spans of up to `most` tokens, then store what the pages of all spans keep besides their states."""
     heads, value_dim = v.shape[1:]
     key_heads, key_dim = k.shape[1:]
@@ -282,24 +425,87 @@ def scan_spans(
     at_scale = at_decay + heads * decays
     token = at_scale + heads * scales
     _scan[requests, heads, triton.cdiv(value_dim, _COLUMNS)](
-        out, q, k, v, decay, scale, skip, pages.state, pages.behind, pages.number, plan.starts, plan.lengths,
-        plan.table, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), scale.stride(0), page,
-        plan.table.stride(0), heads, heads // key_heads, token, value_dim, plan.block_size, plan.drafts, most, key_dim,
-        triton.next_power_of_2(key_dim), _COLUMNS, decays > 1, rule == "delta", skip is not None,
-        rule == "selective", rule == "removal",
-    )  # fmt: skip
+        out,
+        q,
+        k,
+        v,
+        decay,
+        scale,
+        skip,
+        pages.state,
+        pages.behind,
+        pages.number,
+        plan.starts,
+        plan.lengths,
+        plan.table,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        scale.stride(0),
+        page,
+        plan.table.stride(0),
+        heads,
+        heads // key_heads,
+        token,
+        value_dim,
+        plan.block_size,
+        plan.drafts,
+        most,
+        key_dim,
+        triton.next_power_of_2(key_dim),
+        _COLUMNS,
+        decays > 1,
+        rule == "delta",
+        skip is not None,
+        rule == "selective",
+        rule == "removal",
+    )
     _keep[requests, triton.cdiv(token, 256) if plan.drafts else 1](
-        pages.behind, pages.number, k, v, decay, scale, plan.starts, plan.lengths, plan.table, k.stride(0), k.stride(1),
-        v.stride(0), scale.stride(0), page, plan.table.stride(0), key_dim, at_v, at_decay, at_scale, token, heads,
-        plan.block_size, plan.drafts, 256,
-    )  # fmt: skip
+        pages.behind,
+        pages.number,
+        k,
+        v,
+        decay,
+        scale,
+        plan.starts,
+        plan.lengths,
+        plan.table,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        scale.stride(0),
+        page,
+        plan.table.stride(0),
+        key_dim,
+        at_v,
+        at_decay,
+        at_scale,
+        token,
+        heads,
+        plan.block_size,
+        plan.drafts,
+        256,
+    )
 
 
 @triton.jit
 def _gated_norm(
-    out, x, gate, weight, x_stride, gate_stride, n, size, eps, SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    GATE_FIRST: tl.constexpr, SILU: tl.constexpr,
-):  # fmt: skip
+    out,
+    x,
+    gate,
+    weight,
+    x_stride,
+    gate_stride,
+    n,
+    size,
+    eps,
+    SIZE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    SILU: tl.constexpr,
+):
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     column, exists = tl.program_id(1) * size + i, i < size
     y = tl.load(x + row * x_stride + column, mask=exists, other=0.0).to(tl.float32)
@@ -324,7 +530,18 @@ def gated_norm(
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if rows:
         _gated_norm[rows, n // size](
-            out, x, gate, weight, x.stride(0), gate.stride(0), n, size, eps, triton.next_power_of_2(size),
-            weight is not None, gate_first, activation == "silu",
-        )  # fmt: skip
+            out,
+            x,
+            gate,
+            weight,
+            x.stride(0),
+            gate.stride(0),
+            n,
+            size,
+            eps,
+            triton.next_power_of_2(size),
+            weight is not None,
+            gate_first,
+            activation == "silu",
+        )
     return out

@@ -86,10 +86,25 @@ def group_of_quarter(word, QUARTER: tl.constexpr, ins, GROUP: tl.constexpr):
 
 @triton.jit
 def weights_of(
-    stored, table, scale_rows, offset_rows, begin, at, group_stride, ins, QUARTER: tl.constexpr, FORM: tl.constexpr,
-    WORDS: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr, NATIVE: tl.constexpr,
-    GROUP: tl.constexpr, PTX: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
+    stored,
+    table,
+    scale_rows,
+    offset_rows,
+    begin,
+    at,
+    group_stride,
+    ins,
+    QUARTER: tl.constexpr,
+    FORM: tl.constexpr,
+    WORDS: tl.constexpr,
+    SCALING: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PTX: tl.constexpr,
+    dtype: tl.constexpr,
+):
     """The weights of a step of the loop in `dtype`, without scales if these are applied to the products."""
     if FORM == "float8" and PTX and not NATIVE:
         values = tl.inline_asm_elementwise(

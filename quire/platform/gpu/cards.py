@@ -59,9 +59,10 @@ CARDS = {
     "sm_100": Card("NVIDIA B200", "cuda", 100, 148, 227 * _KIB, 228 * _KIB, 180 * _GIB),
     "sm_120": Card("NVIDIA RTX PRO 6000", "cuda", 120, 188, 99 * _KIB, 100 * _KIB, 96 * _GIB, warps=48, programs=24),
     "sm_121": Card("NVIDIA GB10", "cuda", 121, 48, 99 * _KIB, 100 * _KIB, 128 * _GIB, warps=48, programs=24),
-    "gfx942": Card("AMD MI300X", "hip", "gfx942", 304, 64 * _KIB, 64 * _KIB, 192 * _GIB, 64, warps=32,
-                   reserved_memory=0),
-}  # fmt: skip
+    "gfx942": Card(
+        "AMD MI300X", "hip", "gfx942", 304, 64 * _KIB, 64 * _KIB, 192 * _GIB, 64, warps=32, reserved_memory=0
+    ),
+}
 
 
 @cache
@@ -78,13 +79,22 @@ def card_of(device: torch.device) -> Card:
     found: Any = torch.cuda.get_device_properties(device)
     architecture = getattr(found, "gcnArchName", "").partition(":")[0]
     if architecture.startswith("gfx"):
-        return replace(CARDS["gfx942"], name=found.name, capability=architecture,
-                       processors=found.multi_processor_count, memory=found.total_memory)  # fmt: skip
+        return replace(
+            CARDS["gfx942"],
+            name=found.name,
+            capability=architecture,
+            processors=found.multi_processor_count,
+            memory=found.total_memory,
+        )
     capability = 10 * found.major + found.minor
     known = {card.capability: card for card in CARDS.values() if isinstance(card.capability, int)}
     nearest = max((number for number in known if number <= capability), default=min(known))
     return replace(
-        known[nearest], name=found.name, processors=found.multi_processor_count,
-        shared_memory=found.shared_memory_per_block_optin, processor_memory=found.shared_memory_per_multiprocessor,
-        registers=found.regs_per_multiprocessor, memory=found.total_memory,
-    )  # fmt: skip
+        known[nearest],
+        name=found.name,
+        processors=found.multi_processor_count,
+        shared_memory=found.shared_memory_per_block_optin,
+        processor_memory=found.shared_memory_per_multiprocessor,
+        registers=found.regs_per_multiprocessor,
+        memory=found.total_memory,
+    )

@@ -72,9 +72,11 @@ class DraftInputs:
             slots[:tokens] = blocks.long() * self.block_size + entries % self.block_size
             seq_lens[:requests] -= missed[step.rows].int()
         return replace(
-            inputs, slot_mapping=slots.expand(self.groups, -1), seq_lens=seq_lens,
+            inputs,
+            slot_mapping=slots.expand(self.groups, -1),
+            seq_lens=seq_lens,
             block_tables=table.expand(self.groups, -1, -1),
-        )  # fmt: skip
+        )
 
     def uniform(
         self, step: SampledStep, first: Tensor, count: int, ids: Tensor, width: int, missed: Tensor | None = None
@@ -95,11 +97,15 @@ class DraftInputs:
             offsets = step.inputs.rotary_offsets.index_select(1, step.last_kept())
             inputs_class, extra = SectionedInputs, {"rotary_offsets": offsets.repeat_interleave(count, 1)}
         return inputs_class(
-            size=StepSize(requests * count, requests, count), input_ids=ids, positions=positions.view(-1),
+            size=StepSize(requests * count, requests, count),
+            input_ids=ids,
+            positions=positions.view(-1),
             slot_mapping=slots.expand(self.groups, -1),
             query_start_loc=torch.arange(0, requests * count + 1, count, dtype=torch.int32, device=device),
-            seq_lens=entries[:, -1].int() + 1, block_tables=table.expand(self.groups, -1, -1), **extra,
-        )  # fmt: skip
+            seq_lens=entries[:, -1].int() + 1,
+            block_tables=table.expand(self.groups, -1, -1),
+            **extra,
+        )
 
     def width(self, step: SampledStep, count: int) -> int:
         """The most tokens of a request when `count` drafts follow its text."""

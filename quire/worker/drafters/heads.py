@@ -39,9 +39,16 @@ class ChainDrafter(Drafter):
     """
 
     def __init__(
-        self, head: ChainHead, forward: Forward, eager: Forward, staging: Staging, sampler: Sampler, most_tokens: int,
-        hidden_size: int, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self,
+        head: ChainHead,
+        forward: Forward,
+        eager: Forward,
+        staging: Staging,
+        sampler: Sampler,
+        most_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+    ) -> None:
         """eager: a forward that computes no more than the wanted tokens need. most_tokens: of a step. hidden_size,
         dtype: of the target model."""
         self.head, self.forward, self.eager, self.state = head, forward, eager, staging.state

@@ -30,28 +30,40 @@ class DrafterParts:
     """The model or head that makes drafts, and the attention backends of its own cache."""
 
     def __init__(
-        self, options: SpeculativeOptions, config: EngineConfig, directory: Path, target: Model, max_model_len: int,
-        group: Communicator, backends_of: Callable[[Cached], list[CacheBackend]],
-    ) -> None:  # fmt: skip
+        self,
+        options: SpeculativeOptions,
+        config: EngineConfig,
+        directory: Path,
+        target: Model,
+        max_model_len: int,
+        group: Communicator,
+        backends_of: Callable[[Cached], list[CacheBackend]],
+    ) -> None:
         self.options, self.config, self.target = options, config, target
         self.part: Cached | StateHead
         if options.method == "draft_model":
             device = target.kernels.target.device
             self.part = model = load_draft_model(options, config, max_model_len, device, group)
             if model.vocab_size > target.vocab_size:
-                raise ConfigError(f"speculative_config: the draft model has {model.vocab_size} tokens, but the model "
-                                  f"has only {target.vocab_size}: both must have the same vocabulary")  # fmt: skip
+                raise ConfigError(
+                    f"speculative_config: the draft model has {model.vocab_size} tokens, but the model "
+                    f"has only {target.vocab_size}: both must have the same vocabulary"
+                )
         elif options.method == "replay":
             self.part = NewestTokenAgain()
         else:
             self.part = load_head(options, config, directory, target, max_model_len, group)
         if isinstance(self.part, StateHead) and options.num_speculative_tokens > self.part.most:
-            raise ConfigError(f"speculative_config: num_speculative_tokens is {options.num_speculative_tokens}, but "
-                              f"the checkpoint of {options.method} makes {self.part.most} drafts at most")  # fmt: skip
+            raise ConfigError(
+                f"speculative_config: num_speculative_tokens is {options.num_speculative_tokens}, but "
+                f"the checkpoint of {options.method} makes {self.part.most} drafts at most"
+            )
         self.cached: Cached | None = None if isinstance(self.part, StateHead) else self.part
         if self.cached is not None and any(isinstance(shape, StateShape) for shape in self.cached.cache_shapes):
-            raise ConfigError("speculative_config: a draft model with recurrent layers could not take its drafts back; "
-                              "choose one with attention alone")  # fmt: skip
+            raise ConfigError(
+                "speculative_config: a draft model with recurrent layers could not take its drafts back; "
+                "choose one with attention alone"
+            )
         try:
             self.backends: Sequence[CacheBackend] = [] if self.cached is None else backends_of(self.cached)
         except ConfigError as error:
@@ -99,6 +111,12 @@ class DrafterParts:
         head = cast(ChainHead, self.part)
         layers = cast(Model, HeadLayers(head))
         return ChainDrafter(
-            head, kind(layers, self.backends), Forward(layers, self.backends), staging, sampler, most_tokens,
-            hidden_size, self.target.kernels.target.dtype,
-        )  # fmt: skip
+            head,
+            kind(layers, self.backends),
+            Forward(layers, self.backends),
+            staging,
+            sampler,
+            most_tokens,
+            hidden_size,
+            self.target.kernels.target.dtype,
+        )

@@ -25,9 +25,14 @@ class ModelDrafter(Drafter):
     """
 
     def __init__(
-        self, model: Model, forward: Forward, staging: Staging, sampler: Sampler, most_tokens: int,
+        self,
+        model: Model,
+        forward: Forward,
+        staging: Staging,
+        sampler: Sampler,
+        most_tokens: int,
         mask: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """most_tokens: of a forward. mask: the token that stands for what is not known yet, None to guess one token
         after the other."""
         self.model, self.forward, self.staging, self.mask = model, forward, staging, mask

@@ -76,9 +76,10 @@ class DraftSampling:
             return None
         random = self.staging.batch.temperature[flat.place_rows] > 0
         arrays = {
-            "places": places, "among_random": (random.cumsum() - 1)[places],
+            "places": places,
+            "among_random": (random.cumsum() - 1)[places],
             "owners": self._place[flat.place_rows[places]],
-        }  # fmt: skip
+        }
         tensors = self.staging.device.upload(arrays)
         rows, following, owners = rows[tensors["places"]], positions[tensors["places"]] + 1, tensors["owners"]
         logits = torch.stack(self._logits)[following - self._first[owners], owners]

@@ -38,9 +38,11 @@ class SampledStep:
         if step.num_next_drafts:
             limits = limits + step.num_next_drafts
         return {
-            "draft_rows": flat.rows, "token_rows": flat.token_rows, "num_places": flat.num_places,
+            "draft_rows": flat.rows,
+            "token_rows": flat.token_rows,
+            "num_places": flat.num_places,
             "draft_limits": limits.clip(max=max_model_len),
-        }  # fmt: skip
+        }
 
     @classmethod
     def of(cls, flat: FlatBatch, inputs: StepInputs, hidden: Tensor | None, on_device: Mapping[str, Tensor]) -> Self:
@@ -56,9 +58,17 @@ class SampledStep:
         spans = Spans.of(np.arange(requests), 0 * lengths, lengths)
         ones = np.ones(requests, np.int64)
         flat = FlatBatch(
-            spans.rows, spans.token_rows, spans.positions, spans.query_start_loc, spans.seq_lens.astype(np.int32), ones,
-            np.arange(requests + 1), spans.rows, spans.rows, ones,
-        )  # fmt: skip
+            spans.rows,
+            spans.token_rows,
+            spans.positions,
+            spans.query_start_loc,
+            spans.seq_lens.astype(np.int32),
+            ones,
+            np.arange(requests + 1),
+            spans.rows,
+            spans.rows,
+            ones,
+        )
         rows = torch.arange(requests, device=hidden.device)
         return cls(
             flat, inputs, hidden, rows, rows.new_zeros(tokens), rows.new_ones(requests), rows.new_zeros(requests)

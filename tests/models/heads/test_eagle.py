@@ -103,10 +103,14 @@ class Case:
             layer = self.first_layer if i == 0 else f"layers.{i}."
             inputs = 2 * size if self.version == 3 and i == 0 else size
             parts = {
-                "self_attn.q_proj": (4 * dim, inputs), "self_attn.k_proj": (2 * dim, inputs),
-                "self_attn.v_proj": (2 * dim, inputs), "self_attn.o_proj": (size, 4 * dim),
-                "mlp.gate_proj": (mlp, size), "mlp.up_proj": (mlp, size), "mlp.down_proj": (size, mlp),
-            }  # fmt: skip
+                "self_attn.q_proj": (4 * dim, inputs),
+                "self_attn.k_proj": (2 * dim, inputs),
+                "self_attn.v_proj": (2 * dim, inputs),
+                "self_attn.o_proj": (size, 4 * dim),
+                "mlp.gate_proj": (mlp, size),
+                "mlp.up_proj": (mlp, size),
+                "mlp.down_proj": (size, mlp),
+            }
             norms = ["post_attention_layernorm"]
             norms += ["input_layernorm"] if i or self.version == 3 else []
             norms += ["hidden_norm"] if i == 0 and self.version == 3 else []
@@ -231,35 +235,65 @@ CASES = {
     "eagle-three-layers": Case(1, layers=3, before_names="model."),
     "eagle3": Case(3, first_layer="midlayer.", draft_vocab=41, offsets=True, config={"num_hidden_layers": 32}),
     "eagle3-wider-than-target": Case(
-        3, hidden=36, first_layer="midlayer.", draft_vocab=VOCAB, own_embedding=True, config={"head_dim": 6},
-        options={"target_hidden_size": OF_TARGET}, fc_bias=True,
+        3,
+        hidden=36,
+        first_layer="midlayer.",
+        draft_vocab=VOCAB,
+        own_embedding=True,
+        config={"head_dim": 6},
+        options={"target_hidden_size": OF_TARGET},
+        fc_bias=True,
     ),
     "eagle3-of-speculators": Case(
-        3, kept_as="speculators", layers=2, draft_vocab=41, offsets=True, own_embedding=True,
+        3,
+        kept_as="speculators",
+        layers=2,
+        draft_vocab=41,
+        offsets=True,
+        own_embedding=True,
         config={"rope_scaling": LINEAR},
-        options={"eagle_aux_hidden_state_layer_ids": [9, 2, 0], "target_hidden_size": None}, taps=(-1, 1, 8),
+        options={"eagle_aux_hidden_state_layer_ids": [9, 2, 0], "target_hidden_size": None},
+        taps=(-1, 1, 8),
     ),
     "eagle3-qwen3": Case(
-        3, kept_as="speculators", draft_vocab=13, qk_norm=True, options={"norm_before_residual": False},
+        3,
+        kept_as="speculators",
+        draft_vocab=13,
+        qk_norm=True,
+        options={"norm_before_residual": False},
         config={"model_type": "qwen3", "layer_types": ["sliding_attention"] * 3, "sliding_window": 5, "head_dim": 10},
     ),
     "eagle3-biases": Case(
-        3, draft_vocab=VOCAB, options={"norm_before_residual": True},
+        3,
+        draft_vocab=VOCAB,
+        options={"norm_before_residual": True},
         biases=tuple(f"self_attn.{p}_proj" for p in "qkvo") + tuple(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
     ),
     "eagle3-gpt-oss": Case(
-        3, draft_vocab=VOCAB, before_names="model.", taps=(1, 2, 3, 7),
+        3,
+        draft_vocab=VOCAB,
+        before_names="model.",
+        taps=(1, 2, 3, 7),
         options={"eagle_config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 7, 2]}},
     ),
     "eagle-3.1": Case(3, draft_vocab=29, offsets=True, options={"fc_norm": True, "norm_output": True}),
     "eagle3-of-the-final-states": Case(3, options={"eagle_config": {"use_aux_hidden_state": False}}, taps=()),
     "p-eagle": Case(
-        3, kept_as="speculators", layers=2, draft_vocab=41, own_embedding=True, mask=(1, 1),
-        options={"speculators_model_type": "peagle", "mask_token_id": 5, "norm_before_residual": False,
-                 "norm_before_fc": True},
+        3,
+        kept_as="speculators",
+        layers=2,
+        draft_vocab=41,
+        own_embedding=True,
+        mask=(1, 1),
+        options={
+            "speculators_model_type": "peagle",
+            "mask_token_id": 5,
+            "norm_before_residual": False,
+            "norm_before_fc": True,
+        },
     ),
     "p-eagle-flat": Case(3, first_layer="midlayer.", mask=(1,), options={"ptd_token_id": 6}),
-}  # fmt: skip
+}
 
 
 @cache

@@ -47,7 +47,9 @@ SAMPLE = {"proposal_type": "sample", "speculative_tokens": 5}
         ({"model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": 4}, "head", "medusa", 4),
         (
             {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"], "n_predict": 4},
-            "ibm-ai-platform/llama3-8b-accelerator", "mlp_speculator", 4,
+            "ibm-ai-platform/llama3-8b-accelerator",
+            "mlp_speculator",
+            4,
         ),
         ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}, "deepseek-ai/DeepSeek-V3", "mtp", 1),
         ({"model_type": "deepseek_mtp", "architectures": ["DeepSeekMTPModel"], "n_predict": 2}, "head", "mtp", 2),
@@ -64,7 +66,7 @@ SAMPLE = {"proposal_type": "sample", "speculative_tokens": 5}
         (speculators("independent", GREEDY), "head", "draft_model", 3),
         ({"speculators_model_type": "eagle3"}, "head", "eagle3", None),
     ],
-)  # fmt: skip
+)
 def test_the_method_and_the_number_of_drafts(config, name, method, number):
     expected = {"method": method} if number is None else {"method": method, "num_speculative_tokens": number}
     assert speculative_fields(config, name) == expected

@@ -27,17 +27,31 @@ from support.thread_group import on_every_rank
 
 LAYERS, HIDDEN, EPS = 2, 64, 1e-5
 EXPERTS = {
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1,
-    "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
-}  # fmt: skip
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24}
 HYBRID = {
-    "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "layer_types": ["full_attention", "linear_attention", "full_attention"],
-}  # fmt: skip
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["full_attention", "linear_attention", "full_attention"],
+}
 SHARED = {
-    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32,
-}  # fmt: skip
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 32,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**EXPERTS, **LATENT, "num_key_value_heads": 4},
     "deepseek_v32": {
@@ -88,8 +102,10 @@ class Published:
         write_checkpoint(directory, kind, config, network=self.network, adds=adds, without=without)
         sizes = [(HIDDEN,), (HIDDEN,), (HIDDEN, 2 * HIDDEN), (HIDDEN,)]
         scales = [1, 1, HIDDEN**-0.5, 1]
-        self.own = {f"{name}.weight": draw(name, *size) * scale
-                    for name, size, scale in zip(NAMES[kind], sizes, scales, strict=True)}  # fmt: skip
+        self.own = {
+            f"{name}.weight": draw(name, *size) * scale
+            for name, size, scale in zip(NAMES[kind], sizes, scales, strict=True)
+        }
         edit_tensors(directory, self._edit)
 
     def _edit(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:

@@ -6,14 +6,21 @@ from support.families.base import Variant, rope
 
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_expand": 2}
 _DELTA = {
-    "num_hidden_layers": 4, "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     "rope_parameters": rope(1_000_000.0, partial_rotary_factor=0.25),
-}  # fmt: skip
+}
 _EXPERTS = {
-    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32,
-}  # fmt: skip
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 32,
+}
 _KIMI = {
     "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16, "v_head_dim": 24, "linear_head_dim": 16, "linear_num_heads": 4,
@@ -22,9 +29,14 @@ _KIMI = {
 }  # fmt: skip
 
 _JAMBA = {
-    "mamba_d_state": 24, "mamba_dt_rank": 12, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4,
-    "num_experts_per_tok": 2, "intermediate_size": 40,
-}  # fmt: skip
+    "mamba_d_state": 24,
+    "mamba_dt_rank": 12,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 40,
+}
 
 STATES: dict[str, Variant] = {
     "mamba": ("mamba", {"state_size": 24, "time_step_rank": 12}, {}),
@@ -32,56 +44,114 @@ STATES: dict[str, Variant] = {
     "jamba": ("jamba", _JAMBA, {}),
     "jamba-biases": (
         "jamba",
-        {**_JAMBA, "mamba_d_conv": 3, "mamba_dt_rank": "auto", "mamba_conv_bias": False, "mamba_proj_bias": True,
-         "expert_layer_offset": 0, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        {
+            **_JAMBA,
+            "mamba_d_conv": 3,
+            "mamba_dt_rank": "auto",
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "expert_layer_offset": 0,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
         {},
     ),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 24, "n_groups": 2, "chunk_size": 16}, {}),
     "mamba2-one-group-biases": (
         "mamba2",
-        {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1, "use_bias": True, "chunk_size": 32,
-         "conv_kernel": 3},
+        {
+            "num_heads": 4,
+            "head_dim": 32,
+            "state_size": 16,
+            "n_groups": 1,
+            "use_bias": True,
+            "chunk_size": 32,
+            "conv_kernel": 3,
+        },
         {},
     ),
     "bamba": ("bamba", {**_MAMBA, "attn_layer_indices": [1]}, {}),
     "bamba-one-group": (
         "bamba",
-        {**_MAMBA, "num_hidden_layers": 4, "mamba_n_groups": 1, "mamba_d_conv": 3, "attn_layer_indices": [0, 3],
-         "rope_parameters": rope(500_000.0)},
+        {
+            **_MAMBA,
+            "num_hidden_layers": 4,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 3,
+            "attn_layer_indices": [0, 3],
+            "rope_parameters": rope(500_000.0),
+        },
         {},
     ),
     "granitemoehybrid": (
         "granitemoehybrid",
-        {**_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 96, "attention_multiplier": 0.3,
-         "embedding_multiplier": 2.0, "residual_multiplier": 0.6, "logits_scaling": 0.5,
-         "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        {
+            **_MAMBA,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.5,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
         {},
     ),
     "granitemoehybrid-experts": (
         "granitemoehybrid",
-        {**_MAMBA, "mamba_n_groups": 1, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32,
-         "shared_intermediate_size": 48, "attention_multiplier": 0.3, "position_embedding_type": "rope",
-         "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+        {
+            **_MAMBA,
+            "mamba_n_groups": 1,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 48,
+            "attention_multiplier": 0.3,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
         {},
     ),
     "nemotron_h": (
         "nemotron_h",
-        {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24, "head_dim": 24,
-         "layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
-         "num_hidden_layers": 5},
+        {
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 24,
+            "head_dim": 24,
+            "layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+            "num_hidden_layers": 5,
+        },
         {},
     ),
     "falcon_h1": (
         "falcon_h1",
-        {**_MAMBA, "mamba_d_ssm": 128, "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.9], "ssm_in_multiplier": 1.3,
-         "ssm_out_multiplier": 0.8, "attention_in_multiplier": 1.1, "attention_out_multiplier": 0.9,
-         "key_multiplier": 0.6, "mlp_multipliers": [0.8, 1.2], "embedding_multiplier": 1.5, "lm_head_multiplier": 0.8},
+        {
+            **_MAMBA,
+            "mamba_d_ssm": 128,
+            "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.9],
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.8,
+            "attention_in_multiplier": 1.1,
+            "attention_out_multiplier": 0.9,
+            "key_multiplier": 0.6,
+            "mlp_multipliers": [0.8, 1.2],
+            "embedding_multiplier": 1.5,
+            "lm_head_multiplier": 0.8,
+        },
         {},
     ),
     "falcon_h1-norm-before-gate": (
         "falcon_h1",
-        {**_MAMBA, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_n_groups": 1, "mamba_rms_norm": True,
-         "mamba_norm_before_gate": True},
+        {
+            **_MAMBA,
+            "mamba_d_ssm": 96,
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 1,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": True,
+        },
         {},
     ),
     "qwen3_next": ("qwen3_next", {**_DELTA, **_EXPERTS}, {"hub_layout": True}),
@@ -98,4 +168,4 @@ STATES: dict[str, Variant] = {
         {"hidden_size": 96, "head_dim": 24, "num_hidden_layers": 2, "norm_first": False, "intermediate_size": 128},
         {"without": ["intermediate_size"], "adds": {"hidden_ratio": 4 / 3, "value_dim": [96, 96]}},
     ),
-}  # fmt: skip
+}
