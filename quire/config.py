@@ -286,8 +286,8 @@ class EngineConfig:
             ),
             (
                 produces and parallel.data_parallel_size > 1,
-                "consumers must know which replica has a request (data_parallel_size): run a server for each replica, and "
-                "let quire route share out requests",
+                "consumers must know which replica has a request (data_parallel_size): run a server for each replica, "
+                "and let quire route share out requests",
             ),
             (produces and layout.machines > 1, "consumers look for all ranks at one address, and nnodes divides them"),
             (produces and self.cluster.uses_ray, "consumers must know where the ranks are, and Ray decides that"),

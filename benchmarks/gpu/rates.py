@@ -113,9 +113,9 @@ ASSUMPTIONS = (  # what is assumed, the value, the source; the first run on a ca
     (
         "the same share of Quire's product with up to 16 rows, as long as enough bytes are in flight",
         "100%",
-        "as attention: FlashMLA reaches 98 % of it on H800, and a Triton kernel that moves rows 91 % of the data sheet on "
-        "H100 (torchrec pull 4634). Not measured for products: with 85 %, a stream of the 8B shape reaches 74 % of its "
-        "limit on H200, 77 % on H100, 68 % on B200 and 80 % on A100",
+        "as attention: FlashMLA reaches 98 % of it on H800, and a Triton kernel that moves rows 91 % of the data sheet "
+        "on H100 (torchrec pull 4634). Not measured for products: with 85 %, a stream of the 8B shape reaches 74 % of "
+        "its limit on H200, 77 % on H100, 68 % on B200 and 80 % on A100",
     ),
     (
         "largest products under the power limit",
@@ -147,7 +147,8 @@ ASSUMPTIONS = (  # what is assumed, the value, the source; the first run on a ca
     (
         "second-level cache: bytes in a clock, and the share that is reached",
         f"{L2_BYTES_PER_CLOCK}, {L2_SHARE:.0%}",
-        "white paper of Ampere; the share is an estimate; taken for all cards, twice as much for the two dies of a B200",
+        "white paper of Ampere; the share is an estimate; taken for all cards, twice as much for the two dies of a "
+        "B200",
     ),
     (
         "an empty kernel inside a replayed graph",

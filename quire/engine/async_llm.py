@@ -12,6 +12,7 @@ from quire.config import EngineConfig
 from quire.engine.core_client import CoreClient, CoreState
 from quire.engine.frontend import Frontend
 from quire.engine.output_processor import DeltaReader, OutputProcessor
+from quire.engine.pinned_prefixes import PinnedPrefixes
 from quire.engine.pooling import pooling_request_output
 from quire.engine.processor import MEDIA_FIELDS, ProcessedRequest, Prompt
 from quire.messages.changes import (
@@ -27,12 +28,10 @@ from quire.messages.changes import (
     ReceiveWeights,
     Resume,
     TakeWeights,
-    UnpinPrefix,
     sleep,
     wake_up,
 )
 from quire.messages.engine import CoreStats, EngineCoreOutput
-from quire.messages.errors import EngineDeadError, error_text
 from quire.messages.lora import Adapter, LoRARequest
 from quire.messages.outputs import PoolingRequestOutput, RequestOutput
 from quire.messages.pooling_params import PoolingParams
@@ -100,10 +99,10 @@ class AsyncLLM:
         self.metrics = EngineMetrics(
             metrics_prefix, name, log_stats, max_loras, len(core.sizes), is_first, core.since_start, core.first, buckets
         )
-        self.prefixes: dict[str, PinPrefix] = {}  # the pinned ones by id
+        self._pinned = PinnedPrefixes(core, self._compute)
+        self.prefixes = self._pinned.by_id
         self._weights_lock = asyncio.Lock()
-        self._pinning: set[asyncio.Task[None]] = set()
-        core.on_replaced += [self._pin_again, self.metrics.count_restart]
+        core.on_replaced += [self._pinned.pin_again, self.metrics.count_restart]
         self._running: dict[str, _Running] = {}  # by request id
         self._inbox: deque[tuple[int, list[EngineCoreOutput], CoreStats]] = deque()
         self._arrived = asyncio.Event()
@@ -119,8 +118,7 @@ class AsyncLLM:
 
     async def shutdown(self) -> None:
         """End the cores' processes. Unfinished requests end as aborted."""
-        for pinning in self._pinning:
-            pinning.cancel()
+        self._pinned.cancel()
         await self.client.shutdown()
         if self._task is not None:
             self._task.cancel()
@@ -198,7 +196,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self, reset_external: bool = False) -> None:
         self.client.reset_prefix_cache(reset_external)
-        self._pin_again(*self.client.ready)
+        self._pinned.pin_again(*self.client.ready)
 
     async def pause_generation(
         self, *, mode: PauseMode = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
@@ -219,7 +217,7 @@ class AsyncLLM:
         """Raises ValueError while the engine sleeps."""
         await self.client.carry_out(Resume())
         self.client.standing.pop("pause", None)
-        self._pin_again(*self.client.ready)
+        self._pinned.pin_again(*self.client.ready)
 
     async def is_paused(self) -> bool:
         return bool(self.client.stats.is_paused)
@@ -237,7 +235,7 @@ class AsyncLLM:
         await self.client.carry_out(wake_up(tags))
         if not self.client.stats.is_sleeping:
             self.client.standing.pop("pause", None)
-            self._pin_again(*self.client.ready)
+            self._pinned.pin_again(*self.client.ready)
 
     async def is_sleeping(self) -> bool:
         return bool(self.client.stats.is_sleeping)
@@ -316,7 +314,7 @@ class AsyncLLM:
                 self.client.standing.pop("weights", None)
                 self.client.standing = {"weights": standing, **self.client.standing}
                 await self.client.carry_out(TakeWeights(use=True))
-                self._pin_again(*self.client.ready)
+                self._pinned.pin_again(*self.client.ready)
 
     async def pin_prefix(
         self, prompt: Prompt, *, add_special_tokens: bool = True, adapter: Adapter | None = None
@@ -330,45 +328,12 @@ class AsyncLLM:
         params = SamplingParams(temperature=0, max_tokens=1)
         request = (await self.process(prefix_id, prompt, params, 0, add_special_tokens, adapter)).core_requests[0]
         prefix = PinPrefix(prefix_id, request.prompt_token_ids, request.cache_salt, adapter)
-        self.prefixes[prefix_id] = prefix
-        try:
-            await asyncio.gather(*(self._pin(prefix, core) for core in self.client.ready))
-        except ValueError:
-            await self.unpin_prefix(prefix_id)
-            raise
+        await self._pinned.pin(prefix)
         return prefix
 
     async def unpin_prefix(self, prefix_id: str) -> bool:
         """Returns False for an unknown id."""
-        if self.prefixes.pop(prefix_id, None) is None:
-            return False
-        await self.client.carry_out(UnpinPrefix(prefix_id))
-        return True
-
-    async def _pin(self, prefix: PinPrefix, core: int) -> None:
-        prompt: Any = {"prompt_token_ids": prefix.token_ids}
-        if prefix.cache_salt is not None:
-            prompt["cache_salt"] = prefix.cache_salt
-        await self._compute(prefix.id, prompt, core, prefix.adapter)
-        await self.client.carry_out_at(core, prefix)
-        if prefix.id not in self.prefixes:  # deleted meanwhile
-            await self.client.carry_out_at(core, UnpinPrefix(prefix.id))
-
-    def _pin_again(self, *cores: int) -> None:
-        """Compute and pin all prefixes anew, beside other requests."""
-
-        async def pin() -> None:
-            for core in cores:
-                for prefix in list(self.prefixes.values()):
-                    try:
-                        await self._pin(prefix, core)
-                    except (ValueError, BusyError, EngineDeadError) as error:
-                        logger.warning("The prefix %s is not pinned any more: %s", prefix.id, error_text(error))
-
-        if self.prefixes:
-            task = asyncio.create_task(pin(), name="pin prefixes")
-            self._pinning.add(task)
-            task.add_done_callback(self._pinning.discard)
+        return await self._pinned.unpin(prefix_id)
 
     async def start_profile(self, profile_prefix: str | None = None) -> None:
         """Record the steps of all cores. profile_prefix: of the traces' names. Raises ValueError."""

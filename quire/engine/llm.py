@@ -18,7 +18,7 @@ from quire.engine.frontend import Frontend, Message
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.pooling import Pair, PoolingProcessor, pairs_of, pooling_request_output, similarity, tensor_output
-from quire.engine.processor import ProcessedRequest, Prompt
+from quire.engine.processor import ProcessedRequest, Prompt, as_list, refuse_arguments
 from quire.messages.changes import (
     WEIGHT_GROUP,
     JoinGroup,
@@ -126,7 +126,7 @@ class LLM:
         truncation_side (as in SamplingParams, for all prompts) and add_special_tokens. Raises ValueError or TypeError
         for a wrong prompt or wrong parameters, before anything runs.
         """
-        requests = self._process(_as_list(prompts), sampling_params, priority, tokenization_kwargs, lora_request)
+        requests = self._process(as_list(prompts), sampling_params, priority, tokenization_kwargs, lora_request)
         return self._complete(requests, use_tqdm)
 
     def chat(
@@ -184,27 +184,27 @@ class LLM:
         prompt_name, of one of the checkpoint's prompts, which is put before each text; add_special_tokens. Raises
         ValueError or TypeError for a wrong prompt, for wrong parameters, and for a model that only generates.
         """
-        return self._pool(_as_list(prompts), pooling_params, pooling_task, **options)
+        return self._pool(as_list(prompts), pooling_params, pooling_task, **options)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, **options: Any
     ) -> list[PoolingRequestOutput]:
         """An embedding of each prompt, as `outputs.embedding`. options: as for `encode`."""
-        return self._pool(_as_list(prompts), pooling_params, "embed", lambda v: EmbeddingOutput(v.tolist()), **options)
+        return self._pool(as_list(prompts), pooling_params, "embed", lambda v: EmbeddingOutput(v.tolist()), **options)
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, **options: Any
     ) -> list[PoolingRequestOutput]:
         """The scores of each prompt's labels, as `outputs.probs`. options: as for `encode`."""
         return self._pool(
-            _as_list(prompts), pooling_params, "classify", lambda v: ClassificationOutput(v.tolist()), **options
+            as_list(prompts), pooling_params, "classify", lambda v: ClassificationOutput(v.tolist()), **options
         )
 
     def reward(
         self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, **options: Any
     ) -> list[PoolingRequestOutput]:
         """The scores of a reward model for each prompt, as the tensor `outputs.data`. options: as for `encode`."""
-        return self._pool(_as_list(prompts), pooling_params, None, **options)
+        return self._pool(as_list(prompts), pooling_params, None, **options)
 
     def score(
         self,
@@ -240,7 +240,7 @@ class LLM:
                 f"beam_width={params.beam_width} needs the logprobs of {2 * params.beam_width} tokens; "
                 f"max_logprobs is {self.processor.max_logprobs}"
             )
-        requests = self._process(_as_list(prompts), SamplingParams(max_tokens=1), None)
+        requests = self._process(as_list(prompts), SamplingParams(max_tokens=1), None)
         if any(request.core_requests[0].media for request in requests):
             raise ValueError("beam_search takes no multi_modal_data, no prompt_embeds and no text of an encoder")
         starts = [(r.prompt_token_ids, r.core_requests[0].cache_salt) for r in requests]
@@ -406,7 +406,7 @@ class LLM:
         add_special_tokens: bool = True,
     ) -> list[PoolingRequestOutput]:
         """kind: makes `outputs` of an array."""
-        _refuse(lora_request=lora_request)
+        refuse_arguments(lora_request=lora_request)
         pooling, each = self._pooling, list(params) if isinstance(params, Sequence) else []
         if not isinstance(params, Sequence):
             each = [PoolingParams() if params is None else params] * len(prompts)
@@ -487,17 +487,3 @@ class LLM:
         if self._metrics is not None:
             self._metrics.stop(to_abort)
         self._grown.update((output.request_id, output) for output in changed)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, from one prompt or several."""
-    if isinstance(prompts, (str, dict)) or (prompts and all(isinstance(p, int) for p in prompts)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _refuse(**arguments: Any) -> None:
-    """Raises ValueError for an argument of vLLM that Quire does not support, unless its value is neutral."""
-    for name, value in arguments.items():
-        if value:
-            raise ValueError(f"{name} is not supported by Quire yet")

@@ -54,6 +54,20 @@ PROMPT_END = 32  # tokens of a prompt that tell whether the answer begins with t
 CUT_MARGIN = 4096  # tokens between the place where a long text is cut and the tokens that truncation keeps
 
 
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, from one prompt or several."""
+    if isinstance(prompts, (str, dict)) or (prompts and all(isinstance(p, int) for p in prompts)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def refuse_arguments(**arguments: Any) -> None:
+    """Raises ValueError for an argument of vLLM that Quire does not support, unless its value is neutral."""
+    for name, value in arguments.items():
+        if value:
+            raise ValueError(f"{name} is not supported by Quire yet")
+
+
 class PromptTooLongError(ValueError):
     """The prompt leaves no room for output within max_model_len."""
 

@@ -68,6 +68,14 @@ class KVCacheManager:
         """The most blocks that a request of `num_tokens` tokens holds."""
         return sum(spec.max_blocks(num_tokens, self.chunk, self.block_size) for spec in self.specs)
 
+    def check_room(self, max_model_len: int) -> None:
+        """Raises ValueError if the longest request does not fit into the cache."""
+        if self.max_blocks(max_model_len) > self.pool.num_usable:
+            raise ValueError(
+                f"a request of max_model_len={max_model_len} tokens needs {self.max_blocks(max_model_len)} KV blocks, "
+                f"but there are {self.pool.num_usable}; lower max_model_len or raise kv_cache_memory_bytes"
+            )
+
     def room(self, num_tokens: int) -> float:
         """The number of requests of `num_tokens` tokens that fit into the cache at once, if they share no blocks."""
         return self.pool.num_usable / max(1, self.max_blocks(num_tokens))

@@ -5,6 +5,7 @@ from enum import Enum, auto
 
 from quire.kv.block_pool import Block
 from quire.messages.engine import EngineCoreRequest
+from quire.messages.step import AdapterPlace, NewRequest
 from quire.scheduler.repetition import RepetitionDetector
 from quire.structured.constraint import Constraint
 
@@ -76,3 +77,22 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.num_hashed_blocks = 0
         self.next_hash_at = 0  # number of computed tokens at which the next block is full
+
+    def admitted(self, adapter: AdapterPlace | None) -> NewRequest:
+        """What the worker must know of a request that has just got its row and its cached blocks."""
+        source = self.source
+        return NewRequest(
+            self.request_id,
+            self.row,
+            list(self.token_ids),
+            self.num_prompt_tokens,
+            self.num_computed_tokens,
+            source.sampling_params,
+            source.seed,
+            sorted(self.stop_token_ids) if self.min_total_tokens > self.num_prompt_tokens else [],
+            source.bad_words,
+            source.pooling_params,
+            adapter,
+            [item.place for item in source.media],
+            source.rotary_positions,
+        )

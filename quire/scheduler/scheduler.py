@@ -14,7 +14,7 @@ from quire.kv.transfers import Mover, Transfers
 from quire.lora.gate import AdapterGate
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.media import EncoderLimits
-from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.scheduler.compression import Compression
 from quire.scheduler.constraints import ConstrainedRequests
 from quire.scheduler.encoding import EncoderCache
@@ -62,12 +62,7 @@ class Scheduler:
         self.limits, self._longest_chunk, self._is_pipelined = limits, limits.longest_chunk, limits.stages > 1
         chunk = limits.most_in_flight
         self.kv = KVCacheManager(num_blocks, kv_specs, block_size, chunk, enable_prefix_caching, fingerprint)
-        if self.kv.max_blocks(limits.max_model_len) > self.kv.pool.num_usable:
-            raise ValueError(
-                f"a request of max_model_len={limits.max_model_len} tokens needs "
-                f"{self.kv.max_blocks(limits.max_model_len)} KV blocks, but there are {self.kv.pool.num_usable}; "
-                "lower max_model_len or raise kv_cache_memory_bytes"
-            )
+        self.kv.check_room(limits.max_model_len)
         self.requests: dict[str, Request] = {}  # all unfinished requests
         self.waiting = RequestQueue()
         self.transfers = None if mover is None or not tiers else Transfers(self.kv, tiers, mover)
@@ -261,24 +256,8 @@ class Scheduler:
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
         insort(self.running, request, key=_by_key)
-        stop_token_ids = sorted(request.stop_token_ids) if request.min_total_tokens > request.num_prompt_tokens else []
-        step.new_requests.append(
-            NewRequest(
-                request.request_id,
-                request.row,
-                list(request.token_ids),
-                request.num_prompt_tokens,
-                num_cached,
-                source.sampling_params,
-                source.seed,
-                stop_token_ids,
-                source.bad_words,
-                source.pooling_params,
-                None if source.adapter is None or self._adapters is None else self._adapters.place(source.adapter),
-                [item.place for item in source.media],
-                source.rotary_positions,
-            )
-        )
+        place = None if source.adapter is None or self._adapters is None else self._adapters.place(source.adapter)
+        step.new_requests.append(request.admitted(place))
         self.kv.write_tables(request, step.block_table_edits)
         return True
 

@@ -14,12 +14,12 @@ if not INSTALLED:
 
 from test_states import BLOCK_SIZE, SHAPES, Texts, check_gated_norm, kernels
 
-from quire.ops.triton import states
+from quire.ops.triton import convolution, states
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 KERNELS = SimpleNamespace(
-    causal_conv=states.causal_conv,
-    time_steps=states.time_steps,
+    causal_conv=convolution.causal_conv,
+    time_steps=convolution.time_steps,
     scan=states.scan,
     gated_norm=states.gated_norm,
     selective_scan=states.selective_scan,

@@ -144,7 +144,7 @@ def test_each_replica_pins_a_prefix_also_one_that_replaces_another():
         os.kill(llm.client.process_ids[1], signal.SIGKILL)
         while len(llm.client.ready) == 2:
             await asyncio.sleep(0.02)
-        while len(llm.client.ready) < 2 or llm._pinning:
+        while len(llm.client.ready) < 2 or llm._pinned._tasks:
             await asyncio.sleep(0.05)
         await flood(llm, 1)
         assert await cached(llm, 1) == FULL

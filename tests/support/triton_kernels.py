@@ -20,6 +20,7 @@ if INSTALLED:
         os.environ["TRITON_INTERPRET"] = "1"
     import quire.attention.triton.attention_backend
     import quire.ops.triton.batch
+    import quire.ops.triton.convolution
     import quire.ops.triton.dense
     import quire.ops.triton.drafts
     import quire.ops.triton.elementwise

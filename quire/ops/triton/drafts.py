@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.reference import drafts as reference
-from quire.ops.triton.sampling import _first, _first_best, _merge
+from quire.ops.triton.sampling_kernels import _first, _first_best, _merge
 from quire.ops.triton.targets import on_gpu
 
 _PART = 4096  # tokens of a program

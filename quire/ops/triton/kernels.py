@@ -1,6 +1,7 @@
 """Registers all kernels as implementations of the operations that they compute."""
 
 import quire.ops.triton.batch
+import quire.ops.triton.convolution
 import quire.ops.triton.dense
 import quire.ops.triton.drafts
 import quire.ops.triton.elementwise
