@@ -118,19 +118,19 @@ def measure_structured_outputs() -> Any:
     forces it."""
     llm = engine(max_num_seqs=1)
     scheduler, allowed = llm.core.scheduler, list[int | None]()
-    masks, counts = scheduler.token_masks, list[int]()
+    masks, counts = scheduler.masks.wait, list[int]()
 
     def remember() -> Any:
         made = masks()
         counts.append(int(np.unpackbits(np.frombuffer(made.bits, np.uint8)).sum()) if made else 0)
         return made
 
-    scheduler.token_masks = remember  # type: ignore[method-assign]
+    scheduler.masks.wait = remember  # type: ignore[method-assign]
     params = {"structured_outputs": StructuredOutputsParams(json=SCHEMA), "seed": 4, "temperature": 1}
     for parts in run(llm, [Arrival(0, "a", PROMPT, 80, params={**params, "ignore_eos": False})]):
         if parts[0].sampled:
             allowed += [counts.pop(0), *[None] * (parts[0].sampled - 1)]
-    del scheduler.token_masks  # type: ignore[method-assign]
+    del scheduler.masks.wait  # type: ignore[method-assign]
     (output,) = llm.generate(PROMPT, SamplingParams(max_tokens=80, **params), use_tqdm=False)
     pieces = [llm.get_tokenizer().decode([token]) for token in output.outputs[0].token_ids]
     return {"schema": SCHEMA, "text": output.outputs[0].text, "pieces": pieces, "allowed": allowed}

@@ -249,11 +249,11 @@ class EngineCore:
                 self._scheduled_at.setdefault(request.request_id, now)
         self.progress.submit(step)
         try:
-            needs_masks, is_pipelined = self.scheduler.needs_masks(), self.scheduler.limits.stages > 1
+            needs_masks, is_pipelined = self.scheduler.masks.are_needed(), self.scheduler.limits.stages > 1
             if needs_masks and (is_pipelined or not self._flights):
-                self.scheduler.begin_masks()  # on a thread, since the forward may be done when `submit` returns
+                self.scheduler.masks.begin()  # on a thread, since the forward may be done when `submit` returns
             self.executor.submit(step)
-            masks = self.scheduler.token_masks() if needs_masks and is_pipelined else None
+            masks = self.scheduler.masks.wait() if needs_masks and is_pipelined else None
             waits = needs_masks and not is_pipelined
             self._flights.append(Flight(step, None if waits else self.executor.sample(step.step_id, masks), now))
         except KeyboardInterrupt:  # the step is withdrawn; its requests can be aborted, or be scheduled again
@@ -277,7 +277,7 @@ class EngineCore:
         """Sample the oldest step in flight, if it waits for its token masks: these can be computed now."""
         if self._flights and self._flights[0].result is None:
             flight = self._flights[0]
-            masks = self.scheduler.token_masks() if flight.step.epoch == self.scheduler.epoch else None
+            masks = self.scheduler.masks.wait() if flight.step.epoch == self.scheduler.epoch else None
             try:
                 flight.result = self.executor.sample(flight.step.step_id, masks)
             except KeyboardInterrupt:  # the step is withdrawn, as in `_launch`

@@ -181,6 +181,33 @@ class ConstrainedRequests:
         return TokenMasks(places, bits.data.cast("B"))
 
 
+class StepMasks:
+    """The token masks of the step that was submitted last."""
+
+    def __init__(
+        self, constrained: ConstrainedRequests | None, submitted: Sequence[tuple[SchedulerOutput, list[Request]]]
+    ) -> None:
+        """submitted: the scheduler's steps, the last one behind the others."""
+        self._constrained = constrained
+        self._submitted = submitted
+
+    def are_needed(self) -> bool:
+        """Whether the step needs masks. They can be filled when all earlier steps of its requests have retired: with a
+        pipeline, at once."""
+        constrained = self._constrained
+        return constrained is not None and constrained.count > 0 and constrained.need_masks(self._submitted[-1][1])
+
+    def begin(self) -> None:
+        """Start to fill the masks of the step, which needs some. A thread does the work."""
+        assert self._constrained is not None
+        self._constrained.begin_masks(*self._submitted[-1])
+
+    def wait(self) -> TokenMasks | None:
+        """Wait until the masks are filled. None if the step's constraints allow all tokens."""
+        assert self._constrained is not None
+        return self._constrained.masks(*self._submitted[-1])
+
+
 def _bits(places: int, words: int) -> "np.ndarray":
     import numpy as np  # here, since the API process imports this module before the core has started
 

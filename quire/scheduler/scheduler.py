@@ -14,9 +14,9 @@ from quire.kv.transfers import Mover, Transfers
 from quire.lora.gate import AdapterGate
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.media import EncoderLimits
-from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.compression import Compression
-from quire.scheduler.constraints import ConstrainedRequests
+from quire.scheduler.constraints import ConstrainedRequests, StepMasks
 from quire.scheduler.encoding import EncoderCache
 from quire.scheduler.gate import Connector, Gate, WaitingRoom
 from quire.scheduler.limits import SchedulerLimits, SchedulerStats
@@ -76,6 +76,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._free_rows = list(reversed(range(limits.max_num_seqs)))
         self._submitted: deque[tuple[SchedulerOutput, list[Request]]] = deque()
+        self.masks = StepMasks(self._constrained, self._submitted)
         self._num_leaving = 0  # requests that no longer run, but keep their blocks until submitted steps retire
         self._num_preempted = 0  # requests among them that will return to the queue
         self._num_arrived = 0
@@ -182,23 +183,6 @@ class Scheduler:
                 counts += [0] * (len(step.rows) - len(counts))
         self._is_exhausted = not requests
         return step if requests else self.encoders.withdraw(step)
-
-    def needs_masks(self) -> bool:
-        """Whether the last step needs token masks. They can be filled when all earlier steps of its requests have
-        retired: with a pipeline, at once."""
-        constrained = self._constrained
-        return constrained is not None and constrained.count > 0 and constrained.need_masks(self._submitted[-1][1])
-
-    def begin_masks(self) -> None:
-        """Start to fill the masks of the step that was submitted last, which needs some. A thread does the work."""
-        assert self._constrained is not None
-        self._constrained.begin_masks(*self._submitted[-1])
-
-    def token_masks(self) -> TokenMasks | None:
-        """The masks of the step that was submitted last. Waits until they are filled. None if its constraints allow all
-        tokens."""
-        assert self._constrained is not None
-        return self._constrained.masks(*self._submitted[-1])
 
     def _schedule_running(self, step: SchedulerOutput, requests: list[Request], budget: int) -> int:
         running, take = self.running, self._take

@@ -88,7 +88,7 @@ def retire(scheduler: Scheduler, step: SchedulerOutput, *tokens: int) -> list[En
 
 def masks(scheduler: Scheduler) -> tuple[list[int], list[int]]:
     """The places of the last step's masks, and what they hold."""
-    found = scheduler.token_masks()
+    found = scheduler.masks.wait()
     assert found is not None
     return found.places, np.frombuffer(found.bits, np.int32).tolist()
 
@@ -148,18 +148,18 @@ def test_only_requests_with_a_constraint_have_masks_until_the_last_one_ends():
     for name, max_tokens in (("plain", 1), ("another", 8), ("a", 2)):
         scheduler.add(make_request(name, max_tokens))
     step = scheduler.schedule()
-    assert scheduler.needs_masks()
+    assert scheduler.masks.are_needed()
     assert masks(scheduler) == ([2], [0])
     retire(scheduler, step, 9, 9, 9)  # the first request ends
     step = scheduler.schedule()
-    assert scheduler.needs_masks()
-    scheduler.begin_masks()
+    assert scheduler.masks.are_needed()
+    scheduler.masks.begin()
     assert masks(scheduler) == ([1], [1])
     assert texts.num_fills == 2
     retire(scheduler, step, 9, 9)  # the request with the constraint ends
     scheduler.schedule()
-    assert not scheduler.needs_masks()
-    assert scheduler.token_masks() is None
+    assert not scheduler.masks.are_needed()
+    assert scheduler.masks.wait() is None
 
 
 def test_in_a_pipeline_the_masks_that_were_begun_are_those_of_the_last_step():
@@ -168,7 +168,7 @@ def test_in_a_pipeline_the_masks_that_were_begun_are_those_of_the_last_step():
     for name in "ab":
         scheduler.add(make_request(name))
         scheduler.schedule()
-        scheduler.begin_masks()
+        scheduler.masks.begin()
         assert masks(scheduler) == ([0], [0])
     assert texts.num_fills == 2
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.attention.base import Selection
 from quire.ops.triton.attention import _decoded, _scales
-from quire.ops.triton.linear import multiplied
+from quire.ops.triton.linear_kernels import multiplied
 from quire.ops.triton.sampling_kernels import _above, _key, _threshold
 from quire.ops.triton.targets import precision
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.triton.float8 import from_float8, to_float8
-from quire.ops.triton.linear import multiplied, part_of
+from quire.ops.triton.linear_kernels import multiplied, part_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

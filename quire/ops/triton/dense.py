@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.ops.reference.elementwise import combine_experts, linear, linear_by_head
 from quire.ops.reference.routing import Routing, choose_experts
-from quire.ops.triton.linear import multiplied
+from quire.ops.triton.linear_kernels import multiplied
 from quire.ops.triton.sums import row_sums_triton
 from quire.ops.triton.targets import on_gpu, on_gpu_in_any_batch, precision
 from quire.platform.gpu.cards import card_of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.ops.reference.encoder_attention import encoder_attention
 from quire.ops.triton.attention import biases
-from quire.ops.triton.linear import multiplied, part_of
+from quire.ops.triton.linear_kernels import multiplied, part_of
 from quire.ops.triton.targets import on_gpu, precision
 
 _KEYS = 32  # of an iteration; more do not fit the registers of 12.0

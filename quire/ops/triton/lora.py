@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.reference.lora import add_lora
-from quire.ops.triton.linear import multiplied
+from quire.ops.triton.linear_kernels import multiplied
 from quire.ops.triton.targets import on_gpu, precision
 
 _FEW = 64  # tokens up to which each has programs of its own
