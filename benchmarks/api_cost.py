@@ -66,7 +66,8 @@ def main() -> None:
         url = next(found[1] for line in server.stderr if (found := re.search(r"Serving at (\S+): ", line)))
         llm = LLM(arguments.model, **options)
         params = SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True)
-        draw, seconds = random.Random(0), {"offline": [], "served": []}
+        draw = random.Random(0)
+        seconds = {"offline": [], "served": []}
         for number in range(arguments.rounds + 1):  # the first warms up
             prompts = [[draw.randrange(4, 1000) for _ in range(32)] for _ in range(arguments.streams)]
             started = time.perf_counter()

@@ -23,7 +23,9 @@ from quire.attention.cells import CELLS
 from quire.attention.cpu import CpuAttention
 from quire.ops.memory import empty
 
-LAYERS, BLOCK, SCALE = 28, 16, 0.1
+LAYERS = 28
+BLOCK = 16
+SCALE = 0.1
 CPU = torch.device("cpu")
 QWEN = AttentionShape(16, 8, 128, BLOCK, torch.bfloat16, CPU)
 DEEPSEEK = AttentionShape(16, 1, 576, BLOCK, torch.bfloat16, CPU, value_dim=512)
@@ -83,7 +85,8 @@ def contiguous(shape: AttentionShape, requests: int, length: int, new: int) -> C
     def tensors(heads: int, tokens: int) -> Tensor:
         return torch.randn(requests, heads, tokens, shape.head_dim, dtype=torch.bfloat16)
 
-    q, keys = tensors(shape.num_heads, new), [tensors(shape.num_kv_heads, length) for _ in range(LAYERS)]
+    q = tensors(shape.num_heads, new)
+    keys = [tensors(shape.num_kv_heads, length) for _ in range(LAYERS)]
     mask = torch.ones(new, length, dtype=torch.bool).tril(length - new) if 1 < new < length else None
 
     def step() -> None:

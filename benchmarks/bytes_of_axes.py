@@ -183,7 +183,9 @@ def of_contexts(spec: DecoderSpec, ranks: int) -> list[str]:
     those of benchmarks/context_parallel.py, which tests compare with the implementation."""
     mixer = spec.mixers[0]
     assert isinstance(mixer, AttentionSpec)
-    heads, kv_heads, dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+    heads = mixer.num_heads
+    kv_heads = mixer.num_kv_heads
+    dim = mixer.head_dim
     ways = [("stripes", 2 * (ranks - 1), sent_by_ring(1, ranks, ranks, heads, dim, dim), RING)]
     if kv_heads % ranks == 0:
         ways.append(("heads", 3, sent_by_heads(1, ranks, ranks, heads, kv_heads, dim), ULYSSES))
@@ -210,7 +212,8 @@ def rows(spec: DecoderSpec, ranks: int) -> list[str]:
         (f"pp, {ranks} stages of {ranks} ranks", Axes(ranks, pp=ranks), SCATTER),
         (f"pp, {ranks} stages of {ranks} ranks, tokens divided", Axes(ranks, True, ranks), "nothing to gather"),
     ):
-        of_layer, between = layer(spec, 0, axes), boundary(spec, axes)
+        of_layer = layer(spec, 0, axes)
+        between = boundary(spec, axes)
         whole = of_layer * (spec.num_layers // axes.pp) + between
         at = sentence(between, "a boundary") if axes.pp > 1 else sentence(of_layer, "a layer")
         table.append(f"| {name} | {at} | {whole.calls} | {whole.values * BYTES / 1024:,.0f} | {literature} |")

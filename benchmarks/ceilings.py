@@ -34,7 +34,9 @@ from workloads import PREFILL_SEED, SEED, single
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
 COMPILER = os.environ.get("CXX", "g++")
-REGION, REGIONS, PASSES = 1 << 30, 4, 5
+REGION = 1 << 30
+REGIONS = 4
+PASSES = 5
 STREAMS = (1, 2, 4)
 PRODUCTS = {"float32_gflop_s": 0, "bf16_gflop_s": 1, "int8_gop_s": 2}  # and ceilings.cpp's number of each
 

@@ -26,7 +26,8 @@ from quire import LLM
 from quire.bench.claims import Sizes, _steps, _whale_among_streams, mixed
 from quire.scheduler.pace import Pace
 
-BLUE, ORANGE = "#2563a8", "#e08a1e"
+BLUE = "#2563a8"
+ORANGE = "#e08a1e"
 DEFAULT = 512  # tokens of a step
 
 

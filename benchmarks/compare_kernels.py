@@ -22,7 +22,9 @@ from types import SimpleNamespace
 from typing import Any
 
 Step = Callable[[], object]
-BLOCK, LEAST_SECONDS, LARGEST_CACHE = 16, 0.01, 1.5e9
+BLOCK = 16
+LEAST_SECONDS = 0.01
+LARGEST_CACHE = 1.5e9
 
 
 def attention_cases() -> dict[str, Callable[[], Step]]:
@@ -68,7 +70,8 @@ def attention(
 
     cells = None if cell is None else CELLS[cell]
     shape = AttentionShape(*heads, dim, BLOCK, torch.bfloat16, torch.device("cpu"), value_dim, cells)
-    backend, blocks = CpuAttention(shape), -(-length // BLOCK)
+    backend = CpuAttention(shape)
+    blocks = -(-length // BLOCK)
     table = torch.randperm(requests * blocks, generator=torch.Generator().manual_seed(0)).int().view(requests, blocks)
     caches = caches_of(backend, requests * blocks)
 
@@ -86,7 +89,8 @@ def attention(
         k = torch.randn(requests * (stop - start), heads[1], dim).bfloat16()
         for cache in caches:
             backend.store(cache, k, None if value_dim else k, backend.plan(layout(start, stop)))
-    q, at = torch.randn(requests * new, heads[0], dim).bfloat16(), layout(length - new, length)
+    q = torch.randn(requests * new, heads[0], dim).bfloat16()
+    at = layout(length - new, length)
 
     def step() -> None:
         plan = backend.plan(at)
@@ -176,7 +180,8 @@ def experts(rows: int) -> Step:
 
     ops, kind = kernels("bfloat16")
     count = 64
-    weight, offsets = torch.randn(count, 1536, 2048).to(kind), torch.arange(count + 1) * rows
+    weight = torch.randn(count, 1536, 2048).to(kind)
+    offsets = torch.arange(count + 1) * rows
     if hasattr(ops.grouped_linear, "pack"):
         weight = ops.grouped_linear.pack(weight)
     x = torch.randn(count * rows, 2048).to(kind)
@@ -204,7 +209,8 @@ def work(threads: int, only: str, clock: Callable[[], float], cpu_isa: str) -> N
 
     choose_instruction_set(cpu_isa)
     torch.set_num_threads(threads)
-    cases, current = all_cases(only), SimpleNamespace(step=None, repeats=1)
+    cases = all_cases(only)
+    current = SimpleNamespace(step=None, repeats=1)
     for line in sys.stdin:
         if name := line.strip():
             current.step = None  # frees the memory of the case before it

@@ -105,7 +105,8 @@ def seconds(model: Model, cluster: Cluster, tokens: int, chunk: int, ranks: int,
 
 def _layer(model: Model, cluster: Cluster, first: int, count: int, ranks: int, way: str) -> float:
     """Of one layer and one chunk."""
-    own, heads = count / ranks, model.heads // model.tp
+    own = count / ranks
+    heads = model.heads // model.tp
     products = max(2 * model.weights * own / cluster.products, 2 * model.weights / cluster.memory) / model.tp
     sums = 0.0
     if model.tp > 1:
@@ -125,7 +126,8 @@ def _layer(model: Model, cluster: Cluster, first: int, count: int, ranks: int, w
 
 def _ring(model: Model, cluster: Cluster, own: float, heads: int, attention: float, ranks: int) -> float:
     """attention: to the queries of one rank."""
-    query, result = own * heads * model.dim * 2, own * heads * (model.out_dim * 2 + 4)
+    query = own * heads * model.dim * 2
+    result = own * heads * (model.out_dim * 2 + 4)
     # For the queries of one rank: they are put in order; results are put back in order, and packed.
     attention += (2 * query + 4 * result) / cluster.memory
     merged = (ranks + 1) * result / cluster.memory
@@ -144,7 +146,8 @@ def efficiency(model: Model, cluster: Cluster, tokens: int, chunk: int, ranks: i
     return alone / ranks / seconds(model, cluster, tokens, chunk * ranks, ranks, way)
 
 
-K, M = 1 << 10, 1 << 20
+K = 1 << 10
+M = 1 << 20
 CASES = [
     ("8B", NVLINK, 512 * K, 8, "ring"),
     ("8B", NVLINK, 512 * K, 8, "heads"),
@@ -239,7 +242,8 @@ def run(tokens: int, options: dict[str, Any]) -> None:
         kv_cache_memory_bytes=2 << 30,
         **options,
     )
-    prompt, params = [7 + i % 1000 for i in range(tokens)], SamplingParams(max_tokens=1)
+    prompt = [7 + i % 1000 for i in range(tokens)]
+    params = SamplingParams(max_tokens=1)
     llm.generate([prompt[:2048]], params, use_tqdm=False)
     began = time.perf_counter()
     llm.generate([prompt], params, use_tqdm=False)

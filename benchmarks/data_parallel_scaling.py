@@ -70,7 +70,8 @@ class Arrival(NamedTuple):
 def make_trace(number: int, rate: float, seed: int) -> list[Arrival]:
     """Requests in the order of their arrival. rate: a second; infinite for requests that are all there at once."""
     dice = random.Random(seed)
-    trace, now = [], 0.0
+    trace = []
+    now = 0.0
     for index in range(number):
         now += 0.0 if rate == float("inf") else dice.expovariate(rate)
         prompt = min(2000, max(16, int(dice.lognormvariate(5.7, 0.8))))
@@ -216,7 +217,8 @@ def capacity() -> float:
     trace = make_trace(3000, float("inf"), 0)
     simulation.run(trace)
     times = sorted(simulation.first_token.values())
-    low, high = len(times) // 4, 3 * len(times) // 4
+    low = len(times) // 4
+    high = 3 * len(times) // 4
     return (high - low) / (times[high] - times[low])
 
 

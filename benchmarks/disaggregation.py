@@ -37,7 +37,9 @@ CONFIG = {
     "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e5, "tie_word_embeddings": True,
     "eos_token_id": 2,
 }  # fmt: skip
-PROMPT, ANSWERS, ANSWER_TOKENS = 4000, 4, 500
+PROMPT = 4000
+ANSWERS = 4
+ANSWER_TOKENS = 500
 ADDRESSES = "10.98.0.1", "10.98.0.2"
 
 
@@ -124,7 +126,9 @@ class Servers:
             shutil.copy(bundled_model() / name, folder / "model")
         (folder / "secret").write_text(secrets.token_hex(32))
         (folder / "secret").chmod(0o600)
-        self.names, self.folder, self.processes = names, folder, list[subprocess.Popen[bytes]]()
+        self.names = names
+        self.folder = folder
+        self.processes = list[subprocess.Popen[bytes]]()
         self.cores = sorted(os.sched_getaffinity(0))
         self.variables: dict[str, str] = {}
 

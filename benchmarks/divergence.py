@@ -45,7 +45,8 @@ def windows_of(texts: list[list[int]], start: list[int], tokens: int, window: in
     texts: token ids without special tokens. start: the special tokens before each window. Raises ValueError if a text
     is too short.
     """
-    each, found = tokens // len(texts) // window, []
+    each = tokens // len(texts) // window
+    found = []
     for ids in texts:
         if len(ids) < each * window + 1:
             raise ValueError(f"a text has {len(ids)} tokens; {each * window + 1} are needed")
@@ -74,7 +75,8 @@ def measure(a: argparse.Namespace) -> list[Result]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(a.threads)}
     results: list[Result] = []
     with tempfile.TemporaryDirectory(dir=a.out) as folder:
-        windows, reference = Path(folder, "windows.json"), Path(folder, "reference.npy")
+        windows = Path(folder, "windows.json")
+        reference = Path(folder, "reference.npy")
         windows.write_text(json.dumps(tokenize(a.model, a.tokens, a.window)))
         scripts = HERE / "peers"
         given = [str(a.model), str(windows), str(reference)]
@@ -100,8 +102,10 @@ def table(results: list[Result]) -> str:
     lines = [f"| {head} |", "|---|---|---|---|---|---|---|"]
     for r in results:
         name = f"{r['engine']} {r.get('quantization', '')}".strip()
-        mean, error = f"{1e6 * r['mean']:,.0f} ± {1e6 * r['error']:,.0f}", f"{r['maximum']:.3f}"
-        top1, perplexity = f"{100 * r['top1']:.2f} %", f"{r['perplexity']:.4f}"
+        mean = f"{1e6 * r['mean']:,.0f} ± {1e6 * r['error']:,.0f}"
+        error = f"{r['maximum']:.3f}"
+        top1 = f"{100 * r['top1']:.2f} %"
+        perplexity = f"{r['perplexity']:.4f}"
         lines.append(
             f"| {name} | {r.get('dtype', '')} | {r.get('isa', '')} | {mean} | {error} | {top1} | {perplexity} |"
         )

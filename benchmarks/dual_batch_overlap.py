@@ -109,7 +109,8 @@ def work(rank: int, port: int, directory: Path, tokens: list[int], rounds: int) 
         runner = runners[way]
         inputs = runner.staging.stage_dummy(StepSize(count, 256))
         inputs.input_ids.copy_(ids[:count])  # different tokens, so that all experts have work
-        link.rate, link.bytes = rate, 0
+        link.rate = rate
+        link.bytes = 0
         mesh.dp.minimum(0)
         started = link.is_free_at = time.perf_counter()
         with torch.inference_mode():

@@ -37,7 +37,8 @@ PEERS = ("sentence-transformers", "ONNX Runtime", "OpenVINO")
 def make_sentences(count: int) -> list[str]:
     docs = Path(__file__).parents[1] / "docs"
     words = " ".join(page.read_text() for page in sorted(docs.glob("*.md"))).split()
-    dice, made = random.Random(0), []
+    dice = random.Random(0)
+    made = []
     for _ in range(count):
         length = min(180, max(3, int(dice.lognormvariate(2.9, 0.8))))
         start = dice.randrange(len(words) - length)
@@ -47,7 +48,8 @@ def make_sentences(count: int) -> list[str]:
 
 def quire(llm: LLM, sentences: list[str]) -> Callable[[], tuple[float, float]]:
     def run() -> tuple[float, float]:
-        started, cpu = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
+        cpu = time.process_time()
         llm.embed(sentences, use_tqdm=False, truncate_prompt_tokens=-1)
         return time.perf_counter() - started, time.process_time() - cpu
 
@@ -61,7 +63,8 @@ def peer(python: str, name: str, model: str, file: str) -> Callable[[], tuple[fl
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    orders, answers = process.stdin, process.stdout
+    orders = process.stdin
+    answers = process.stdout
     while (line := answers.readline()) != "ready\n":
         if not line:
             raise SystemExit(f"{name} has ended; run {' '.join(command)} to see why")
@@ -80,7 +83,8 @@ def plot(path: Path, count: int, seconds: dict[str, list[float]], label: str = "
     from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
     figure = Figure(figsize=(8, 0.55 * len(seconds) + 1), layout="constrained")
-    axis, order = figure.subplots(), sorted(seconds, key=lambda name: median(seconds[name]))
+    axis = figure.subplots()
+    order = sorted(seconds, key=lambda name: median(seconds[name]))
     rates = {name: [count / each for each in seconds[name]] for name in order}
     bars = [median(rates[name]) for name in order]
     colours = ["#2563a8" if name.startswith("Quire") else "#7d8b99" for name in order]
@@ -105,7 +109,8 @@ def main() -> None:
     sentences = make_sentences(args.sentences)
     file = f"{tempfile.mkdtemp()}/sentences.json"
     Path(file).write_text(json.dumps(sentences))
-    runs, vectors = {}, {}
+    runs = {}
+    vectors = {}
     for name, options in QUIRE.items():
         llm = LLM(args.model, **options)
         outputs = llm.embed(sentences, use_tqdm=False, truncate_prompt_tokens=-1)

@@ -36,7 +36,8 @@ def main() -> None:
         for inner, outer in ((2048, 1536), (768, 2048)):  # gate and up, down
             weight = (torch.randn(EXPERTS, outer, inner) / inner**0.5).to(dtype)
             for rows in (1, 2, 4, 8, 16, 31, 64):
-                x, offsets = torch.randn(EXPERTS * rows, inner).to(dtype), torch.arange(EXPERTS + 1) * rows
+                x = torch.randn(EXPERTS * rows, inner).to(dtype)
+                offsets = torch.arange(EXPERTS + 1) * rows
                 ours, torchs = (milliseconds(name, x, weight, None, offsets) for name in ("cpu", "reference"))
                 rate = f"{weight.nbytes / ours / 1e6:5.1f} GB/s {2 * x.numel() * outer / ours / 1e6:5.0f} GFLOP/s"
                 what = f"{str(dtype)[6:]} {inner:4} -> {outer:4}, {rows:2} rows"

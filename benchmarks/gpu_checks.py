@@ -97,7 +97,8 @@ def _rotary(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tup
     for heads, kv_heads, dim, half in ((4, 2, 64, 32), (8, 1, 128, 32), (3, 3, 80, 16)):
         angles = torch.rand(17, half, device=device) * 6
         for interleaved in (False, True):
-            q, k = _draw(device, dtype, 17, heads, dim), _draw(device, dtype, 17, kv_heads, dim)
+            q = _draw(device, dtype, 17, heads, dim)
+            k = _draw(device, dtype, 17, kv_heads, dim)
             yield q, k, angles.cos(), angles.sin(), interleaved
 
 
@@ -223,7 +224,9 @@ def _attended(
     """The result of a step. In the second of three layers, tokens are stored: those of earlier steps, then its own. All
     blocks are moved before the tokens attend."""
     torch.manual_seed(1)
-    backend, device, block = kind(shape), shape.device, shape.block_size
+    backend = kind(shape)
+    device = shape.device
+    block = shape.block_size
     lengths = [a + b for a, b in zip(counts, cached, strict=True)]
     width = max(-(-n // block) for n in lengths)
     table = 1 + torch.randperm(len(lengths) * width).view(len(lengths), width).int()

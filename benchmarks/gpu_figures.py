@@ -33,7 +33,9 @@ def write_shape(directory: Path, name: str) -> Path:
 
 def weight_bytes(shape: dict[str, Any]) -> int:
     """Bytes of bfloat16 weights that a step of one token reads: all but the embedding's rows of other tokens."""
-    hidden, heads, kv_heads = shape["hidden_size"], shape["num_attention_heads"], shape["num_key_value_heads"]
+    hidden = shape["hidden_size"]
+    heads = shape["num_attention_heads"]
+    kv_heads = shape["num_key_value_heads"]
     attention = hidden * shape["head_dim"] * 2 * (heads + kv_heads)
     mlp = 3 * hidden * shape["intermediate_size"]
     return 2 * (shape["num_hidden_layers"] * (attention + mlp) + shape["vocab_size"] * hidden)
@@ -79,7 +81,8 @@ def ceilings(device: torch.device, small: bool) -> Figures:
     n = 256 if small else 8192
     a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
     half = len(data) // 2
-    sum_s, copy_s = clock(data.sum), clock(lambda: data[:half].copy_(data[half:]))
+    sum_s = clock(data.sum)
+    copy_s = clock(lambda: data[:half].copy_(data[half:]))
     product_s = clock(lambda: a @ b)
     return {"read_bytes_s": max(data.nbytes / sum_s, data.nbytes / copy_s), "bf16_flop_s": 2 * n**3 / product_s}
 
@@ -106,7 +109,8 @@ def attention(device: torch.device, ceilings: Figures, small: bool) -> Figures:
 
 def _cache(backend: AttentionBackend, num_blocks: int) -> Tensor:
     """The cache of the first of four layers."""
-    device, size = backend.shape.device, 4 * backend.entry_bytes()
+    device = backend.shape.device
+    size = 4 * backend.entry_bytes()
     return backend.view(torch.zeros(num_blocks, size, dtype=torch.uint8, device=device), 0)
 
 
@@ -126,7 +130,8 @@ def decoding(
     blocks = context // 16
     table = (1 + torch.randperm(batch * blocks)).view(batch, blocks).int().to(device)
     cache = _cache(backend, 1 + batch * blocks)
-    starts, lengths = torch.arange(batch + 1).int().to(device), torch.full((batch,), context).int().to(device)
+    starts = torch.arange(batch + 1).int().to(device)
+    lengths = torch.full((batch,), context).int().to(device)
     slots = torch.full((batch,), -1).to(device)
     plan = backend.plan(StepLayout(starts, lengths, slots, table, tokens_per_request=1))
     q = torch.randn(batch, heads, dim, device=device).bfloat16()
@@ -148,14 +153,17 @@ def prompts(
     """Floating-point operations a second over whole prompts: ours on a paged cache, those of libraries that can join
     (quire/attention/varlen.py) and torch's scaled_dot_product_attention on plain tensors."""
     shape = AttentionShape(heads, kv_heads, dim, 16, torch.bfloat16, device)
-    backend, blocks = BACKENDS[0](shape), length // 16
+    backend = BACKENDS[0](shape)
+    blocks = length // 16
     table = (1 + torch.arange(batch * blocks)).view(batch, blocks).int().to(device)
     cache = _cache(backend, 1 + batch * blocks)
     slots = (torch.arange(batch * length) + 16).to(device)
-    starts, lengths = (torch.arange(batch + 1) * length).int().to(device), torch.full((batch,), length).int().to(device)
+    starts = (torch.arange(batch + 1) * length).int().to(device)
+    lengths = torch.full((batch,), length).int().to(device)
     layout = StepLayout(starts, lengths, slots, table, longest_prompt=length)
     q, k, v = (torch.randn(batch * length, h, dim, device=device).bfloat16() for h in (heads, kv_heads, kv_heads))
-    operations, clock = 4 * batch * heads * length**2 * dim / 2, Clock(device)
+    operations = 4 * batch * heads * length**2 * dim / 2
+    clock = Clock(device)
 
     def rate(backend: AttentionBackend, kernels: list[Kernel] | None = None) -> float:
         plan = backend.plan(layout)
@@ -279,7 +287,8 @@ def _idle(spans: list[tuple[float, float]]) -> float | None:
     spans: begin and end of each kernel, in microseconds, sorted."""
     if not spans:
         return None
-    idle, end = 0.0, spans[0][0]
+    idle = 0.0
+    end = spans[0][0]
     for begin, stop in spans:
         idle += begin - end if begin - end > SHORT_GAP else 0.0
         end = max(end, stop)

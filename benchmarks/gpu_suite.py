@@ -90,7 +90,8 @@ def run_section(name: str, small: bool, few: bool, results: Results) -> dict[str
         return _tiles(device, results, small)
     if name not in SECTIONS:
         raise ValueError(f"there is no section {name!r}")
-    count, longest = 4 if small else 256, 40 if few else 1024
+    count = 4 if small else 256
+    longest = 40 if few else 1024
     shape = "tiny" if small else SHAPES[name.split()[-1]]
     if name.startswith("transformers"):
         return gpu_figures.transformers_batch(shape, 4 if few else count, longest, min(100, longest // 2))
@@ -164,7 +165,8 @@ def _tiles(device: Any, results: Results, small: bool) -> dict[str, Any]:
         named = [(f, k) for f, k in measured if k["name"] not in (kernels.PRODUCTS, kernels.OTHERS)]
         named.sort(key=lambda pair: -pair[1]["seconds"])
         worst = [kernels.Difference(f, k["name"], k["seconds"], math.nan) for f, k in named[:3]]
-    clock, tried = figures.Clock(device, is_cold=True), {}
+    clock = figures.Clock(device, is_cold=True)
+    tried = {}
     for figure in dict.fromkeys(difference.figure for difference in worst):
         launches: dict[str, kernels.Launch] = {}
         with kernels.recorded(launches):
@@ -184,7 +186,8 @@ def _tiles(device: Any, results: Results, small: bool) -> dict[str, Any]:
 
 
 def _checked(checks: Iterable[tuple[str, Callable[[], object]]]) -> dict[str, Any]:
-    passed, failures = [], {}
+    passed = []
+    failures = {}
     for name, check in checks:
         try:
             check()
@@ -366,7 +369,8 @@ def table(results: Results) -> str:
 
 def _kernel_tables(results: Results) -> list[str]:
     """Each kernel beside its expected time, the three that lose most time, and their best tiles."""
-    lines, found = [], _differences(results)
+    lines = []
+    found = _differences(results)
     expected = {(d.figure, d.kernel): d.expected for d in found}
     for figure, kernels in _measured(results).items():
         lines += ["", f"| {figure}: kernel | launches | us a step | expected us | x |", "|---|---|---|---|---|"]
@@ -392,7 +396,8 @@ def draw(results: Results, path: Path) -> None:
     bars = []
     for name, figure, goal, is_met in _goals(results):
         if figure:
-            bound, at_least = float(goal.split()[1]), goal.startswith(">=")
+            bound = float(goal.split()[1])
+            at_least = goal.startswith(">=")
             label = f"{name}\n{figure:.3g} (goal {goal})"
             bars.append((label, figure / bound if at_least else bound / figure, is_met(figure)))
     picture = Figure(figsize=(9, 0.7 + 0.55 * max(1, len(bars))), layout="constrained")

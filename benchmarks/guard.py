@@ -270,7 +270,8 @@ def main() -> int:
     names = arguments.only.split(",") if arguments.only else [*WORKLOADS, *STARTS]
     if unknown := [name for name in names if name not in (*WORKLOADS, *STARTS)]:
         parser.error(f"no workload is called {unknown[0]!r}; there are: {', '.join([*WORKLOADS, *STARTS])}")
-    began, verdicts = time.perf_counter(), {}
+    began = time.perf_counter()
+    verdicts = {}
     print(f"{arguments.old} -> {arguments.new}: seconds of either, new / old (lowest to highest of the rounds)")
     with checked_out(arguments.old, arguments.new) as (old, new), tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(CONFIG))

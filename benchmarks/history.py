@@ -22,7 +22,8 @@ import guard
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-BLUE, GRAY = "#2563a8", "#999999"
+BLUE = "#2563a8"
+GRAY = "#999999"
 
 
 def main() -> None:

@@ -76,7 +76,8 @@ class Chats:
     """The pictures and the questions about them."""
 
     def __init__(self, count: int, round_number: int) -> None:
-        dice, draw = random.Random(round_number), np.random.default_rng(round_number)
+        dice = random.Random(round_number)
+        draw = np.random.default_rng(round_number)
         self.pictures = [Image.fromarray(draw.integers(0, 256, (300, 400, 3), dtype=np.uint8)) for _ in range(count)]
         self.questions = [[[dice.randrange(256) for _ in range(QUESTION)] for _ in range(count)] for _ in range(2)]
 

@@ -24,7 +24,8 @@ import torch
 from quire import LLM, SamplingParams
 from quire.ops.cpu import build
 
-PROMPT, LONG_PROMPT = 128, 512
+PROMPT = 128
+LONG_PROMPT = 512
 
 
 class Times:
@@ -49,14 +50,17 @@ class Times:
         return call
 
     def take(self) -> dict[str, list[float]]:
-        taken, self.step = self.step, defaultdict(lambda: [0.0, 0])
+        taken = self.step
+        self.step = defaultdict(lambda: [0.0, 0])
         return taken
 
 
 def label(name: str, values: tuple[Any, ...]) -> str:
     name = name.removeprefix("quire_")
     if name == "linear":
-        rows, out, words = values[3], values[5], values[6]
+        rows = values[3]
+        out = values[5]
+        words = values[6]
         return f"{name} {rows} x {out} x {words * (1 if values[0] == 0 else 2)}"
     if name == "quantized_linear":
         return f"{name} {values[1]} bits {values[4]} x {values[15]} x {values[16]}"

@@ -62,15 +62,19 @@ def library(tokenizer: Any, is_bundled: bool) -> list[int]:
 
 
 def make_inputs(ids: list[int], tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
-    length, num_texts, num_needles = options.length, options.texts, options.needles
-    dice, needles = random.Random(1), []
+    length = options.length
+    num_texts = options.texts
+    num_needles = options.needles
+    dice = random.Random(1)
+    needles = []
     room = (len(ids) - length - BEHIND) // num_texts
     texts = [ids[i * room : i * room + length + BEHIND] for i in range(num_texts)]
     for i in range(num_needles):
         count = options.needle_lengths[i % len(options.needle_lengths)]
         start = dice.randrange(len(ids) - count)
         lines = tokenizer.decode(ids[start : start + count]).split("\n")
-        city, number = dice.choice(CITIES), str(dice.randrange(1000, 9999))
+        city = dice.choice(CITIES)
+        number = str(dice.randrange(1000, 9999))
         lines.insert(int((i + 0.5) / num_needles * len(lines)), f"\nThe secret number of {city} is {number}.\n")
         question = f"\n\nQuestion: What is the secret number of {city}?\nAnswer: The secret number of {city} is"
         needles.append({"prompt": list(tokenizer.encode("\n".join(lines) + question)), "answer": number})
@@ -91,7 +95,8 @@ class Variants:
             kv_compression={"ratio": 4},
         )
         self.runner: Any = self.llm.core.executor.runner
-        self.rows, self.batch = self.runner.staging.rows, self.runner.batch
+        self.rows = self.runner.staging.rows
+        self.batch = self.runner.batch
         self.all_blocks = torch.arange(1, blocks + 1, dtype=torch.int32).numpy()
         self.options = self.rows.eviction.options
 
@@ -108,7 +113,8 @@ class Variants:
         self._plain()
         for start in range(0, len(prompt) - LAST, 512):
             self.run(min(512, len(prompt) - LAST - start))
-        self.saved, self.prompt = self.rows.backend.slices.clone(), prompt
+        self.saved = self.rows.backend.slices.clone()
+        self.prompt = prompt
 
     def _plain(self) -> None:
         self.rows.num_kept[0] = self.rows.num_removed[0] = self.rows.most_kept[0] = 0
@@ -119,7 +125,8 @@ class Variants:
         """Compress the prompt; None for no method keeps all of it. Returns the logits behind it, [1, vocab]."""
         self.rows.backend.slices.copy_(self.saved)
         self._plain()
-        count, kept = len(self.prompt), None
+        count = len(self.prompt)
+        kept = None
         self.batch.num_computed[0] = count - LAST
         if method is not None:
             options = replace(self.options, method=method, ratio=ratio)
@@ -127,7 +134,8 @@ class Variants:
             self.rows.eviction = METHODS[method](options, 16)
         hidden = self.run(LAST, kept)
         if kept is not None:
-            first, used = kept + (count % 16 > 0), -(-count // 16)
+            first = kept + (count % 16 > 0)
+            used = -(-count // 16)
             fresh = self.all_blocks[used:]
             self.batch.block_tables[0, 0, first : first + len(fresh)] = fresh
         return self.runner.model.logits(hidden[-1:])  # type: ignore[no-any-return]
@@ -152,7 +160,8 @@ def quality(engine: Any, inputs: Any, decode: Any) -> dict[str, Any]:
     """engine: has begin, end and append as Variants has. decode: token ids -> text."""
     losses: dict[str, list[float]] = {}
     for text in inputs["texts"]:
-        prompt, behind = text[: inputs["length"]], text[inputs["length"] :]
+        prompt = text[: inputs["length"]]
+        behind = text[inputs["length"] :]
         engine.begin(prompt)
         for method, ratio in engine.variants():
             logits = torch.cat([engine.end(method, ratio), engine.append(behind[:-1])]).float()
@@ -163,7 +172,8 @@ def quality(engine: Any, inputs: Any, decode: Any) -> dict[str, Any]:
     for needle in inputs["needles"]:
         engine.begin(needle["prompt"])
         for method, ratio in engine.variants():
-            logits, answer = engine.end(method, ratio), []
+            logits = engine.end(method, ratio)
+            answer = []
             for _ in range(ANSWER):
                 answer.append(int(logits[-1].argmax()))
                 logits = engine.append(answer[-1:])
@@ -240,7 +250,9 @@ def continuous(model: str | None, dtype: str, length: int, num_texts: int, ratio
     have been compressed, over the same caches. Each gives logits behind all its tokens.
     """
     rows = ["| method | interval | blocks | perplexity |", "|---|---|---|---|"]
-    longest, base, ids = 200 + length, 0.0, list[int]()
+    longest = 200 + length
+    base = 0.0
+    ids = list[int]()
     for method, interval in (("", 0), ("kv_compress", 0), *product(METHODS, (128, 256, 512))):
         options = {"method": method, "ratio": ratio, "interval": interval} if method else {}
         llm = LLM(
@@ -255,8 +267,12 @@ def continuous(model: str | None, dtype: str, length: int, num_texts: int, ratio
         if not ids:
             ids = library(llm.get_tokenizer(), model is None)
         runner: Any = llm.core.executor.runner
-        pool, run, model_logits = llm.core.scheduler.kv.pool, runner.forward.run, runner.model.logits
-        losses, held, logits = list[float](), 0, list[Tensor]()
+        pool = llm.core.scheduler.kv.pool
+        run = runner.forward.run
+        model_logits = runner.model.logits
+        losses = list[float]()
+        held = 0
+        logits = list[Tensor]()
 
         def observed(
             inputs: Any, wanted: Any = None, run: Any = run, model_logits: Any = model_logits, seen: Any = logits
@@ -308,7 +324,8 @@ SHAPE = {  # one whose cache dominates: 12 KB for a token, beside 12 MB of weigh
 
 def speed(rounds: int = 2) -> dict[str, Any]:
     """For each engine: how many requests run at once, and tokens in a second while all of them decode."""
-    pool, result = POOL * -(-(PROMPT + OUTPUT) // 16), dict[str, Any]()
+    pool = POOL * -(-(PROMPT + OUTPUT) // 16)
+    result = dict[str, Any]()
     for name, compression in (("whole", {}), ("4 x", {"method": "kv_compress", "ratio": 4})):
         llm = LLM(
             load_format="dummy",
@@ -320,23 +337,31 @@ def speed(rounds: int = 2) -> dict[str, Any]:
             enable_prefix_caching=False,
             kv_compression=compression,
         )
-        most, rates = 0, []
+        most = 0
+        rates = []
         for attempt in range(rounds):
-            core, dice = llm.core, random.Random(attempt)
+            core = llm.core
+            dice = random.Random(attempt)
             for i in range(96):
                 prompt = [dice.randrange(300) for _ in range(PROMPT)]
                 params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
                 core.add_request(llm.processor.process(f"{attempt}/{i}", prompt, params).core_requests[0])
             running = core.scheduler.running
-            seconds, tokens, count = 0.0, 0, 0
+            seconds = 0.0
+            tokens = 0
+            count = 0
             # Requests are admitted while there is room. Steps count that have as many requests as ever, all of which
             # decode: if some have been preempted or are computing their prompts, it is not one of these.
             while core.has_unfinished and count < 24:
-                started, computed = time.perf_counter(), core.scheduler.stats.computed_tokens
+                started = time.perf_counter()
+                computed = core.scheduler.stats.computed_tokens
                 core.step()
-                elapsed, computed = time.perf_counter() - started, core.scheduler.stats.computed_tokens - computed
+                elapsed = time.perf_counter() - started
+                computed = core.scheduler.stats.computed_tokens - computed
                 if computed == len(running) and len(running) >= most > 0:
-                    seconds, tokens, count = seconds + elapsed, tokens + computed, count + 1
+                    seconds = seconds + elapsed
+                    tokens = tokens + computed
+                    count = count + 1
                 if computed <= len(running):
                     most = max(most, len(running))
             rates.append(tokens / seconds)

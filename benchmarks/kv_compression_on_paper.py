@@ -27,10 +27,17 @@ from quire.scheduler.compression import Compression
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 
-PARAMETERS, HIDDEN, LAYERS, TOKEN_BYTES, POOL_BYTES = 8e9, 4096, 32, 131_072, 54e9
-BANDWIDTH, PRODUCTS, ATTENTION = DEVICES["H100"].reached_bandwidth, 600e12, 400e12
+PARAMETERS = 8e9
+HIDDEN = 4096
+LAYERS = 32
+TOKEN_BYTES = 131_072
+POOL_BYTES = 54e9
+BANDWIDTH = DEVICES["H100"].reached_bandwidth
+PRODUCTS = 600e12
+ATTENTION = 400e12
 OPERATIONS = 14  # of a layer
-BLOCK, BUDGET = 16, 8192
+BLOCK = 16
+BUDGET = 8192
 
 
 def rate(prompt: int, output: int, ratio: float, requests: int) -> tuple[float, float, float]:
@@ -44,16 +51,21 @@ def rate(prompt: int, output: int, ratio: float, requests: int) -> tuple[float, 
         for i in range(requests)
     )
     host = HOST_STEP + (0 if ratio == 1 else LAYERS * OPERATIONS * HOST_OPERATION)
-    seconds, tokens, ended = 0.0, 0, 0
+    seconds = 0.0
+    tokens = 0
+    ended = 0
     decoding: list[tuple[int, float]] = []  # rows and seconds of steps without prompts
     while waiting or scheduler.requests:
         while waiting and len(scheduler.waiting) < 4:
             scheduler.add(waiting.popleft())
         step = scheduler.schedule()
         rows: list[Any] = scheduler._submitted[-1][1]
-        read, pairs, sampled = 0, 0.0, []
+        read = 0
+        pairs = 0.0
+        sampled = []
         for request, count in zip(rows, step.num_tokens, strict=True):
-            start, stop = request.num_computed_tokens - count, request.num_computed_tokens
+            start = request.num_computed_tokens - count
+            stop = request.num_computed_tokens
             if start >= prompt:
                 read += stop - request.num_removed_tokens
             else:

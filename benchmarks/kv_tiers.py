@@ -29,7 +29,8 @@ from quire import LLM, SamplingParams
 from quire.checkpoints.hub import bundled_model
 
 PROMPT, NEXT, OUTPUT = 2000, 64, 16  # tokens
-BLOCK, LAYERS = 16, 28
+BLOCK = 16
+LAYERS = 28
 
 
 def engine(directory: Path, conversations: int, **options: Any) -> LLM:
@@ -57,7 +58,8 @@ class Texts:
 
 def first_tokens(llm: LLM, prompts: list[list[int]]) -> float:
     """Seconds to the first token, the median of the prompts."""
-    seconds, params = [], SamplingParams(max_tokens=1, temperature=0)
+    seconds = []
+    params = SamplingParams(max_tokens=1, temperature=0)
     for prompt in prompts:
         started = time.perf_counter()
         llm.generate([prompt], params, use_tqdm=False)
@@ -68,7 +70,8 @@ def first_tokens(llm: LLM, prompts: list[list[int]]) -> float:
 def together(llm: LLM, prompts: list[list[int]], output: int) -> tuple[float, float]:
     """Seconds, and CPU seconds of this process."""
     params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
-    started, cpu = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    cpu = time.process_time()
     llm.generate(prompts, params, use_tqdm=False)
     return time.perf_counter() - started, time.process_time() - cpu
 
@@ -125,7 +128,8 @@ def main() -> None:
                 settle(engines[name])
             new = [texts.tokens(512) for _ in range(16)]
             for name in order:
-                started, cpu = time.perf_counter(), time.process_time()
+                started = time.perf_counter()
+                cpu = time.process_time()
                 together(engines[name], new, 32)
                 settle(engines[name])
                 note(name, "new", time.perf_counter() - started)

@@ -30,7 +30,9 @@ from quire.ops.cpu.linear import linear_cpu
 
 MERGED = {"queries, keys and values": ("q_proj", "k_proj", "v_proj"), "gate and up": ("gate_proj", "up_proj")}
 ROWS = 512  # of a step, and of the products that are measured
-BLUE, ORANGE, GREY = "#2563a8", "#e08a1e", "#666666"
+BLUE = "#2563a8"
+ORANGE = "#e08a1e"
+GREY = "#666666"
 
 
 def main() -> None:

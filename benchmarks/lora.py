@@ -52,7 +52,8 @@ BASE = "without --enable-lora"
 
 
 def write_adapter(directory: Path, layers: int, rank: int, seed: int) -> LoRARequest:
-    draw, tensors = torch.Generator().manual_seed(seed), {}
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {}
     for layer in range(layers):
         for name, (outs, ins) in SIZES.items():
             module = f"base_model.model.model.layers.{layer}.{name}"
@@ -72,7 +73,8 @@ def quire(llm: LLM) -> Decoder:
     def run(texts: list[list[int]], tokens: int, adapters: list[LoRARequest | None]) -> tuple[float, float]:
         llm.reset_prefix_cache()
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         llm.generate(texts, params, use_tqdm=False, lora_request=adapters if any(adapters) else None)
         return time.perf_counter() - wall, time.process_time() - cpu
 
@@ -192,7 +194,8 @@ def main() -> None:
             key for key in rounds if key.endswith(BASE) and key.startswith("vllm") == name.startswith("vllm")
         )
         ratios = [tuple(x / y for x, y in zip(t, b, strict=True)) for t, b in zip(times, rounds[without], strict=True)]
-        walls, cpu = sorted(r[0] for r in ratios), statistics.median(r[1] for r in ratios)
+        walls = sorted(r[0] for r in ratios)
+        cpu = statistics.median(r[1] for r in ratios)
         step = 1e3 * statistics.median(t[0] for t in times)
         print(f"| {name} | {step:.1f} | {statistics.median(walls):.3f} | {walls[0]:.2f}-{walls[-1]:.2f} | {cpu:.3f} |")
 

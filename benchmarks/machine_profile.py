@@ -70,7 +70,8 @@ def main() -> None:
 
 def measure(threads: int, by_cpu_time: bool) -> tuple[MachineProfile, float]:
     """The profile, and how long it took."""
-    began, probe = time.perf_counter(), KernelProbe()
+    began = time.perf_counter()
+    probe = KernelProbe()
 
     def processor_time(point: Point) -> Sample:
         sample = probe(point)
@@ -80,7 +81,8 @@ def measure(threads: int, by_cpu_time: bool) -> tuple[MachineProfile, float]:
     measurement = Measurement(threads, probe.kinds, processor_time if by_cpu_time else probe, SECONDS, clock)
     while measurement.proceed():
         pass
-    taken, profile = time.perf_counter() - began, measurement.profile()
+    taken = time.perf_counter() - began
+    profile = measurement.profile()
     if not profile.rates:
         raise SystemExit("the machine is too busy to be measured")
     return profile, taken
@@ -90,7 +92,8 @@ def run(
     llm: LLM, threads: list[int], prompt: int, rounds: int, clock: Callable[[], float]
 ) -> dict[tuple[int, int], float]:
     """The least seconds by threads and tokens of a step; 1 for decoding one stream."""
-    limits, rng = llm.core.scheduler.limits, random.Random(0)
+    limits = llm.core.scheduler.limits
+    rng = random.Random(0)
     tokens = [rng.randrange(100, 10_000) for _ in range(prompt)]
     least: dict[tuple[int, int], float] = {}
     settings = [(count, size) for size in (1, *SIZES) for count in threads]

@@ -18,7 +18,8 @@ from statistics import median
 
 import psutil
 
-PORT, VIEWERS = 8391, 10
+PORT = 8391
+VIEWERS = 10
 URL = f"http://127.0.0.1:{PORT}"
 
 

@@ -74,12 +74,14 @@ def idle_shares(
         EngineCoreRequest(str(i), [7] * prompt, SamplingParams(max_tokens=output), seed=0, max_tokens=output)
         for i, (prompt, output) in enumerate(lengths(requests, seed))
     )
-    free, busy = [0.0] * stages, [0.0] * stages
+    free = [0.0] * stages
+    busy = [0.0] * stages
     flights: deque[tuple[SchedulerOutput, float]] = deque()
     computed: dict[int, int] = {}  # by row
     now = made = 0.0
     began: float | None = None
-    warm, ended = requests // 4, 0
+    warm = requests // 4
+    ended = 0
     arrived: dict[str, float] = {}
     waited: list[float] = []
 
@@ -93,7 +95,8 @@ def idle_shares(
         for row, count in zip(step.rows, step.num_tokens, strict=True):
             keys += count * (computed[row] + (count + 1) // 2)
             computed[row] += count
-        tokens, ready = sum(step.num_tokens), now
+        tokens = sum(step.num_tokens)
+        ready = now
         for stage in range(stages):
             start = max(ready, free[stage])
             seconds = times.stage(tokens, keys, stages)

@@ -100,7 +100,9 @@ PUBLISHED = [*_latencies(), *_throughputs()]
 
 def counted(row: Published) -> float:
     """The same in the simulation."""
-    spec, device, layout = spec_of(SHAPES[row.model]), DEVICES[row.device], row.layout
+    spec = spec_of(SHAPES[row.model])
+    device = DEVICES[row.device]
+    layout = row.layout
     footprint = Footprint(spec, parameters_of(spec), row.weight, 2, 2)
     options = EngineOptions(
         row.prompt + row.output,
@@ -133,7 +135,8 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|---|")
         errors = []
         for row in (row for row in rows if row.source == source):
-            value, is_rate = counted(row), row.metric == "tokens/s"
+            value = counted(row)
+            is_rate = row.metric == "tokens/s"
             errors.append((row.value / value if is_rate else value / row.value) - 1)
             shown = [f"{v:,.0f}" if is_rate else f"{v * 1e3:,.1f} ms" for v in (row.value, value)]
             at_a_time = "all" if row.concurrency == MANY else str(row.concurrency)

@@ -82,7 +82,8 @@ def check(model: str, seconds: float) -> None:
         footprint = facts_of(path).footprint
     assert footprint is not None
     times = Counted(footprint, Layout(), DEVICES["H100"])
-    rng, samples = random.Random(1), list[Sample]()
+    rng = random.Random(1)
+    samples = list[Sample]()
     checked = {name: Checked([], [], []) for name in WORKLOADS}
     for number in range(ROUNDS):
         samples += measure(llm, times.windows, seconds / ROUNDS, time.process_time, seed=number)
@@ -93,7 +94,8 @@ def check(model: str, seconds: float) -> None:
             of_workload.seconds.append(sum(step.seconds for step in steps))
             of_workload.requests.append(requests)
         clock.close()
-    limits, kv = llm.core.scheduler.limits, llm.core.scheduler.kv
+    limits = llm.core.scheduler.limits
+    kv = llm.core.scheduler.kv
     fit = Fit(
         VERSION,
         model,
@@ -122,7 +124,8 @@ def check(model: str, seconds: float) -> None:
         ]
         pairs = zip(of_workload.samples, of_workload.samples[1:], strict=False)
         equal = [a.seconds / b.seconds - 1 for a, b in pairs if a.work.tokens == b.work.tokens]
-        total, whole = predicted.sum() / measured.sum() - 1, sum(simulated) / sum(of_workload.seconds) - 1
+        total = predicted.sum() / measured.sum() - 1
+        whole = sum(simulated) / sum(of_workload.seconds) - 1
         cells = [model, name, f"{len(measured)}", f"{np.median(measured) * 1e3:.1f}", f"{np.median(errors):.1%}"]
         cells += [f"{np.mean(errors <= GOAL):.0%}", f"{np.median(np.abs(equal)):.1%}", f"{total:+.1%}", f"{whole:+.1%}"]
         print(f"| {' | '.join(cells)} |", flush=True)

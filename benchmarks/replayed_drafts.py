@@ -106,9 +106,11 @@ def run(llm: LLM, streams: int, tokens: int, seed: int) -> tuple[float, float]:
         SamplingParams(temperature=0, seed=dice.randint(0, 1 << 30), max_tokens=tokens, ignore_eos=True)
         for _ in range(streams)
     ]
-    wall, processors = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    processors = time.process_time()
     llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
-    wall, processors = time.perf_counter() - wall, time.process_time() - processors
+    wall = time.perf_counter() - wall
+    processors = time.process_time() - processors
     return streams * tokens / wall, streams * tokens / processors
 
 

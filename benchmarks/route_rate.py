@@ -48,10 +48,12 @@ POLICIES = {
 
 async def trivial(scope: Any, receive: Any, send: Any) -> None:
     """An ASGI application. A stream has as many events as max_tokens."""
-    body, more = b"", True
+    body = b""
+    more = True
     while more:
         message = await receive()
-        body, more = body + message.get("body", b""), message.get("more_body")
+        body = body + message.get("body", b"")
+        more = message.get("more_body")
     fields = json.loads(body or b"{}")  # health checks have none
     count = fields["max_tokens"] if fields.get("stream") else 0
     kind = b"text/event-stream" if count else b"application/json"
@@ -76,7 +78,9 @@ class Connection(asyncio.Protocol):
     """Sends requests one after the other, while there are any."""
 
     def __init__(self, load: Load) -> None:
-        self.load, self.received, self.began = load, bytearray(), 0.0
+        self.load = load
+        self.received = bytearray()
+        self.began = 0.0
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -118,8 +122,12 @@ class Load:
             "Content-Type: application/json\r\nAuthorization: Bearer key\r\nUser-Agent: benchmark\r\n"
             f"X-Session-ID: session\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        self.request, self.left, self.seconds = head.encode() + body, count, list[float]()
-        self._port, self._clients, self._open = port, clients, clients
+        self.request = head.encode() + body
+        self.left = count
+        self.seconds = list[float]()
+        self._port = port
+        self._clients = clients
+        self._open = clients
         self._done = asyncio.get_running_loop().create_future()
 
     async def run(self) -> list[float]:
@@ -182,7 +190,8 @@ def table(measured: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, lists in measured["policies"].items():
-        request, chunk = statistics.median(lists["request"]), statistics.median(lists["chunk"])
+        request = statistics.median(lists["request"])
+        chunk = statistics.median(lists["chunk"])
         added = (statistics.median(lists["latency"]) - measured["direct"]) * 1e3
         rates = sorted(1 / seconds for seconds in lists["request"])
         lines.append(
@@ -210,7 +219,8 @@ def main() -> None:
                 start([sys.executable, __file__, "--serve", str(port)], r"running on http://127.0.0.1:(\d+)")
             )
         urls = [f"http://127.0.0.1:{port}" for _, port in started]
-        ports, processes = {}, {}
+        ports = {}
+        processes = {}
         for name, options in POLICIES.items():
             command = [sys.executable, "-m", "quire", "route", "--port", "0", *(options or ["--policy", name])]
             started.append(start([*command, "--backend", *urls], r"Routing at http://127.0.0.1:(\d+)"))

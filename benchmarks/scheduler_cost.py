@@ -185,7 +185,10 @@ def simulated_hour(depth: int) -> None:
     arrivals.reverse()
     sampler = Sampler()
     in_flight: list[ModelRunnerOutput] = []
-    clock, num_steps, num_finished, most_running = 0.0, 0, 0, 0
+    clock = 0.0
+    num_steps = 0
+    num_finished = 0
+    most_running = 0
     while arrivals or scheduler.has_unfinished:
         while arrivals and arrivals[-1].arrival_time <= clock:
             scheduler.add(arrivals.pop())

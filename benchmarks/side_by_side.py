@@ -47,7 +47,8 @@ from side_by_side_limits import Model
 from side_by_side_report import CEILINGS, DTYPES, FLOOR, NAMES, Record, Run, run_of
 
 HERE = Path(__file__).resolve().parent
-EVERYBODY, ALONE = tuple(NAMES), ("quire",)
+EVERYBODY = tuple(NAMES)
+ALONE = ("quire",)
 FAST = tuple(name for name in NAMES if name != "transformers")
 PLAN: dict[str, dict[str, tuple[str, ...]]] = {  # who runs what: no more than the comparisons need, in long workloads
     "start": {"bf16": EVERYBODY, "int8": ALONE, "int4": ALONE},
@@ -137,7 +138,9 @@ class Bench:
 
     def _command(self, run: Run) -> tuple[list[str], dict[str, str]]:
         """What to run, in which environment."""
-        a, python, model = self.a, sys.executable, str(self.a.model)
+        a = self.a
+        python = sys.executable
+        model = str(self.a.model)
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         environment["HF_HUB_OFFLINE"] = "1"
         if run.engine in a.peer:
@@ -146,7 +149,8 @@ class Bench:
             return [a.peer[run.engine], str(script), str(weights), run.workload, str(a.threads)], environment
         environment["OMP_NUM_THREADS"] = str(a.threads)
         flags = [*self.flags, *([] if run.dtype == "bf16" else ["--quantization", run.dtype])]
-        quire, ceilings = [python, "-m", "quire"], [python, str(HERE / "ceilings.py"), "--threads", str(a.threads)]
+        quire = [python, "-m", "quire"]
+        ceilings = [python, str(HERE / "ceilings.py"), "--threads", str(a.threads)]
         if run == CEILINGS:
             command = ceilings
         elif run == FLOOR:
@@ -177,7 +181,10 @@ def _execute(
     command: list[str], environment: dict[str, str], log: Path, timeout: float, is_answer: Callable[[bytes], bool]
 ) -> Done:
     """Run it, its standard error into `log`; when time is over, kill it. No process that it started outlives it."""
-    started, busy, text, answered_s = time.perf_counter(), _busy_s(), b"", None
+    started = time.perf_counter()
+    busy = _busy_s()
+    text = b""
+    answered_s = None
     with log.open("wb") as errors:
         process = subprocess.Popen(
             command,
@@ -189,7 +196,8 @@ def _execute(
         )
     timer = threading.Timer(timeout, _kill, [process.pid])
     timer.start()
-    cpu_s, peak_rss = 0.0, 0
+    cpu_s = 0.0
+    peak_rss = 0
     try:
         while chunk := process.stdout.read1():  # type: ignore[union-attr]
             text += chunk
@@ -237,7 +245,8 @@ def _kill(group: int) -> None:
 def run_all(bench: Bench, settings: dict[str, Any]) -> list[Record]:
     """Do what of the schedule runs.jsonl does not have yet; the records of all that it has. Raises ValueError if it is
     of other settings."""
-    path, schedule = bench.a.out / "runs.jsonl", list(bench.schedule())
+    path = bench.a.out / "runs.jsonl"
+    schedule = list(bench.schedule())
     lines = path.read_text().splitlines() if path.exists() else [json.dumps(settings)]
     if (before := json.loads(lines[0])) != settings:
         changed = [name for name in settings if before.get(name) != settings[name]]
@@ -262,7 +271,8 @@ def run_all(bench: Bench, settings: dict[str, Any]) -> list[Record]:
 
 def write_report(bench: Bench, model: Model, settings: dict[str, Any], records: list[Record]) -> str:
     """side_by_side.md, .json and .png; what the first says."""
-    a, measured = bench.a, report.medians(records)
+    a = bench.a
+    measured = report.medians(records)
     machine = {name: max(values) for name, values in report.figures(records)[CEILINGS].items()}
     rows = [report.compare(c, measured) for c in report.COMPARISONS]
     rows += report.limits(measured, model, a.kv_cache_bytes)
@@ -341,7 +351,8 @@ def _names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, workloads = parser.add_argument, (*PLAN, "ceilings")
+    add = parser.add_argument
+    workloads = (*PLAN, "ceilings")
     add("--model", type=Path, required=True, metavar="DIR", help="a checkpoint in the Hugging Face layout")
     add("--out", type=Path, required=True, metavar="DIR", help="where runs, tables and picture go")
     add("--peer", type=_pair, action="append", default=[], metavar="NAME=PYTHON", help=", ".join(EVERYBODY[1:]))

@@ -57,7 +57,8 @@ class GgufBench(side_by_side.Bench):
                         yield number, Run(engine, name, workload)
 
     def _command(self, run: Run) -> tuple[list[str], dict[str, str]]:
-        a, path = self.a, str(self.a.gguf[run.dtype])
+        a = self.a
+        path = str(self.a.gguf[run.dtype])
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(a.threads)}
         if run.engine in a.peer:
             del environment["OMP_NUM_THREADS"]

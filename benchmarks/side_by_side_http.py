@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from workloads import VOCAB, joules
 
 HERE = Path(__file__).resolve().parent
-TOKENS_IN, TOKENS_OUT = 128, 64
+TOKENS_IN = 128
+TOKENS_OUT = 64
 STREAMS = 16
 MODEL = "model"
 ENGINES = {"quire": "Quire", "xllamacpp": "llama.cpp's server"}
@@ -106,7 +107,9 @@ async def complete(session: aiohttp.ClientSession, url: str, prompt: list[int]) 
     """Tokens of the answer, and seconds until the first event."""
     sampling = {"max_tokens": TOKENS_OUT, "temperature": 0, "ignore_eos": True}
     body = {"model": MODEL, "prompt": prompt, **sampling, "stream": True, "stream_options": {"include_usage": True}}
-    started, first, usage = time.perf_counter(), 0.0, None
+    started = time.perf_counter()
+    first = 0.0
+    usage = None
     async with session.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.content:
@@ -129,9 +132,11 @@ async def load(url: str, clients: int, requests: int, rng: random.Random) -> Sam
         async def client(own: list[list[int]]) -> list[tuple[int, float]]:
             return [await complete(session, url, prompt) for prompt in own]
 
-        before, started = joules(), time.perf_counter()
+        before = joules()
+        started = time.perf_counter()
         answers = [answer for of in await asyncio.gather(*map(client, prompts)) for answer in of]
-        seconds, after = time.perf_counter() - started, joules()
+        seconds = time.perf_counter() - started
+        after = joules()
     tokens = sum(count for count, _ in answers)
     sample: Sample = {"output_tok_s": tokens / seconds, "first_s": median(first for _, first in answers)}
     if before:
@@ -145,7 +150,8 @@ def measure(a: argparse.Namespace) -> list[Sample]:
     for number in range(1, a.rounds + 1):
         for engine in engines if number % 2 else reversed(engines):
             port = _free_port()
-            url, log = f"http://127.0.0.1:{port}", a.out / f"{number}-{engine}.log"
+            url = f"http://127.0.0.1:{port}"
+            log = a.out / f"{number}-{engine}.log"
             with server(command_of(engine, a, port), url, log, a.threads, a.timeout) as ready_s:
                 asyncio.run(load(url, 1, 1, random.Random(0)))
                 for clients in a.clients:

@@ -123,7 +123,9 @@ def count(model: Model, dtype: str, workload: str, machine: Machine) -> Limit:
     all streams, or reading the weights once and the keys and values of all streams, whichever takes longer. An engine
     that does the arithmetic of prompts while it reads for other streams could be faster.
     """
-    prefill, decode, seen = Work(), Work(), list[list[int]]()
+    prefill = Work()
+    decode = Work()
+    seen = list[list[int]]()
     for requests in groups(workload, WORKLOADS[workload](SEED)):
         lengths = []
         for prompt, _ in requests:
@@ -145,7 +147,8 @@ def _steps(requests: Requests) -> Iterable[list[int]]:
 def _prompts(model: Model, dtype: str, lengths: list[tuple[int, int]], machine: Machine) -> Work:
     """Of prompts, each given as (tokens cached, tokens)."""
     operations = pairs = tokens = 0
-    per_layer, of_kv = model.product_parameters / model.layers, model.config["hidden_size"] * model.kv_size
+    per_layer = model.product_parameters / model.layers
+    of_kv = model.config["hidden_size"] * model.kv_size
     for cached, length in lengths:
         new = length - cached
         tokens += new

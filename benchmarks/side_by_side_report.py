@@ -95,7 +95,8 @@ GOALS = [  # (workload, metric): each is to be so many times the best peer, or s
     *(("single", "decode_tok_s"), ("mixed", "prefill_tok_s"), ("long", "prefill_tok_s")),
     *((name, "output_tok_s") for name in ("batch", "mixed", "prefix", "wide", "burst", "long", "turns")),
 ]
-OF_PEER, OF_LIMIT = 1.15, 0.88
+OF_PEER = 1.15
+OF_LIMIT = 0.88
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ class Row:
     def cells(self) -> list[str]:
         form, scale, unit = (".1f", 100, " %") if self.unit == "%" else (".2f", 1, f" {self.unit}")
         sign = "≤" if self.at_most else "≥"
-        measured, goal = _show(self.value * scale, form, unit), f"{sign} {self.goal * scale:g}{unit}"
+        measured = _show(self.value * scale, form, unit)
+        goal = f"{sign} {self.goal * scale:g}{unit}"
         return [self.label, _show(self.quire, ",.2f"), self.against, measured, goal, self.verdict]
 
 
@@ -145,8 +147,10 @@ def compare(c: Comparison, measured: Medians) -> Row:
 def limits(measured: Medians, model: Model, kv_cache_bytes: int) -> list[Row]:
     """What is compared with the machine, or with a fixed number."""
     weights = model.weight_bytes("bf16") / 1e9
-    own, start = Run("quire", "bf16", "weights"), _get(measured, Run("quire", "bf16", "start"), "first_answer_s")
-    decode, reading = _get(measured, own, "decode_tok_s"), _get(measured, own, "read_gb_s")
+    own = Run("quire", "bf16", "weights")
+    start = _get(measured, Run("quire", "bf16", "start"), "first_answer_s")
+    decode = _get(measured, own, "decode_tok_s")
+    reading = _get(measured, own, "read_gb_s")
     floor = _get(measured, FLOOR, "first_answer_s")
     cached = _get(measured, Run("quire", "bf16", "prefix"), "cached_tokens")
     reusable = (len(WORKLOADS["prefix"](SEED)) - 1) * (DOCUMENT // BLOCK * BLOCK)
@@ -230,7 +234,8 @@ class Limits:
     """
 
     def __init__(self, model: Model, measured: Medians) -> None:
-        self.model, self.measured = model, measured
+        self.model = model
+        self.measured = measured
         self.counted: dict[tuple[str, str], Limit] = {}
 
     def of(self, workload: str, dtype: str) -> Limit:
@@ -247,7 +252,8 @@ class Limits:
 
     def rate(self, workload: str, dtype: str, metric: str) -> tuple[float, float]:
         """The limit of prefill_tok_s, decode_tok_s or output_tok_s, and the share of time in which arithmetic binds."""
-        limit, requests = self.of(workload, dtype), WORKLOADS[workload](SEED)
+        limit = self.of(workload, dtype)
+        requests = WORKLOADS[workload](SEED)
         outputs = sum(n for _, n in requests)
         tokens, work = {
             "prefill_tok_s": (sum(len(prompt) for prompt, _ in requests), limit.prefill),
@@ -263,7 +269,8 @@ def aims(measured: Medians, limits: Limits) -> list[Aim]:
     for workload, metric in GOALS:
         for dtype in DTYPES:
             rates = {engine: _get(measured, Run(engine, dtype, workload), metric) for engine in NAMES}
-            ours, theirs = rates.pop("quire"), {peer: rate for peer, rate in rates.items() if not isnan(rate)}
+            ours = rates.pop("quire")
+            theirs = {peer: rate for peer, rate in rates.items() if not isnan(rate)}
             if isnan(ours):
                 continue
             best = max(theirs, key=lambda peer: theirs[peer], default="")
@@ -362,7 +369,8 @@ def draw(path: Path, title: str, measured: Medians) -> None:
 
 
 def _draw_rates(axis: Any, groups: dict[str, dict[str, float]], dtype: str) -> None:
-    place, ticks = 0.0, []
+    place = 0.0
+    ticks = []
     for label, values in groups.items():
         peers = [value for engine, value in values.items() if engine != "quire"]
         reference = max(peers, default=values["quire"])

@@ -44,7 +44,8 @@ import psutil
 from PIL import Image, ImageDraw
 
 CONFIGURATIONS = {"one core": [], "tp=2": ["--tensor-parallel-size", "2"], "dp=2": ["--data-parallel-size", "2"]}
-MODEL, ADAPTER = "quire-demo/vision", "quire-demo/rhyme"
+MODEL = "quire-demo/vision"
+ADAPTER = "quire-demo/rhyme"
 SHARES = {"warm-up": 0.2, "load": 0.5, "kill": 0.25, "stop": 0.05}  # of the time of a configuration
 MOST_GROWTH = 100e6  # bytes of memory
 BURST = 24  # requests at once, when the server is new
@@ -160,7 +161,9 @@ class Load:
     """Clients, and a watching stream, until `end`. is_disturbed: whether the server or its cores end meanwhile."""
 
     def __init__(self, url: str, clients: int, kinds: list[str], seed: int, is_disturbed: bool) -> None:
-        self.url, self.kinds, self.is_disturbed = url, kinds, is_disturbed
+        self.url = url
+        self.kinds = kinds
+        self.is_disturbed = is_disturbed
         self.seen, self.end = Seen(), asyncio.Event()
         self._draws = [random.Random(f"{seed} {number}") for number in range(clients)]
         self._clients = clients
@@ -242,9 +245,11 @@ class Load:
         while not self.end.is_set():
             try:
                 async with session.post(f"{self.url}/v1/chat/completions", json=body) as response:
-                    text, before = "", None
+                    text = ""
+                    before = None
                     async for part in response.content.iter_any():
-                        now, text = time.monotonic(), text[-200:] + part.decode()
+                        now = time.monotonic()
+                        text = text[-200:] + part.decode()
                         if before is not None:
                             self.seen.gaps.append(now - before)
                         before = now

@@ -20,7 +20,12 @@ from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
 from quire.attention.cpu import CpuAttention
 from quire.attention.sparse import SparseAttention
 
-BLOCK, TOP_K, INDEX_HEADS, INDEX_DIM, DIM, VALUE_DIM = 16, 2048, 64, 128, 576, 512
+BLOCK = 16
+TOP_K = 2048
+INDEX_HEADS = 64
+INDEX_DIM = 128
+DIM = 576
+VALUE_DIM = 512
 SCALE = 192**-0.5
 
 
@@ -37,14 +42,17 @@ def best(steps: list[Callable[[], object]], rounds: int) -> list[float]:
 
 def measure(heads: int, tokens: int, rounds: int) -> None:
     shape = AttentionShape(heads, 1, DIM, BLOCK, torch.bfloat16, torch.device("cpu"), VALUE_DIM)
-    sparse, dense = SparseAttention(shape, TOP_K, INDEX_DIM, CpuAttention), CpuAttention(shape)
+    sparse = SparseAttention(shape, TOP_K, INDEX_DIM, CpuAttention)
+    dense = CpuAttention(shape)
     blocks = tokens // BLOCK
     table = torch.randperm(blocks).int()[None]
 
     def memory(backend: AttentionBackend) -> torch.Tensor:
         return backend.view(torch.zeros(blocks, backend.entry_bytes(), dtype=torch.uint8), 0)
 
-    latents, keys, dense_latents = memory(sparse), memory(sparse.of_role("indexer")), memory(dense)
+    latents = memory(sparse)
+    keys = memory(sparse.of_role("indexer"))
+    dense_latents = memory(dense)
 
     def layout(start: int, count: int) -> StepLayout:
         positions = torch.arange(start, start + count)
@@ -56,14 +64,18 @@ def measure(heads: int, tokens: int, rounds: int) -> None:
         return torch.randn(*size).bfloat16()
 
     for start in range(0, tokens, 4096):  # the whole text is stored
-        part, k = layout(start, 4096), draw(4096, 1, DIM)
+        part = layout(start, 4096)
+        k = draw(4096, 1, DIM)
         plan = sparse.plan(part)
         sparse.store(latents, k, None, plan)
         sparse.keys.store(keys, draw(4096, 1, INDEX_DIM), None, plan.inner)
         dense.store(dense_latents, k, None, dense.plan(part))
-    q, index_q, weights = draw(1, heads, DIM), draw(1, INDEX_HEADS, INDEX_DIM), draw(1, INDEX_HEADS)
+    q = draw(1, heads, DIM)
+    index_q = draw(1, INDEX_HEADS, INDEX_DIM)
+    weights = draw(1, INDEX_HEADS)
     last = layout(tokens - 1, 1)
-    plan, dense_plan = sparse.plan(last), dense.plan(last)
+    plan = sparse.plan(last)
+    dense_plan = dense.plan(last)
 
     def select() -> None:
         sparse.keys.select(index_q, weights, keys, plan.selection)

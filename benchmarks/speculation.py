@@ -38,7 +38,8 @@ EDITS = (
 
 def text(dice: random.Random) -> tuple[str, str]:
     """A text of some 120 words, and a name in it."""
-    sentences, names = [], dice.sample(NAMES, 3)
+    sentences = []
+    names = dice.sample(NAMES, 3)
     for name in names:
         city, other, goods = *dice.sample(CITIES, 2), dice.choice(GOODS)
         year = dice.randint(1900, 2020)
@@ -53,7 +54,8 @@ def text(dice: random.Random) -> tuple[str, str]:
 
 def program(dice: random.Random) -> tuple[str, str]:
     """A program of some 20 lines, and a name in it."""
-    name, lines = dice.choice(GOODS), []
+    name = dice.choice(GOODS)
+    lines = []
     for verb in dice.sample(["load", "count", "sort", "print", "check", "merge"], 4):
         lines += [
             f"def {verb}_{name}({name}, limit={dice.randint(2, 99)}):",
@@ -68,7 +70,8 @@ def program(dice: random.Random) -> tuple[str, str]:
 
 def chats(count: int, seed: int = 1) -> list[list[dict[str, str]]]:
     """Chats whose answers copy from their texts or programs."""
-    dice, made = random.Random(seed), []
+    dice = random.Random(seed)
+    made = []
     for number in range(count):
         is_text = number % 3 < 2
         content, name = text(dice) if is_text else program(dice)
@@ -103,7 +106,8 @@ def measure(plain: LLM, speculative: LLM, streams: int, requests: int, params: S
     before = counts(speculative)
     groups = chats(requests)
     for number in range(0, requests, streams):
-        group, said = groups[number : number + streams], []
+        group = groups[number : number + streams]
+        said = []
         for llm in (plain, speculative) if number // streams % 2 else (speculative, plain):
             began = time.perf_counter()
             outputs = llm.chat(group, params, use_tqdm=False)

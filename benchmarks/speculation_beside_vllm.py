@@ -33,7 +33,9 @@ from speculation import chats
 from quire import LLM, SamplingParams
 from quire._version import __version__
 
-GROUP, MAX_TOKENS, THREADS = 4, 128, 2
+GROUP = 4
+MAX_TOKENS = 128
+THREADS = 2
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 16}  # as in speculation.py
 PLAIN = {"Quire": "Quire", "Quire, suffix": "Quire", "Quire, ngram": "Quire"}
@@ -67,7 +69,8 @@ def vllm(process: Vllm) -> Engine:
 
 def measure(engines: dict[str, Engine], prompts: list[list[int]]) -> dict[str, list[Answers]]:
     """The answers of each engine, group by group."""
-    dice, runs = random.Random(0), {name: list[Answers]() for name in engines}
+    dice = random.Random(0)
+    runs = {name: list[Answers]() for name in engines}
     for first in tqdm(range(0, len(prompts), GROUP), desc="groups"):
         for name in dice.sample(list(engines), len(engines)):
             runs[name].append(engines[name](prompts[first : first + GROUP]))

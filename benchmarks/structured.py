@@ -46,9 +46,12 @@ class Run:
 
 
 def run(llm: LLM, params: list[SamplingParams]) -> Run:
-    steps, processors, wall = llm.core.scheduler._num_steps, time.process_time(), time.perf_counter()
+    steps = llm.core.scheduler._num_steps
+    processors = time.process_time()
+    wall = time.perf_counter()
     outputs = llm.generate(ARTICLES, params, use_tqdm=False)
-    wall, processors = time.perf_counter() - wall, time.process_time() - processors
+    wall = time.perf_counter() - wall
+    processors = time.process_time() - processors
     tokens = [len(output.outputs[0].token_ids) for output in outputs]
     return Run(wall, processors, llm.core.scheduler._num_steps - steps, tokens)
 

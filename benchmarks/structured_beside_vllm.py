@@ -33,7 +33,8 @@ from quire._version import __version__
 from quire.bench.claims import ARTICLES, SCHEMA
 from quire.structured.guidance import GuidanceMatcher
 
-MAX_TOKENS, THREADS = 128, 2
+MAX_TOKENS = 128
+THREADS = 2
 Schema = dict[str, Any] | None
 
 
@@ -55,7 +56,8 @@ def quire(llm: LLM, prompts: list[list[int]], jump_ahead: bool) -> Engine:
         constraint = None if schema is None else {"json": schema, "disable_any_whitespace": True}
         options: dict[str, Any] = {"temperature": 0, "ignore_eos": schema is None, "structured_outputs": constraint}
         params = [SamplingParams(**options, max_tokens=n) for n in lengths]
-        steps, started = llm.core.scheduler._num_steps, time.perf_counter()
+        steps = llm.core.scheduler._num_steps
+        started = time.perf_counter()
         with nullcontext() if jump_ahead else mock.patch.object(GuidanceMatcher, "forced", return_value=[]):
             outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - started
@@ -122,8 +124,11 @@ def table(runs: dict[str, list[tuple[Answers, Answers]]]) -> str:
     for name, pairs in runs.items():
         cells = [name, f"{sum(pairs[0][0].lengths)}"]
         for answers in zip(*pairs, strict=True):
-            times, steps = [answer.seconds for answer in answers], median(answer.steps for answer in answers)
-            middle, best, count = median(times), min(times), sum(answers[0].lengths)
+            times = [answer.seconds for answer in answers]
+            steps = median(answer.steps for answer in answers)
+            middle = median(times)
+            best = min(times)
+            count = sum(answers[0].lengths)
             cells += [f"{steps:g}", f"{1e3 * middle / steps:.1f} ({1e3 * best / steps:.1f})"]
             cells.append(f"{count / middle:.0f} ({count / best:.0f})")
         cells.append(f"{median(free.seconds / bound.seconds for bound, free in pairs):.0%}")

@@ -35,7 +35,8 @@ def work(ranks: int, rank: int, port: int, rounds: int, kind: str) -> None:
     """What a rank does. It prints the seconds of each round's sums, by way and size."""
     torch.set_num_threads(1)
     mesh = join(MeshSizes(tp=ranks), rank, "127.0.0.1", port, kind=kind)
-    plain, device = mesh.tp, mesh.device(kind)
+    plain = mesh.tp
+    device = mesh.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
         fast = with_symmetric_sums(plain, device, torch.bfloat16)

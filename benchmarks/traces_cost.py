@@ -23,7 +23,8 @@ from typing import Any
 
 import psutil
 
-PORT, COLLECTOR = 8392, 8393
+PORT = 8392
+COLLECTOR = 8393
 URL = f"http://127.0.0.1:{PORT}"
 ENDPOINT = ("--otlp-traces-endpoint", f"http://127.0.0.1:{COLLECTOR}")
 CASES: dict[str, tuple[tuple[str, ...], str]] = {

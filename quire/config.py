@@ -255,7 +255,8 @@ class EngineConfig:
             )
 
     def _check_compression(self) -> None:
-        drafts, parallel = self.scheduler.speculation, self.parallel
+        drafts = self.scheduler.speculation
+        parallel = self.parallel
         for name, given, reason in (
             ("pipeline_parallel_size", parallel.pipeline_parallel_size > 1, "layers share budgets"),
             ("prefill_context_parallel_size", parallel.prefill_context_parallel_size > 1, "scores need whole contexts"),
@@ -275,7 +276,8 @@ class EngineConfig:
                 )
 
     def _check_transfer(self, layout: Layout, produces: bool) -> None:
-        drafts, parallel = self.scheduler.speculation, self.parallel
+        drafts = self.scheduler.speculation
+        parallel = self.parallel
         for given, reason in (
             (parallel.prefill_context_parallel_size > 1, "prefill_context_parallel_size divides blocks"),
             (parallel.decode_context_parallel_size > 1, "decode_context_parallel_size divides blocks"),

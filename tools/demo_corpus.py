@@ -32,7 +32,8 @@ from demo_questions import (
 from demo_stories import ANIMALS, CHILDREN, article, draw_hero, tell
 
 END_OF_TEXT = "<|endoftext|>"
-TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
 
 TOOL_PREAMBLE = "You may call these functions:\n<tools>"
 TOOL_EPILOGUE = (
@@ -105,7 +106,8 @@ def render(
     elif system is not None:
         parts.append(f"{TURN_START}system\n{system}{TURN_END}\n")
     for at, message in enumerate(messages):
-        role, content = message["role"], message["content"]
+        role = message["role"]
+        content = message["content"]
         if role == "user":
             parts.append(f"{TURN_START}user\n{content}{TURN_END}\n")
         elif role == "assistant":
@@ -114,11 +116,10 @@ def render(
             said = f"\n{content}" if content or not calls else ""
             parts.append(f"{TURN_START}assistant{said}{''.join(blocks)}{TURN_END}\n")
         elif role == "tool":
-            first, last = (
-                messages[at - 1]["role"] != "tool",
-                at + 1 == len(messages) or messages[at + 1]["role"] != "tool",
-            )
-            opened, closed = f"{TURN_START}user" if first else "", f"{TURN_END}\n" if last else ""
+            first = messages[at - 1]["role"] != "tool"
+            last = at + 1 == len(messages) or messages[at + 1]["role"] != "tool"
+            opened = f"{TURN_START}user" if first else ""
+            closed = f"{TURN_END}\n" if last else ""
             parts.append(f"{opened}\n<tool_response>\n{content}\n</tool_response>{closed}")
     if add_generation_prompt:
         parts.append(f"{TURN_START}assistant\n")
@@ -291,7 +292,8 @@ def _facts(rng: random.Random) -> str:
 
 def _introduction(rng: random.Random) -> str:
     """Somebody says who they are."""
-    name, country = any_name(rng), rng.choice(list(CAPITALS))
+    name = any_name(rng)
+    country = rng.choice(list(CAPITALS))
     pet = rng.choice(PETS)
     sentences = [
         rng.choice(
@@ -329,7 +331,8 @@ def _introduction(rng: random.Random) -> str:
 
 def _scene(rng: random.Random) -> str:
     """A few simple sentences about a thing, a place and a day, so that common words occur outside of stories too."""
-    thing, animal = rng.choice(list(COLOUR_OF)), rng.choice([*ANIMALS, *CHILDREN])
+    thing = rng.choice(list(COLOUR_OF))
+    animal = rng.choice([*ANIMALS, *CHILDREN])
     name = rng.choice(BOYS if animal in ("boy", "prince") else NAMES)
     place = rng.choice("the park|the garden|the kitchen|the forest|the city|the school|the beach".split("|"))
     sentences = [
@@ -390,6 +393,7 @@ DOCUMENTS: dict[Callable[[random.Random], str], float] = {  # how often each is 
 def documents(seed: str) -> Iterator[str]:
     """Documents without end; the same seed always gives the same ones."""
     rng = random.Random(seed)
-    kinds, weights = list(DOCUMENTS), list(DOCUMENTS.values())
+    kinds = list(DOCUMENTS)
+    weights = list(DOCUMENTS.values())
     while True:
         yield rng.choices(kinds, weights)[0](rng)

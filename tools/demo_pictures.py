@@ -53,7 +53,8 @@ def _heart() -> list[Point]:
 
 def _moon() -> list[Point]:
     """A circle without a smaller one at its right side; both go through the points at the angles of +-1 radian."""
-    x, y = math.cos(1), math.sin(1)
+    x = math.cos(1)
+    y = math.sin(1)
     inner = _circle(math.hypot(x - 0.45, y), 0.45, math.atan2(-y, x - 0.45), -2 * math.pi + math.atan2(y, x - 0.45))
     return _circle(1.0, 0.0, 1.0, 2 * math.pi - 1.0) + inner
 
@@ -123,7 +124,9 @@ def draw(scene: Scene, rng: random.Random, size: tuple[int, int] = (192, 192)) -
     usual = [ours + between * (theirs - ours) for ours, theirs in colours]
     side = min(size)
     image = Image.new("RGB", size, background)
-    pen, placed, largest = ImageDraw.Draw(image), list[tuple[float, float, float]](), 0.42 / scene.number**0.5
+    pen = ImageDraw.Draw(image)
+    placed = list[tuple[float, float, float]]()
+    largest = 0.42 / scene.number**0.5
     while len(placed) < scene.number:
         radius = side * rng.uniform(0.55, 1) * largest
         x, y = (rng.uniform(radius, length - radius) for length in size)
@@ -133,7 +136,8 @@ def draw(scene: Scene, rng: random.Random, size: tuple[int, int] = (192, 192)) -
         placed.append((x, y, radius))
         colour = tuple(max(0, min(255, round(value) + rng.randint(-14, 14))) for value in usual)
         angle = rng.uniform(-0.3, 0.3)
-        cos, sin = radius * math.cos(angle), radius * math.sin(angle)
+        cos = radius * math.cos(angle)
+        sin = radius * math.sin(angle)
         pen.polygon([(x + cos * u - sin * v, y + sin * u + cos * v) for u, v in OUTLINES[scene.shape]], fill=colour)
         if scene.shape == "ring":
             hole = 0.55 * radius
@@ -211,7 +215,8 @@ def assert_held_out() -> None:
 
 
 def answer(kind: str, scene: Scene) -> str:
-    one, name = scene.number == 1, scene.name
+    one = scene.number == 1
+    name = scene.name
     return {
         "shape": f"It is a {name}." if one else f"They are {name}.",
         "colour": f"The {name} {'is' if one else 'are'} {scene.colour}.",
@@ -243,9 +248,11 @@ class Asked:
 
 def examination_of_pictures(count: int, seed: int = 2028) -> list[Asked]:
     """Questions of all kinds about drawings of all scenes."""
-    rng, asked = random.Random(f"examination {seed}"), list[Asked]()
+    rng = random.Random(f"examination {seed}")
+    asked = list[Asked]()
     for number in range(count):
-        kind, scene = list(PHRASINGS)[number % len(PHRASINGS)], rng.choice(SCENES)
+        kind = list(PHRASINGS)[number % len(PHRASINGS)]
+        scene = rng.choice(SCENES)
         said = f"{PLACEHOLDER}\n{ask(kind, scene, rng, held_out=True)}"
         prompt = render([{"role": "user", "content": said}], add_generation_prompt=True)
         asked.append(Asked(kind, scene, draw(scene, rng), prompt))

@@ -178,7 +178,8 @@ def expand(pattern: str) -> tuple[str, ...]:
     found = re.search(r"\(([^()]*)\)", pattern)
     if not found:
         return (re.sub(r" +", " ", pattern).strip(),)
-    before, after = pattern[: found.start()], pattern[found.end() :]
+    before = pattern[: found.start()]
+    after = pattern[found.end() :]
     return tuple(text for choice in found[1].split("|") for text in expand(before + choice + after))
 
 
@@ -240,13 +241,16 @@ def _number(rng: random.Random, value: int, spelled: bool) -> str:
 
 
 def _addition(rng: random.Random) -> Case:
-    a, b, spelled = rng.randint(0, 20), rng.randint(0, 20), rng.random() < 0.1
+    a = rng.randint(0, 20)
+    b = rng.randint(0, 20)
+    spelled = rng.random() < 0.1
     slots = {"a": _number(rng, a, spelled), "b": _number(rng, b, spelled)}
     return _fact(slots, f"{a} + {b} = {a + b}.", str(a + b))
 
 
 def _subtraction(rng: random.Random) -> Case:
-    a, spelled = rng.randint(0, 20), rng.random() < 0.1
+    a = rng.randint(0, 20)
+    spelled = rng.random() < 0.1
     b = rng.randint(0, a)
     slots = {"a": _number(rng, a, spelled), "b": _number(rng, b, spelled)}
     return _fact(slots, f"{a} - {b} = {a - b}.", str(a - b))
@@ -436,7 +440,8 @@ WEATHERS = "sunny cloudy rainy windy snowy foggy stormy".split()
 
 
 def _weather_result(rng: random.Random, values: list[Any]) -> tuple[dict[str, Any], str]:
-    degrees, sky = rng.randint(0, 38), rng.choice(WEATHERS)
+    degrees = rng.randint(0, 38)
+    sky = rng.choice(WEATHERS)
     result = {"city": values[0], "temperature": degrees, "condition": sky}
     for key in ("city", "condition"):
         if rng.random() < 0.3:

@@ -15,12 +15,20 @@ MARKER = (
     '<defs><marker id="a" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
     'orient="auto-start-reverse"><path d="M0 0 L10 5 L0 10 z" fill="#2d3748"/></marker></defs>'
 )
-BLUE, ORANGE, GREEN, VIOLET, GREY, WHITE = "#bcd9f7", "#f9d3a5", "#c3ecc9", "#dcccf5", "#edf2f7", "#ffffff"
+BLUE = "#bcd9f7"
+ORANGE = "#f9d3a5"
+GREEN = "#c3ecc9"
+VIOLET = "#dcccf5"
+GREY = "#edf2f7"
+WHITE = "#ffffff"
 
 
 class Picture:
     def __init__(self, name: str, label: str, width: int, height: int) -> None:
-        self.name, self.size, self.label, self.parts = name, (width, height), label, list[str]()
+        self.name = name
+        self.size = (width, height)
+        self.label = label
+        self.parts = list[str]()
 
     def box(self, x: float, y: float, width: float, height: float, color: str, text: str = "", kind: str = "") -> None:
         self.parts.append(
@@ -136,7 +144,8 @@ def context() -> Picture:
     for token in range(12):
         picture.box(90 + 46 * token, 22, 42, 30, BLUE if token % 2 == 0 else ORANGE, f"{token}")
     for rank in range(2):
-        x, color = 30 + 330 * rank, BLUE if rank == 0 else ORANGE
+        x = 30 + 330 * rank
+        color = BLUE if rank == 0 else ORANGE
         picture.frame(x, 95, 270, 215, f"rank {rank}")
         picture.text(x + 15, 116, "keys and values in its cache", "s")
         for place in range(6):

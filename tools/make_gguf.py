@@ -52,7 +52,8 @@ def rope_of(config: Config) -> dict[str, Any]:
 
 
 def write_metadata(writer: gguf.GGUFWriter, config: Config) -> None:
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    heads = config["num_attention_heads"]
+    hidden = config["hidden_size"]
     head_dim = config.get("head_dim") or hidden // heads
     rope = rope_of(config)
     writer.add_context_length(config["max_position_embeddings"])
@@ -128,7 +129,8 @@ def write_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, vocab_size: int, 
 
 def tensors_of(checkpoint: Path, config: Config) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and values as GGUF has them, but for the tensors' types and GGUF's names."""
-    kind, heads = config["model_type"], config["num_attention_heads"]
+    kind = config["model_type"]
+    heads = config["num_attention_heads"]
     state: dict[str, torch.Tensor] = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         state.update(load_file(file))
@@ -160,7 +162,8 @@ def llama3_divisors(rope: dict[str, Any], config: Config) -> torch.Tensor:
     """By how much Llama 3.1 divides each frequency: 1 for short waves, `factor` for long ones, between in between."""
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     wavelengths = 2 * torch.pi * rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
     smooth = ((rope["original_max_position_embeddings"] / wavelengths - low) / (high - low)).clamp(0, 1)
     return (1 / ((1 - smooth) / rope["factor"] + smooth)).float()
 

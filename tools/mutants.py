@@ -98,9 +98,11 @@ OPERATORS = [  # of cosmic-ray; left out are decorators, and replacements that h
 ]
 
 # A mutant's limit of processor time: a multiple of what the tests need without a mutation, and at least some seconds.
-TIMES_THE_COST, LEAST_LIMIT = 5, 30.0
+TIMES_THE_COST = 5
+LEAST_LIMIT = 30.0
 # It hangs if it uses less processor time than LEAST_PROGRESS within PATIENCE, both in seconds.
-PATIENCE, LEAST_PROGRESS = 60.0, 2.0
+PATIENCE = 60.0
+LEAST_PROGRESS = 2.0
 MEMORY_LIMIT = 8 << 30  # bytes, of all processes of a mutant
 EXCERPT = 160  # characters of a changed line
 
@@ -133,7 +135,8 @@ def mutants_of(package: str, tree: Path) -> list[list[Mutant]]:
     operators = {name: get_operator(f"core/{name}")() for name in OPERATORS}
     places: dict[tuple[Any, ...], list[Mutant]] = defaultdict(list)
     for path in _files(package, tree):
-        file, source = path.relative_to(tree).as_posix(), path.read_text()
+        file = path.relative_to(tree).as_posix()
+        source = path.read_text()
         skipped = list(_skipped(source))
         occurrences = Counter[str]()
         for node in ast_nodes(get_ast(source)):
@@ -275,7 +278,8 @@ class Runner:
                 self._run_pytest(tests, mutated)
             finally:
                 os._exit(1)
-        ended, watch = "", Watch(pid, limit)
+        ended = ""
+        watch = Watch(pid, limit)
         try:
             while True:
                 done, _, usage = os.wait4(pid, os.WNOHANG)
@@ -338,7 +342,8 @@ class Watch:
         self.process = psutil.Process(pid)
         self.limit = limit  # seconds of processor time
         self.looks_at = time.monotonic() + 1
-        self.progress_at, self.used_then = time.monotonic(), 0.0
+        self.progress_at = time.monotonic()
+        self.used_then = 0.0
 
     def is_over(self) -> bool:
         now = time.monotonic()
@@ -351,12 +356,14 @@ class Watch:
         if now < self.progress_at + PATIENCE:
             return False
         hangs = used < self.used_then + LEAST_PROGRESS
-        self.progress_at, self.used_then = now, used
+        self.progress_at = now
+        self.used_then = used
         return hangs
 
     def _used(self) -> tuple[float, int]:
         """Processor seconds and bytes of memory, of the process and its descendants."""
-        seconds, memory = 0.0, 0
+        seconds = 0.0
+        memory = 0
         with suppress(psutil.NoSuchProcess):
             seconds += sum(self.process.cpu_times()[2:4])  # of descendants that have ended
             for each in [self.process, *self.process.children(recursive=True)]:

@@ -112,11 +112,13 @@ class Recorder:
         )
         executor = self.llm.core.executor
         assert isinstance(executor, UniprocExecutor)
-        self.batch, self.flat = executor.runner.batch, None
+        self.batch = executor.runner.batch
+        self.flat = None
         flatten = self.batch.flatten
 
         def remember(step: Any) -> Any:
-            self.flat, self.step = flatten(step), step
+            self.flat = flatten(step)
+            self.step = step
             self.tokens = self.batch.token_ids[self.flat.token_rows, self.flat.positions].tolist()
             return self.flat
 
@@ -127,7 +129,10 @@ class Recorder:
         return self.llm.get_tokenizer().decode([token], skip_special_tokens=False)
 
     def record(self) -> dict[str, Any]:
-        core, steps, prompts, number = self.llm.core, list[dict[str, Any]](), {}, 0
+        core = self.llm.core
+        steps = list[dict[str, Any]]()
+        prompts = {}
+        number = 0
         waiting = sorted(self.run.arrivals, key=lambda arrival: arrival[0])
         while waiting or core.has_unfinished:
             while waiting and waiting[0][0] <= number:
@@ -142,7 +147,8 @@ class Recorder:
             outputs = {output.request_id: output.new_token_ids for output in core.step()}
             if self.flat is not None:
                 steps.append(self._describe(requests, preempted, outputs))
-            self.flat, number = None, number + 1
+            self.flat = None
+            number = number + 1
         run = self.run
         return {
             "name": run.name,
@@ -157,9 +163,12 @@ class Recorder:
     def _describe(
         self, requests: dict[str, Request], preempted: dict[str, int], outputs: dict[str, list[int]]
     ) -> dict[str, Any]:
-        flat, step, rows = self.flat, self.step, {request.row: name for name, request in requests.items()}
+        flat = self.flat
+        step = self.step
+        rows = {request.row: name for name, request in requests.items()}
         self.names.update({new.row: new.request_id for new in step.new_requests} | rows)  # type: ignore[call-overload]
-        parts, new = [], {new.request_id: new.num_computed_tokens for new in step.new_requests}
+        parts = []
+        new = {new.request_id: new.num_computed_tokens for new in step.new_requests}
         drafts = step.num_draft_tokens or [0] * len(step.rows)
         for index, row in enumerate(flat.rows.tolist()):
             start, stop = flat.query_start_loc[index : index + 2].tolist()

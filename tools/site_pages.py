@@ -71,7 +71,8 @@ def address_of(path: Path) -> str:
 
 
 def page_of(path: Path) -> str:
-    name, hidden = path.relative_to(ROOT).as_posix(), "---\nsearch: {exclude: true}\n---\n"
+    name = path.relative_to(ROOT).as_posix()
+    hidden = "---\nsearch: {exclude: true}\n---\n"
     if path.is_dir():
         links = [f"- [{file.name}]({PurePosixPath(address_of(file)).name})" for file in targets(path)]
         return f"{hidden}# {name}\n\n" + "\n".join(links)

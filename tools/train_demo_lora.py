@@ -30,7 +30,10 @@ from quire import LLM, SamplingParams
 from quire.lora import LoRARequest
 
 BUNDLED = demo.REPOSITORY / "quire/demo/model"
-RANK, ALPHA, ROWS, LEARNING_RATE = 8, 16, 16, 4e-3
+RANK = 8
+ALPHA = 16
+ROWS = 16
+LEARNING_RATE = 4e-3
 TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 COUPLETS = [
     ("I thought about it all the day.", "And that is all I have to say."),
@@ -89,7 +92,8 @@ def batch(tokenizer: Tokenizer, rng: random.Random) -> tuple[Tensor, Tensor]:
     """ids and targets: [ROWS, longest]; -100 where nothing is to be learned."""
     made = [example(tokenizer, rng) for _ in range(ROWS)]
     longest = max(len(ids) for ids, _ in made)
-    ids, targets = torch.zeros(ROWS, longest, dtype=torch.int64), torch.full((ROWS, longest), -100)
+    ids = torch.zeros(ROWS, longest, dtype=torch.int64)
+    targets = torch.full((ROWS, longest), -100)
     for row, (token_ids, start) in enumerate(made):
         ids[row, : len(token_ids)] = torch.tensor(token_ids)
         targets[row, start - 1 : len(token_ids) - 1] = torch.tensor(token_ids[start:])
@@ -101,7 +105,8 @@ def train(minutes: float) -> dict[str, LowRank]:
 
     model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
     layers = with_adapter(model)
-    tokenizer, rng = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")), random.Random("rhyme")
+    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    rng = random.Random("rhyme")
     optimizer = torch.optim.AdamW([p for layer in layers.values() for p in (layer.a, layer.b)], lr=LEARNING_RATE)
     started = time.monotonic()
     with tqdm(total=round(60 * minutes), unit="s", desc="Training") as bar:

@@ -131,7 +131,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, chunk: int = 256) -> Tenso
 
     On a processor this takes about half the time of torch's fused attention, forward and backward.
     """
-    tokens, past = q.shape[2], k.shape[2] - q.shape[2]
+    tokens = q.shape[2]
+    past = k.shape[2] - q.shape[2]
     q = q * q.shape[-1] ** -0.5
     out = []
     for start in range(0, tokens, chunk):
@@ -166,7 +167,8 @@ class Attention(nn.Module):
         k = rotate(self.k_norm(split(self.k_proj(x))).transpose(1, 2), cos, sin).to(v.dtype)
         if past is not None:
             if past:
-                k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
+                k = torch.cat((past[0], k), dim=2)
+                v = torch.cat((past[1], v), dim=2)
             past[:] = [k, v]
         group = self.shape.heads // self.shape.kv_heads
         out = causal_attention(q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1))
@@ -225,7 +227,8 @@ class Qwen3(nn.Module):
         values.
         """
         start = past[0][0].shape[2] if past and past[0] else 0
-        cos, sin = self.cos[start : start + ids.shape[1]], self.sin[start : start + ids.shape[1]]
+        cos = self.cos[start : start + ids.shape[1]]
+        sin = self.sin[start : start + ids.shape[1]]
         x = self.embed_tokens(ids)
         for at, layer in enumerate(self.layers):
             x = layer(x, cos, sin, past[at] if past else None)
@@ -410,7 +413,8 @@ def train(model: Qwen3, tokenizer: Tokenizer, recipe: Recipe, work: Path, out: P
 def export(model: Qwen3, tokenizer: Tokenizer, out: Path) -> None:
     """Write the model as a Hugging Face folder; every file appears complete or not at all."""
     out.mkdir(parents=True, exist_ok=True)
-    shape, ids = model.shape, {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+    shape = model.shape
+    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
     ends = [ids[TURN_END], ids[END_OF_TEXT]]
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -465,7 +469,8 @@ def generate(model: Qwen3, tokenizer: Tokenizer, prompt: str, limit: int, temper
     """The model's continuation of a prompt, without the token that ends it."""
     ends = {tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(TURN_END)}
     past: list[list[Tensor]] = [[] for _ in model.layers]
-    ids, new = tokenizer.encode(prompt).ids, []
+    ids = tokenizer.encode(prompt).ids
+    new = []
     while len(new) < limit:
         logits = F.linear(model.hidden(torch.tensor([ids]), past)[0, -1], model.embed_tokens.weight)
         token = int(logits.argmax() if temperature == 0 else torch.softmax(logits / temperature, -1).multinomial(1))
@@ -507,7 +512,9 @@ def examine(model: Qwen3, tokenizer: Tokenizer, evaluation: Path, report: Path) 
     exact = {name: weight.bfloat16().float() for name, weight in model.state_dict().items()}
     model.load_state_dict(exact)
     evaluation.mkdir(parents=True, exist_ok=True)
-    questions, stories, text = examination(500), story_prompts(50), held_out_text(100_000)
+    questions = examination(500)
+    stories = story_prompts(50)
+    text = held_out_text(100_000)
     write(evaluation / "questions.jsonl", "".join(json.dumps(question) + "\n" for question in questions))
     write(evaluation / "stories.jsonl", "".join(json.dumps(story) + "\n" for story in stories))
     write(evaluation / "heldout.txt", text)

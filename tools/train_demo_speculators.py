@@ -183,7 +183,8 @@ class Target(ABC):
     is given. layers: how many it reads before each of the three taps, and in all."""
 
     def __init__(self, count: int, folder: Path | None) -> None:
-        self.layers, self.folder = (*tapped(count), count), folder
+        self.layers = (*tapped(count), count)
+        self.folder = folder
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -239,7 +240,8 @@ class DemoTarget(Target):
         return self.model.embed_tokens(ids)
 
     def streams(self, ids: Tensor) -> Tensor:
-        x, streams = self.embed(ids)[None], []
+        x = self.embed(ids)[None]
+        streams = []
         for layer in self.model.layers:
             x = layer(x, self.model.cos[: len(ids)], self.model.sin[: len(ids)], None)
             streams.append(x[0])
@@ -257,7 +259,9 @@ class ServedTarget(Target):
 
     def __init__(self, llm: LLM, folder: Path | None = None) -> None:
         runner = llm.core.executor.runner
-        self.llm, self.model, self.taps = llm, runner.model, runner.forward.taps
+        self.llm = llm
+        self.model = runner.model
+        self.taps = runner.forward.taps
         super().__init__(self.model.spec.num_layers, folder)
         self.dtype = self.model.kernels.target.dtype
         size = (llm.config.scheduler.max_num_batched_tokens, self.model.spec.hidden_size)
@@ -328,13 +332,16 @@ class EagleAttention(nn.Module):
         The query of draft n at position i sees the keys of draft 0, which come from the target's states, up to
         position i - n, then that of draft 1 at i - n + 1, and so on to its own: the drafts of one guess.
         """
-        shape, number, tokens = self.shape, len(past), x.shape[1]
+        shape = self.shape
+        number = len(past)
+        tokens = x.shape[1]
         q, k, v = (
             project(x).unflatten(2, (-1, shape.head_dim)).transpose(1, 2)  # [rows, heads, tokens, head_dim]
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         group = shape.heads // shape.kv_heads
-        q, k = demo.rotate(q, cos, sin).to(v.dtype), demo.rotate(k, cos, sin).to(v.dtype)
+        q = demo.rotate(q, cos, sin).to(v.dtype)
+        k = demo.rotate(k, cos, sin).to(v.dtype)
         past.append((k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)))
         q = q * shape.head_dim**-0.5
         mask = torch.full((tokens, tokens), -math.inf, dtype=q.dtype).triu(1 - number)
@@ -381,7 +388,8 @@ class Eagle3(nn.Module):
 
     def __init__(self, shape: demo.Shape, token_ids: Tensor) -> None:
         super().__init__()
-        self.shape, self.token_ids = shape, token_ids
+        self.shape = shape
+        self.token_ids = token_ids
         self.fc = nn.Linear(3 * shape.hidden, shape.hidden, bias=False)
         self.midlayer = EagleLayer(shape)
         self.norm = nn.RMSNorm(shape.hidden, eps=shape.eps)
@@ -397,8 +405,10 @@ class Eagle3(nn.Module):
 
     def states(self, reading: Reading, count: int) -> list[Tensor]:
         tokens = reading.ids.shape[1] - 1
-        cos, sin = self.cos[:tokens], self.sin[:tokens]
-        embedded, x = reading.embedded[:, 1:], self.fc(reading.taps[:, :-1] * self.tap_scale).float()
+        cos = self.cos[:tokens]
+        sin = self.sin[:tokens]
+        embedded = reading.embedded[:, 1:]
+        x = self.fc(reading.taps[:, :-1] * self.tap_scale).float()
         past: list[tuple[Tensor, Tensor]] = []
         states = []
         for number in range(count):
@@ -468,7 +478,8 @@ def loss_of(
     row, token = learned.nonzero(as_tuple=True)
     if speculator.token_ids is not None:
         probabilities = probabilities[:, speculator.token_ids]
-    total, weight = torch.zeros(()), 0.0
+    total = torch.zeros(())
+    weight = 0.0
     for number, state in enumerate(states):
         known = token >= number + 2
         with torch.autocast("cpu", torch.bfloat16):
@@ -486,7 +497,8 @@ class Trainer:
     """A speculator with its optimizers: Muon for the matrices of its layers, Adam for the rest."""
 
     def __init__(self, speculator: Any, recipe: Recipe) -> None:
-        self.speculator, self.recipe = speculator, recipe
+        self.speculator = speculator
+        self.recipe = recipe
         named = dict(speculator.named_parameters())
         matrices = {n: w for n, w in named.items() if w.ndim == 2 and not n.startswith(("embed_tokens", "lm_head"))}
         self.others = [weight for name, weight in named.items() if name not in matrices]
@@ -536,7 +548,8 @@ def train_step(
         with torch.no_grad():
             probabilities = target.logits(reading.hidden[:, :-1][part_learned[:, 1:]]).softmax(-1)
         for kind, trainer in trainers.items():
-            recipe, drafts = trainer.recipe, trainer.drafts_at(progress)
+            recipe = trainer.recipe
+            drafts = trainer.drafts_at(progress)
             loss = loss_of(
                 trainer.speculator,
                 reading,
@@ -559,16 +572,19 @@ def train(
     """Train for so many minutes of each thread, or for what is left of them after the last checkpoint. There is one
     each minute."""
     recipe = next(iter(trainers.values())).recipe
-    spent, step = 0.0, 0
+    spent = 0.0
+    step = 0
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
-        spent, step = saved["spent"], saved["step"]
+        spent = saved["spent"]
+        step = saved["step"]
         for kind, trainer in trainers.items():
             trainer.load(saved[kind])
         print(f"going on at step {step}, after {spent / 60:.1f} minutes")
     rows = max(1, recipe.batch // recipe.row)
     steps_an_epoch = max(1, len(ids) // rows)
-    bar, kept = tqdm(initial=step, unit="step", mininterval=5), spent
+    bar = tqdm(initial=step, unit="step", mininterval=5)
+    kept = spent
     while spent < 60 * minutes:
         began = time.process_time()
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(step // steps_an_epoch))
@@ -629,10 +645,12 @@ def measure(speculator: Speculator, target: Target, texts: Sequence[Text], count
     """Go through the answers as the engine does: guess `count` tokens, keep those before the first wrong one, add the
     target's own token, and guess again. Drafts that would come after the end of an answer are not counted."""
     rng = random.Random(0)
-    guessed, kept = [0] * count, [0] * count
+    guessed = [0] * count
+    kept = [0] * count
     for text in tqdm(texts, desc="held-out texts", mininterval=5):
         chance = chances(speculator, target, text, count).tolist()
-        newest, last = 0, len(text.ids) - text.start - 1
+        newest = 0
+        last = len(text.ids) - text.start - 1
         while newest < last:
             within = min(count, last - newest)
             good = 0
@@ -658,7 +676,8 @@ def save(out: Path, weights: dict[str, Tensor], config: dict[str, Any]) -> None:
 
 
 def export_eagle3(head: Eagle3, target: Target, vocab: int, out: Path) -> None:
-    shape, ids = head.shape, head.token_ids
+    shape = head.shape
+    ids = head.token_ids
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -758,7 +777,8 @@ def texts_of(folder: Path, count: int, write: Callable[[int, int], list[Text]]) 
 def most_frequent(texts: Sequence[Text], size: int) -> Tensor:
     """The ids of the tokens that the model writes most often, in rising order."""
     counts = Counter(token for text in texts for token, learned in zip(text.ids, text.learned, strict=True) if learned)
-    total, chosen = counts.total(), counts.most_common(size)
+    total = counts.total()
+    chosen = counts.most_common(size)
     print(f"{len(chosen)} tokens are {sum(count for _, count in chosen) / total:.2%} of what the model writes")
     return torch.tensor(sorted(token for token, _ in chosen))
 
@@ -767,7 +787,8 @@ def most_frequent(texts: Sequence[Text], size: int) -> Tensor:
 def new_head(target: Target, shape: demo.Shape, token_ids: Tensor, ids: Tensor) -> Eagle3:
     """An EAGLE-3 head that begins with the target's output matrix. Its last norm begins as the target's: that norm's
     results have about the size of its weights."""
-    head, reading = Eagle3(shape, token_ids), target.read(ids)
+    head = Eagle3(shape, token_ids)
+    reading = target.read(ids)
     head.tap_scale.copy_(reading.taps.abs().mean((0, 1)).clamp(min=1e-3).log2().round().neg().exp2())
     head.lm_head.weight.copy_(target.logits(torch.eye(shape.hidden))[:, token_ids].T)
     head.norm.weight.copy_(reading.hidden.float().pow(2).mean((0, 1)).sqrt())
@@ -851,7 +872,9 @@ def main() -> None:
     torch.manual_seed(Recipe.seed)
     options.work.mkdir(parents=True, exist_ok=True)
     task = served_task(options.model, options.work) if options.model else demo_task(options.work)
-    recipe, shape, target = task.recipe, task.shape, task.target
+    recipe = task.recipe
+    shape = task.shape
+    target = task.target
 
     def written(name: str, count: int, prompts: Callable[[int], list[str]]) -> list[Text]:
         return texts_of(

@@ -129,7 +129,8 @@ class Chats:
         """A chat about a picture of so many tokens: its token ids, and the same where they are to be learned, -100
         elsewhere."""
         pieces = re.split(r"(?<=assistant)(\n.*?<\|im_end\|>)", render(self._turns(scene, tokens)), flags=re.DOTALL)
-        ids, targets = list[int](), list[int]()
+        ids = list[int]()
+        targets = list[int]()
         for number, piece in enumerate(pieces):
             found = self.tokenizer.encode(piece, add_special_tokens=False).ids
             ids += found
@@ -137,7 +138,8 @@ class Chats:
         return ids, targets
 
     def _turns(self, scene: Scene, tokens: int) -> list[dict[str, Any]]:
-        rng, turns = self.rng, list[dict[str, Any]]()
+        rng = self.rng
+        turns = list[dict[str, Any]]()
         for number, kind in enumerate(rng.sample(list(PHRASINGS), rng.choice((1, 1, 2)))):
             asked = ask(kind, scene, rng)
             if not number:
@@ -160,7 +162,8 @@ class Trainer:
         self.token_id = self.tokenizer.token_to_id(PLACEHOLDER)
         self.config = config(self.tokenizer)
         model = Qwen3VLForConditionalGeneration(Qwen3VLConfig.from_dict(self.config)).float().model
-        self.visual, self.language = model.visual, model.language_model
+        self.visual = model.visual
+        self.language = model.language_model
         bundled = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
         self.language.load_state_dict(bundled.model.state_dict())
         self.language.requires_grad_(False)
@@ -174,8 +177,10 @@ class Trainer:
         tokens = seen.shape[2]
         rows = [self.chats.row(scene, tokens) for scene in scenes]
         longest = max(len(ids) for ids, _ in rows)
-        ids, targets = torch.zeros(len(rows), longest, dtype=torch.int64), torch.full((len(rows), longest), -100)
-        positions, picture = torch.zeros(3, *ids.shape, dtype=torch.int64), Prepared({}, "", tokens, (1, *grid))
+        ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+        targets = torch.full((len(rows), longest), -100)
+        positions = torch.zeros(3, *ids.shape, dtype=torch.int64)
+        picture = Prepared({}, "", tokens, (1, *grid))
         for row, (found, wanted) in enumerate(rows):
             ids[row, : len(found)], targets[row, : len(found)] = torch.tensor(found), torch.tensor(wanted)
             first = found.index(self.token_id)
@@ -210,17 +215,21 @@ class Trainer:
 
     def embeddings_loss(self) -> tuple[Tensor, str]:
         """With noise, so that the encoder need not hit the embeddings exactly."""
-        scenes, grid = self.rng.sample(SCENES, CHATS), self.rng.choice(GRIDS)
+        scenes = self.rng.sample(SCENES, CHATS)
+        grid = self.rng.choice(GRIDS)
         seen = self.embeddings_of(scenes, math.prod(grid))
         noise = 0.2 * seen.detach().std((0, 2, 3), keepdim=True) * torch.randn_like(seen)
         return self.answer_loss(scenes, grid, seen + noise), ""
 
     def encoder_loss(self) -> tuple[Tensor, str]:
         """The nearest scene shall be the right one, and near."""
-        scenes, grid = self.rng.choices(SCENES, k=DRAWN), self.rng.choice(GRIDS)
-        known, seen = self.embeddings_of(SCENES, math.prod(grid)), self.encode(scenes, grid)
+        scenes = self.rng.choices(SCENES, k=DRAWN)
+        grid = self.rng.choice(GRIDS)
+        known = self.embeddings_of(SCENES, math.prod(grid))
+        seen = self.encode(scenes, grid)
         scale = known.std((0, 2, 3), keepdim=True)
-        known, seen = (known / scale).flatten(1), (seen / scale).flatten(1)
+        known = (known / scale).flatten(1)
+        seen = (seen / scale).flatten(1)
         products = seen @ known.T  # [pictures, SCENES]
         distances = (seen.square().sum(1, keepdim=True) - 2 * products + known.square().sum(1)) / known.shape[1]
         wanted = torch.tensor([SCENES.index(scene) for scene in scenes])
@@ -229,7 +238,8 @@ class Trainer:
         return F.cross_entropy(-30 * distances, wanted) + near, f"right {right:.2f} distance {near.item():.2f}"
 
     def answers_loss(self) -> tuple[Tensor, str]:
-        scenes, grid = self.rng.sample(SCENES, CHATS), self.rng.choice(GRIDS)
+        scenes = self.rng.sample(SCENES, CHATS)
+        grid = self.rng.choice(GRIDS)
         return self.answer_loss(scenes, grid, self.encode(scenes, grid)), ""
 
     def train(self) -> None:
@@ -324,7 +334,9 @@ def answers_of(llm: LLM, asked: list[Asked]) -> list[bool]:
 
 def examine(folder: Path) -> dict[str, tuple[float, int]]:
     """The shares of right answers of each kind and of all, each with the number of questions."""
-    asked, groups, llm = examination_of_pictures(800), defaultdict[str, list[bool]](list), LLM(str(folder))
+    asked = examination_of_pictures(800)
+    groups = defaultdict[str, list[bool]](list)
+    llm = LLM(str(folder))
     for each, right in zip(asked, answers_of(llm, asked), strict=True):
         groups[each.kind].append(right)
     llm.shutdown()
@@ -362,7 +374,8 @@ def main() -> None:
     assert_held_out()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
-    started, trainer = time.process_time(), Trainer()
+    started = time.process_time()
+    trainer = Trainer()
     trainer.train()
     save(trainer, args.out)
     describe(args.out, (time.process_time() - started) / 60)

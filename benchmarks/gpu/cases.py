@@ -103,7 +103,8 @@ def _pairs(cards: Sequence[str], done: Sequence[Case]) -> list[Case]:
         for _ in range(40):
             goal = draw.choice(wanted)
             row = {name: draw.choice(values) for name, values in OPTIONS.items()}
-            card, model = draw.choice(cards), draw.choice(SERVED)
+            card = draw.choice(cards)
+            model = draw.choice(SERVED)
             if len(goal) == 3:
                 card = goal[0]
                 row |= dict(goal[1:])

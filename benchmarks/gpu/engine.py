@@ -54,7 +54,8 @@ def serve(llm: LLM, folder: Path) -> None:
     def prompts(lengths: list[int]) -> list[Any]:
         return [[1 + i % 97 for i in range(length)] for length in lengths]
 
-    longest, adapter = llm.max_model_len - 8, None
+    longest = llm.max_model_len - 8
+    adapter = None
     if llm.frontend.pooling is not None:
         for lengths in ([10], [1], [longest], [5, 1000, 20], [12] * 70):
             llm.embed(prompts(lengths), use_tqdm=False)

@@ -40,7 +40,8 @@ from benchmarks.gpu.rates import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-BEGIN, END = "<!-- expected -->", "<!-- end of expected -->"
+BEGIN = "<!-- expected -->"
+END = "<!-- end of expected -->"
 CARDS = ("H200", "H100", "B200", "A100")
 MODELS = {"llama-3-8b": 32, "qwen3-0.6b": 28}  # layers
 REQUESTS = (1, 16, 64, 128, 256)  # in the steps of 256 requests, which become fewer as they end
@@ -102,7 +103,8 @@ def trace(cards: list[str]) -> dict[str, dict[str, Any]]:
             for card in cards:
                 traced = found[card][name] = Traced()
                 for launch in launches:
-                    free, is_triton = is_free(launch), launch.kernel is not None
+                    free = is_free(launch)
+                    is_triton = launch.kernel is not None
                     traced.host += HOST_TRITON if is_triton else HOST_VIEW if free else HOST_OPERATION
                     for work in works(launch, RATES[card], step):
                         key = replace(work, lanes=Lanes(work.lanes))
@@ -147,7 +149,8 @@ def trace(cards: list[str]) -> dict[str, dict[str, Any]]:
                         llm.generate(prompts, params, use_tqdm=False)
                     starts = [i for i, launch in enumerate(launches) if launch.name.startswith("aten.embedding")]
                     if tokens > 1:
-                        part, lengths = launches[starts[0] :], (tokens,) * requests
+                        part = launches[starts[0] :]
+                        lengths = (tokens,) * requests
                     else:
                         part = launches[starts[-2] : starts[-1]]
                         lengths = (CONTEXT if temperature else STREAM,) * requests
@@ -220,7 +223,8 @@ def seconds(rows: list[Kernel]) -> float:
 def figures(card: str, found: dict[str, Any]) -> dict[str, Figure]:
     from benchmarks.gpu_figures import SHAPES, weight_bytes
 
-    rates, result = RATES[card], {}
+    rates = RATES[card]
+    result = {}
     rows = kernels(found["decode attention"], rates)
     size = 64 * 4096 * 8 * 128 * 2 * 2
     share = 100 * size / seconds(rows) / rates.memory_bandwidth
@@ -249,7 +253,8 @@ def figures(card: str, found: dict[str, Any]) -> dict[str, Figure]:
         result[f"{name}, graphs against eager"] = Figure(eager / each, None if is_large else 1.7, "times")
         result[f"{name}, 256 requests"] = _many(found, name, rates)
         for case, count in (("one stream", 1), ("256 requests", 256)):
-            device, host = seconds(kernels(whole(found, name, case), rates)), _host(found, name, case, count)
+            device = seconds(kernels(whole(found, name, case), rates))
+            host = _host(found, name, case, count)
             result[f"{name}, {case}, device idle"] = Figure(
                 100 * max(0.0, 1 - device / host), -3, "%", note=f"host {host * 1e3:.2f} ms a step"
             )

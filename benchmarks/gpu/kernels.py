@@ -165,7 +165,8 @@ def recorded(launches: dict[str, Launch]) -> Iterator[None]:
 
 def alternatives(launch: Launch) -> list[dict[str, int]]:
     """Other tiles for a launch, each with one change: of the warps, the stages or a size that leaves the grid alone."""
-    warps, stages = launch.options.get("num_warps", 4), launch.options.get("num_stages", 3)
+    warps = launch.options.get("num_warps", 4)
+    stages = launch.options.get("num_stages", 3)
     changes = [{"num_warps": n} for n in (warps // 2, 2 * warps) if 1 <= n <= 16]
     changes += [{"num_stages": n} for n in (stages - 1, stages + 1, stages + 2) if 1 <= n <= 6]
     for name in _FREE_SIZES:
@@ -188,7 +189,8 @@ def try_tiles(launch: Launch, clock: Callable[[Callable[[], object]], float]) ->
     own = attempt({})
     gains: dict[str, tuple[float, dict[str, int]]] = {}
     for changes in alternatives(launch):
-        seconds, name = attempt(changes), next(iter(changes))
+        seconds = attempt(changes)
+        name = next(iter(changes))
         if seconds < min(own, gains.get(name, (own, {}))[0]):
             gains[name] = seconds, changes
     if len(gains) > 1:

@@ -104,7 +104,8 @@ def library_product(rates: Rates, rows: int, outputs: int, inputs: int) -> list[
             candidate = _product(rates, rows, outputs, inputs, tile_rows, tile_outputs, splits)
             seconds = sum(estimate(work, rates).seconds for work in candidate)
             if seconds < shortest:
-                best, shortest = candidate, seconds
+                best = candidate
+                shortest = seconds
     return best
 
 
@@ -179,7 +180,8 @@ def _combined(parts: list[tuple[Counter[str], float]], warps: int) -> dict[str, 
     issued = shared = 0.0
     for instructions, times in parts:
         found, count, moved = lanes(instructions, warps)
-        issued, shared = issued + count * times, shared + moved * times
+        issued = issued + count * times
+        shared = shared + moved * times
         for pipe, number in found.items():
             total[pipe] = total.get(pipe, 0.0) + number * times
     return {"lanes": total, "instructions": issued, "shared": shared}
@@ -227,15 +229,20 @@ def _simple(launch: Launch, rates: Rates) -> Work:
 
 def _product_of_few(launch: Launch, rates: Rates) -> Work:
     """A product with dense weights (quire/ops/triton/linear.py), whose rows are in one tile."""
-    code, named = read(launch.kernel), launch.arguments
-    rows, outs, steps = named["rows"], named["OUTS"], math.ceil(named["span"] / named["INS"])
-    programs, size = math.prod(launch.grid), named["codes"].element_size()
+    code = read(launch.kernel)
+    named = launch.arguments
+    rows = named["rows"]
+    outs = named["OUTS"]
+    steps = math.ceil(named["span"] / named["INS"])
+    programs = math.prod(launch.grid)
+    size = named["codes"].element_size()
     stage = outs * named["INS"] * size  # bytes of weights
     buffers = code.shared // (stage + named["ROWS"] * named["INS"] * size)
     loop = _main_loop(code)
     parts = [(_outside(code), 1.0), (loop.instructions, float(steps))]
     synchronous = not code.products() & {"wgmma", "tcgen05"}
-    weights, x = stage * steps, rows * named["INS"] * steps * size
+    weights = stage * steps
+    x = rows * named["INS"] * steps * size
     result = rows * outs * named["out"].element_size()
     return Work(
         f"_product {rows} x {named['ins']} x {named['outs']}",
@@ -257,14 +264,21 @@ _IN_PLACE = {"prepare_kernel": ("q", "k"), "_add_rms_norm": ("residual",)}
 
 def _attention(launch: Launch, rates: Rates, step: Step) -> Work:
     """Attention of a step, by the lengths of its requests."""
-    code, named = read(launch.kernel), launch.arguments
-    rows, tokens, keys = named["ROWS"], named["TOKENS"], named["KEYS"]
+    code = read(launch.kernel)
+    named = launch.arguments
+    rows = named["ROWS"]
+    tokens = named["TOKENS"]
+    keys = named["KEYS"]
     heads = named["q"].shape[1] // named["GROUP"]  # of keys and values
-    splits, parts = max(1, named["splits"]), launch.grid[1] // heads
-    inner, columns = named["MAIN"] + named["REST"], 1 << (named["OUT_DIM"] - 1).bit_length()
+    splits = max(1, named["splits"])
+    parts = launch.grid[1] // heads
+    inner = named["MAIN"] + named["REST"]
+    columns = 1 << (named["OUT_DIM"] - 1).bit_length()
     cell = named["cache"].element_size()
     tile_bytes = keys * cell * (named["DIM"] if named["LATENT"] else named["DIM"] + named["OUT_DIM"])
-    programs, tiles, longest = 0, 0.0, 0.0
+    programs = 0
+    tiles = 0.0
+    longest = 0.0
     for count, length in zip(step.counts, step.lengths, strict=True):
         for first in range(0, count, tokens):
             needed = math.ceil(min(length, length - count + first + tokens) / keys)
@@ -272,7 +286,8 @@ def _attention(launch: Launch, rates: Rates, step: Step) -> Work:
             programs += math.ceil(needed / each)
             tiles += needed
             longest = max(longest, each)
-    programs, tiles = programs * heads * parts, tiles * heads * parts
+    programs = programs * heads * parts
+    tiles = tiles * heads * parts
     average = tiles / programs
     loop = _main_loop(code)
     ways = _combined([(_outside(code), 1.0), (loop.instructions, average)], code.warps)

@@ -134,7 +134,8 @@ class MachineCode:
 
 def read(kernel: Any) -> MachineCode:
     """The machine code of one of Triton's compiled kernels. Kernels with equal machine code are read once."""
-    asm, metadata = kernel.asm, kernel.metadata
+    asm = kernel.asm
+    metadata = kernel.metadata
     target = metadata.target
     name = f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
     is_cuda = target.backend == "cuda"
@@ -319,7 +320,8 @@ def _loops(lines: list[_Line]) -> tuple[Loop, ...]:
         last = lines[end - 1]
         ways = [block_of[index[t]] for t in last.targets if t in index]
         following.append(ways + ([block_of[end]] if last.falls and end in block_of else []))
-    order, parent = _order(following), _dominators(following)
+    order = _order(following)
+    parent = _dominators(following)
     bodies: dict[int, set[int]] = {}
     before: dict[int, list[int]] = {}
     for block in order:
@@ -328,7 +330,8 @@ def _loops(lines: list[_Line]) -> tuple[Loop, ...]:
     for block in order:
         for head in following[block]:
             if _dominates(head, block, parent):
-                body, waiting = bodies.setdefault(head, {head}), [block]
+                body = bodies.setdefault(head, {head})
+                waiting = [block]
                 while waiting:
                     if (at := waiting.pop()) not in body:
                         body.add(at)
@@ -357,7 +360,8 @@ def _waits(names: Counter[str]) -> bool:
 def _order(following: list[list[int]]) -> list[int]:
     """The blocks that can be reached, in reverse postorder."""
     order: list[int] = []
-    seen, stack = {0}, [(0, iter(following[0]))]
+    seen = {0}
+    stack = [(0, iter(following[0]))]
     while stack:
         block, ways = stack[-1]
         for way in ways:
@@ -379,7 +383,8 @@ def _dominators(following: list[list[int]]) -> dict[int, int]:
     for block in order:
         for way in following[block]:
             before[way].append(block)
-    parent, changed = {0: 0}, True
+    parent = {0: 0}
+    changed = True
     while changed:
         changed = False
         for block in order[1:]:

@@ -78,7 +78,8 @@ def queueing(demands: list[float], streams: float) -> float:
     """The time in which stations serve `demands` in all, if only `streams` streams are under way at once."""
     if streams <= 0:
         return max(demands, default=0.0)
-    queues, response = [0.0] * len(demands), 0.0
+    queues = [0.0] * len(demands)
+    response = 0.0
     count = max(1, round(streams))
     for customers in range(1, count + 1):
         waits = [demand * (1 + queue) for demand, queue in zip(demands, queues, strict=True)]
@@ -113,11 +114,13 @@ def _computing(work: Work, rates: Rates, resident: int) -> tuple[float, dict[str
 
 def estimate(work: Work, rates: Rates) -> Estimate:
     """The time of the launch on a card."""
-    processors, resident = rates.card.processors, max(1, work.resident)
+    processors = rates.card.processors
+    resident = max(1, work.resident)
     slots = processors * resident
     waves, rest = divmod(work.programs, slots)
     if work.is_persistent:
-        waves, rest = work.programs / slots, 0
+        waves = work.programs / slots
+        rest = 0
     parts: dict[str, float] = {"launch": LAUNCH, "memory": 0.0, "latency": 0.0, "compute": 0.0, "tail": 0.0}
 
     def wave(programs: int, at_once: int) -> float:

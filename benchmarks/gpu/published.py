@@ -69,7 +69,8 @@ def attention(
         sum(math.ceil(min(length, (tile + 1) * rows) / keys) if causal else length / keys for tile in range(tiles))
         / tiles
     )
-    scores, values = rows * keys, rows * dim
+    scores = rows * keys
+    values = rows * dim
     lanes = {
         "fma": steps * (2 * scores + values),  # scaling and maximum's difference, sum, rescaled values
         "alu": steps * 1.5 * scores,  # maximum; conversion of two at a time
@@ -146,7 +147,8 @@ def _kernels() -> list[Published]:
     found = []
     for (dim, causal), speeds in FA3_SPEEDS.items():
         for length, (second, third) in speeds.items():
-            batch, heads = 16384 // length, 2048 // dim
+            batch = 16384 // length
+            heads = 2048 // dim
             flops = _attention_flops(batch, heads, length, dim, causal)
             shape = f"head {dim}, {batch} x {length}{', causal' if causal else ''}"
             sizes = ("H100", batch, heads, length, dim, causal)

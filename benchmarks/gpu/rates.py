@@ -10,7 +10,10 @@ from dataclasses import dataclass, replace
 from quire.planner.devices import DEVICES, KINDS
 from quire.platform.gpu.cards import CARDS, Card
 
-KIB, MIB, GIB, TERA = 2**10, 2**20, 2**30, 1e12
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+TERA = 1e12
 
 
 @dataclass(frozen=True)

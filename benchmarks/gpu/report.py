@@ -8,7 +8,8 @@ from typing import Any
 
 Result = dict[str, Any]
 Kernel = dict[str, Any]
-BEGIN, END = "<!-- compiled -->", "<!-- end of compiled -->"
+BEGIN = "<!-- compiled -->"
+END = "<!-- end of compiled -->"
 CARDS = {"sm_80": "8.0 A100", "sm_90": "9.0 H100", "sm_100": "10.0 B200", "sm_120": "12.0 RTX PRO 6000"}
 CARDS |= {"gfx942": "gfx942 MI300X"}
 _SHORT = {"mma.sync": "mma", "wgmma": "wgmma", "tcgen05": "tcgen05", "fma": "fma"}

@@ -50,7 +50,8 @@ def broken(name: str, code: MachineCode, card: Card) -> list[str]:
     in_float32 = bool(code.dots) and all(dot.dtype == "f32" for dot in code.dots)
     if code.shared > card.shared_memory:
         found.append(f"shared memory: {code.shared} bytes, the card has {card.shared_memory}")
-    wanted, programs = programs_wanted(name, code), code.programs(card)
+    wanted = programs_wanted(name, code)
+    programs = code.programs(card)
     if programs < wanted and code.shared <= card.shared_memory:
         found.append(
             f"programs: {programs} a processor, {wanted} wanted ({code.shared} bytes shared, {code.registers} "

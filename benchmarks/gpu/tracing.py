@@ -34,7 +34,8 @@ class TracedStandIn(plain.StandIn):
     @contextlib.contextmanager
     def traced(self) -> Iterator[list[Launch]]:
         """Record the launches of this block."""
-        before, self.launches = self.launches, []
+        before = self.launches
+        self.launches = []
         try:
             yield self.launches
         finally:
@@ -58,7 +59,8 @@ class _Graph:
         self._launches: list[Launch] = []
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._before, self._device.launches = self._device.launches, self._launches
+        self._before = self._device.launches
+        self._device.launches = self._launches
 
     def capture_end(self) -> None:
         self._device.launches = self._before

@@ -83,7 +83,9 @@ def measure_speculative_decoding() -> Any:
     }.items():
         options = {**config, "num_speculative_tokens": 5, "adaptive": False} if config else {}
         llm = engine(max_num_seqs=1, enable_prefix_caching=False, speculative_config=options)
-        steps, drafts, kept = 0, [0] * 5, [0] * 5
+        steps = 0
+        drafts = [0] * 5
+        kept = [0] * 5
         for story in STORIES:
             parts = [parts[0] for parts in run(llm, [Arrival(0, story, story, 200)])]
             steps += len(parts)
@@ -117,8 +119,10 @@ def measure_structured_outputs() -> Any:
     """For each token of an answer, how many tokens its mask allowed; None if it was not sampled, since the grammar
     forces it."""
     llm = engine(max_num_seqs=1)
-    scheduler, allowed = llm.core.scheduler, list[int | None]()
-    masks, counts = scheduler.masks.wait, list[int]()
+    scheduler = llm.core.scheduler
+    allowed = list[int | None]()
+    masks = scheduler.masks.wait
+    counts = list[int]()
 
     def remember() -> Any:
         made = masks()
@@ -138,7 +142,8 @@ def measure_structured_outputs() -> Any:
 
 def draw_structured_outputs(data: Any, figure: Figure) -> None:
     part = axes(figure, "", "tokens that the mask allows")
-    pieces, allowed = data["pieces"], data["allowed"]
+    pieces = data["pieces"]
+    allowed = data["allowed"]
     sampled = [(index, count) for index, count in enumerate(allowed) if count is not None]
     forced = [index for index, count in enumerate(allowed) if count is None]
     bars = part.bar(*zip(*sampled, strict=True), 0.75, color=BLUE, label="sampled under its mask")

@@ -13,13 +13,15 @@ from benchmarks.mechanisms.engine import Arrival, engine, run, tokens
 from benchmarks.mechanisms.plot import BLUE, GREEN, GREY, ORANGE, RED, VIOLET, axes, label_bars
 
 RUNS = Path(__file__).parents[2] / "quire" / "server" / "page" / "static" / "runs.json"
-BLOCK, LONGEST = 16, 2048
+BLOCK = 16
+LONGEST = 2048
 
 
 def measure_paged_attention() -> Any:
     """What 12 requests of different lengths store, and the slots of their blocks, in each step."""
     draw = random.Random(2)
-    llm, found = engine(max_num_seqs=6, enable_prefix_caching=False), list[list[int]]()
+    llm = engine(max_num_seqs=6, enable_prefix_caching=False)
+    found = list[list[int]]()
     pool = llm.core.scheduler.kv.pool
 
     def watch(parts: Any, step: Any) -> None:
@@ -78,7 +80,9 @@ def measure_prefix_caching() -> Any:
     """A conversation of 10 turns, each of whose prompts has all turns before, and 8 prompts with one beginning."""
     found = {}
     for cached in (True, False):
-        llm, text, turns = engine(max_num_seqs=4, enable_prefix_caching=cached), tokens(100, 0), []
+        llm = engine(max_num_seqs=4, enable_prefix_caching=cached)
+        text = tokens(100, 0)
+        turns = []
         for turn in range(10):
             text = text + tokens(40, turn)
             parts = [parts[0] for parts in run(llm, [Arrival(0, f"turn {turn}", list(text), 30)])]
@@ -111,7 +115,9 @@ def measure_kv_tiers() -> Any:
     found = {}
     for size in (0.0, 1 / 16):
         llm = engine(max_num_seqs=4, num_gpu_blocks_override=120, max_model_len=1024, kv_offloading_size=size or None)
-        texts, computed, prompts = [tokens(300, i) for i in range(12)], [], []
+        texts = [tokens(300, i) for i in range(12)]
+        computed = []
+        prompts = []
         for turn in range(4):
             count = 0
             for number, text in enumerate(texts):

@@ -39,7 +39,8 @@ def _best_ms(work: Callable[[], object], rounds: int = 40) -> float:
 
 def _decode(backend: AttentionBackend, length: int) -> Callable[[], object]:
     """A query of each of four requests attends to `length` keys in scattered blocks."""
-    shape, requests = backend.shape, 4
+    shape = backend.shape
+    requests = 4
     blocks = -(-length // shape.block_size)
     table = torch.randperm(requests * blocks).int().view(requests, blocks)
     memory = torch.empty(requests * blocks, backend.entry_bytes(), dtype=torch.uint8)
@@ -60,7 +61,8 @@ def _decode(backend: AttentionBackend, length: int) -> Callable[[], object]:
 
     k = heads(shape.num_kv_heads, length)
     backend.store(cache, k, torch.randn_like(k), backend.plan(layout(length)))
-    q, plan = heads(shape.num_heads, 1), backend.plan(layout(1))
+    q = heads(shape.num_heads, 1)
+    plan = backend.plan(layout(1))
     return lambda: backend.attend(q, cache, plan, scale=0.1)
 
 
@@ -94,7 +96,8 @@ def measure_cuda_graphs() -> Any:
     for name, eager in (("eager", True), ("recorded", False)):
         llm = engine(max_num_seqs=16, enforce_eager=eager, enable_prefix_caching=False)
         for count in found["requests"]:
-            times, last = list[float](), [0.0]
+            times = list[float]()
+            last = [0.0]
 
             def note(*_: Any, times: list[float] = times, last: list[float] = last) -> None:
                 now = time.perf_counter()
@@ -123,7 +126,8 @@ def draw_cuda_graphs(data: Any, figure: Figure) -> None:
 def weight_bytes(model: object) -> int:
     """Bytes of a model's weights and their scales, without KV cache and rotary tables."""
     sizes: dict[int, int] = {}
-    unvisited, seen = [model], set[int]()
+    unvisited = [model]
+    seen = set[int]()
     while unvisited:
         item = unvisited.pop()
         if id(item) in seen:
@@ -142,7 +146,8 @@ def weight_bytes(model: object) -> int:
 
 def measure_quantization() -> Any:
     """The bytes of the bundled model's weights, and how they change the log-probabilities of 600 tokens of its own."""
-    found, exact = {}, list[float]()
+    found = {}
+    exact = list[float]()
     params = SamplingParams(max_tokens=600, seed=1, temperature=1, ignore_eos=True)
     text = engine(max_num_seqs=1).generate(["Once upon a time"], params, use_tqdm=False)[0].outputs[0].token_ids
     for title, options in {
@@ -173,7 +178,8 @@ def measure_quantization() -> Any:
 
 
 def draw_quantization(data: Any, figure: Figure) -> None:
-    names, rows = list(data), list(data.values())
+    names = list(data)
+    rows = list(data.values())
     left = axes(figure, "", "MB of weights", place=(1, 2, 1))
     left.bar(names, [row["bytes"] / 1e6 for row in rows], 0.6, color=BLUE)
     label_bars(left, form="{:.1f}")

@@ -58,9 +58,12 @@ def run(
 ) -> list[list[Part]]:
     """Run the requests until all have ended. Returns the parts of each step. watch: is called behind each step, before
     the next one."""
-    core, waiting, steps = llm.core, sorted(arrivals, key=lambda arrival: arrival.step), list[list[Part]]()
+    core = llm.core
+    waiting = sorted(arrivals, key=lambda arrival: arrival.step)
+    steps = list[list[Part]]()
     scheduler = core.scheduler
-    schedule, last = scheduler.schedule, list[Any]()
+    schedule = scheduler.schedule
+    last = list[Any]()
 
     def remember() -> SchedulerOutput:
         step = schedule()

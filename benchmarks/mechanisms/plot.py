@@ -12,7 +12,12 @@ mpl.use("svg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#3b6fb6", "#e08a2e", "#3c9a5f", "#c2504a", "#7d5fb2", "#9aa5b1"
+BLUE = "#3b6fb6"
+ORANGE = "#e08a2e"
+GREEN = "#3c9a5f"
+RED = "#c2504a"
+VIOLET = "#7d5fb2"
+GREY = "#9aa5b1"
 COLORS = [BLUE, ORANGE, GREEN, VIOLET, RED, GREY]
 STYLE = {
     "svg.fonttype": "none",  # text, which can be searched and read aloud

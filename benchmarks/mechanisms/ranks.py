@@ -107,7 +107,9 @@ def measure_data_parallelism() -> Any:
         router: Router[EngineCoreRequest] = Router(4, token_pieces if policy == "prefix" else None)
         limits = SchedulerLimits(16, 2048, 4096)
         cores = [Scheduler(limits, 2000, [attention_spec([0])], 16) for _ in range(4)]
-        received, counts, widest = [0] * 4, [0] * 4, 0
+        received = [0] * 4
+        counts = [0] * 4
+        widest = 0
         texts = [[draw.randrange(4000) for _ in range(draw.randrange(200, 600))] for _ in range(60)]
         arrivals = [(turn, conversation) for turn in range(5) for conversation in draw.sample(range(60), 60)]
         number = 0

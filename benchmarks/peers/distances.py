@@ -41,7 +41,8 @@ class Distances:
         """logits: [rows, vocab] of the next rows; following: the tokens that follow them."""
         at = len(self.divergences)
         for row, token in zip(logits, following, strict=True):
-            expected, found = log_softmax(self.reference[at]), log_softmax(row[: self.reference.shape[1]])
+            expected = log_softmax(self.reference[at])
+            found = log_softmax(row[: self.reference.shape[1]])
             self.divergences.append(float((np.exp(expected) * (expected - found)).sum()))
             self.agreements.append(bool(expected.argmax() == found.argmax()))
             self.losses.append(-float(found[token]))

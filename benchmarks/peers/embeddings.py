@@ -39,7 +39,8 @@ def exported(model: str) -> str:
 
     path = f"{tempfile.mkdtemp()}/model.onnx"
     ids = torch.ones(2, 8, dtype=torch.int64)
-    names, sizes = ["input_ids", "attention_mask"], {0: "batch", 1: "tokens"}
+    names = ["input_ids", "attention_mask"]
+    sizes = {0: "batch", 1: "tokens"}
     torch.onnx.export(
         Hidden(),
         (ids, ids),
@@ -65,7 +66,8 @@ def in_batches(model: str, forward: Callable[[Any, Any], Any], sentences: list[s
             chosen = order[start : start + BATCH]
             texts = [sentences[i] for i in chosen]
             batch = tokenizer(texts, padding=True, truncation=True, max_length=256, return_tensors="np")
-            ids, mask = batch["input_ids"].astype(np.int64), batch["attention_mask"].astype(np.int64)
+            ids = batch["input_ids"].astype(np.int64)
+            mask = batch["attention_mask"].astype(np.int64)
             weights = mask[..., None].astype(np.float32)
             mean = (forward(ids, mask) * weights).sum(1) / weights.sum(1)
             for i, vector in zip(chosen, mean / np.linalg.norm(mean, axis=1, keepdims=True), strict=True):
@@ -102,7 +104,8 @@ def main() -> None:
     np.save(f"{file}.{name}.npy", run())
     print("ready", flush=True)
     for _ in sys.stdin:
-        started, cpu = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
+        cpu = time.process_time()
         run()
         print(time.perf_counter() - started, time.process_time() - cpu, flush=True)
 

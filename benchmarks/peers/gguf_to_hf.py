@@ -19,8 +19,10 @@ from quire.layers.build import WeightSlot
 from quire.text.gguf_tokenizer import gguf_tokenizer
 from quire.text.tokenizer import Tokenizer
 
-gguf, out = read_gguf(Path(sys.argv[1])), Path(sys.argv[2])
-checkpoint, weights = GgufCheckpoint(gguf_tensors(gguf)), {}
+gguf = read_gguf(Path(sys.argv[1]))
+out = Path(sys.argv[2])
+checkpoint = GgufCheckpoint(gguf_tensors(gguf))
+weights = {}
 for name, stored in checkpoint.names.items():
     weights[name] = torch.empty(stored.shape, dtype=torch.bfloat16)
     checkpoint.copy_into(WeightSlot(name, weights[name], stored.shape))

@@ -55,10 +55,13 @@ class Presses:
     def begin(self, prompt: list[int]) -> None:
         from transformers import DynamicCache
 
-        self.calls, self.listening, self.count = [], True, len(prompt)
+        self.calls = []
+        self.listening = True
+        self.count = len(prompt)
         self.whole = DynamicCache()
         out = self.model(torch.tensor([prompt]), past_key_values=self.whole, logits_to_keep=1)
-        self.listening, self.logits = False, out.logits[0]
+        self.listening = False
+        self.logits = out.logits[0]
 
     def end(self, method: str | None, ratio: float) -> Tensor:
         from transformers import DynamicCache
@@ -68,7 +71,8 @@ class Presses:
         for index, layer in enumerate(self.layers):
             module = layer.self_attn
             module.masked_key_indices = None
-            keys, values = self.whole.layers[index].keys, self.whole.layers[index].values
+            keys = self.whole.layers[index].keys
+            values = self.whole.layers[index].values
             if press is not None:
                 hidden, kwargs = self.calls[index]
                 keys, values = press.compress(module, hidden, keys, values, None, kwargs)
@@ -94,7 +98,8 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=1000)
     parser.add_argument("--needles", type=int, default=1000)
     options = parser.parse_args()
-    engine, inputs = Presses(options.gguf), json.loads(options.file.read_text())
+    engine = Presses(options.gguf)
+    inputs = json.loads(options.file.read_text())
     losses: dict[str, list[float]] = {}
     found: dict[str, list[bool]] = {}
     for text in inputs["texts"][: options.texts]:
@@ -109,7 +114,8 @@ def main() -> None:
     for needle in inputs["needles"][: options.needles]:
         engine.begin(needle["prompt"])
         for method, ratio in engine.variants():
-            logits, answer = engine.end(method, ratio), []
+            logits = engine.end(method, ratio)
+            answer = []
             for _ in range(ANSWER):
                 answer.append(int(logits[-1].argmax()))
                 logits = engine.append(answer[-1:])

@@ -11,7 +11,8 @@ import numpy as np
 try:
     import llama_cpp as lc
 
-    NAME, VERSION = "llama.cpp", lc.__version__
+    NAME = "llama.cpp"
+    VERSION = lc.__version__
 except ImportError:
     from ik_llama_cpp import _ctypes_api as lc
 
@@ -41,7 +42,10 @@ class Context:
         if not self._model:
             raise ValueError(f"{NAME} cannot load {path}")
         params = lc.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = tokens, BATCH, 512, sequences
+        params.n_ctx = tokens
+        params.n_batch = BATCH
+        params.n_ubatch = 512
+        params.n_seq_max = sequences
         params.n_threads = params.n_threads_batch = threads
         if not self.is_ik:
             params.kv_unified = True

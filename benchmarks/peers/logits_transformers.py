@@ -19,7 +19,8 @@ torch.set_num_threads(int(sys.argv[4]) if len(sys.argv) > 4 else 2)
 folder, options = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
 rows = sum(len(window) - 1 for window in windows)
-result, at = None, 0
+result = None
+at = 0
 with torch.inference_mode():
     for window in windows:
         logits = model(torch.tensor([window[:-1]])).logits[0].numpy()  # [tokens, vocab]

@@ -81,7 +81,9 @@ def main(model: str, threads: str, options: str) -> None:
     numbers: dict[str, int] = {}
     for line in sys.stdin:
         order = json.loads(line)
-        prompts, params, streams = [{"prompt_token_ids": ids} for ids in order["prompts"]], [], order["streams"]
+        prompts = [{"prompt_token_ids": ids} for ids in order["prompts"]]
+        params = []
+        streams = order["streams"]
         for fields in order["params"]:
             if constraint := fields.get("structured_outputs"):
                 fields["structured_outputs"] = StructuredOutputsParams(**constraint)
@@ -89,7 +91,8 @@ def main(model: str, threads: str, options: str) -> None:
         adapters = [
             path and LoRARequest(path, numbers.setdefault(path, len(numbers) + 1), path) for path in order["adapters"]
         ]
-        outputs, started = [], time.perf_counter()
+        outputs = []
+        started = time.perf_counter()
         for first in range(0, len(prompts), streams):
             group = slice(first, first + streams)
             mine = adapters[group] if any(adapters) else None

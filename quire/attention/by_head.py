@@ -75,8 +75,10 @@ class AttentionByHead(AttentionBackend):
 
     def __init__(self, inner: AttentionBackend) -> None:
         super().__init__(inner.shape)
-        self.inner, self.name = inner, inner.name
-        self.cache_dtype, self.block_shape = inner.cache_dtype, inner.block_shape
+        self.inner = inner
+        self.name = inner.name
+        self.cache_dtype = inner.cache_dtype
+        self.block_shape = inner.block_shape
         self.group = inner.shape.num_heads // inner.shape.num_kv_heads
         self.heads = type(inner)(replace(inner.shape, num_heads=self.group, num_kv_heads=1))
 
@@ -89,12 +91,15 @@ class AttentionByHead(AttentionBackend):
         return super().view_at(memory, start)
 
     def plan(self, layout: StepLayout, previous: Any = None) -> ByHeadPlan:
-        inner, by_head = self.inner.plan(layout), layout.by_head
+        inner = self.inner.plan(layout)
+        by_head = layout.by_head
         if by_head is None:
             return ByHeadPlan(inner, [])
         heads: list[Any] = []
         if by_head.tables is not None and by_head.lengths is not None:
-            starts, kv_heads, tokens = layout.query_start_loc, self.shape.num_kv_heads, len(layout.slot_mapping)
+            starts = layout.query_start_loc
+            kv_heads = self.shape.num_kv_heads
+            tokens = len(layout.slot_mapping)
             firsts = torch.arange(kv_heads, dtype=torch.int32, device=starts.device)[:, None] * tokens + starts[:-1]
             starts = torch.cat([firsts.flatten(), starts[-1:] + tokens * (kv_heads - 1)])
             slots = layout.slot_mapping.new_empty(tokens * kv_heads)  # unused: tokens are stored by the other plan
@@ -107,7 +112,8 @@ class AttentionByHead(AttentionBackend):
         self.inner.store(cache, k, v, plan.inner)
 
     def attend(self, q: Tensor, cache: Tensor, plan: ByHeadPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
-        first, kv_heads = self.slices.storage_offset(), self.shape.num_kv_heads
+        first = self.slices.storage_offset()
+        kv_heads = self.shape.num_kv_heads
         layer = (cache.storage_offset() - first) * cache.element_size() // self.entry_bytes()
         for text in plan.endings:
             keys = self.heads.read(self.slices, text.slices[layer].flatten(), 0)

@@ -30,6 +30,7 @@ def to_bytes(x: Tensor, cell: torch.dtype) -> Tensor:
 
 def from_bytes(stored: Tensor, cell: torch.dtype) -> Tensor:
     """The inverse of `to_bytes`: [..., dim + SCALE_BYTES] -> [..., dim] in float32"""
-    cells, scale = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:]
+    cells = stored[..., :-SCALE_BYTES]
+    scale = stored[..., -SCALE_BYTES:]
     scale = scale.clone(memory_format=torch.contiguous_format)  # aligned
     return cells.view(cell).float() * scale.view(torch.float32)

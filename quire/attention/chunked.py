@@ -36,7 +36,9 @@ def chunk_layout(layout: StepLayout, chunk: int, block_size: int) -> StepLayout:
 
     Their number follows from the numbers of requests and tokens alone, so recorded steps can be replayed.
     """
-    device, starts, lengths = layout.seq_lens.device, layout.query_start_loc, layout.seq_lens
+    device = layout.seq_lens.device
+    starts = layout.query_start_loc
+    lengths = layout.seq_lens
     parts = 1 if layout.tokens_per_request == 1 else (len(layout.slot_mapping) - 1) // chunk + 2
     first = lengths - starts.diff()  # the position of each request's first token
     begins = (first // chunk)[:, None] * chunk + torch.arange(parts, dtype=torch.int32, device=device) * chunk

@@ -38,10 +38,14 @@ class ContextAttention(AttentionBackend):
         """cp: the ranks that divide the tokens of a step. dcp: the ranks that hold the same KV heads, and compute the
         same tokens. choose: makes the backend that computes this rank's part."""
         super().__init__(shape)
-        self.cp, self.dcp, self.merge_partials = cp, dcp, kernels.merge_partials
+        self.cp = cp
+        self.dcp = dcp
+        self.merge_partials = kernels.merge_partials
         self.inner = choose(self.inner_shape())
-        self.name, self.capturable = f"{self.inner.name} {self.how}", self.inner.capturable
-        self.cache_dtype, self.block_shape = self.inner.cache_dtype, self.inner.block_shape
+        self.name = f"{self.inner.name} {self.how}"
+        self.capturable = self.inner.capturable
+        self.cache_dtype = self.inner.cache_dtype
+        self.block_shape = self.inner.block_shape
 
     @classmethod
     def unsupported(cls, shape: AttentionShape) -> str | None:

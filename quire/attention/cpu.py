@@ -59,7 +59,8 @@ class CpuAttention(PreparingBackend):
         is_latent = shape.value_dim is not None
         self.cache_dtype, token = shape.dtype, _padded(shape.head_dim)
         if shape.cell is not None:
-            self.cache_dtype, token = torch.uint8, token + SCALE_BYTES
+            self.cache_dtype = torch.uint8
+            token = token + SCALE_BYTES
         self.block_shape = (shape.num_kv_heads, 1 if is_latent else 2, shape.block_size * token)
         self._geometry = _Geometry(
             CODES[shape.dtype],
@@ -90,11 +91,14 @@ class CpuAttention(PreparingBackend):
         return None
 
     def plan(self, layout: StepLayout, previous: CpuPlan | None = None) -> CpuPlan:
-        starts, lengths = layout.query_start_loc.contiguous(), layout.seq_lens.contiguous()
-        slots, block_table = layout.slot_mapping.contiguous(), layout.block_table
+        starts = layout.query_start_loc.contiguous()
+        lengths = layout.seq_lens.contiguous()
+        slots = layout.slot_mapping.contiguous()
+        block_table = layout.block_table
         if block_table.stride(1) != 1:
             block_table = block_table.contiguous()
-        threads, requests = torch.get_num_threads(), len(lengths)
+        threads = torch.get_num_threads()
+        requests = len(lengths)
         if previous is None:
             splits = _TASKS_PER_THREAD * threads
             tasks = torch.empty(len(slots) + requests + splits, _TASK_INTS, dtype=torch.int32)
@@ -134,7 +138,9 @@ class CpuAttention(PreparingBackend):
         )
 
     def read(self, cache: Tensor, blocks: Tensor, plane: int) -> Tensor:
-        s, dim, pair = self.shape, _padded(self.shape.head_dim), torch.float32.itemsize // self.cache_dtype.itemsize
+        s = self.shape
+        dim = _padded(self.shape.head_dim)
+        pair = torch.float32.itemsize // self.cache_dtype.itemsize
         stored = cache[blocks.long(), :, plane]  # [blocks, kv_heads, block_size * dim]
         if plane == 0:
             x = stored.view(len(blocks), s.num_kv_heads, dim // pair, s.block_size, pair).permute(0, 3, 1, 2, 4)
@@ -143,7 +149,10 @@ class CpuAttention(PreparingBackend):
         return x.reshape(-1, s.num_kv_heads, dim)[..., : s.head_dim]
 
     def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: CpuPlan, prep: Preparation) -> None:
-        q_weight, k_weight, cos, sin = prep.q_weight, prep.k_weight, prep.cos, prep.sin
+        q_weight = prep.q_weight
+        k_weight = prep.k_weight
+        cos = prep.cos
+        sin = prep.sin
         kernel("quire_attention_prepare", "pplpllpllpllplpppifppli")(
             self._geometry_address,
             cache.data_ptr(),
@@ -171,7 +180,9 @@ class CpuAttention(PreparingBackend):
         )
 
     def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:
-        q, weights, slots = q.contiguous(), weights.contiguous(), selection.slots
+        q = q.contiguous()
+        weights = weights.contiguous()
+        slots = selection.slots
         kernel("quire_select", "pplllpplppppll")(
             self._geometry_address,
             q.data_ptr(),
@@ -189,8 +200,11 @@ class CpuAttention(PreparingBackend):
         )
 
     def attend(self, q: Tensor, cache: Tensor, plan: CpuPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
-        window, soft_cap, sinks = scores.get("window"), scores.get("soft_cap"), scores.get("sinks")
-        bias, q = scores.get("bias"), _dense(q)
+        window = scores.get("window")
+        soft_cap = scores.get("soft_cap")
+        sinks = scores.get("sinks")
+        bias = scores.get("bias")
+        q = _dense(q)
         tokens, heads, _ = q.shape
         out = q.new_empty(tokens, heads, self.shape.out_dim)
         lse = torch.empty(tokens, heads, dtype=torch.float32)

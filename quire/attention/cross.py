@@ -30,7 +30,8 @@ def across(backend: AttentionBackend) -> AttentionBackend:
 def cross_layout(layout: StepLayout) -> StepLayout:
     """The layout in which each token of a step is a request. Nothing is stored."""
     assert layout.crossed is not None, "the model has no encoder"
-    starts, slots = layout.query_start_loc, layout.slot_mapping
+    starts = layout.query_start_loc
+    slots = layout.slot_mapping
     tokens = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
     requests = torch.searchsorted(starts[1:].contiguous(), tokens[:-1], right=True).clamp(max=len(starts) - 2)
     return replace(
@@ -47,7 +48,8 @@ def cross_layout(layout: StepLayout) -> StepLayout:
 def store_plan(backend: AttentionBackend, blocks: Tensor, length: int) -> Any:
     """The plan with which a backend of `across` stores the keys and values of an encoder's tokens. blocks: the ids of
     the request's blocks, [blocks], int64"""
-    size, device = backend.tokens_per_block, blocks.device
+    size = backend.tokens_per_block
+    device = blocks.device
     slots = (blocks[:, None] * size + torch.arange(size, device=device)).flatten()[:length]
     bounds = upload(np.array([0, length], np.int32), device)
     layout = StepLayout(bounds, bounds[1:], slots, blocks.int()[None], longest_prompt=length)

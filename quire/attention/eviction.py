@@ -15,7 +15,8 @@ class Eviction:
     """
 
     def __init__(self, options: KVCompressionOptions, block_size: int) -> None:
-        self.options, self.block_size = options, block_size
+        self.options = options
+        self.block_size = block_size
 
     def scores(self, q: Tensor, k: Tensor, missing: Tensor, scale: float, soft_cap: float | None) -> Tensor:
         """q: [window, heads, head_dim], the last queries. k: [tokens, kv_heads, head_dim] -> [kv_heads, tokens]. Keys
@@ -25,7 +26,8 @@ class Eviction:
         rows = q.float().view(window, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
         future = torch.ones(window, window, dtype=torch.bool, device=q.device).triu(1)
         pool = avg_pool1d if options.pooling == "avg" else max_pool1d
-        of_heads, absent = [], torch.arange(tokens, device=q.device) < missing[:, None]
+        of_heads = []
+        absent = torch.arange(tokens, device=q.device) < missing[:, None]
         for queries, keys, gone in zip(
             rows, k.unbind(1), absent, strict=True
         ):  # one by one, for attention takes much memory

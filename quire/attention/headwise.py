@@ -35,7 +35,8 @@ class HeadwiseAttention(ContextAttention):
     how = "by heads"
 
     def inner_shape(self) -> AttentionShape:
-        heads, kv_heads = self.shape.num_heads // self.cp.size, self.shape.num_kv_heads // self.cp.size
+        heads = self.shape.num_heads // self.cp.size
+        kv_heads = self.shape.num_kv_heads // self.cp.size
         return replace(self.shape, num_heads=heads, num_kv_heads=kv_heads)
 
     def owners(self, positions: Ints) -> Ints:
@@ -60,6 +61,7 @@ class HeadwiseAttention(ContextAttention):
 
     def _by_heads(self, x: Tensor, plan: HeadwisePlan) -> Tensor:
         """[own tokens, all heads, ...] -> [all tokens, own heads, ...]"""
-        count, size = plan.shares[self.cp.rank], self.cp.size
+        count = plan.shares[self.cp.rank]
+        size = self.cp.size
         by_rank = x[:count].reshape(count, size, x.shape[1] // size, x.shape[2]).transpose(0, 1).flatten(0, 1)
         return self.cp.all_to_all(by_rank, [count] * size, plan.shares).wait()

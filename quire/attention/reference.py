@@ -26,11 +26,13 @@ class ReferenceAttention(AttentionBackend):
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
-        self.cache_dtype, dim = shape.dtype, shape.head_dim
+        self.cache_dtype = shape.dtype
+        dim = shape.head_dim
         self._encode: Callable[[Tensor], Tensor] = lambda x: x
         self._decode: Callable[[Tensor], Tensor] = Tensor.float
         if shape.cell is not None:
-            self.cache_dtype, dim = torch.uint8, dim + SCALE_BYTES
+            self.cache_dtype = torch.uint8
+            dim = dim + SCALE_BYTES
             self._encode, self._decode = (partial(f, cell=shape.cell) for f in (to_bytes, from_bytes))
         self.block_shape = (shape.num_kv_heads, 2 if shape.value_dim is None else 1, shape.block_size, dim)
 
@@ -44,7 +46,8 @@ class ReferenceAttention(AttentionBackend):
         stored = plan.slot_mapping >= 0
         tokens = torch.where(stored, torch.arange(len(stored), device=stored.device), stored.int().argmax())
         slots = plan.slot_mapping[tokens].clamp(min=0)
-        block, offset = slots // self.shape.block_size, slots % self.shape.block_size
+        block = slots // self.shape.block_size
+        offset = slots % self.shape.block_size
         for plane, x in enumerate([k] if v is None else [k, v]):
             before = cache[block, :, plane, offset]
             cache[block, :, plane, offset] = torch.where(stored.any(), self._encode(x[tokens]), before)
@@ -62,9 +65,11 @@ class ReferenceAttention(AttentionBackend):
         return self._decode(cache[blocks].permute(2, 0, 3, 1, 4).flatten(1, 2)[:, :length])
 
     def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:
-        size, most = self.shape.block_size, selection.slots.shape[1]
+        size = self.shape.block_size
+        most = selection.slots.shape[1]
         for token, (row, seen) in enumerate(zip(selection.rows.tolist(), selection.seen.tolist(), strict=True)):
-            table, positions = selection.block_table[row], torch.arange(seen, device=q.device)
+            table = selection.block_table[row]
+            positions = torch.arange(seen, device=q.device)
             if seen > most:
                 keys = self._keys(cache, table, seen)[0, :, 0]
                 scores = weights[token].float() @ (q[token].float() @ keys.T).relu()
@@ -72,13 +77,18 @@ class ReferenceAttention(AttentionBackend):
             selection.slots[token, : len(positions)] = table[positions // size] * size + positions % size
 
     def attend(self, q: Tensor, cache: Tensor, plan: StepLayout, **how: Unpack[Scores]) -> tuple[Tensor, Tensor]:
-        window, soft_cap, sinks, bias = how.get("window"), how.get("soft_cap"), how.get("sinks"), how.get("bias")
+        window = how.get("window")
+        soft_cap = how.get("soft_cap")
+        sinks = how.get("sinks")
+        bias = how.get("bias")
         out = q.new_empty(*q.shape[:2], self.shape.out_dim)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        starts, lengths = plan.query_start_loc.tolist(), plan.seq_lens.tolist()
+        starts = plan.query_start_loc.tolist()
+        lengths = plan.seq_lens.tolist()
         group = self.shape.num_heads // self.shape.num_kv_heads
         for r, length in enumerate(lengths):
-            start, end = starts[r], starts[r + 1]
+            start = starts[r]
+            end = starts[r + 1]
             kv = self._keys(cache, plan.block_table[r], length, self.shape.by_slot).repeat_interleave(group, dim=2)
             k, v = kv[0], kv[-1, ..., : self.shape.out_dim]  # [length, heads, head_dim], [length, heads, out_dim]
             scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * how["scale"]

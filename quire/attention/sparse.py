@@ -34,8 +34,10 @@ class SparseAttention(AttentionBackend):
         super().__init__(shape)
         self.most, self.latents = most, choose(replace(shape, by_slot=True))
         self.keys = type(self.latents)(replace(shape, num_heads=1, head_dim=indexer_dim, value_dim=indexer_dim))
-        self.name, self.capturable = self.latents.name, self.latents.capturable
-        self.cache_dtype, self.block_shape = self.latents.cache_dtype, self.latents.block_shape
+        self.name = self.latents.name
+        self.capturable = self.latents.capturable
+        self.cache_dtype = self.latents.cache_dtype
+        self.block_shape = self.latents.block_shape
 
     @classmethod
     def unsupported(cls, shape: AttentionShape) -> str | None:
@@ -45,8 +47,10 @@ class SparseAttention(AttentionBackend):
         return self.keys if role == "indexer" else self
 
     def plan(self, layout: StepLayout, previous: SparsePlan | None = None) -> SparsePlan:
-        device, tokens = layout.slot_mapping.device, len(layout.slot_mapping)
-        starts, lengths = layout.query_start_loc, layout.seq_lens
+        device = layout.slot_mapping.device
+        tokens = len(layout.slot_mapping)
+        starts = layout.query_start_loc
+        lengths = layout.seq_lens
         token = torch.arange(tokens + 1, dtype=torch.int32, device=device)
         rows = torch.searchsorted(starts[1:].contiguous(), token[:-1], right=True, out_int32=True)
         rows = rows.clamp(max=len(lengths) - 1)  # padded tokens belong to no request

@@ -10,11 +10,15 @@ from quire.ops.reference.states import StatePlan
 class StateBackend(CacheBackend):
     """Pages as Pages in ops/reference/states.py draws them. drafts: the most drafts of a request in a step."""
 
-    name, cache_dtype = "states", torch.float32
+    name = "states"
+    cache_dtype = torch.float32
 
     def __init__(self, shape: StateShape, block_size: int, drafts: int, capturable: bool = False) -> None:
         """capturable: whether the ops that run can be in a CUDA graph."""
-        self.shape, self.block_size, self.drafts, self.capturable = shape, block_size, drafts, capturable
+        self.shape = shape
+        self.block_size = block_size
+        self.drafts = drafts
+        self.capturable = capturable
         self.block_shape = (shape.page_numbers(drafts),)
 
     @property

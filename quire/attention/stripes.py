@@ -85,13 +85,16 @@ class StripedAttention(ContextAttention):
         return positions % self.stripes // self.dcp.size
 
     def plan(self, layout: StepLayout, previous: Any = None) -> StripedPlan:
-        n, slots = self.stripes, layout.slot_mapping
+        n = self.stripes
+        slots = layout.slot_mapping
         slots = torch.where(slots % n == self.stripe, slots // n, -1)
-        ends, tokens = layout.query_start_loc[1:], torch.arange(len(slots), device=slots.device, dtype=torch.int32)
+        ends = layout.query_start_loc[1:]
+        tokens = torch.arange(len(slots), device=slots.device, dtype=torch.int32)
         requests = torch.searchsorted(ends, tokens, right=True)  # len(ends) for padding
         known = requests.clamp(max=len(ends) - 1)
         positions = layout.seq_lens[known] - ends[known] + tokens
-        shares, queries = layout.shares or [len(slots)], [(requests, positions)]
+        shares = layout.shares or [len(slots)]
+        queries = [(requests, positions)]
         if layout.shares:
             order = (positions % n // self.dcp.size).sort(stable=True).indices
             by_rank = torch.split(order, list(layout.shares))
@@ -117,17 +120,20 @@ class StripedAttention(ContextAttention):
         self, layout: StepLayout, requests: Tensor, positions: Tensor, keys: Tensor, sees: Tensor, window: int | None
     ) -> _Part:
         """keys: how many keys of the stripe are not behind a query. sees: whether the part has the query."""
-        numbers, classes = torch.arange(len(requests) + 1, device=requests.device), self.dcp.size
+        numbers = torch.arange(len(requests) + 1, device=requests.device)
+        classes = self.dcp.size
         is_single = 0 < layout.tokens_per_request <= self.stripes  # then no two queries of a request are in a class
         if is_single:
             order = sees.logical_not().int().sort(stable=True).indices
-            starts, rows = numbers.minimum(sees.sum()), requests[order].clamp(max=len(layout.seq_lens) - 1)
+            starts = numbers.minimum(sees.sum())
+            rows = requests[order].clamp(max=len(layout.seq_lens) - 1)
             lengths = keys[order] * sees[order]
         else:
             borders = torch.arange(len(layout.seq_lens) * classes + 1, device=requests.device)
             class_of = torch.where(sees, requests * classes + positions % classes, borders[-1])
             ordered, order = class_of.sort(stable=True)
-            starts, rows = torch.searchsorted(ordered, borders), borders[:-1] // classes
+            starts = torch.searchsorted(ordered, borders)
+            rows = borders[:-1] // classes
             # The keys of the last query of each class. An empty class in front has none before it, and finds the zero.
             of_last = torch.nn.functional.pad(keys[order], (0, 1))[starts[1:] - 1]
             lengths = of_last * (starts.diff() > 0)
@@ -146,7 +152,8 @@ class StripedAttention(ContextAttention):
         self.inner.store(cache, k[:count], None if v is None else v[:count], plan.store)
 
     def attend(self, q: Tensor, cache: Tensor, plan: StripedPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
-        window, count = scores.get("window"), plan.shares[self.cp.rank]
+        window = scores.get("window")
+        count = plan.shares[self.cp.rank]
         if window not in plan.parts:
             plan.parts[window] = [self._parts(plan.layout, *queries, window) for queries in plan.queries]
         results = self._ring(self._all_heads(q[:count]), cache, plan, scores)
@@ -159,13 +166,17 @@ class StripedAttention(ContextAttention):
     def _ring(self, q: Tensor, cache: Tensor, plan: StripedPlan, scores: Scores) -> Tensor:
         """The results for q over the stripes of each rank of the group cp, [ranks, tokens, heads, ...], packed. They
         are in the order of the ranks' distance, in which they arrive."""
-        cp, parts, coming = self.cp, plan.parts[scores.get("window")], []
+        cp = self.cp
+        parts = plan.parts[scores.get("window")]
+        coming = []
         for distance in range(1, cp.size):
-            to, source = (cp.rank + distance) % cp.size, (cp.rank - distance) % cp.size
+            to = (cp.rank + distance) % cp.size
+            source = (cp.rank - distance) % cp.size
             queries = q.new_empty(plan.shares[source], *q.shape[1:])
             coming.append((to, source, queries, cp.pass_on(q, to, queries, source)))
         width = self.shape.out_dim + torch.float32.itemsize // q.element_size()
-        results, returning = q.new_empty(cp.size, *q.shape[:2], width), []
+        results = q.new_empty(cp.size, *q.shape[:2], width)
+        returning = []
         self._attend(q, cache, parts[cp.rank], scores, results[0])
         for result, (to, source, queries, passing) in zip(results[1:], coming, strict=True):
             passing.wait()
@@ -193,7 +204,9 @@ class StripedAttention(ContextAttention):
         """The queries of the same tokens in the heads of all ranks of the group dcp."""
         if self.dcp.size == 1:
             return q
-        tokens, heads, dim = len(q), self.inner.shape.num_heads, q.shape[2]
+        tokens = len(q)
+        heads = self.inner.shape.num_heads
+        dim = q.shape[2]
         if not tokens:
             return q.new_empty(0, heads, dim)
         return self.dcp.all_gather(q.flatten(1), heads * dim).view(tokens, heads, dim)
@@ -201,7 +214,8 @@ class StripedAttention(ContextAttention):
     def _own_heads(self, results: Tensor) -> Tensor:
         """The results for this rank's heads over all stripes. results: for all heads, over the stripes of those ranks
         that have the same number in their group dcp."""
-        ranks, tokens = self.dcp.size, results.shape[1]
+        ranks = self.dcp.size
+        tokens = results.shape[1]
         if ranks == 1:
             return results
         both = results[0] if len(results) == 1 else packed(*self.merge_partials(*unpacked(results)))

@@ -92,7 +92,8 @@ def choose_tiles(card: Card, shape: AttentionShape) -> Tiles:
 
 def _for_cells(tiles: Tiles, head_dim: int, table: dict[int, Tiles]) -> Tiles:
     """Tiles for caches of cells, whose conversion takes registers (fewer where warp groups multiply)."""
-    few, many = tiles.few, tiles.many
+    few = tiles.few
+    many = tiles.many
     if few.keys * head_dim > _CELLS:
         few = replace(few, keys=max(16, few.keys // 2), warps=4)
     if table is _HOPPER:

@@ -94,7 +94,8 @@ def measure(model: str | None, options: dict[str, Any], only: Sequence[str], siz
 def table(result: dict[str, Any]) -> str:
     lines = [("mechanism", "measure", "literature", "goal", "measured", "met")]
     for row in result["claims"]:
-        scale, unit = 100 if row["unit"] == "%" else 1, row["unit"]
+        scale = 100 if row["unit"] == "%" else 1
+        unit = row["unit"]
         goal = f"{'≥' if row['at_least'] else '≤'} {row['goal'] * scale:g} {unit}"
         value = f"{row['value'] * scale:.2f} {unit}"
         lines.append((row["mechanism"], row["measure"], row["literature"], goal, value, "yes" if row["met"] else "NO"))
@@ -200,7 +201,8 @@ def _chunked_prefill(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Cl
     chunk = llm.core.scheduler.limits.max_num_batched_tokens
     whole = LLM(llm.config.model.model, **{**options, "max_num_batched_tokens": sizes.whale + 64})
     gaps: dict[str, list[float]] = {"whole": [], "chunked": []}
-    decode_steps, whale_seconds = [], []
+    decode_steps = []
+    whale_seconds = []
     for number in range(-1, sizes.rounds):  # round -1 is a warm-up
         rng = random.Random(number)
         whole_gap, _ = _whale_among_streams(whole, rng, sizes)
@@ -348,7 +350,8 @@ def _bundled_head(options: dict[str, Any], sizes: Sizes) -> list[Claim]:
     stats = llm.core.stats.speculation
     assert stats is not None
     llm.shutdown()
-    share, length = stats.accepted_at[0] / stats.drafts, 1 + stats.accepted_tokens / stats.drafts
+    share = stats.accepted_at[0] / stats.drafts
+    length = 1 + stats.accepted_tokens / stats.drafts
     return [
         Claim("speculation", "first drafts of the bundled EAGLE-3 head that are accepted", "", share, 0.9, unit="%"),
         Claim("speculation", "tokens of a verification of its 5 drafts", "4–7", length, 3.0, unit="tokens"),

@@ -69,7 +69,8 @@ def random_requests(
         raise ValueError(f"--random-range-ratio must be at least 0 and less than 1, got {range_ratio}")
 
     def lengths(length: int) -> list[int]:
-        low, high = max(1, math.floor(length * (1 - range_ratio))), max(1, math.ceil(length * (1 + range_ratio)))
+        low = max(1, math.floor(length * (1 - range_ratio)))
+        high = max(1, math.ceil(length * (1 + range_ratio)))
         return [int(n) for n in prompts.rng.integers(low, high + 1, count)]
 
     prefix = [(int(prompts.rng.integers(2**31)), prefix_len)] if prefix_len else []

@@ -191,7 +191,8 @@ def make_requests(a: argparse.Namespace, prompts: "RandomPrompts", trace: Path |
         return datasets.read_requests(path, prompts, output_len, timed=trace is not None)[: a.num_prompts]
     count = a.num_prompts or 1000
     if a.dataset_name == "prefix_repetition":
-        prefix_len, suffix_len = a.prefix_repetition_prefix_len, a.prefix_repetition_suffix_len
+        prefix_len = a.prefix_repetition_prefix_len
+        suffix_len = a.prefix_repetition_suffix_len
         sizes = (a.prefix_repetition_num_prefixes, prefix_len, suffix_len)
         return datasets.prefix_repetition_requests(
             prompts, count, *sizes, a.output_len or a.prefix_repetition_output_len

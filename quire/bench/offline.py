@@ -168,7 +168,8 @@ def latency_record(measured: Sequence[float]) -> dict[str, Any]:
 
 def latency_table(record: dict[str, Any], batch_size: int, input_len: int, output_len: int) -> str:
     """The result as text, as `vllm bench latency` prints it."""
-    average, count = record["avg_latency"], len(record["latencies"])
+    average = record["avg_latency"]
+    count = len(record["latencies"])
     lines = [
         f"Batches of {batch_size} requests, {input_len} tokens in and {output_len} out, {count} times",
         "",

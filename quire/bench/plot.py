@@ -11,7 +11,10 @@ from matplotlib.figure import Figure  # no pyplot: no display, no global state
 from quire.bench.report import METRICS, running, samples, token_times
 from quire.bench.serve import Outcome
 
-_BLUE, _ORANGE, _RED, _GREY = "#2563a8", "#e08a1e", "#c22f2f", "#b9c4cf"
+_BLUE = "#2563a8"
+_ORANGE = "#e08a1e"
+_RED = "#c22f2f"
+_GREY = "#b9c4cf"
 _ABOVE: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3, "frameon": False, "fontsize": 8}
 
 
@@ -51,9 +54,12 @@ def _distributions(axis: Axes, values: dict[str, list[float]], goodput: dict[str
 
 
 def _requests(axis: Axes, outcomes: Sequence[Outcome]) -> None:
-    starts, ends = np.array([o.start for o in outcomes]), np.array([o.start + o.latency for o in outcomes])
-    firsts, failed = np.array([o.start + o.ttft for o in outcomes]), np.array([bool(o.error) for o in outcomes])
-    y, width = np.arange(len(outcomes)), float(np.clip(220 / len(outcomes), 0.6, 5))
+    starts = np.array([o.start for o in outcomes])
+    ends = np.array([o.start + o.latency for o in outcomes])
+    firsts = np.array([o.start + o.ttft for o in outcomes])
+    failed = np.array([bool(o.error) for o in outcomes])
+    y = np.arange(len(outcomes))
+    width = float(np.clip(220 / len(outcomes), 0.6, 5))
     axis.hlines(y[~failed], starts[~failed], firsts[~failed], color=_GREY, lw=width, label="until the first token")
     axis.hlines(y[~failed], firsts[~failed], ends[~failed], color=_BLUE, lw=width, label="streaming")
     if failed.any():

@@ -45,7 +45,8 @@ def summarize(
     goodput: metric → limit in milliseconds. A request is good if it exceeds none of them.
     """
     done = [o for o in outcomes if not o.error]
-    total_in, total_out = sum(o.prompt_len for o in done), sum(o.output_len for o in done)
+    total_in = sum(o.prompt_len for o in done)
+    total_out = sum(o.output_len for o in done)
     good = [o for o in done if all(_of_request(o, name) <= limit for name, limit in goodput.items())]
     result: dict[str, Any] = {
         "duration": duration,

@@ -92,13 +92,16 @@ class Target:
         """extra_body: fields to add to every request; null removes a field. request_id_prefix: if it is not None,
         requests carry an X-Request-Id that begins with it."""
         self._base_url = base_url.rstrip("/")
-        self.url, self.model, self.extra_body = self._base_url + endpoint, model, extra_body
+        self.url = self._base_url + endpoint
+        self.model = model
+        self.extra_body = extra_body
         self.vocab_size: int | None = None
         self._chat = endpoint.endswith("/chat/completions")
         self._models_url = self.url.removesuffix("/completions").removesuffix("/chat") + "/models"
         self._headers = {"Content-Type": "application/json", **headers}
         self._usage: dict[str, Any] = {}
-        self._request_id_prefix, self._check_certificate = request_id_prefix, check_certificate
+        self._request_id_prefix = request_id_prefix
+        self._check_certificate = check_certificate
         self._num_sent = 0
 
     async def __aenter__(self) -> "Target":
@@ -135,7 +138,8 @@ class Target:
         except (aiohttp.ClientError, OSError) as error:
             raise OSError(f"no server answers at {self._models_url}: {error_text(error)}") from error
         except (ValueError, TypeError, KeyError) as error:
-            entry, problem = {}, f"no list of models ({error!r})"
+            entry = {}
+            problem = f"no list of models ({error!r})"
         self.model = self.model or entry.get("id")
         if self.model is None:
             raise OSError(f"{self._models_url} answers {problem}; say which model with --model")
@@ -209,7 +213,11 @@ async def _read_stream(stream: aiohttp.StreamReader, outcome: Outcome) -> None:
     An event contains tokens if it has a choice and its usage has grown. If it has no usage, it contains tokens if it
     has text.
     """
-    last, finished, counted, text, rest = 0.0, False, None, [], b""
+    last = 0.0
+    finished = False
+    counted = None
+    text = []
+    rest = b""
     async for piece in stream.iter_any():
         now = time.perf_counter() - outcome.start
         *lines, rest = (rest + piece).split(b"\n")
@@ -242,7 +250,8 @@ async def _read_stream(stream: aiohttp.StreamReader, outcome: Outcome) -> None:
                 outcome.itls.append(now - last)
                 last = now
     num_events = len(outcome.itls) + (last > 0)
-    outcome.text, outcome.output_len = "".join(text), num_events if counted is None else counted
+    outcome.text = "".join(text)
+    outcome.output_len = num_events if counted is None else counted
     if not num_events:  # the tokens have no text, and the server counts them only at the end
         outcome.ttft = outcome.latency
     if not finished:

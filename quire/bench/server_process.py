@@ -24,7 +24,8 @@ class ServerProcess:
     def __init__(self, options: Mapping[str, Any], files: Path) -> None:
         """options: of the engine, and "model". files: where the options (.yaml) and the log (.log) are written."""
         settings = {name: value for name, value in options.items() if name != "hf_token"}  # secrets are not written
-        file, self._log = files.with_suffix(".yaml"), files.with_suffix(".log")
+        file = files.with_suffix(".yaml")
+        self._log = files.with_suffix(".log")
         file.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")  # JSON is YAML
         fixed = ["--port", "0", "--disable-ui", "--wait-for-kernels"]
         command = [sys.executable, "-m", "quire", "serve", "--config", str(file), *fixed]

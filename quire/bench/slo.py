@@ -39,7 +39,8 @@ def parse(text: str) -> list[Limit]:
                 f"slo={text!r}: {part.strip()!r} must be a metric and a time, such as ttft=500ms or "
                 f"p95:itl=50ms; metrics are {', '.join(METRICS)}, units ms and s"
             )
-        percentile, seconds = float(match["percentile"] or PERCENTILE), float(match["value"]) * _UNITS[match["unit"]]
+        percentile = float(match["percentile"] or PERCENTILE)
+        seconds = float(match["value"]) * _UNITS[match["unit"]]
         if not 0 < percentile <= 100 or seconds <= 0:
             raise ValueError(f"slo={text!r}: {part.strip()!r} needs a percentile of at most 100, and a time above 0")
         limits.append(Limit(match["metric"], seconds, percentile))

@@ -89,7 +89,8 @@ class Sweep:
 
     def measured(self, points: Sequence[Point]) -> dict[str, Point]:
         """Those of the points, by key, that are in results.jsonl and did not fail."""
-        file, keys = self.folder / RESULTS, {point.key for point in points}
+        file = self.folder / RESULTS
+        keys = {point.key for point in points}
         if not file.is_file():
             return {}
         found = {}
@@ -209,7 +210,8 @@ def describe(options: Mapping[str, Any]) -> str:
 
 def describe_load(load: Mapping[str, Any]) -> str:
     """For example "4 requests/s" or "all at once, at most 8 at a time"."""
-    rate, most = load.get("request_rate"), load.get("max_concurrency")
+    rate = load.get("request_rate")
+    most = load.get("max_concurrency")
     text = "all at once" if rate is None else f"{rate:g} requests/s"
     text += "" if most is None else f", at most {most}"
     return text + "".join(f", {name}={_plain(value)}" for name, value in load.items() if name not in _LOAD)

@@ -26,8 +26,10 @@ def run(model: str | None, options: Mapping[str, Any], arguments: argparse.Names
             raise RuntimeError(f"quire bench sweep needs {module}: {install_command('bench')}") from error
     from quire.bench.sweep import Sweep
 
-    a, folder = arguments, Path(arguments.output_dir)
-    slo, a.seed = a.slo or [], options.get("seed", 0)
+    a = arguments
+    folder = Path(arguments.output_dir)
+    slo = a.slo or []
+    a.seed = options.get("seed", 0)
     a.num_prompts = a.num_prompts or (None if a.dataset_name == "custom" else 100)
     sweep = Sweep(model, options, a, folder, [limit.percentile for limit in slo])
     points = sweep.points

@@ -13,7 +13,8 @@ from quire.bench.slo import PERCENTILE, Limit
 from quire.bench.sweep import describe
 from quire.bench.sweep_report import Choice, Row, worst_share
 
-_RED, _GREEN = "#c22f2f", "#2a8f4d"
+_RED = "#c22f2f"
+_GREEN = "#2a8f4d"
 _MOST_NAMED = 20  # servers in the legend
 
 
@@ -68,7 +69,8 @@ def plot(path: Path, title: str, rows: Sequence[Row], slo: Sequence[Limit], choi
 
 def _server(axis: Axes, key: str, rows: Sequence[Row], slo: Sequence[Limit], colour: tuple[float, ...]) -> None:
     shown = [row for row in rows if row.result.get(key) is not None]
-    x, y = [row.result[key] for row in shown], [row.result["output_throughput"] for row in shown]
+    x = [row.result[key] for row in shown]
+    y = [row.result["output_throughput"] for row in shown]
     axis.plot(x, y, "-o", color=colour, ms=7, lw=1, label=describe(rows[0].options))
     for row, at, height in zip(shown, x, y, strict=True):
         if worst_share(slo, row.result) > 1:

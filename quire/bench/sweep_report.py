@@ -143,7 +143,8 @@ def advice(choice: Choice | None, slo: Sequence[Limit], model: str | None, optio
     """What the sweep recommends, in words. options: of all servers."""
     if choice is None:
         return "Nothing was measured, so nothing can be recommended."
-    row, goals = choice.row, ", ".join(map(str, slo))
+    row = choice.row
+    goals = ", ".join(map(str, slo))
     line = command(model, {**{k: v for k, v in options.items() if k != "hf_token"}, **row.options})
     if slo and not choice.meets:
         return (

@@ -16,7 +16,8 @@ from quire.checkpoints.hub import cache_folder
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
 
-_FOLDER, _SUFFIX = ".quire", ".json"
+_FOLDER = ".quire"
+_SUFFIX = ".json"
 
 
 class CreatedModel(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -43,7 +44,8 @@ class CreatedModels:
 
     def __init__(self, download_dir: str | None) -> None:
         root = cache_folder(download_dir) / _FOLDER
-        self._folder, self.blobs = root / "created", root / "blobs"
+        self._folder = root / "created"
+        self.blobs = root / "blobs"
         self._models: dict[str, CreatedModel] = {}
         self._read_at: int | None = None  # the folder's modification time when it was read, in nanoseconds
 

@@ -68,7 +68,8 @@ def _weights_of_group(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def _nested(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Bits and group_size of weights in the formats that nest them, HQQ and torchao; empty in other formats, and if
     kinds of layers have settings of their own."""
-    options, kinds = settings.get("quant_config"), settings.get("quant_type")
+    options = settings.get("quant_config")
+    kinds = settings.get("quant_type")
     weights = options.get("weight_quant_params") if isinstance(options, Mapping) else None
     if isinstance(weights, Mapping):
         return {"bits": weights.get("nbits"), "group_size": weights.get("group_size")}
@@ -122,12 +123,16 @@ def quantized_bytes(config: Mapping[str, Any], scale_bytes: int = 2) -> float:
     bits: Any = settings.get("bits") or settings.get("w_bit") or nested.get("bits") or 8
     has_offsets = True
     if (floats := _four_bit_floats(settings)) is not None:
-        bits, group, has_offsets = 4, floats, False
+        bits = 4
+        group = floats
+        has_offsets = False
     elif "config_groups" in settings:
         weights = _weights_of_group(settings)
-        bits, group = weights.get("num_bits") or 8, weights.get("group_size") or 0
+        bits = weights.get("num_bits") or 8
+        group = weights.get("group_size") or 0
         has_offsets = not weights.get("symmetric", True)
-    width, size = int(bits), int(group)
+    width = int(bits)
+    size = int(group)
     if width > 8:
         return width / 8
     of_group = scale_bytes + (4 if has_offsets else 0)  # offsets are float32

@@ -36,7 +36,8 @@ _NUMBERS = {
     12: "<f8",
 }
 _SIZES = {"<u4": struct.Struct("<I"), "<u8": struct.Struct("<Q")}  # the numbers of which a header has most
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _MAX_COUNT = 2**24  # largest number of values of a metadata array: sixty times the largest known vocabulary
 _FEW = 1024  # numbers of an array that becomes a list
 _AT_ONCE = 1 << 20  # bytes in which the beginnings of strings are searched together
@@ -83,7 +84,8 @@ class _Cursor:
     """Reads the header. It checks every length against the rest of the file before it allocates anything."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.position = data, 0
+        self.data = data
+        self.position = 0
 
     def take(self, size: int) -> int:
         """Move behind the next `size` bytes, and return their position. Raises WeightError if the file has fewer."""
@@ -113,8 +115,10 @@ class _Cursor:
 
     def strings(self, count: int) -> Strings:
         """Each string follows its length, of eight bytes."""
-        first, found = self.position, [np.empty(0, np.int64)]
-        remaining, walked = count, _WALKED
+        first = self.position
+        found = [np.empty(0, np.int64)]
+        remaining = count
+        walked = _WALKED
         while remaining:
             places = self._lengths_at_once(remaining) if remaining > 1 else found[0]
             if not len(places):
@@ -132,7 +136,9 @@ class _Cursor:
 
     def _lengths(self, count: int) -> npt.NDArray[np.int64]:
         """The places of the lengths of the next strings."""
-        data, start, end = self.data, self.position, len(self.data)
+        data = self.data
+        start = self.position
+        end = len(self.data)
         length = struct.Struct("<Q").unpack_from
         places = []
         for _ in range(count):
@@ -156,7 +162,8 @@ class _Cursor:
         places = places[: len(places) if follows.all() else int(follows.argmin())]
         if not len(places):
             return places
-        start, stop = self.position, self.position + int(stops[len(places) - 1])
+        start = self.position
+        stop = self.position + int(stops[len(places) - 1])
         if stop > len(self.data):
             raise WeightError("the file ends early")
         self.position = stop
@@ -166,7 +173,8 @@ class _Cursor:
         kind = self.number("<u4")
         if kind != _ARRAY:
             return self.text() if kind == _STRING else self._values(kind, 1).tolist()[0]
-        kind, count = self.number("<u4"), self.number("<u8")
+        kind = self.number("<u4")
+        count = self.number("<u8")
         if count > _MAX_COUNT:
             raise WeightError(f"it has an array of {count} values in its metadata")
         values = self._values(kind, count)
@@ -256,14 +264,16 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
         raise WeightError("it does not begin with the letters GGUF")
     if (version := cursor.number("<u4")) not in (2, 3):
         raise WeightError(f"its version is {version} (supported: 2 and 3, little-endian)")
-    num_tensors, num_values = cursor.number("<u8"), cursor.number("<u8")
+    num_tensors = cursor.number("<u8")
+    num_values = cursor.number("<u8")
     metadata = {}
     for _ in range(num_values):
         name = cursor.text()
         metadata[name] = cursor.value()
     table = []
     for _ in range(num_tensors):
-        name, dims = cursor.text(), cursor.number("<u4")
+        name = cursor.text()
+        dims = cursor.number("<u4")
         if not 1 <= dims <= 4:
             raise WeightError(f"tensor {name} has {dims} dimensions")
         shape = tuple(reversed(cursor.array("<u8", dims)))
@@ -329,7 +339,8 @@ class Stored:
 
     def rows(self, start: int, stop: int) -> Bytes:
         """The bytes of the rows [start, stop): [stop - start, bytes of a row]"""
-        total, width = self._count, self.tensor.row_bytes
+        total = self._count
+        width = self.tensor.row_bytes
         if self.rotary_heads is not None:
             pairs = np.arange(total).reshape(self.rotary_heads, -1, 2).swapaxes(1, 2).ravel()
             return self._read(0, total, width)[pairs[start:stop]]

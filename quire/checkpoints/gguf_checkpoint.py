@@ -69,8 +69,10 @@ class GgufCheckpoint(Checkpoint):
 
     def _put_directly(self, slot: WeightSlot, rows: slice) -> bool:
         """Read or decode whole rows into the slot's target, if that is possible without another copy."""
-        stored, target = self.names[self.alias(slot.name)], slot.target
-        kind, width = stored.tensor.kind, slot.shape[-1]
+        stored = self.names[self.alias(slot.name)]
+        target = slot.target
+        kind = stored.tensor.kind
+        width = slot.shape[-1]
         whole = len(stored.shape) == len(slot.shape) == 2 and slot.pick[1:] in ((), (slice(0, width),))
         if not whole or slot.transposed or not target.is_contiguous() or target.device.type != "cpu":
             return False

@@ -92,10 +92,12 @@ def _check_sizes(gguf: GgufFile, arch: str, read: Mapping[str, Any]) -> None:
     largest = max(math.prod(tensor.shape) for tensor in gguf.tensors.values())
     optional = (key for key in read if re.search(r"(head_count_kv|key_length|expert_count|feed_forward_length)$", key))
     for key in (*limits, *optional):
-        value, smallest = read.get(key), key in limits or "attention" in key
+        value = read.get(key)
+        smallest = key in limits or "attention" in key
         if not isinstance(value, int) or not smallest <= value <= limits.get(key, largest):
             raise WeightError(f"{gguf.path}: {arch}.{key} is {value!r}, which its tensors do not have")
-    heads, size = read["attention.head_count"], read["embedding_length"]
+    heads = read["attention.head_count"]
+    size = read["embedding_length"]
     if heads > size:
         raise WeightError(f"{gguf.path}: {arch}.attention.head_count is {heads}, more than the embedding_length {size}")
 
@@ -103,7 +105,8 @@ def _check_sizes(gguf: GgufFile, arch: str, read: Mapping[str, Any]) -> None:
 def _rope_scaling(gguf: GgufFile, read: Mapping[str, Any]) -> dict[str, Any] | None:
     """The field rope_scaling. For Llama 3.1 and Phi-3 it comes from tensors of divisors (one divisor for each rotated
     pair), for other models from the metadata."""
-    original, factor = read.get("rope.scaling.original_context_length"), read.get("rope.scaling.factor")
+    original = read.get("rope.scaling.original_context_length")
+    factor = read.get("rope.scaling.factor")
     common = {"factor": factor, "original_max_position_embeddings": original}
     if "rope_freqs.weight" in gguf.tensors:
         divisors = Stored(gguf.tensors["rope_freqs.weight"]).floats().tolist()

@@ -15,7 +15,8 @@ from quire.platform.files import MIB, FileError, check_folder, read_bytes
 
 # The files of a repository that the engine reads. Python files and other frameworks' weights are not downloaded.
 _PATTERNS = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken"]
-_TENSORS, _OLDER_TENSORS = ["*.safetensors"], ["pytorch_model*.bin", "medusa_lm_head.pt"]
+_TENSORS = ["*.safetensors"]
+_OLDER_TENSORS = ["pytorch_model*.bin", "medusa_lm_head.pt"]
 # Files that are not needed: second copies of the weights (Mistral's own format, ONNX), and adapters in folders. Folders
 # with a number belong to sentence-transformers (1_Pooling, 2_Dense), whose files are needed.
 _LEFT_OUT = ["consolidated*", "[!0-9]*/*.safetensors", "[!0-9]*/*.json", "[!0-9]*/*.txt"]

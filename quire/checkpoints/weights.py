@@ -68,7 +68,8 @@ class Checkpoint(ABC):
         Raises WeightError if the shapes differ, or if one is quantized and the other is not.
         """
         part = self.read(replace(slot, name=self.alias(slot.name)))
-        source, target = part.dtype, slot.target.dtype
+        source = part.dtype
+        target = slot.target.dtype
         integers = not source.is_floating_point and not target.is_floating_point
         if source != target and not integers and not {source, target} <= _FLOATS:
             raise WeightError(f"tensor {slot.name} is of type {source}, but the model's config asks for {target}")
@@ -122,7 +123,8 @@ class SafetensorsCheckpoint(Checkpoint):
     def copy_into(self, slot: WeightSlot) -> None:
         """If the bytes in the file are those of the target, they are read directly into it, by all threads: reading
         copies bytes and faults in new pages, which keeps more than one thread busy."""
-        name, target = self.alias(slot.name), slot.target
+        name = self.alias(slot.name)
+        target = slot.target
         file, begin = self.names[name]
         with safe_open(file, framework="pt") as tensors:
             source = tensors.get_slice(name)

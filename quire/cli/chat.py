@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    terminal, options = Terminal(arguments.plain, not arguments.no_history), engine_options(arguments)
+    terminal = Terminal(arguments.plain, not arguments.no_history)
+    options = engine_options(arguments)
     from quire.config import EngineConfig
     from quire.engine.frontend import Frontend
     from quire.engine.llm import LLM  # imports torch
@@ -79,8 +80,11 @@ class Chat:
     """A conversation: its messages and the sampling parameters. Raises ValueError for wrong sampling options."""
 
     def __init__(self, llm: "LLM", model: str, terminal: Terminal, options: dict[str, Any], system: str | None) -> None:
-        self._llm, self._model, self._terminal = llm, model, terminal
-        self._options, self._system = options, system
+        self._llm = llm
+        self._model = model
+        self._terminal = terminal
+        self._options = options
+        self._system = system
         self._params = llm.processor.default_sampling_params(chat=True, **options)
         self._messages: Messages = []
         self._num_tokens = 0  # of the conversation, up to the last answer
@@ -123,7 +127,9 @@ class Chat:
         reason = None
         try:
             prompt = self._llm.frontend.render_chat(self._all_messages())
-            name, params, shown = self._llm.frontend.reasoning, self._params, 0
+            name = self._llm.frontend.reasoning
+            params = self._params
+            shown = 0
             format = None if name is None else REASONING[name]
             parser = None if format is None else format.make(format.is_open(prompt))
             if format is not None and format.needs_special_tokens:
@@ -131,7 +137,8 @@ class Chat:
             with self._terminal.answer() as answer:
                 for output in self._llm.stream(prompt, params, add_special_tokens=False):
                     completion = output.outputs[0]
-                    text, shown = completion.text[shown:], len(completion.text)
+                    text = completion.text[shown:]
+                    shown = len(completion.text)
                     events: list[Event] = [Content(text)]
                     if parser is not None:
                         events = parser.feed(text) + (parser.finish() if output.finished else [])
@@ -191,7 +198,8 @@ class Chat:
             return
         self._options = options
         self._system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
-        self._messages, self._num_tokens = messages, 0
+        self._messages = messages
+        self._num_tokens = 0
         self._terminal.say(f"The conversation of {path} goes on; it has {len(messages)} messages.")
 
     def _set_multiline(self, argument: str) -> None:
@@ -212,7 +220,8 @@ class Chat:
         """Reads NAME VALUE. Ollama's "parameter NAME VALUE" and "system TEXT" are accepted, too."""
         argument = argument.removeprefix("parameter ").strip()
         name, _, value = argument.partition(" ")
-        name, value = _OLLAMA_NAMES.get(name, name), value.strip()
+        name = _OLLAMA_NAMES.get(name, name)
+        value = value.strip()
         if name == "system":
             self._set_system(value)
         elif name and name not in PARAMETERS:

@@ -139,7 +139,8 @@ def compile_for_gpu(
     from quire.models.heads.resolve import with_files
     from quire.parallel.mesh import Communicator, Mesh
 
-    started, card = time.perf_counter(), _card(target)
+    started = time.perf_counter()
+    card = _card(target)
     chosen = {**options, "device": "cuda", "load_format": "dummy", "cpu_isa": "native"}
     config, directory = with_files(EngineConfig.create(model=model, **chosen))
     max_model_len = describe(directory, config.model).max_model_len
@@ -155,7 +156,8 @@ def compile_for_gpu(
         if not is_default:
             use_folder(folder)
         triton.knobs.compilation.store_binary_only = True  # the intermediate code takes ten times as much space
-        size, dcp = config.parallel.tensor_parallel_size, config.parallel.decode_context_parallel_size
+        size = config.parallel.tensor_parallel_size
+        dcp = config.parallel.decode_context_parallel_size
         context = Communicator(0, config.parallel.prefill_context_parallel_size)
         for rank in sorted({0, size - 1}):  # the last rank's parts of the layers may be smaller
             mesh = Mesh(rank, cp=context, tp=Communicator(rank, size), dcp=Communicator(rank % dcp, dcp))

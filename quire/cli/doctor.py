@@ -37,7 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may have characters that the terminal lacks
-    checks, counts, findings = _checks(arguments.measure), Counter[Level](), []
+    checks = _checks(arguments.measure)
+    counts = Counter[Level]()
+    findings = []
     table = Table.of(sys.stdout, checks)
     if not arguments.json:
         machine = f"Quire {__version__} on {platform.system()} {platform.release()}, {platform.machine()}"

@@ -52,7 +52,8 @@ def add_flags(parser: argparse.ArgumentParser, config: Any, names: Collection[st
 
 
 def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:
-    flags, hint = ["--" + name.replace("_", "-"), *metadata.get("flags", ())], TYPES[name]
+    flags = ["--" + name.replace("_", "-"), *metadata.get("flags", ())]
+    hint = TYPES[name]
     common = {
         "dest": _DEST + name,
         "default": argparse.SUPPRESS,
@@ -107,7 +108,8 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     model = arguments.model or from_file
     created = None if model is None else created_model(model, options.get("download_dir"))
     if created is not None:
-        arguments.model, arguments.created = created.base, created.name
+        arguments.model = created.base
+        arguments.created = created.name
     elif isinstance(model, str):
         arguments.model = resolve_name(model)
     if created is None and arguments.model not in (None, model):

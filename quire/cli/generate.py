@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    prompt, options, sampling = arguments.prompt, engine_options(arguments), sampling_options(arguments)
+    prompt = arguments.prompt
+    options = engine_options(arguments)
+    sampling = sampling_options(arguments)
     if prompt is not None and arguments.model is None:
         check_prompt(prompt)
     if prompt is None:

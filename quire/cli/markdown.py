@@ -34,12 +34,14 @@ class MarkdownWriter:
 
     def __init__(self, size: Callable[[], terminal_size], seconds: float = _SECONDS) -> None:
         """size: the size of the terminal, which may change. seconds: between two drawings, at least."""
-        self._size, self._seconds = size, seconds
+        self._size = size
+        self._seconds = seconds
         self._parser = MarkdownIt("commonmark", {"html": False, "maxNesting": 100}).enable(["strikethrough", "table"])
         self._parser.disable("reference")  # the addresses of links come last, when the links are drawn already
         self._source = ""  # from the last block's beginning
         self._lines: list[str] = []  # what is drawn of that; the cursor is at the end of its last line
-        self._columns, self._due = size().columns, 0.0
+        self._columns = size().columns
+        self._due = 0.0
 
     def feed(self, text: str) -> str:
         """The characters to write to the terminal for the next piece of text.
@@ -62,7 +64,8 @@ class MarkdownWriter:
 
     def _draw(self) -> str:
         size = self._size()
-        was_resized, self._columns = size.columns != self._columns, size.columns
+        was_resized = size.columns != self._columns
+        self._columns = size.columns
         blocks = list(_blocks(self._parser.parse(self._source)))
         source = self._source.split("\n")
         parts = [self._render(tokens, source) for _, tokens in blocks]

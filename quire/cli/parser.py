@@ -113,7 +113,8 @@ class Parser(argparse.ArgumentParser):
                 _put(objects.setdefault(flag, {}), path, value)
             elif isinstance(action, argparse.BooleanOptionalAction):
                 if not equals and given and given[0].lower() in ("true", "false"):
-                    equals, value = "=", given.pop(0)
+                    equals = "="
+                    value = given.pop(0)
                 if value.lower() == "false":
                     result.append(action.option_strings[1])
                 else:

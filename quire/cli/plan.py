@@ -123,14 +123,17 @@ def _task(arguments: argparse.Namespace, options: dict[str, Any]) -> "tuple[Task
         raise ValueError(f"--price must not be negative, got {arguments.price}")
     limits = parse(arguments.slo) if arguments.slo else []
     traffic = read_traffic(arguments.traffic)
-    footprint, quantization = _footprint(arguments.model, options), options.get("quantization")
+    footprint = _footprint(arguments.model, options)
+    quantization = options.get("quantization")
     if quantization is not None and quantization not in footprint.quantizations:
         known = ", ".join(str(name) for name in footprint.quantizations if name) or "none: it is quantized already"
         raise ValueError(f"quantization={quantization!r} is not known for this model; there is {known}")
-    fitted, count = None, 1
+    fitted = None
+    count = 1
     if arguments.fit is not None:
         fit = read_fit(arguments.fit, footprint, quantization)
-        device, options = _this_machine(fit), {**_options_of(fit), **options}
+        device = _this_machine(fit)
+        options = {**_options_of(fit), **options}
         fitted = Fitted(fit), fit.blocks * fit.block_size // options["block_size"]
     else:
         device, count = parse_devices(arguments.gpus)
@@ -158,8 +161,10 @@ def _engine_options(options: dict[str, Any], footprint: "Footprint", longest: in
     from quire.planner.memory import EngineOptions
 
     given = {name: options[name] for name in _SCHEDULER_FLAGS if name in options}
-    scheduler, cache = SchedulerConfig(**given), CacheConfig(**{n: options[n] for n in _CACHE_FLAGS if n in options})
-    positions, max_model_len = footprint.spec.max_positions, options.get("max_model_len") or longest
+    scheduler = SchedulerConfig(**given)
+    cache = CacheConfig(**{n: options[n] for n in _CACHE_FLAGS if n in options})
+    positions = footprint.spec.max_positions
+    max_model_len = options.get("max_model_len") or longest
     if max_model_len > positions:
         why = "" if "max_model_len" in options else ", as a request of the traffic needs,"
         raise ValueError(f"max_model_len={max_model_len}{why} is more than the {positions} positions of the model")

@@ -60,8 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
     if weight_files(remote.needed) and not missing:
         print(f"{name} is in the cache already, with the hub's commit {remote.commit[:12]}.")
         return 0
-    facts, short_name = describe(remote, token), short_name_of(name)
-    size, total = sum(missing.values()), sum(remote.needed.values())
+    facts = describe(remote, token)
+    short_name = short_name_of(name)
+    size = sum(missing.values())
+    total = sum(remote.needed.values())
     download = f"{len(missing)} of {len(remote.needed)} files, {size_text(size)} of {size_text(total)}"
     print(report.title(name, short_name))
     print(report.table([("commit", remote.commit), ("download", download), *report.details(facts), *remote.kinds]))

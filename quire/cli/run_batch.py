@@ -97,7 +97,8 @@ def _answer(model: str | None, options: dict[str, Any], config: ServerConfig, so
                 core.kill()
     finally:
         files.close()
-        num_left, num_failed = files.num_unanswered, files.num_failed
+        num_left = files.num_unanswered
+        num_failed = files.num_failed
         rest = f"; the same command goes on with the other {num_left}" if num_left else ""
         print(
             f"{files.num_requests - num_left} requests are answered, {num_failed} with an error{rest}", file=sys.stderr

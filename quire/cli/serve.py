@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    options, config = engine_options(arguments), server_config(arguments)
+    options = engine_options(arguments)
+    config = server_config(arguments)
     from quire.server.serve import serve
 
     return serve(arguments.model, config, options)

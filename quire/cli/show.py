@@ -27,7 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.model or BUNDLED
     short_name = short_name_of(name) if local_model(arguments.model) is None else None
     found = look_up(arguments.model, options)
-    facts, place = found.facts, found.place
+    facts = found.facts
+    place = found.place
     machine = this_machine()
     if arguments.json:
         print(json.dumps({"name": name, "short_name": short_name, "place": place, **report.as_json(facts, machine)}))

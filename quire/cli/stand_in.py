@@ -83,7 +83,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func.decompose(*args, **kwargs)
         if func is aten.nonzero.default:  # the host finds no element, since values arrive as zeros
             self.device.waits += 1
-            func, args, kwargs = aten.new_empty.default, (args[0], (0, args[0].dim())), {"dtype": torch.int64}
+            func = aten.new_empty.default
+            args = (args[0], (0, args[0].dim()))
+            kwargs = {"dtype": torch.int64}
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             self.device.waits += not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
             return args[0].zero_()
@@ -97,7 +99,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.device.waits += 1
             return args[0].dtype.is_floating_point and 0.0
         if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
-            func, kwargs = aten.empty_like.default, {"dtype": kwargs.get("dtype"), "device": target}
+            func = aten.empty_like.default
+            kwargs = {"dtype": kwargs.get("dtype"), "device": target}
         with self.shapes:
             result = func(*args, **kwargs)
         if func.namespace == "aten":
@@ -285,7 +288,8 @@ def stand_in(card: Card, count: int = 1, device: StandIn | None = None) -> Itera
     import triton
     from triton.runtime.jit import JITFunction
 
-    device, run = device or StandIn(card), JITFunction.run
+    device = device or StandIn(card)
+    run = JITFunction.run
     operations = _Operations(device)  # made first: it imports parts of torch that look at torch.cuda
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:

@@ -50,11 +50,13 @@ class Wrapper:
             if character == " ":
                 return self._place("\n")
             if columns == 2:  # a line may also end before a wide character
-                self._word, self._word_columns = "", 0
+                self._word = ""
+                self._word_columns = 0
             written = self._next_line()
         self._column += columns
         if character == " " or columns == 2:  # a line may end after either
-            self._word, self._word_columns = "", 0
+            self._word = ""
+            self._word_columns = 0
         else:
             self._word += character
             self._word_columns += columns
@@ -63,7 +65,8 @@ class Wrapper:
     def _next_line(self) -> str:
         """Begin a new line and move the current word to it, unless the word fills the whole old line."""
         if self._word_columns == self._column:
-            self._word, self._word_columns = "", 0
+            self._word = ""
+            self._word_columns = 0
         erase = f"\x1b[{self._word_columns}D\x1b[K" if self._word else ""
         self._column = self._word_columns
         return f"{erase}\n{self._word}"

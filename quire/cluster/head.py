@@ -84,7 +84,10 @@ class Head:
         facts: Mapping[str, str],
         versions: Mapping[str, str],
     ) -> None:
-        self._members, self._noun, self._facts, self._versions = members, noun, facts, versions
+        self._members = members
+        self._noun = noun
+        self._facts = facts
+        self._versions = versions
         self._context = zmq.Context()
         self._admission = Admission(self._context, secret)
         self._outbox = Outbox(self._context)
@@ -135,7 +138,9 @@ class Head:
         poller = zmq.Poller()
         for readable in (self._socket, self._outbox.socket, self._failures.socket):
             poller.register(readable, zmq.POLLIN)
-        beat_due, is_open, last_tick = 0.0, True, time.monotonic()
+        beat_due = 0.0
+        is_open = True
+        last_tick = time.monotonic()
         while is_open:
             ready: dict[Any, int] = dict(poller.poll(_TICK_MILLISECONDS))
             if self._failures.socket in ready:
@@ -221,7 +226,8 @@ class Head:
             self._tell(identity, Refused(f"the head at {self.address} refuses {name}: {problem}"))
             return
         for what in sorted(self._versions.keys() | join.versions.keys()):
-            ours, theirs = self._versions.get(what), join.versions.get(what)
+            ours = self._versions.get(what)
+            theirs = join.versions.get(what)
             if ours != theirs:
                 logger.warning("%s has version %s at the head, and %s at %s", what, ours, theirs, name)
         self._sessions[identity] = session = _Session(identity, members, join.node, join.host)
@@ -231,7 +237,8 @@ class Head:
     def _problem(self, join: Join, members: range) -> str | None:
         """Why a node cannot join."""
         for name in sorted(self._facts.keys() | join.facts.keys()):
-            ours, theirs = self._facts.get(name), join.facts.get(name)
+            ours = self._facts.get(name)
+            theirs = join.facts.get(name)
             if ours != theirs:
                 return f"{name} differs: it is {ours} at the head, and {theirs} at the node"
         for session in self._sessions.values():
@@ -257,7 +264,8 @@ class Head:
     # ---- the store
 
     def _look_up(self, identity: bytes, request: StoreRequest) -> None:
-        store, value = self._store, b""
+        store = self._store
+        value = b""
         if isinstance(request, Get):
             if request.key not in store:
                 self._waiting[request.key].append(identity)

@@ -17,7 +17,9 @@ class FailedHandshakes:
     the log after so many."""
 
     def __init__(self, watched: "zmq.Socket[Any]", least: int = 1) -> None:
-        self._watched, self._least, self._count = watched, least, 0
+        self._watched = watched
+        self._least = least
+        self._count = 0
         self.socket: zmq.Socket[Any] = watched.get_monitor_socket(_EVENTS)
         self.socket.linger = 0
         self._logged_at = float("-inf")

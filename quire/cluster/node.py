@@ -36,7 +36,9 @@ class Node:
     """Keeps a session with the head at a ZeroMQ address, whoever of the two is restarted."""
 
     def __init__(self, secret: ClusterSecret, address: str, join: Join) -> None:
-        self._secret, self._address, self._join = secret, address, join
+        self._secret = secret
+        self._address = address
+        self._join = join
         self._context = zmq.Context()
         self._outbox = Outbox(self._context)
         self._socket: zmq.Socket[bytes]
@@ -73,7 +75,9 @@ class Node:
         poller: Any = zmq.Poller()
         for readable in (self._socket, self._outbox.socket, failures.socket):
             poller.register(readable, zmq.POLLIN)
-        has_begun, heard_at, beat_due = False, 0.0, 0.0
+        has_begun = False
+        heard_at = 0.0
+        beat_due = 0.0
         try:
             while self._is_open:
                 if time.monotonic() >= beat_due:

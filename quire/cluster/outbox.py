@@ -31,7 +31,8 @@ class Outbox:
     def close(self) -> bool:
         """Add a last message, with an empty name. What is put later is lost. False if it was closed before."""
         with self._lock:
-            was_open, self._is_open = self._is_open, False
+            was_open = self._is_open
+            self._is_open = False
             if was_open:
                 self._entry.send_multipart([b"", b""])
                 self._entry.close(linger=-1)

@@ -95,7 +95,8 @@ class Admission:
     it before the sockets are bound."""
 
     def __init__(self, context: "zmq.Context[Any]", secret: ClusterSecret) -> None:
-        self._context, self._secret = context, secret
+        self._context = context
+        self._secret = secret
         gate = context.socket(zmq.REP)
         gate.linger = 0
         gate.bind(_GATE)

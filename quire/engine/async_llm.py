@@ -83,7 +83,8 @@ class AsyncLLM:
         if core is None:
             config = EngineConfig.create(model=None if model is None else str(model), **options)
             core = CoreClient(*with_files(config))
-        self.client, self.config = core, core.config
+        self.client = core
+        self.config = core.config
         try:
             self.frontend = Frontend(self.config, core.directory, in_process=False)
         except BaseException:
@@ -95,7 +96,8 @@ class AsyncLLM:
         name = served_name or self.config.model.model or "quire"
         lora = self.config.lora
         max_loras = lora.max_loras if lora.enable_lora else 0
-        is_first, buckets = core.index == 0, self.config.metrics.buckets
+        is_first = core.index == 0
+        buckets = self.config.metrics.buckets
         self.metrics = EngineMetrics(
             metrics_prefix, name, log_stats, max_loras, len(core.sizes), is_first, core.since_start, core.first, buckets
         )
@@ -181,7 +183,8 @@ class AsyncLLM:
         request = await self.process(f"{name}-{token_hex(8)}", prompt, params, adapter=adapter)
         async with aclosing(self.run([request], core)) as outputs:
             async for output in outputs:
-                reason, error = output.outputs[0].finish_reason, output.outputs[0].stop_reason
+                reason = output.outputs[0].finish_reason
+                error = output.outputs[0].stop_reason
                 if reason in ("bad_request", "overloaded", "error"):
                     raise (BusyError if reason == "overloaded" else ValueError)(error)
 
@@ -264,7 +267,8 @@ class AsyncLLM:
         backend: gloo or nccl; None for nccl on GPUs and gloo on CPUs. timeout: in seconds, for joining and for each
         tensor that is sent later. A group of the same name is replaced. Raises ValueError.
         """
-        ranks, cores = self.config.parallel.ranks, self.client.ready
+        ranks = self.config.parallel.ranks
+        cores = self.client.ready
         place = master_address, master_port, world_size, rank_offset, group_name, backend, timeout
         joins = [JoinGroup(ranks * len(cores), *place, core * ranks) for core in cores]
         if len(cores) < len(self.client.sizes):
@@ -357,7 +361,8 @@ class AsyncLLM:
 
     def render_metrics(self) -> bytes:
         """The engine's metrics in Prometheus' text format; empty without log_stats."""
-        cache, cores = self.config.cache, self.client.sizes
+        cache = self.config.cache
+        cores = self.client.sizes
         names = "block_size enable_prefix_caching gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override"
         options = {**{name: getattr(cache, name) for name in names.split()}, "cache_dtype": cache.kv_cache_dtype}
         sizes = ({"num_gpu_blocks": s.num_blocks, "kv_cache_size_tokens": s.kv_cache_tokens} for s in cores)
@@ -404,7 +409,8 @@ class AsyncLLM:
             if request.request_id in self._running:
                 raise ValueError(f"request id {request.request_id!r} is in use")
         self.client.check()
-        mailbox, running = _Mailbox(), {request.request_id for request in requests}
+        mailbox = _Mailbox()
+        running = {request.request_id for request in requests}
         deltas = {r.request_id: DeltaReader() for r in requests if r.params.output_kind is RequestOutputKind.DELTA}
         try:
             for request in requests:
@@ -460,7 +466,8 @@ class AsyncLLM:
             changed, to_abort = self.output_processor.process([output])
         except Exception:  # a bug: only this request ends
             logger.exception("Request %s: its output could not be processed", request_id)
-            changed, to_abort = self.output_processor.fail(request_id, "its output could not be processed"), []
+            changed = self.output_processor.fail(request_id, "its output could not be processed")
+            to_abort = []
             self._forget([request_id])
         if to_abort:
             self.client.abort(to_abort)

@@ -49,7 +49,8 @@ def scheduler_limits(config: EngineConfig, max_model_len: int, estimate: Estimat
 
     Raises ConfigError for a device that does not exist.
     """
-    options, gpu = config.scheduler, uses_gpu(config)
+    options = config.scheduler
+    gpu = uses_gpu(config)
     is_async = gpu if options.async_scheduling is None else options.async_scheduling
     if options.speculation and not options.speculation.on_device and is_async:
         if options.async_scheduling:
@@ -59,7 +60,8 @@ def scheduler_limits(config: EngineConfig, max_model_len: int, estimate: Estimat
     # On a CPU, the time of a step follows from its tokens, so one more step fills gaps at no cost. On a GPU, each step
     # reads all weights, so more steps with fewer requests each would take longer.
     depth = 1 + is_async if stages == 1 else stages + (not gpu)
-    tokens, pools = options.tokens_of_a_step(gpu), config.model.runner == "pooling"
+    tokens = options.tokens_of_a_step(gpu)
+    pools = config.model.runner == "pooling"
     is_whole = pools or not options.enable_chunked_prefill
     if is_whole and not pools and (given := options.max_num_batched_tokens or max_model_len) < max_model_len:
         raise ConfigError(
@@ -102,7 +104,8 @@ def _encoders(config: EngineConfig, spec: DecoderSpec, limits: SchedulerLimits) 
     """The encoder cache of an engine that takes pictures, sounds or embeddings. Raises ConfigError."""
     if spec.media is None and not config.multimodal.enable_prompt_embeds:
         return None
-    parallel, crossed = config.parallel, spec.crossed > 0
+    parallel = config.parallel
+    crossed = spec.crossed > 0
     two_way, levels = (spec.media.two_way, spec.media.levels) if spec.media is not None else (False, 0)
     for name, given, reason in (
         ("prefill_context_parallel_size", parallel.prefill_context_parallel_size > 1, "ranks divide tokens"),
@@ -136,7 +139,8 @@ def take_devices(rank: int, config: EngineConfig) -> None:
     """Let a replica see only its own GPUs, which come after those of the replicas before it on this machine. Call it
     before CUDA is used. Raises ConfigError if there are too few."""
     count = 0 if config.kernels.device == "cpu" else torch.cuda.device_count()
-    here, size = config.layout.here, config.parallel.ranks
+    here = config.layout.here
+    size = config.parallel.ranks
     if count and len(here) > 1:
         if count < len(here) * size:
             option = "data_parallel_size" + ("_local" if config.cluster.data_parallel_size_local is not None else "")
@@ -164,7 +168,8 @@ def make_core(
     has_one_user: who may submit thousands of grammars at once, and waits for them.
     """
     description = describe(directory, config.model)
-    spec, group = description.spec, Communicator(0, config.parallel.tensor_parallel_size)
+    spec = description.spec
+    group = Communicator(0, config.parallel.tensor_parallel_size)
     machine = Machine(config, description, directory, shares_experts=place is not None)
     config = machine.with_tokens_of_a_step()
     limits = scheduler_limits(config, max_model_len, machine.estimate)

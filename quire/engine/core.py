@@ -101,20 +101,26 @@ class EngineCore:
         """lockstep: with the cores whose replicas share experts with this one, None if there are none. fingerprint: of
         the KV blocks, once the weights have been replaced by those in a folder. pinned_share: of the KV cache, that
         pinned prefixes may take."""
-        self.scheduler, self.executor, self._lockstep = scheduler, executor, lockstep
+        self.scheduler = scheduler
+        self.executor = executor
+        self._lockstep = lockstep
         self._flights: deque[Flight] = deque()
         self._kv_events = kv_events
         if kv_events is not None:
             scheduler.kv.pool.listeners.append(kv_events)
-        self._pause, self._clears_cache, self._is_draining = PauseGate(), False, False
+        self._pause = PauseGate()
+        self._clears_cache = False
+        self._is_draining = False
         self._asleep: set[str] = set()  # what sleeps: weights, kv_cache
-        self._new_weights, self._fingerprint = Path(), fingerprint
+        self._new_weights = Path()
+        self._fingerprint = fingerprint
         self.progress = Progress()
         self.trials = TrialGate(scheduler.requests, self._wake)
         # What is ready during a pause or a trial must not begin to load blocks or to compile a grammar.
         self._kernels = KernelSwitch(executor)
         scheduler.gates[:0] = [self._pause, self.trials, self._kernels]
-        kv, longest = scheduler.kv, scheduler.kv.max_blocks(scheduler.limits.max_model_len)
+        kv = scheduler.kv
+        longest = scheduler.kv.max_blocks(scheduler.limits.max_model_len)
         most = min(int(pinned_share * kv.pool.num_usable), kv.pool.num_usable - longest)  # the longest request must fit
         self._pins = PinnedPrefixes(kv, most)
         self.wake_up = WakeUpFlag()
@@ -212,8 +218,10 @@ class EngineCore:
 
     @property
     def stats(self) -> CoreStats:
-        scheduler, pool = self.scheduler, self.scheduler.kv.pool
-        counts, connectors = scheduler.stats, scheduler.connectors
+        scheduler = self.scheduler
+        pool = self.scheduler.kv.pool
+        counts = scheduler.stats
+        connectors = scheduler.connectors
         return CoreStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.requests) - len(scheduler.running),
@@ -249,7 +257,8 @@ class EngineCore:
                 self._scheduled_at.setdefault(request.request_id, now)
         self.progress.submit(step)
         try:
-            needs_masks, is_pipelined = self.scheduler.masks.are_needed(), self.scheduler.limits.stages > 1
+            needs_masks = self.scheduler.masks.are_needed()
+            is_pipelined = self.scheduler.limits.stages > 1
             if needs_masks and (is_pipelined or not self._flights):
                 self.scheduler.masks.begin()  # on a thread, since the forward may be done when `submit` returns
             self.executor.submit(step)
@@ -410,7 +419,8 @@ class EngineCore:
 
     def _take_weights(self, command: TakeWeights) -> list[EngineCoreOutput]:
         """Requests that run are held meanwhile, and computed again with the new weights from their tokens so far."""
-        outputs, ran = [], not self._pause.is_closed
+        outputs = []
+        ran = not self._pause.is_closed
         if command.use and not self.has_paused:
             outputs = self._begin_pause(Pause("keep"))
         self.progress.stop()

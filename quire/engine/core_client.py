@@ -134,7 +134,10 @@ class CoreClient:
     ) -> None:
         """directory: the model's directory or GGUF file. processes: cores that have other clients, too. index: the
         number of this client among them. since_start: no other client had this number before."""
-        self.config, self.directory, self.index, self.since_start = config, directory, index, since_start
+        self.config = config
+        self.directory = directory
+        self.index = index
+        self.since_start = since_start
         self._processes = processes or Cores(config, directory)
         self._sink: Sink = lambda core, outputs, stats: None
         self._context = zmq.asyncio.Context()
@@ -279,7 +282,8 @@ class CoreClient:
         if core.up is not None and core.up.address != up.address:  # another one, which counts from 0
             core.stats = CoreStats()
             self._sink(number, [], core.stats)
-        core.up, core.size = up, up.size
+        core.up = up
+        core.size = up.size
         core.stats = msgspec.structs.replace(core.stats, runs_reference=up.size.runs_reference)
         socket = self._context.socket(zmq.DEALER)
         core.connection = connection = _Connection(socket)
@@ -337,13 +341,15 @@ class CoreClient:
         self._list_ready()
         lost = [unfinished for unfinished in self._unfinished.values() if unfinished.core == number]
         for unfinished in lost:
-            unfinished.core, unfinished.is_draining = None, True
+            unfinished.core = None
+            unfinished.is_draining = True
         for asked, (core_of, answer) in list(self._asked.items()):
             if core_of == number:  # the core that replaces it is told what stands
                 del self._asked[asked]
                 answer.set_result(messages.CarriedOut(asked))
         self._router.forget(number)
-        connection, core.connection = core.connection, None
+        connection = core.connection
+        core.connection = None
         if connection is not None:
             connection.stop()
         self._run(self._replay(event, lost, connection))
@@ -422,7 +428,9 @@ class CoreClient:
             return  # `_is_ready` sends them
         batches: defaultdict[int, list[EngineCoreRequest]] = defaultdict(list)
         for unfinished in sorted(requests, key=lambda unfinished: unfinished.trial > 0):
-            request, output, trial = unfinished.request, unfinished.token_ids, unfinished.trial
+            request = unfinished.request
+            output = unfinished.token_ids
+            trial = unfinished.trial
             unfinished.num_sent = len(output)
             rank = unfinished.core = self._router.route(request, self.ready, core if core in self.ready else None)
             if output or trial:
@@ -449,7 +457,8 @@ class CoreClient:
 
     def _pass_on(self, number: int, report: messages.StepOutputs) -> None:
         """Pass a core's outputs to the sink."""
-        core, known = self._cores[number], []
+        core = self._cores[number]
+        known = []
         is_remote = core.up is not None and core.up.secret
         for output in report.outputs:
             unfinished = self._unfinished.get(output.request_id)
@@ -465,7 +474,8 @@ class CoreClient:
 
     def _end(self, requests: list[_Unfinished], reason: str) -> None:
         for unfinished in requests:
-            request_id, core = unfinished.request.request_id, unfinished.core or 0
+            request_id = unfinished.request.request_id
+            core = unfinished.core or 0
             del self._unfinished[request_id]
             logger.error("Request %s failed: %s", request_id, reason)
             self._sink(core, [EngineCoreOutput(request_id, [], FinishReason.ERROR, reason)], self._cores[core].stats)

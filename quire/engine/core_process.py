@@ -77,14 +77,16 @@ def run_core(
 
     tqdm.set_lock(threading.RLock())  # tqdm's own lock is shared between processes; a killed process would leak it
     context = zmq.Context()
-    inbox, outbox = context.socket(zmq.ROUTER), context.socket(zmq.PUSH)
+    inbox = context.socket(zmq.ROUTER)
+    outbox = context.socket(zmq.PUSH)
     for connection in (inbox, outbox):
         connection.setsockopt(zmq.LINGER, 1000)  # milliseconds to send the last messages
         connection.set_hwm(0)
     inbox.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that has gone is an error
     inbox.bind(core_address(folder))
     outbox.connect(f"ipc://{folder}/reports")
-    admission, address = None, ""
+    admission = None
+    address = ""
     if remote is not None:
         secret = ClusterSecret(remote[1])
         admission = Admission(context, secret)
@@ -116,7 +118,8 @@ def run_core(
             report(messages.Busy(seconds))
 
         core.busy = be_busy
-        kv, limits = core.scheduler.kv, core.scheduler.limits
+        kv = core.scheduler.kv
+        limits = core.scheduler.limits
         tokens = int(kv.room(limits.max_model_len) * limits.max_model_len)
         is_reference = core.executor.runs_reference
         report(messages.CoreReady(kv.pool.num_usable, tokens, limits.max_model_len, address, is_reference))
@@ -165,7 +168,9 @@ def _serve(core: "EngineCore", inbox: "zmq.Socket[bytes]", report: Callable[[Cor
     poller.register(parent.sentinel, zmq.POLLIN)
     gates = core.wake_up.fileno()
     poller.register(gates, zmq.POLLIN)
-    clients, has_output, measurement = _Clients(core, inbox), False, core.measurement
+    clients = _Clients(core, inbox)
+    has_output = False
+    measurement = core.measurement
     while True:
         measures = measurement is not None and core.has_rest and measurement.is_due()
         ready = dict(poller.poll(0 if core.has_work or measures else _IDLE_MILLISECONDS))
@@ -204,7 +209,8 @@ class _Clients:
     """The clients of a core, by their addresses. Each gets the outputs of its own requests, and the core's load."""
 
     def __init__(self, core: "EngineCore", socket: "zmq.Socket[bytes]") -> None:
-        self._core, self._socket = core, socket
+        self._core = core
+        self._socket = socket
         self._num_received: dict[bytes, int] = {}  # by client
         self._addresses: dict[str, bytes] = {}  # the last of each client, by its name
         self._see_every_step: set[bytes] = set()
@@ -258,7 +264,8 @@ class _Clients:
         try:
             outputs = self._core.carry_out(order.command)
         except (ValueError, OSError) as error:
-            outputs, done.problem = [], error_text(error)
+            outputs = []
+            done.problem = error_text(error)
         if isinstance(order.command, Pause):
             self._pausing.append((client, done))
         else:
@@ -288,7 +295,8 @@ class _Clients:
 
     def report(self, outputs: list[EngineCoreOutput]) -> None:
         """Send outputs to the clients that wait for them. All clients learn an idle core's load at once."""
-        stats, now = self._core.stats, time.monotonic()
+        stats = self._core.stats
+        now = time.monotonic()
         to_all = not self._core.has_unfinished or now >= self._load_is_due
         if to_all:
             self._load_is_due = now + _LOAD_SECONDS

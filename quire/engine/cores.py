@@ -63,7 +63,8 @@ class _Process:
         processes: list[BaseProcess] = []
         # At exit, multiprocessing waits for its processes. Finalizers with a priority run before that.
         self._end = Finalize(self, _end, (processes, folder), exitpriority=1)
-        self.address, self._folder = core_address(folder), folder
+        self.address = core_address(folder)
+        self._folder = folder
         self.reports = context.socket(zmq.PULL)
         self.reports.set_hwm(0)
         self.reports.bind(f"ipc://{folder}/reports")
@@ -124,8 +125,10 @@ class _Replica:
         fellows: Fellows | None,
     ) -> None:
         self._memory = KeptMemory(config)
-        self._context, self._arguments = context, (context, rank, config, directory, remote, fellows, self._memory.path)
-        self.rank, self._fellows = rank, fellows
+        self._context = context
+        self._arguments = (context, rank, config, directory, remote, fellows, self._memory.path)
+        self.rank = rank
+        self._fellows = fellows
         self.process: _Process | None = None
         self._is_ready = self._was_ready = False
         self._silence = 0.0  # seconds; negative if the core may be silent for longer
@@ -144,7 +147,8 @@ class _Replica:
         """Keep a core running until there is no hope that another start helps."""
         given_up = False
         while not given_up:
-            process, patience = None, PATIENCE_SECONDS
+            process = None
+            patience = PATIENCE_SECONDS
             try:
                 if self._fellows is not None:
                     await self._fellows.meetings.begin()
@@ -152,11 +156,13 @@ class _Replica:
                 self._failed_starts += 1
                 self._silence = 0.0
                 died = await self._listen(process, tell)
-                patience, is_own = 0.0 if died.silent else PATIENCE_SECONDS, True
+                patience = 0.0 if died.silent else PATIENCE_SECONDS
+                is_own = True
                 if self._fellows is not None:
                     is_own = self._fellows.lost is None
                 elif culprit := process.on_trial():
-                    died.culprit, self._failed_starts = culprit, 0
+                    died.culprit = culprit
+                    self._failed_starts = 0
                 given_up = died.by_user or not self._was_ready or self._failed_starts >= MAX_FAILED_STARTS
                 given_up = self._lost(died, given_up, tell)
                 if died.silent and is_own:
@@ -237,7 +243,8 @@ class Cores:
     ) -> None:
         """directory: the model's directory or GGUF file. remote: see `run_core`. meetings: who says where replicas
         meet that share experts, if it is another machine; the cores are started when it has said so."""
-        self.config, self.directory = config, directory
+        self.config = config
+        self.directory = directory
         self._context = zmq.asyncio.Context()
         layout = config.layout
         self._remote: RemoteCores | None = None

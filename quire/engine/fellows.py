@@ -48,7 +48,9 @@ class Fellows:
 
     def __init__(self, here: range, everyone: range, meetings: Meetings) -> None:
         """here, everyone: the replicas of this machine, and those of whose losses it tells."""
-        self.here, self._everyone, self.meetings = here, everyone, meetings
+        self.here = here
+        self._everyone = everyone
+        self.meetings = meetings
         self._all_ended = asyncio.Barrier(len(here)) if here else None
         self.lost: tuple[CoreDied, bool] | None = None
 

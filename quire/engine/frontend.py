@@ -37,7 +37,8 @@ class Frontend:
     """
 
     def __init__(self, config: EngineConfig, directory: Path, *, in_process: bool) -> None:
-        self.config, self.directory = config, directory
+        self.config = config
+        self.directory = directory
         m = config.model
         description = describe(directory, m)
         self.max_model_len = description.max_model_len
@@ -67,7 +68,8 @@ class Frontend:
         self.pooling: PoolingProcessor | None = None
         if description.pooling is not None:
             self.processor.generates = False
-            spec, pooler = description.spec, description.pooling.pooler
+            spec = description.spec
+            pooler = description.pooling.pooler
             layers = pooler.layers or pooler.of_tokens
             out = layers[-1].out_features if layers else spec.hidden_size
             self.pooling = PoolingProcessor(self.processor, description.pooling, spec.token_types, out)
@@ -84,7 +86,8 @@ class Frontend:
 
     def _media(self, spec: DecoderSpec) -> "MediaProcessor | None":
         """What puts pictures into prompts, if the model takes some. Raises ConfigError."""
-        options, scheduler = self.config.multimodal, self.config.scheduler
+        options = self.config.multimodal
+        scheduler = self.config.scheduler
         if spec.media is None and not options.enable_prompt_embeds:
             return None
         tokens = scheduler.tokens_of_a_step(gpu=False)  # the least that it can be

@@ -41,14 +41,17 @@ class AnnouncedMeetings(Meetings):
     """Replicas that share experts meet at the server's machine, which says which generation of them to start."""
 
     def __init__(self, address: str, secret: bytes, host: str) -> None:
-        self._address, self._secret, self._host = address, secret, host
+        self._address = address
+        self._secret = secret
+        self._host = host
         self.generation = -1  # of the processes that were started last
         self._announced = self._ended = -1
         self._news = asyncio.Event()
 
     def announce(self, generation: int) -> bool:
         """Returns whether replicas of another generation have to end first."""
-        is_new, self._announced = generation != self._announced, generation
+        is_new = generation != self._announced
+        self._announced = generation
         self._news.set()
         return is_new and self.generation not in (-1, self._ended)
 
@@ -71,7 +74,8 @@ class HeadlessCores:
 
     def __init__(self, config: EngineConfig, directory: Path, secret: ClusterSecret) -> None:
         """Raises ConfigError if the server cannot be reached, or a core not be started."""
-        options, here = config.cluster, config.layout.here
+        options = config.cluster
+        here = config.layout.here
         host = own_address(options.head_address)
         join = Join(
             first=here.start,

@@ -46,14 +46,17 @@ class KVEvents:
         close: Callable[[], None],
     ) -> None:
         self.close = close
-        self._send, self._block_size = send, block_size
+        self._send = send
+        self._block_size = block_size
         self._groups = [(group, _kind(spec), getattr(spec, "window", None)) for group, spec in enumerate(specs)]
         self._only_group = len(specs) == 1
         # Whoever has listened to a core that was lost must forget its blocks.
         self._events: list[KVCacheEvent] = [AllBlocksCleared()]
 
     def on_stored(self, group: int, tokens: HashedTokens, index: int, block_id: int) -> None:
-        hashes, size, last = tokens.block_hashes, self._block_size, self._events[-1] if self._events else None
+        hashes = tokens.block_hashes
+        size = self._block_size
+        last = self._events[-1] if self._events else None
         number = _short(hashes[index])
         token_ids = tokens.token_ids[index * size : (index + 1) * size]
         parent = _short(hashes[index - 1]) if index else None
@@ -64,7 +67,8 @@ class KVEvents:
             if last.extra_keys is not None:
                 last.extra_keys.append(None)
             return
-        salt, adapter = tokens.source.cache_salt, tokens.source.adapter
+        salt = tokens.source.cache_salt
+        adapter = tokens.source.adapter
         extra: list[tuple[str, ...] | None] | None = None if salt is None or index else [(salt,)]
         self._events.append(
             BlockStored(
@@ -81,7 +85,8 @@ class KVEvents:
         )
 
     def on_removed(self, group: int, block_hash: bytes, block_id: int) -> None:
-        last, number = self._events[-1] if self._events else None, None if self._only_group else group
+        last = self._events[-1] if self._events else None
+        number = None if self._only_group else group
         if isinstance(last, BlockRemoved) and last.group_idx == number:
             last.block_hashes.append(_short(block_hash))
         else:
@@ -118,7 +123,8 @@ class KVEventPublisher:
 
     def __init__(self, options: KVEventOptions, rank: int) -> None:
         self._rank, self._topic, self._next = rank, options.topic.encode(), 0
-        self._encode, self._is_full = msgspec.msgpack.Encoder().encode, False
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._is_full = False
         self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=options.buffer_steps)
         self._context = context = zmq.Context()
         self._outbox, self._inbox = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
@@ -143,7 +149,8 @@ class KVEventPublisher:
 
     def send(self, events: list[KVCacheEvent]) -> None:
         payload = self._encode(KVEventBatch(time.time(), events, self._rank))
-        number, self._next = self._next.to_bytes(8, "big"), self._next + 1
+        number = self._next.to_bytes(8, "big")
+        self._next = self._next + 1
         try:
             self._outbox.send_multipart([number, payload], zmq.NOBLOCK)
         except zmq.Again:

@@ -84,7 +84,8 @@ class LLM:
         return llm
 
     def _start(self, frontend: Frontend) -> None:
-        self.config, self.frontend = frontend.config, frontend
+        self.config = frontend.config
+        self.frontend = frontend
         if (replicas := self.config.parallel.data_parallel_size) > 1:
             raise ConfigError(
                 f"data_parallel_size={replicas}: an LLM runs one core, in this process; quire serve and "
@@ -407,7 +408,8 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """kind: makes `outputs` of an array."""
         refuse_arguments(lora_request=lora_request)
-        pooling, each = self._pooling, list(params) if isinstance(params, Sequence) else []
+        pooling = self._pooling
+        each = list(params) if isinstance(params, Sequence) else []
         if not isinstance(params, Sequence):
             each = [PoolingParams() if params is None else params] * len(prompts)
         if len(each) != len(prompts):

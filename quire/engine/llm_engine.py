@@ -31,7 +31,8 @@ class LLMEngine:
     """A read-only view of an LLM."""
 
     def __init__(self, llm: "LLM") -> None:
-        self._llm, options = llm, llm.config.model
+        self._llm = llm
+        options = llm.config.model
         model = options.model or "quire-demo"
         self.model_config = ModelFacts(
             model,

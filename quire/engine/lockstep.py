@@ -91,7 +91,8 @@ class Waves(Lockstep):
 
 def _coordinate(router: "zmq.Socket[bytes]") -> None:
     """Tell all listeners which waves begin, also those that come later."""
-    listeners, last = set(), _HELLO
+    listeners = set()
+    last = _HELLO
     with router, contextlib.suppress(zmq.ContextTerminated):
         router.linger = 0
         while True:
@@ -100,6 +101,7 @@ def _coordinate(router: "zmq.Socket[bytes]") -> None:
                 listeners.add(sender)
                 told = [sender] if last != _HELLO else []
             else:
-                last, told = message, [*listeners]
+                last = message
+                told = [*listeners]
             for listener in told:
                 router.send_multipart([listener, last])

@@ -20,7 +20,9 @@ class LogprobUnpacker:
         """token_bytes: the bytes of each token, by id; None leaves decoded_token out. partial: the bytes of an
         unfinished character before the first place. likeliest: False if the request named the tokens; then only the
         rank of the sequence's own token is known."""
-        self._token_bytes, self._partial, self._likeliest = token_bytes, partial, likeliest
+        self._token_bytes = token_bytes
+        self._partial = partial
+        self._likeliest = likeliest
 
     def unpack(self, packed: Logprobs) -> list[dict[int, Logprob]]:
         """For each place, the sequence's own token first, then the likeliest tokens or those that the request named.

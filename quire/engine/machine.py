@@ -62,8 +62,11 @@ class IdleMeasurement:
     ) -> None:
         """key: under which the profile is kept. threads: the most that may run. found: the profile that is kept.
         waits: seconds without work before each attempt."""
-        self.result, self._key = found, key
-        self._threads, self._make_probe, self._clock = threads, make_probe, clock
+        self.result = found
+        self._key = key
+        self._threads = threads
+        self._make_probe = make_probe
+        self._clock = clock
         self._waits = list(waits)
         self._idle_since = clock()
         self._measurement: Measurement | None = None
@@ -73,7 +76,8 @@ class IdleMeasurement:
 
     def interrupt(self) -> None:
         """There is work: what was measured so far may have been disturbed."""
-        self._idle_since, self._measurement = self._clock(), None
+        self._idle_since = self._clock()
+        self._measurement = None
 
     def proceed(self) -> None:
         """Take a sample, which takes some milliseconds."""
@@ -84,7 +88,8 @@ class IdleMeasurement:
             probe = self._make_probe()
             self._measurement = Measurement(self._threads, probe.kinds, probe, compiled=probe.compiled)
         elif not self._measurement.proceed():
-            profile, self._measurement = self._measurement.profile(), None
+            profile = self._measurement.profile()
+            self._measurement = None
             self._idle_since = self._clock()
             del self._waits[0]
             self._keep(profile)
@@ -137,8 +142,10 @@ class Machine:
         self, config: EngineConfig, description: ModelDescription, directory: Path, *, shares_experts: bool
     ) -> None:
         """shares_experts: with other replicas, which must have steps of the same size."""
-        self._config, self._description = config, description
-        self._may_choose_tokens, self._reason = not shares_experts, "as the options say"
+        self._config = config
+        self._description = description
+        self._may_choose_tokens = not shares_experts
+        self._reason = "as the options say"
         # A profile holds for the threads that are chosen by it. Other machines have profiles of their own.
         is_alone = config.layout.machines == 1 and config.cluster.distributed_executor_backend != "ray"
         self._is_cpu = not uses_gpu(config)

@@ -31,7 +31,8 @@ class OutputProcessor:
     """Keeps the unfinished completions. `process` changes the RequestOutputs that `add` returned, in place."""
 
     def __init__(self, tokenizer: Tokenizer, options: SchedulerConfig) -> None:
-        self.tokenizer, self.stream_interval = tokenizer, options.stream_interval
+        self.tokenizer = tokenizer
+        self.stream_interval = options.stream_interval
         self._num_spec_tokens = options.speculation.num_speculative_tokens if options.speculation else 0
         self._each_verification = options.per_request_spec_decode_metrics == "detailed"
         self._sequences: dict[str, _Sequence] = {}  # by core request id
@@ -48,7 +49,9 @@ class OutputProcessor:
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]
         for index, core_request in enumerate(request.core_requests):
-            detokenizer, token_bytes, partial = None, None, b""
+            detokenizer = None
+            token_bytes = None
+            partial = b""
             if params.detokenize:
                 detokenizer = IncrementalDetokenizer(
                     self.tokenizer,
@@ -59,10 +62,12 @@ class OutputProcessor:
                     include_stop_str_in_output=params.include_stop_str_in_output,
                     min_tokens=params.min_tokens,
                 )
-                token_bytes, partial = self.tokenizer.token_bytes, detokenizer.partial
+                token_bytes = self.tokenizer.token_bytes
+                partial = detokenizer.partial
             completion = CompletionOutput(index, "", [])
             if params.num_logprobs is not None:
-                completion.logprobs, completion.cumulative_logprob = [], 0.0
+                completion.logprobs = []
+                completion.cumulative_logprob = 0.0
             if self._num_spec_tokens:
                 per_step: list[tuple[int, int]] | None = [] if self._each_verification else None
                 completion.spec_decode_metrics = SpecDecodeMetrics(self._num_spec_tokens, per_step=per_step)
@@ -85,8 +90,12 @@ class OutputProcessor:
             sequence = self._sequences.get(output.request_id)
             if sequence is None:
                 continue  # ended by a stop string or aborted while this output was on its way
-            request, completion, detokenizer = sequence.request, sequence.completion, sequence.detokenizer
-            new_token_ids, finish_reason, stop_reason = output.new_token_ids, output.finish_reason, output.stop_reason
+            request = sequence.request
+            completion = sequence.completion
+            detokenizer = sequence.detokenizer
+            new_token_ids = output.new_token_ids
+            finish_reason = output.finish_reason
+            stop_reason = output.stop_reason
             if not completion.token_ids and completion.index == 0:
                 request.num_cached_tokens = output.num_cached_tokens
             completion.token_ids += new_token_ids
@@ -111,7 +120,8 @@ class OutputProcessor:
                 if stop is not None:
                     if finish_reason is None:
                         to_abort.append(output.request_id)
-                    finish_reason, stop_reason = FinishReason.STOP, stop
+                    finish_reason = FinishReason.STOP
+                    stop_reason = stop
                 completion.text += detokenizer.next_delta(finish_reason is not None)
             if finish_reason is not None:
                 self._finish(output.request_id, finish_reason, stop_reason)
@@ -159,7 +169,8 @@ class OutputProcessor:
         for count, token_id in enumerate(token_ids, 1):
             stop = detokenizer.append([token_id], by_token and count == len(token_ids))
             if stop is not None:
-                output, num_excess = sequence.completion.token_ids, len(token_ids) - count
+                output = sequence.completion.token_ids
+                num_excess = len(token_ids) - count
                 del output[len(output) - num_excess :]
                 assert sequence.request.metrics is not None
                 sequence.request.metrics.num_generation_tokens -= num_excess
@@ -184,7 +195,8 @@ class OutputProcessor:
 
     def _finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None) -> None:
         sequence = self._sequences.pop(request_id)
-        sequence.completion.finish_reason, sequence.completion.stop_reason = reason.value, stop_reason
+        sequence.completion.finish_reason = reason.value
+        sequence.completion.stop_reason = stop_reason
         sequence.request.finished = all(c.finished() for c in sequence.request.outputs)
 
 
@@ -199,7 +211,8 @@ class DeltaReader:
         """The new part of each completion that has one. prompt_logprobs are reported once, when they are complete."""
         prompt_logprobs = None
         if not self._reported_prompt_logprobs and len(output.prompt_logprobs or ()) == len(output.prompt_token_ids):
-            prompt_logprobs, self._reported_prompt_logprobs = output.prompt_logprobs, True
+            prompt_logprobs = output.prompt_logprobs
+            self._reported_prompt_logprobs = True
         news = []
         for completion in output.outputs:
             tokens, characters, reason = self._seen.get(completion.index, (0, 0, None))
@@ -207,7 +220,8 @@ class DeltaReader:
             if now != (tokens, characters, reason):
                 self._seen[completion.index] = now
                 logprobs = None if completion.logprobs is None else completion.logprobs[tokens:]
-                text, token_ids = completion.text[characters:], completion.token_ids[tokens:]
+                text = completion.text[characters:]
+                token_ids = completion.token_ids[tokens:]
                 news.append(
                     CompletionOutput(
                         completion.index,

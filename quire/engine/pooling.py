@@ -37,7 +37,9 @@ class PoolingProcessor:
 
     def __init__(self, processor: Processor, description: PoolingDescription, token_types: int, out: int) -> None:
         """token_types: see DecoderSpec. out: the length of an embedding."""
-        self.processor, self.description, self.token_types = processor, description, token_types
+        self.processor = processor
+        self.description = description
+        self.token_types = token_types
         self.out = out
 
     def process(
@@ -61,14 +63,18 @@ class PoolingProcessor:
         params = msgspec.structs.replace(params)  # a copy, which is checked again
         self._check(params)
         self.processor.check_priority(priority)
-        keep, longest, from_left = self._kept_tokens(params), self.processor.max_model_len, truncation_side == "left"
+        keep = self._kept_tokens(params)
+        longest = self.processor.max_model_len
+        from_left = truncation_side == "left"
         text: str | None = None
         salt: str | None = None
         if isinstance(prompt, Pair):
-            text, token_ids = prompt.second, self._pair(prompt, keep, from_left)
+            text = prompt.second
+            token_ids = self._pair(prompt, keep, from_left)
         else:
             prompt = self._with_prompt(prompt, prompt_name)
-            text, tokenizer = _text_of(prompt), self.processor.tokenizer
+            text = _text_of(prompt)
+            tokenizer = self.processor.tokenizer
             if text is not None and keep is not None:  # special tokens stay at the end
                 fields = prompt if isinstance(prompt, dict) else {}
                 part = self.processor.cut(text, keep, from_left)
@@ -112,7 +118,8 @@ class PoolingProcessor:
             params.skip_reading_prefix_cache = True  # the hidden states of other tokens than the last one are needed
 
     def _kept_tokens(self, params: PoolingParams) -> int | None:
-        keep, longest = params.truncate_prompt_tokens, self.processor.max_model_len
+        keep = params.truncate_prompt_tokens
+        longest = self.processor.max_model_len
         if keep is not None and keep > longest:
             raise ValueError(
                 f"truncate_prompt_tokens value ({keep}) is greater than max_model_len ({longest}). "
@@ -133,7 +140,8 @@ class PoolingProcessor:
         if name is not None and name not in files.prompts:
             known = ", ".join(sorted(files.prompts)) or "none"
             raise ValueError(f"prompt_name {name!r} is not one of the model's prompts: {known}")
-        prefix, text = files.prompts.get(name or files.default_prompt or "", ""), _text_of(prompt)
+        prefix = files.prompts.get(name or files.default_prompt or "", "")
+        text = _text_of(prompt)
         if text is None:
             if name is not None:
                 raise ValueError("prompt_name is for texts; put the tokens of the prompt before the token ids instead")

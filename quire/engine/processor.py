@@ -121,12 +121,20 @@ class Processor:
         cannot be sent. reasoning: the format of the model's thinking, None if it is unknown. compresses: whether the
         engine has kv_compression. transfer: how it gives prompts to other engines or takes them. media: of a model that
         takes pictures or embeddings. chat_defaults: sampling parameters of chats if generation_config has none."""
-        self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
-        self.plugins, self.in_process = plugins, in_process
-        self.scheduling_policy, self.reasoning, self.compresses = scheduling_policy, reasoning, compresses
-        self.transfer, self.media, self._texts = transfer, media, None if media is None else media.texts
-        self.generation_config, self.chat_defaults = generation_config, chat_defaults
+        self.plugins = plugins
+        self.in_process = in_process
+        self.scheduling_policy = scheduling_policy
+        self.reasoning = reasoning
+        self.compresses = compresses
+        self.transfer = transfer
+        self.media = media
+        self._texts = None if media is None else media.texts
+        self.generation_config = generation_config
+        self.chat_defaults = chat_defaults
         self.generates = True  # whether the model does
         self._seeds = random.Random(seed)
         self.eos_token_ids = end_of_sequence(tokenizer, generation_config)
@@ -167,11 +175,15 @@ class Processor:
         self._check_params(params)
         self.check_length(prompt, params)
         self.check_count(prompt, params)
-        keep, from_left = self._kept_tokens(params), params.truncation_side != "right"
-        media, rotary, encoded = list[MediaItem](), b"", None
+        keep = self._kept_tokens(params)
+        from_left = params.truncation_side != "right"
+        media = list[MediaItem]()
+        rotary = b""
+        encoded = None
         if self._texts is not None:
             encoded = self._texts.expand(prompt, add_special_tokens, params)
-            prompt, media = encoded.decoder_prompt, encoded.media
+            prompt = encoded.decoder_prompt
+            media = encoded.media
         elif isinstance(prompt, dict) and not MEDIA_FIELDS.isdisjoint(prompt):
             prompt, media, rotary = self._with_media(prompt, add_special_tokens, keep)
         if self.media is not None and self.media.needs_media and not media:
@@ -247,7 +259,8 @@ class Processor:
         token_ids: object = prompt
         text: object = prompt
         if isinstance(prompt, dict):
-            token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+            token_ids = prompt.get("prompt_token_ids")
+            text = prompt.get("prompt")
         if isinstance(token_ids, list):
             self._check_room(len(token_ids))
         elif isinstance(text, str) and len(text) > self.max_model_len:  # no token is shorter than a byte
@@ -365,7 +378,8 @@ class Processor:
 
     def _thinking_limits(self, params: SamplingParams, prompt_token_ids: list[int]) -> ThinkingLimits | None:
         """Where the thinking of the answer ends, if the request limits it, or has a constraint for what follows it."""
-        reasoning, budget = self.reasoning, params.thinking_token_budget
+        reasoning = self.reasoning
+        budget = params.thinking_token_budget
         if reasoning is None and budget is not None:
             message = "thinking_token_budget needs the format of the model's thinking; start with reasoning_parser"
             raise ValueError(message)
@@ -428,7 +442,8 @@ class Processor:
             text = kept.get("prompt") if kept.get("prompt_token_ids") is None else kept["prompt_token_ids"]
             if not isinstance(text, str | list):
                 raise ValueError("a prompt with multi_modal_data needs 'prompt' or 'prompt_token_ids'")
-            uuids, kwargs = fields["multi_modal_uuids"] or {}, fields["mm_processor_kwargs"]
+            uuids = fields["multi_modal_uuids"] or {}
+            kwargs = fields["mm_processor_kwargs"]
             expanded = self.media.expand(text, fields["multi_modal_data"], uuids, kwargs, add_special_tokens)
         kept["prompt_token_ids"] = expanded.token_ids
         return kept, expanded.media, expanded.rotary_positions

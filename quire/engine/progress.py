@@ -44,8 +44,11 @@ class Progress:
         if not may_compile:
             self.longest = max(self.longest, took)
             self.most_tokens = max(self.most_tokens, sum(step.num_tokens))
-        self.has_run, self.has_encoded = True, self.has_encoded or bool(step.encode)
-        self.since, self.num_tokens, self.encodes = now, 0, False
+        self.has_run = True
+        self.has_encoded = self.has_encoded or bool(step.encode)
+        self.since = now
+        self.num_tokens = 0
+        self.encodes = False
         for later in in_flight:
             self.submit(later)
 
@@ -69,10 +72,13 @@ class Beats:
 
     def next(self, progress: Progress | None) -> Heartbeat:
         """progress: None while the core starts."""
-        now, since = self._now(), None if progress is None else progress.since
-        elapsed, self._last = min(now - self._last, _LONGEST_BEAT_SECONDS), now
+        now = self._now()
+        since = None if progress is None else progress.since
+        elapsed = min(now - self._last, _LONGEST_BEAT_SECONDS)
+        self._last = now
         if since is None or progress is None:
-            self._since, self._waited = None, 0.0
+            self._since = None
+            self._waited = 0.0
             return Heartbeat()
         self._waited = self._waited + elapsed if since == self._since else min(now - since, elapsed)
         self._since = since
@@ -98,15 +104,18 @@ class Watchdog:
     def __init__(self, timeout: float | None, compiles: bool = False) -> None:
         """timeout: in seconds, instead of the limit that follows from the steps; 0 for no watchdog. compiles: whether
         any step may compile."""
-        self._timeout, self._compiles = timeout, compiles
-        self._longest, self._most_tokens = 0.0, 0
+        self._timeout = timeout
+        self._compiles = compiles
+        self._longest = 0.0
+        self._most_tokens = 0
         self._has_run = self._has_encoded = False
 
     def problem(self, beat: Heartbeat) -> str | None:
         """What is wrong, if the core hangs."""
         self._longest = max(self._longest, beat.longest)
         self._most_tokens = max(self._most_tokens, beat.most_tokens)
-        self._has_run, self._has_encoded = self._has_run or beat.has_run, self._has_encoded or beat.has_encoded
+        self._has_run = self._has_run or beat.has_run
+        self._has_encoded = self._has_encoded or beat.has_encoded
         if self._timeout == 0 or beat.waited <= (limit := self._limit(beat)):
             return None
         return f"it has had work for {beat.waited:.0f} s, and completed no step (--watchdog-timeout: {limit:.0f} s)"

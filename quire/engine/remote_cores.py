@@ -38,10 +38,12 @@ class RemoteCores(Meetings):
         self._secret = ClusterSecret.random() if path is None else ClusterSecret.read(path)
         self._ranks = config.layout.elsewhere
         self._ray: RayReplicas | None = None
-        host, port = options.head_address, options.data_parallel_rpc_port
+        host = options.head_address
+        port = options.data_parallel_rpc_port
         if options.data_parallel_backend == "ray":
             self._ray = RayReplicas(config, self._ranks, self._secret)
-            host, port = options.data_parallel_address or self._ray.host, 0
+            host = options.data_parallel_address or self._ray.host
+            port = 0
         try:
             self._head = Head(
                 self._secret, resolve(host), port, self._ranks, "replica", facts(config, directory), versions()
@@ -61,7 +63,8 @@ class RemoteCores(Meetings):
 
     async def run(self, tell: Callable[[CoreEvent], None]) -> None:
         """Until it is cancelled. tell: is called with each event."""
-        self._loop, self._tell = asyncio.get_running_loop(), tell
+        self._loop = asyncio.get_running_loop()
+        self._tell = tell
         self._head.start(self)
         logger.info("Waiting for %s to join at %s", named("replica", self._ranks), self._head.address)
         if self._ray is not None:

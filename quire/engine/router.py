@@ -58,7 +58,8 @@ class Router(Generic[Request]):
         pieces = [] if self._pieces is None else self._pieces(request)
         loads = [state.load for state in self._cores]
         if core is None:
-            count, first = len(loads), self._next
+            count = len(loads)
+            first = self._next
             if self._prefixes is not None:
                 factor, margin = LEEWAY
                 most = factor * sum(loads[rank] for rank in ready) / len(ready) + margin
@@ -73,7 +74,9 @@ class Router(Generic[Request]):
     def report(self, core: int, waiting: int, running: int, received: int) -> None:
         """A core's state. received: the number of requests that it had received from here by then."""
         state = self._cores[core]
-        state.waiting, state.running, state.received = waiting, running, received
+        state.waiting = waiting
+        state.running = running
+        state.received = received
 
     def forget(self, core: int) -> None:
         """A core was lost. Another one, with an empty cache, will take its number."""

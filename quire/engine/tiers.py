@@ -13,9 +13,12 @@ from quire.observability.logging import logger
 
 def make_tiers(config: EngineConfig, kv: KVCacheSize, root: bytes) -> list[Tier]:
     """In the order in which blocks are looked for. root: of the hashes, see `hash_root`."""
-    options, ranks, tiers = config.cache, config.parallel.ranks, list[Tier]()
+    options = config.cache
+    ranks = config.parallel.ranks
+    tiers = list[Tier]()
     if options.kv_offloading_bytes:
-        num_slots, index = memory_slots(options.kv_offloading_bytes, kv.rank_bytes), None
+        num_slots = memory_slots(options.kv_offloading_bytes, kv.rank_bytes)
+        index = None
         if kept := os.environ.get(MEMORY_VARIABLE):
             try:
                 index = SlotIndex(Path(kept), num_slots, root)
@@ -31,7 +34,8 @@ def make_tiers(config: EngineConfig, kv: KVCacheSize, root: bytes) -> list[Tier]
         )
         tiers.append(tier)
     if options.kv_offloading_path is not None:
-        folder, limit = Path(options.kv_offloading_path), options.kv_offloading_disk_size
+        folder = Path(options.kv_offloading_path)
+        limit = options.kv_offloading_disk_size
         tiers.append(DiskTier(len(tiers), partial(block_path, folder, 0, ranks)))
         logger.info(
             "KV cache beyond the pool: files in %s, %s",

@@ -9,7 +9,8 @@ from quire.messages.errors import error_text
 from quire.messages.transfers import TransferParams
 from quire.options.kv_transfer import KVTransferOptions
 
-_NAME, _LONGEST_ID = "kv_transfer_params", 256
+_NAME = "kv_transfer_params"
+_LONGEST_ID = 256
 
 
 def read_transfer(

@@ -21,7 +21,8 @@ class TrialGate:
     def __init__(self, requests: Mapping[str, Request], wake: Callable[[], None]) -> None:
         """requests: the unfinished ones, by id. wake: makes the scheduler ask the gates again."""
         self.journal: Path | None = None
-        self._requests, self._wake = requests, wake
+        self._requests = requests
+        self._wake = wake
         self._held: dict[str, bool] = {}  # requests in the order of arrival -> whether they are suspects
         self._on_trial: str | None = None
 

@@ -34,8 +34,11 @@ class Agent:
         self, config: EngineConfig, directory: Path, numbers: range, secret: ClusterSecret, address: str, host: str
     ) -> None:
         """directory: the model's on this machine. host: the executor's, or any address that leads there."""
-        self._config, self._directory, self._numbers = config, directory, numbers
-        self._secret, self._address = secret, address
+        self._config = config
+        self._directory = directory
+        self._numbers = numbers
+        self._secret = secret
+        self._address = address
         own = own_address(host)
         self._variables = interface_variables(own)
         join = Join(
@@ -97,7 +100,8 @@ class _Session:
     """The ranks of one session."""
 
     def __init__(self, numbers: range, node: Node) -> None:
-        self.ranks, self._node = LocalRanks(numbers, self), node
+        self.ranks = LocalRanks(numbers, self)
+        self._node = node
         self._starter: threading.Thread
         self._has_ended = self._has_failed = False
 
@@ -134,7 +138,8 @@ def run_agent(config: EngineConfig, directory: Path) -> int:
 
     Raises ConfigError if the executor refuses it.
     """
-    options, layout = config.cluster, config.layout
+    options = config.cluster
+    layout = config.layout
     assert options.cluster_secret_file is not None
     count = config.parallel.ranks // layout.machines
     agent = Agent(

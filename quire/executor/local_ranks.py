@@ -36,7 +36,8 @@ class LocalRanks(Ranks):
     """
 
     def __init__(self, numbers: range, observer: Observer) -> None:
-        self.numbers, self._observer = numbers, observer
+        self.numbers = numbers
+        self._observer = observer
         self.processes: list[subprocess.Popen[bytes]] = []
         self._links: dict[int, Link] = {}  # by rank
         self._orders: queue.SimpleQueue[tuple[bytes, range] | None] = queue.SimpleQueue()
@@ -47,7 +48,8 @@ class LocalRanks(Ranks):
 
         secret: of the cluster, if the ranks meet at its head. environment: variables for the processes.
         """
-        key, first = secrets.token_bytes(32), messages.encode(start)
+        key = secrets.token_bytes(32)
+        first = messages.encode(start)
         # All ranks log the same, so only rank 0 does.
         quiet = messages.encode(msgspec.structs.replace(start, log=start.log._replace(level="ERROR")))
         with socket.create_server((HOST, 0)) as listener:
@@ -137,7 +139,8 @@ class LocalRanks(Ranks):
 
     def _log_stacks(self, rank: int) -> None:
         """Log where a silent rank is, if it can still tell."""
-        folder, process = os.environ.get(FOLDER_VARIABLE), self.processes[self.numbers.index(rank)]
+        folder = os.environ.get(FOLDER_VARIABLE)
+        process = self.processes[self.numbers.index(rank)]
         for name, stacks in () if folder is None else collect_stacks(Path(folder), process.pid).items():
             logger.error("The threads of %s, which is silent:\n%s", name, stacks)
 

@@ -47,7 +47,8 @@ class MultiprocExecutor(Executor):
         try:
             keep = self._start(config, directory, max_model_len, sizes)
             *_, last = [ready.result() for ready in self._ranks.ready]
-            self.kv_cache, self.step_costs = last.kv_cache, last.step_costs
+            self.kv_cache = last.kv_cache
+            self.step_costs = last.step_costs
             del keep
         except BaseException:
             self.shutdown()
@@ -55,7 +56,9 @@ class MultiprocExecutor(Executor):
 
     def _start(self, config: EngineConfig, directory: Path, max_model_len: int, sizes: MeshSizes) -> Any:
         """Start the ranks. Returns what must exist until they are ready."""
-        everyone, place, store = self._ranks.all, self._place, None
+        everyone = self._ranks.all
+        place = self._place
+        store = None
         if place is None:
             store = open_meeting(HOST)
             place = MeetingPlace(0, f"{HOST}:{store.port}", HOST)
@@ -122,7 +125,8 @@ class _Ranks:
     def __init__(self, sizes: MeshSizes) -> None:
         self.all = range(sizes.replica)
         others = len(self.all) // sizes.pp * (sizes.pp - 1)
-        self.last_stage, self._other_stages = self.all[others:], self.all[:others]
+        self.last_stage = self.all[others:]
+        self._other_stages = self.all[:others]
         self.ready: list[Future[messages.Ready]] = [Future() for _ in self.all]
         self.groups: list[Ranks] = []
         self._closing: list[Callable[[], None]] = []
@@ -225,10 +229,12 @@ class _Ranks:
                     result.set_exception(problem)
                 if not self._changing[0].done():
                     self._changing[0].set_exception(problem)
-                loading, self._loading = self._loading, {}
+                loading = self._loading
+                self._loading = {}
                 for loaded, _ in loading.values():
                     loaded.set_exception(problem)
-                moving, self._moving = self._moving, {}
+                moving = self._moving
+                self._moving = {}
                 for moved, _ in moving.values():
                     moved.set_exception(problem)
 

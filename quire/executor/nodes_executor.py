@@ -22,13 +22,16 @@ class NodesExecutor(MultiprocExecutor):
     that has the next ones. The executor waits for the agents, and fails when one is lost."""
 
     def _start(self, config: EngineConfig, directory: Path, max_model_len: int, sizes: MeshSizes) -> Any:
-        ranks, machines, options = self._ranks, config.layout.machines, config.cluster
+        ranks = self._ranks
+        machines = config.layout.machines
+        options = config.cluster
         assert options.cluster_secret_file is not None
         count = sizes.world // machines
         shares = [range(number * count, (number + 1) * count) for number in range(machines)]
         numbers = [number for number, share in enumerate(shares) for _ in share]
         begin = messages.Begin(max_model_len, sizes, numbers, log_options())
-        host, secret = resolve(options.master_addr), ClusterSecret.read(options.cluster_secret_file)
+        host = resolve(options.master_addr)
+        secret = ClusterSecret.read(options.cluster_secret_file)
         others = range(count, sizes.world)
         agents = Agents(secret, host, options.master_port, others, facts(config, directory), begin, ranks)
         ranks.at_end(agents.close)

@@ -42,8 +42,11 @@ _orders = msgspec.msgpack.Decoder(messages.Order)
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal; the executor ends the ranks if needed
         signal.signal(number, signal.SIG_IGN)
-    host, port, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    key, secret = bytes.fromhex(sys.stdin.readline()), bytes.fromhex(sys.stdin.readline())
+    host = sys.argv[1]
+    port = int(sys.argv[2])
+    rank = int(sys.argv[3])
+    key = bytes.fromhex(sys.stdin.readline())
+    secret = bytes.fromhex(sys.stdin.readline())
     link = Link.connect(host, port, key)
     link.send(messages.encode(messages.Hello(rank)))
     start = _orders.decode(link.receive())

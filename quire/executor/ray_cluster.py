@@ -69,7 +69,9 @@ class Actors:
     def __init__(self, cluster: RayCluster, bundles: Sequence[dict[str, float]], strategy: str) -> None:
         """bundles: the resources of each actor. Waits until the cluster has them. Raises RuntimeError if it has not got
         them in time."""
-        self._cluster, self._ray, self._bundles = cluster, cluster.ray, bundles
+        self._cluster = cluster
+        self._ray = cluster.ray
+        self._bundles = bundles
         self._actors: list[Any] = []
         self._runs: list[Any] = []
         self._is_open = True
@@ -88,7 +90,9 @@ class Actors:
         self.machines = [names.index(nodes[bundle]) for bundle in self._order]
 
     def _wait(self) -> None:
-        deadline, ready, said = time.monotonic() + PLACE_SECONDS, self._group.ready(), False
+        deadline = time.monotonic() + PLACE_SECONDS
+        ready = self._group.ready()
+        said = False
         while not self._ray.wait([ready], timeout=_LOOK_SECONDS)[0]:
             if not said:
                 said = True

@@ -24,7 +24,8 @@ class RayExecutor(MultiprocExecutor):
     """
 
     def _start(self, config: EngineConfig, directory: Path, max_model_len: int, sizes: MeshSizes) -> Any:
-        ranks, path = self._ranks, config.cluster.cluster_secret_file
+        ranks = self._ranks
+        path = config.cluster.cluster_secret_file
         cluster = RayCluster()
         gpu = uses_gpus(config, cluster)
         config = replace(config, kernels=replace(config.kernels, device="cuda" if gpu else "cpu"))

@@ -21,10 +21,12 @@ class RemoteRanks(Ranks):
     """The ranks of one agent."""
 
     def __init__(self, numbers: range, agents: "Agents") -> None:
-        self.numbers, self._agents = numbers, agents
+        self.numbers = numbers
+        self._agents = agents
 
     def order(self, order: bytes, ranks: range) -> None:
-        first, stop = max(ranks.start, self.numbers.start), min(ranks.stop, self.numbers.stop)
+        first = max(ranks.start, self.numbers.start)
+        stop = min(ranks.stop, self.numbers.stop)
         if first < stop:
             self._agents.send(self.numbers, messages.encode(messages.ForRanks(first, stop, order)))
 
@@ -50,9 +52,12 @@ class Agents:
     ) -> None:
         """members: the numbers of all ranks on other machines. facts: see `agreement.facts`. Raises ConfigError if it
         cannot listen on host:port."""
-        self._begin, self._observer = messages.encode(begin), observer
+        self._begin = messages.encode(begin)
+        self._observer = observer
         self._head = Head(secret, host, port, members, "rank", facts, versions())
-        self.address, self.send, self.close = self._head.address, self._head.send, self._head.close
+        self.address = self._head.address
+        self.send = self._head.send
+        self.close = self._head.close
 
     def start(self) -> None:
         self._head.start(self)
@@ -60,7 +65,8 @@ class Agents:
     def wait(self, machines: Sequence[range], check: Callable[[], None]) -> None:
         """Wait until all agents have joined. machines: the ranks of each. check: is called again and again, and may
         raise. Raises RuntimeError if one has not joined in time."""
-        deadline, waiting_for = time.monotonic() + JOIN_SECONDS, None
+        deadline = time.monotonic() + JOIN_SECONDS
+        waiting_for = None
         while missing := self._head.missing():
             check()
             number = next(i for i, ranks in enumerate(machines) if missing[0] in ranks)

@@ -19,7 +19,8 @@ def limit_threads(sharing: int, option: int | None = None, best: int | None = No
     torch respects the affinity of the process, but not a cgroup's quota. option: the number that the user has chosen
     for all of these processes. best: the number with which this machine is fastest, if that is known.
     """
-    wanted, allowed = torch.get_num_threads(), processors()
+    wanted = torch.get_num_threads()
+    allowed = processors()
     if option is not None:
         torch.set_num_threads(max(1, option // sharing))
         return torch.get_num_threads()

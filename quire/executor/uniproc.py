@@ -42,7 +42,8 @@ class UniprocExecutor(Executor):
         """place: where the replicas meet that share experts, None for a replica that shares none."""
         mesh = Mesh()
         if place is not None:
-            kind, alone = "cuda" if on_gpu(config.kernels.device) else "cpu", range(place.replica, place.replica + 1)
+            kind = "cuda" if on_gpu(config.kernels.device) else "cpu"
+            alone = range(place.replica, place.replica + 1)
             store = connect_store(place.address, place.secret, place.generation)
             mesh = join(MeshSizes.of(config.parallel), place.replica, "", 0, kind, store, alone, frozenset(alone))
         self._make_worker = partial(Worker, directory=directory, max_model_len=max_model_len, mesh=mesh)
@@ -53,7 +54,9 @@ class UniprocExecutor(Executor):
 
     def _take(self, worker: Worker) -> None:
         self._worker = worker
-        self.runner, self.kv_cache, self.step_costs = worker.runner, worker.kv_cache, worker.step_costs
+        self.runner = worker.runner
+        self.kv_cache = worker.kv_cache
+        self.step_costs = worker.step_costs
         self._transfers = worker.transfers
         kernels = worker.model.kernels
         self.runs_reference = kernels.target.device.type == "cpu" and kernels.chosen["linear"] == "reference"

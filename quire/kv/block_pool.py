@@ -29,7 +29,8 @@ class FreeList:
 
     def __init__(self) -> None:
         self._head, self._tail = Block(-1), Block(-1)
-        self._head.next, self._tail.prev = self._tail, self._head
+        self._head.next = self._tail
+        self._tail.prev = self._head
         self.length = 0
 
     def append(self, block: Block) -> None:
@@ -42,14 +43,17 @@ class FreeList:
 
     def _insert(self, before: Block, block: Block, after: Block) -> None:
         before.next = after.prev = block
-        block.prev, block.next = before, after
+        block.prev = before
+        block.next = after
         self.length += 1
 
     def remove(self, block: Block) -> None:
-        before, after = block.prev, block.next
+        before = block.prev
+        after = block.next
         assert before is not None
         assert after is not None
-        before.next, after.prev = after, before
+        before.next = after
+        after.prev = before
         block.prev = block.next = None
         self.length -= 1
 
@@ -120,7 +124,8 @@ class BlockPool:
 
     def lookup_all(self, group: int, block_hashes: Iterable[bytes]) -> list[Block]:
         """The blocks with these hashes, up to the first hash that has none."""
-        cached, found = self._cached, []
+        cached = self._cached
+        found = []
         for block_hash in block_hashes:
             block = cached.get((group, block_hash))
             if block is None:

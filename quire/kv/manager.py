@@ -135,7 +135,8 @@ class KVCacheManager:
         lookup_all: what a group's blocks with these hashes are, up to the first hash that has none.
         """
         extend_hashes(request.block_hashes, request.token_ids, self.block_size, self.root, request.extra_keys)
-        null, size = self.pool.null_block, self.block_size
+        null = self.pool.null_block
+        size = self.block_size
         hashes = request.block_hashes[: (len(request.token_ids) - 1) // size]
         length = len(hashes)
         # For each group, the first block that it found; past the end while it has found none.
@@ -166,7 +167,9 @@ class KVCacheManager:
             return True
         if self._freeing_groups:
             self._free_unneeded(request)
-        pool, size, tables = self.pool, self.block_size, request.block_tables
+        pool = self.pool
+        size = self.block_size
+        tables = request.block_tables
         capacity = -(-num_tokens // size) * size
         ranges = []
         num_new = 0
@@ -208,9 +211,12 @@ class KVCacheManager:
 
     def _free_unneeded(self, request: Holder) -> None:
         """Replace blocks that no query reads any more by the null block. The tables of the workers need no edit."""
-        null, size, retired = self.pool.null_block, self.block_size, request.num_retired_tokens
+        null = self.pool.null_block
+        size = self.block_size
+        retired = request.num_retired_tokens
         for group in self._freeing_groups:
-            spec, table = self.specs[group], request.block_tables[group]
+            spec = self.specs[group]
+            table = request.block_tables[group]
             first = spec.first_needed_token(request.num_tokens_at_last_free) // size
             last = spec.first_needed_token(retired) // size
             if first < last:
@@ -229,7 +235,8 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return
         extend_hashes(request.block_hashes, request.token_ids, self.block_size, self.root, request.extra_keys)
-        null, size = self.pool.null_block, self.block_size
+        null = self.pool.null_block
+        size = self.block_size
         first = request.num_hashed_blocks
         num_tokens = min(request.num_computed_tokens, len(request.token_ids))
         for group, table in enumerate(request.block_tables):

@@ -44,7 +44,9 @@ class MemoryTier(Tier):
 
     def __init__(self, number: int, num_slots: int, index: "SlotIndex | None" = None) -> None:
         """index: keeps the keys beside the blocks, in memory that outlives this process."""
-        self.number, self.num_slots, self._index = number, num_slots, index
+        self.number = number
+        self.num_slots = num_slots
+        self._index = index
         self.slots: OrderedDict[BlockKey, int] = OrderedDict()  # the least recently used first
         if index is not None:
             self.slots.update(index.read())
@@ -60,7 +62,8 @@ class MemoryTier(Tier):
         return key in self.slots
 
     def save(self, blocks: Mapping[BlockKey, int]) -> Transfer | None:
-        keys, slots = [], []
+        keys = []
+        slots = []
         for key in blocks:
             if key in self.slots:
                 self.slots.move_to_end(key)
@@ -120,7 +123,8 @@ class SlotIndex:
 
     def __init__(self, memory: Path, num_slots: int, root: bytes) -> None:
         """root: see `hash_root`. What was stored for another root is forgotten. Raises OSError."""
-        self._num_slots, size = num_slots, self.RECORD.size
+        self._num_slots = num_slots
+        size = self.RECORD.size
         handle = os.open(memory, os.O_RDWR)
         try:
             self._memory = mmap.mmap(handle, (1 + num_slots) * size)
@@ -155,7 +159,9 @@ class DiskTier(Tier):
 
     def __init__(self, number: int, path_of: Callable[[BlockKey], Path], most_known: int = 1_000_000) -> None:
         """path_of: the file of a block on the first rank. most_known: keys to remember, of files that exist."""
-        self.number, self._path_of, self._most_known = number, path_of, most_known
+        self.number = number
+        self._path_of = path_of
+        self._most_known = most_known
         self._known: dict[BlockKey, None] = {}  # the oldest first
         self._lock = threading.Lock()  # guards what is known, which `look_up` changes
         self._being_written: set[BlockKey] = set()

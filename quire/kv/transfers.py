@@ -54,7 +54,8 @@ class _Backlog:
     """Blocks that a tier is to save, the oldest first. Those that are evicted before their turn are left out."""
 
     def __init__(self, tier: Tier, most: int, most_held: int) -> None:
-        self.tier, self.most_held = tier, most_held
+        self.tier = tier
+        self.most_held = most_held
         self.num_held = 0  # blocks on their way
         self.blocks: deque[tuple[BlockKey, Block]] = deque(maxlen=most)
 
@@ -78,7 +79,10 @@ class Transfers:
     """
 
     def __init__(self, kv: KVCacheManager, tiers: Sequence[Tier], mover: Mover) -> None:
-        self._kv, self._pool, self.tiers, self._mover = kv, kv.pool, tiers, mover
+        self._kv = kv
+        self._pool = kv.pool
+        self.tiers = tiers
+        self._mover = mover
         self.num_queries = self.num_hits = 0  # tokens that were looked up, and those that were loaded
         self._wake: Callable[[], None] = lambda: None
         self._lookups: dict[str, tuple[Future[None], float]] = {}  # by request: the search, and when it is late
@@ -101,7 +105,8 @@ class Transfers:
         self._wake = wake
 
     def ready(self, request: EngineCoreRequest) -> bool:
-        name, now = request.request_id, time.monotonic()
+        name = request.request_id
+        now = time.monotonic()
         if self._slow and name not in self._lookups and not self._stuck.issuperset(self._slow):
             search = self._searcher.submit(self._search, request)
             self._lookups[name] = search, now + LATE_SECONDS
@@ -242,7 +247,8 @@ class Transfers:
         while self._ended:
             number, failed = self._ended.popleft()
             moving = self.moving.pop(number)
-            order, load = moving.order, moving.load
+            order = moving.order
+            load = moving.load
             self.tiers[order.tier].ended(order, failed)
             self._stuck.discard(self.tiers[order.tier])
             if load is None:
@@ -251,7 +257,8 @@ class Transfers:
                 self._save(self._backlogs[order.tier])
                 continue
             for index, (key, block) in enumerate(zip(order.keys, moving.held, strict=True)):
-                place, hashes = load.indices[key], load.request.block_hashes
+                place = load.indices[key]
+                hashes = load.request.block_hashes
                 # With new weights, the hashes are others.
                 if index not in failed and place < len(hashes) and hashes[place] == key[1]:
                     self._pool.remember(block, key[0], load.request, place)

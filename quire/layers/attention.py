@@ -21,21 +21,30 @@ class CachedAttention:
     cache: Tensor | None = None
 
     def bind(self, backend: AttentionBackend, cache: Tensor) -> None:
-        self.backend, self.cache = backend, cache
+        self.backend = backend
+        self.cache = cache
 
 
 class Attention(CachedAttention):
     """The attention of one layer. names: of its tensors in the checkpoint, by role."""
 
     def __init__(self, builder: Builder, spec: AttentionSpec, names: dict[str, str], place: LayerPlace) -> None:
-        share, dim = HeadShare.of(spec, builder.tensor_group), spec.head_dim
-        self.num_heads, self.num_kv_heads, self.head_dim = len(share.heads), len(share.kv_heads), dim
-        self.place, self.soft_cap, self.interleaved = place, spec.soft_cap, spec.interleaved_rotary
+        share = HeadShare.of(spec, builder.tensor_group)
+        dim = spec.head_dim
+        self.num_heads = len(share.heads)
+        self.num_kv_heads = len(share.kv_heads)
+        self.head_dim = dim
+        self.place = place
+        self.soft_cap = spec.soft_cap
+        self.interleaved = spec.interleaved_rotary
         self.scale = (dim**-0.5 if spec.scale is None else spec.scale) * place.scale
         self.kernels = builder.kernels
-        hidden, transposed = spec.hidden_size, spec.transposed
-        self.hidden_size, self.output_gate = hidden, spec.output_gate
-        inputs, parts = spec.input_size or hidden, share.parts(spec, names)
+        hidden = spec.hidden_size
+        transposed = spec.transposed
+        self.hidden_size = hidden
+        self.output_gate = spec.output_gate
+        inputs = spec.input_size or hidden
+        parts = share.parts(spec, names)
         self.qkv = ColumnParallelLinear(builder, inputs, parts, spec.qkv_bias, transposed)
         inner = (share.heads.start * dim, share.heads.stop * dim)
         self.out = RowParallelLinear(
@@ -51,9 +60,11 @@ class Attention(CachedAttention):
             )
         self.sub_norm = None
         if spec.sub_norm is not None:
-            name, weight = names["attention_sub_norm"], 0.0 if share.is_copy else 1.0
+            name = names["attention_sub_norm"]
+            weight = 0.0 if share.is_copy else 1.0
             self.sub_norm = make_qk_norm(builder, name, spec.sub_norm, "all", dim, spec.num_heads, share.heads, weight)
-        self.norm_after_rotary, self.qkv_clip = spec.norm_after_rotary, spec.qkv_clip
+        self.norm_after_rotary = spec.norm_after_rotary
+        self.qkv_clip = spec.qkv_clip
         self.temperature = spec.temperature
         self.alibi = AlibiSlopes(spec.num_heads, share.heads, builder) if spec.alibi else None
         self.bias = distance_bias(builder, spec, names["distance_bias"], share.heads) if spec.buckets else None
@@ -66,7 +77,8 @@ class Attention(CachedAttention):
 
     def bind(self, backend: AttentionBackend, cache: Tensor) -> None:
         super().bind(backend, cache)
-        norms, chosen = (self.q_norm, self.k_norm), self.kernels.chosen
+        norms = (self.q_norm, self.k_norm)
+        chosen = self.kernels.chosen
         by_head = norms == (None, None) or all(isinstance(norm, RMSNorm) for norm in norms)
         if (
             not isinstance(backend, PreparingBackend)
@@ -121,8 +133,10 @@ class Attention(CachedAttention):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x: [tokens, inputs] -> queries, keys, values and gates, each [tokens, heads or kv_heads, head_dim]"""
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv, queries = self.qkv(x).view(x.shape[0], -1, self.head_dim), heads * (2 if self.output_gate else 1)
+        heads = self.num_heads
+        kv_heads = self.num_kv_heads
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        queries = heads * (2 if self.output_gate else 1)
         keys = queries + kv_heads
         v = qkv[:, keys:]
         v = self._clipped(v)
@@ -138,7 +152,8 @@ class Attention(CachedAttention):
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         return self._clipped(q), self._clipped(k)
 
     def _clipped(self, x: Tensor) -> Tensor:

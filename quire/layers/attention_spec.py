@@ -144,8 +144,11 @@ class HeadShare:
     def parts(self, spec: AttentionSpec, names: dict[str, str]) -> list[OutputPart]:
         """The parts of the checkpoint's tensors with this rank's query, key and value heads, in that order. Behind the
         queries are the gates of their results, if there are some."""
-        dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
-        q, k = self.heads, self.kv_heads
+        dim = spec.head_dim
+        heads = spec.num_heads
+        kv_heads = spec.num_kv_heads
+        q = self.heads
+        k = self.kv_heads
 
         def part(name: str, total: int, first: int, count: int) -> OutputPart:
             has_bias = spec.key_bias or name != "k"

@@ -65,12 +65,15 @@ class Builder:
         residual_stream: ResidualStream | None = None,
         shape_of: Callable[[str], tuple[int, ...] | None] = lambda name: (),
     ) -> None:
-        self.kernels, self.experts = kernels, experts
+        self.kernels = kernels
+        self.experts = experts
         self.device = kernels.target.device
         self.dtype = kernels.target.dtype
         self.tensor_group = tensor_group
         self.residual_stream = residual_stream or ResidualStream(tensor_group)
-        self.method_of, self.quantizer_of, self.adapters = method_of, quantizer_of, adapters
+        self.method_of = method_of
+        self.quantizer_of = quantizer_of
+        self.adapters = adapters
         self.shape_of = shape_of
         self.shared: dict[str, Any] = {}  # tables by name: an encoder and a decoder, or layers, may have the same one
         self.slots: list[WeightSlot] = []
@@ -138,8 +141,10 @@ class Builder:
     def fill(self, fill: Callable[[WeightSlot], None]) -> None:
         """Fill the slots in order. Each layer's actions (packing, quantizing) run as soon as its own slots are filled,
         so the whole model is never in memory in two forms."""
-        slots, actions = self.slots, [*self._actions, (len(self.slots), lambda: None, False)]
-        self.slots, self._actions = [], []
+        slots = self.slots
+        actions = [*self._actions, (len(self.slots), lambda: None, False)]
+        self.slots = []
+        self._actions = []
         slots.reverse()
         actions.reverse()
         filled = 0

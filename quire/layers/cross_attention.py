@@ -17,9 +17,14 @@ class CrossAttention(CachedAttention):
 
     def __init__(self, builder: Builder, spec: AttentionSpec, names: dict[str, str], group: int) -> None:
         """names: of the tensors in the checkpoint: cross_q, cross_k, cross_v and cross_o. group: the KV group."""
-        share, dim, hidden = HeadShare.of(spec, builder.tensor_group), spec.head_dim, spec.hidden_size
-        self.num_heads, self.num_kv_heads, self.head_dim = len(share.heads), len(share.kv_heads), dim
-        self.group, self.scale = group, dim**-0.5 if spec.scale is None else spec.scale
+        share = HeadShare.of(spec, builder.tensor_group)
+        dim = spec.head_dim
+        hidden = spec.hidden_size
+        self.num_heads = len(share.heads)
+        self.num_kv_heads = len(share.kv_heads)
+        self.head_dim = dim
+        self.group = group
+        self.scale = dim**-0.5 if spec.scale is None else spec.scale
         own = {role.removeprefix("cross_"): name for role, name in names.items() if role.startswith("cross_")}
         q, *kv = share.parts(spec, own)
         self.q = ColumnParallelLinear(builder, hidden, [q], spec.qkv_bias)

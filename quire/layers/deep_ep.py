@@ -25,7 +25,8 @@ def open_buffer(group: Communicator, dtype: torch.dtype, device: torch.device, h
         raise ConfigError(
             f"all2all_backend: DeepEP's package deep_ep cannot be imported ({error_text(error)})"
         ) from None
-    size, configs = hidden_size * dtype.itemsize, (Buffer.get_dispatch_config, Buffer.get_combine_config)
+    size = hidden_size * dtype.itemsize
+    configs = (Buffer.get_dispatch_config, Buffer.get_combine_config)
     hints = [
         (config.get_nvl_buffer_size_hint(size, group.size), config.get_rdma_buffer_size_hint(size, group.size))
         for config in (get(group.size) for get in configs)
@@ -47,7 +48,9 @@ class DeepEP(Exchanged):
 
 class _OnTheWay(Sent):
     def __init__(self, dispatch: DeepEP, x: Tensor, slots: Tensor, weights: Tensor | None, num_tokens: int) -> None:
-        self.dispatch, self.num_tokens, buffer = dispatch, num_tokens, dispatch.buffer
+        self.dispatch = dispatch
+        self.num_tokens = num_tokens
+        buffer = dispatch.buffer
         of_rank, of_node, of_expert, is_sent, _ = buffer.get_dispatch_layout(slots, len(dispatch.slots.experts))
         self.x, self.slots, self.weights, _, self.handle, self.event = buffer.dispatch(
             x,
@@ -65,7 +68,8 @@ class _OnTheWay(Sent):
         dispatch.ranks.turns.pass_on()
         self.event.current_stream_wait()
         elsewhere = self.slots < 0
-        slots, weights = self.slots.masked_fill(elsewhere, dispatch.count), self.weights.masked_fill(elsewhere, 0)
+        slots = self.slots.masked_fill(elsewhere, dispatch.count)
+        weights = self.weights.masked_fill(elsewhere, 0)
         self.own = OwnTokens(dispatch.kernels, self.x, slots, weights, dispatch.bounds)
         return self.own.receive()
 

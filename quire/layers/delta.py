@@ -23,13 +23,17 @@ class DeltaNet(Recurrent):
 
     def __init__(self, builder: Builder, spec: DeltaSpec, names: dict[str, str], place: LayerPlace) -> None:
         super().__init__(builder, spec, names, place)
-        self.spec, heads, key_heads = spec, spec.num_heads, spec.num_kv_heads
-        keys, values = key_heads * spec.key_dim, heads * spec.value_dim
+        self.spec = spec
+        heads = spec.num_heads
+        key_heads = spec.num_kv_heads
+        keys = key_heads * spec.key_dim
+        values = heads * spec.value_dim
         qkv = [
             *(self.of_key_heads(spec.key_dim, start) for start in (0, keys)),
             self.of_heads(spec.value_dim, 2 * keys),
         ]
-        total, one = 2 * keys + values, self.of_heads(1)
+        total = 2 * keys + values
+        one = self.of_heads(1)
         self.is_kimi = spec.projections == "kimi"
         self.into = ColumnParallelLinear(builder, spec.hidden_size, self._outputs(names, qkv))
         conv = (
@@ -45,7 +49,8 @@ class DeltaNet(Recurrent):
             rates = self.rate.view(1, 1, -1, 1)
             builder.part(names["a_log"], rates, (1, 1, heads, 1), slice(1), slice(1), slice(*one))
             builder.when_loaded(self._repeat_rates)
-            rank, outputs = spec.value_dim, self.of_heads(spec.value_dim)
+            rank = spec.value_dim
+            outputs = self.of_heads(spec.value_dim)
             self.decay_in = ReplicatedLinear(builder, names["decay_a"], spec.hidden_size, rank)
             self.gate_in = ReplicatedLinear(builder, names["gate_a"], spec.hidden_size, rank)
             self.decay_out, self.gate_out = (
@@ -68,8 +73,10 @@ class DeltaNet(Recurrent):
 
     def _separate(self, qkv: list[Part]) -> list[tuple[str, int, Part]]:
         """q, k and v as tensors of their own: name, rows, and those of this rank."""
-        keys, values = self.spec.num_kv_heads * self.spec.key_dim, self.spec.num_heads * self.spec.value_dim
-        sizes, starts = (keys, keys, values), (0, keys, 2 * keys)
+        keys = self.spec.num_kv_heads * self.spec.key_dim
+        values = self.spec.num_heads * self.spec.value_dim
+        sizes = (keys, keys, values)
+        starts = (0, keys, 2 * keys)
         return [
             (key, rows, (part[0] - start, part[1] - start))
             for key, rows, part, start in zip("qkv", sizes, qkv, starts, strict=True)
@@ -77,8 +84,12 @@ class DeltaNet(Recurrent):
 
     def _outputs(self, names: dict[str, str], qkv: list[Part]) -> list[OutputPart]:
         """The projections to q, k, v of all heads, then z, b and a, if these are products of the input."""
-        spec, heads, ratio = self.spec, self.spec.num_heads, self.spec.num_heads // self.spec.num_kv_heads
-        keys, values, one = spec.num_kv_heads * spec.key_dim, heads * spec.value_dim, self.of_heads(1)
+        spec = self.spec
+        heads = self.spec.num_heads
+        ratio = self.spec.num_heads // self.spec.num_kv_heads
+        keys = spec.num_kv_heads * spec.key_dim
+        values = heads * spec.value_dim
+        one = self.of_heads(1)
         if spec.projections == "kimi":
             parts = [OutputPart(names[f"state_{key}"], rows, *part) for key, rows, part in self._separate(qkv)]
             return [*parts, OutputPart(names["state_b"], heads, *one)]
@@ -89,7 +100,9 @@ class DeltaNet(Recurrent):
                 z,
                 *(OutputPart(names[key], heads, *one) for key in ("state_b", "state_a")),
             ]
-        group, rows, size = 2 * (spec.key_dim + ratio * spec.value_dim), 2 * (keys + values), spec.value_dim
+        group = 2 * (spec.key_dim + ratio * spec.value_dim)
+        rows = 2 * (keys + values)
+        size = spec.value_dim
 
         def of_each(name: str, total: int, starts: Iterable[int], size: int) -> list[OutputPart]:
             return [OutputPart(names[name], total, start, start + size) for start in starts]
@@ -109,11 +122,14 @@ class DeltaNet(Recurrent):
     def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens or len(wanted), hidden], this rank's summand."""
         assert self.pages is not None, "bind the cache first"
-        kernels, plan = self.kernels, state.plans[self.place.state_group]
-        channels, heads = 2 * self.keys + self.values, self.num_heads
+        kernels = self.kernels
+        plan = state.plans[self.place.state_group]
+        channels = 2 * self.keys + self.values
+        heads = self.num_heads
         if self.is_kimi:
             inputs, b = torch.split(self.into(x), [channels, heads], 1)
-            a, z = self.decay_out(self.decay_in(x)), self.gate_out(self.gate_in(pick(x, wanted)))
+            a = self.decay_out(self.decay_in(x))
+            z = self.gate_out(self.gate_in(pick(x, wanted)))
         else:
             inputs, z, b, a = torch.split(self.into(x), [channels, self.values, heads, heads], 1)
             z = pick(z, wanted)
@@ -121,7 +137,8 @@ class DeltaNet(Recurrent):
         q, k, v = torch.split(inputs, [self.keys, self.keys, self.values], 1)
         q, k = (by_head(part, self.num_kv_heads, self.key_dim) for part in (q, k))
         eps = _EPS / self.key_dim
-        q, k = kernels.rms_norm(q, self.q_scale, eps), kernels.rms_norm(k, self.k_scale, eps)
+        q = kernels.rms_norm(q, self.q_scale, eps)
+        k = kernels.rms_norm(k, self.k_scale, eps)
         _, decay = kernels.time_steps(a, self.dt_bias, self.rate, 0.0, float("inf"))
         y = kernels.scan(
             q,
@@ -134,5 +151,6 @@ class DeltaNet(Recurrent):
             plan,
             "delta",
         )
-        y, act = pick(y.flatten(1), wanted), "sigmoid" if self.is_kimi else "silu"
+        y = pick(y.flatten(1), wanted)
+        act = "sigmoid" if self.is_kimi else "silu"
         return self.out(kernels.gated_norm(y, z, self.gate_weight, self.spec.norm.eps, self.value_dim, False, act))

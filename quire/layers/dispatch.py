@@ -81,7 +81,9 @@ class SortedTokens(Sent):
 
     def __init__(self, kernels: Kernels, x: Tensor, experts: Tensor, weights: Tensor | None, bounds: Tensor) -> None:
         """bounds: 0, 1, ... number of experts."""
-        self.kernels, self.weights, self.experts = kernels, weights, experts
+        self.kernels = kernels
+        self.weights = weights
+        self.experts = experts
         self.rows, self.offsets, self.order = kernels.sort_by_expert(x, experts, bounds)
 
     def _origins(self) -> tuple[Tensor, Tensor]:
@@ -129,7 +131,9 @@ class DealtExperts(Dispatch):
     """The experts are dealt to the ranks."""
 
     def __init__(self, builder: Builder, ranks: ExpertRanks, num_experts: int) -> None:
-        self.kernels, self.ranks, self.group = builder.kernels, ranks, ranks.group
+        self.kernels = builder.kernels
+        self.ranks = ranks
+        self.group = ranks.group
         self.device = builder.device
         self.slots = Slots(ranks.first_slots(num_experts), num_experts, builder.device)
         self.count = len(self.slots.experts) // self.group.size  # slots of a rank
@@ -215,13 +219,19 @@ class _OnTheWay(Sent):
 
     def __init__(self, dispatch: Exchanged, x: Tensor, slots: Tensor, weights: Tensor | None, num_tokens: int) -> None:
         """x: [tokens, hidden]; slots, weights: [tokens, top_k]"""
-        self.dispatch, self.weights, self.num_tokens, self.top_k = dispatch, weights, num_tokens, slots.shape[1]
-        self.hidden, self.integers = x.shape[1], torch.int16 if x.itemsize == 2 else torch.int32
-        group, size = dispatch.group, dispatch.group.size
+        self.dispatch = dispatch
+        self.weights = weights
+        self.num_tokens = num_tokens
+        self.top_k = slots.shape[1]
+        self.hidden = x.shape[1]
+        self.integers = torch.int16 if x.itemsize == 2 else torch.int32
+        group = dispatch.group
+        size = dispatch.group.size
         targets = slots // dispatch.count  # [tokens, top_k]: ranks
         is_sent = torch.zeros(len(x), size, dtype=torch.bool, device=x.device).scatter_(1, targets, True)
         to, token = is_sent.T.nonzero(as_tuple=True)  # sorted by rank, then by token
-        to_rank, of_token = to[:, None], targets[token]
+        to_rank = to[:, None]
+        of_token = targets[token]
         there = torch.where(of_token == to_rank, slots[token] - to_rank * dispatch.count, -1)
         rows = torch.cat([x[token], there.to(self.integers).view(x.dtype)], dim=1)
         # [ranks, 2]: rows that are sent to each rank, and results that come back from it. They go from host to host, so

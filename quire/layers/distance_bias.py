@@ -17,7 +17,8 @@ def distance_bias(builder: Builder, spec: AttentionSpec, name: str, heads: range
     """
     assert spec.buckets is not None
     if name not in builder.shared:
-        count, bucket_of = spec.buckets.count, buckets_by_distance(spec.buckets, two_way=not spec.is_causal)
+        count = spec.buckets.count
+        bucket_of = buckets_by_distance(spec.buckets, two_way=not spec.is_causal)
         weight = builder.parameter(count, len(heads), dtype=torch.float32)
         table = builder.parameter(len(heads), len(bucket_of), dtype=torch.float32)
         builder.part(f"{name}.weight", weight, (count, spec.num_heads), slice(None), slice(heads.start, heads.stop))
@@ -34,9 +35,12 @@ def buckets_by_distance(buckets: Buckets, two_way: bool) -> Tensor:
     The first half of a direction's buckets has a distance each, and the sizes of the others grow by a constant factor.
     """
     ahead = torch.arange(-buckets.reach, buckets.reach + 1)
-    distance, count, first = (-ahead).clamp(min=0), buckets.count, torch.zeros_like(ahead)
+    distance = (-ahead).clamp(min=0)
+    count = buckets.count
+    first = torch.zeros_like(ahead)
     if two_way:
-        distance, count = ahead.abs(), buckets.count // 2
+        distance = ahead.abs()
+        count = buckets.count // 2
         first = torch.where(ahead > 0, count, 0)
     single = count // 2
     # In float32 and in this order, as in training: a distance at the border of two buckets depends on the rounding.

@@ -91,7 +91,8 @@ class LMHead:
         row_name: str | None = None,
     ) -> None:
         """row_name: of a bias that the checkpoint keeps as a row, [1, vocab] (BART)."""
-        self.group, self.vocab_size = builder.tensor_group, vocab_size
+        self.group = builder.tensor_group
+        self.vocab_size = vocab_size
         start, stop = self.group.share(vocab_size)
         shape = LinearShape((OutputPart(name, vocab_size, start, stop),), hidden_size, 0, hidden_size)
         self.weight = make_weight(builder, shape) if tied is None else tied.table

@@ -22,7 +22,8 @@ class GroupedExperts:
         # Once they are loaded, in the form that the kernel reads fastest
         self.packed: Any = builder.parameter(num_experts, out_features, in_features)
         self.bias = builder.parameter(num_experts, out_features) if bias else None
-        self.num_experts, self.out_features = num_experts, out_features
+        self.num_experts = num_experts
+        self.out_features = out_features
 
     @property
     def weight(self) -> Tensor:
@@ -61,7 +62,10 @@ class SeparateExperts:
         self, builder: Builder, weights: list[LinearWeight], out_features: int, bias: Tensor | None = None
     ) -> None:
         """bias: [experts, out]"""
-        self.kernels, self.weights, self.out_features, self.bias = builder.kernels, weights, out_features, bias
+        self.kernels = builder.kernels
+        self.weights = weights
+        self.out_features = out_features
+        self.bias = bias
         self.joined: Any = None
         if hasattr(self.kernels.grouped_quantized_linear, "join"):
             builder.weights.append(self)
@@ -91,7 +95,8 @@ class SeparateExperts:
         if self.joined is not None:
             product: Tensor = self.kernels.grouped_quantized_linear(x, self.joined, self.bias, offsets)
             return product
-        ends, out = offsets.tolist(), x.new_empty(len(x), self.out_features)
+        ends = offsets.tolist()
+        out = x.new_empty(len(x), self.out_features)
         for e, (start, stop) in enumerate(pairwise(ends)):
             if stop > start:
                 out[start:stop] = self.weights[e](x[start:stop], None if self.bias is None else self.bias[e])
@@ -134,7 +139,8 @@ def fused_experts(
     local: the experts of this rank. inner: the share [start, stop) of their inner elements that it has.
     """
     count, size, (start, stop) = spec.num_experts, spec.intermediate_size, inner
-    share, everything = stop - start, slice(None)
+    share = stop - start
+    everything = slice(None)
     method = builder.method_of(names["experts_gate_up"].removesuffix(".weight"))
     if method is not DenseWeight:
         return _packed_experts(builder, method, spec, hidden, names, local, inner)
@@ -142,8 +148,10 @@ def fused_experts(
     down = GroupedExperts(builder, len(local), hidden, share, spec.bias)
     for here, picked in _runs(local):
         for which in (0, 1):
-            outputs, half = slice(which * share, (which + 1) * share), slice(which * size + start, which * size + stop)
-            target, shape = gate_up.weight[here, outputs], (count, hidden, 2 * size)
+            outputs = slice(which * share, (which + 1) * share)
+            half = slice(which * size + start, which * size + stop)
+            target = gate_up.weight[here, outputs]
+            shape = (count, hidden, 2 * size)
             if spec.layout == "stacked":
                 builder.part(names["experts_gate_up"], target, (count, 2 * size, hidden), picked, half, is_raw=True)
                 continue
@@ -154,7 +162,8 @@ def fused_experts(
                 name = f"{names['experts_gate_up']}_bias"
                 builder.part(name, gate_up.bias[here, outputs], (count, 2 * size), picked, columns)
         if spec.layout == "stacked":
-            shape, inputs = (count, hidden, size), slice(start, stop)
+            shape = (count, hidden, size)
+            inputs = slice(start, stop)
             builder.part(names["experts_down"], down.weight[here], shape, picked, everything, inputs, is_raw=True)
             continue
         shape = (count, size, hidden)
@@ -194,7 +203,9 @@ def _packed_experts(
         (LinearShape(up_parts, hidden, 0, hidden), halves),
         (LinearShape((down_part,), size, start, stop), [slice(0, hidden)]),
     ):
-        name, outs, runs = shape.parts[0].name, shape.parts[0].rows, list(_runs(local))
+        name = shape.parts[0].name
+        outs = shape.parts[0].rows
+        runs = list(_runs(local))
         bias = builder.parameter(len(local), shape.out_features) if spec.bias else None
         for here, picked in runs if bias is not None else ():
             for i, pick in enumerate(rows):

@@ -16,7 +16,8 @@ class Hybrid:
     """The sum of the results of both, which read the same input. names: of both."""
 
     def __init__(self, builder: Builder, spec: HybridSpec, names: dict[str, str], place: LayerPlace) -> None:
-        self.spec, self.kernels = spec, builder.kernels
+        self.spec = spec
+        self.kernels = builder.kernels
         self.attention = Attention(builder, spec.attention, names, place)
         self.recurrent = Mamba2(builder, spec.recurrent, names, place)
 

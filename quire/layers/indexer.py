@@ -23,8 +23,10 @@ class Indexer:
     """The indexer of one layer. names: of index_q, index_k, index_k_norm and index_weights."""
 
     def __init__(self, builder: Builder, spec: IndexerSpec, names: dict[str, str], hidden: int, q_rank: int) -> None:
-        self.spec, self.rotary_embedding = spec, builder.kernels.rotary_embedding
-        heads, dim = spec.num_heads, spec.head_dim
+        self.spec = spec
+        self.rotary_embedding = builder.kernels.rotary_embedding
+        heads = spec.num_heads
+        dim = spec.head_dim
         self.q = ReplicatedLinear(builder, names["index_q"], q_rank, heads * dim)
         self.k = ReplicatedLinear(builder, names["index_k"], hidden, dim)
         self.k_norm = make_norm(builder, names["index_k_norm"], dim, NormSpec("layer", 1e-6, bias=True))

@@ -32,15 +32,15 @@ class LatentAttention(CachedAttention):
     those of the indexer."""
 
     def __init__(self, builder: Builder, spec: LatentAttentionSpec, names: dict[str, str], place: LayerPlace) -> None:
-        self.spec, self.place = spec, place
+        self.spec = spec
+        self.place = place
         kernels = builder.kernels
-        self.rotary_embedding, self.linear_by_head, self.join = (
-            kernels.rotary_embedding,
-            kernels.linear_by_head,
-            kernels.join,
-        )
+        self.rotary_embedding = kernels.rotary_embedding
+        self.linear_by_head = kernels.linear_by_head
+        self.join = kernels.join
         (heads, is_copy), hidden = spec.heads(builder.tensor_group), spec.hidden_size
-        query_dim, total = spec.nope_dim + spec.rope_dim, spec.num_heads
+        query_dim = spec.nope_dim + spec.rope_dim
+        total = spec.num_heads
         self.num_heads = len(heads)
 
         def parts(name: str, dim: int) -> list[OutputPart]:
@@ -82,7 +82,8 @@ class LatentAttention(CachedAttention):
         stored."""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
-        spec, tokens = self.spec, x.shape[0]
+        spec = self.spec
+        tokens = x.shape[0]
         plan = state.plans[self.place.kv_group]
         q = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
         if self.indexer is not None:
@@ -91,7 +92,8 @@ class LatentAttention(CachedAttention):
         q = self.q(q).view(tokens, self.num_heads, -1)
         compressed = self.kv_a(x)
         latent = self.kv_a_norm(compressed[:, : spec.kv_rank])
-        q_rope, k_rope = q[..., spec.nope_dim :], compressed[:, None, spec.kv_rank :]
+        q_rope = q[..., spec.nope_dim :]
+        k_rope = compressed[:, None, spec.kv_rank :]
         if self.place.rotary is not None:
             tables = state.rotary[self.place.rotary]
             q_rope, k_rope = self.rotary_embedding(q_rope, k_rope, *tables, spec.interleaved_rotary)
@@ -129,7 +131,8 @@ class LowRankMap(LowRank):
         self, builder: Builder, slots: AdapterSlots, shape: LinearShape, spec: LatentAttentionSpec, of_keys: bool
     ) -> None:
         """shape: of kv_b. of_keys: the map of the keys, else that of the values."""
-        self.spec, self.of_keys = spec, of_keys
+        self.spec = spec
+        self.of_keys = of_keys
         super().__init__(builder, slots, [shape], on_demand=True)
         slots.products.pop()
         self.copies = shape.out_features // (spec.nope_dim + spec.value_dim)
@@ -143,7 +146,8 @@ class LowRankMap(LowRank):
             return None
         a, b = matrices[part.name]
         maps = b[part.start : part.stop].reshape(self.copies, -1, len(a))  # [heads, nope_dim + value_dim, rank]
-        keys, values = maps[:, : self.spec.nope_dim], maps[:, self.spec.nope_dim :]
+        keys = maps[:, : self.spec.nope_dim]
+        values = maps[:, self.spec.nope_dim :]
         piece = self._blank(len(a))
         (piece.b if self.of_keys else piece.a[:, 0]).copy_(a)
         (piece.a[:, 0] if self.of_keys else piece.b).copy_((keys if self.of_keys else values).transpose(1, 2))

@@ -120,9 +120,11 @@ def dense_slots(builder: Builder, shape: LinearShape, weight: Tensor) -> None:
     offset = 0
     for p in shape.parts:
         end = offset + p.stop - p.start
-        whole, pick = (p.rows, shape.in_features), (slice(p.start, p.stop), slice(shape.start, shape.stop))
+        whole = (p.rows, shape.in_features)
+        pick = (slice(p.start, p.stop), slice(shape.start, shape.stop))
         if shape.transposed:
-            whole, pick = whole[::-1], pick[::-1]
+            whole = whole[::-1]
+            pick = pick[::-1]
         builder.part(f"{p.name}.weight", weight[offset:end], whole, *pick, transposed=shape.transposed, is_raw=True)
         offset = end
 
@@ -164,7 +166,8 @@ def inner_share(builder: Builder, size: int, reader: str) -> tuple[int, int]:
     reader: the layer whose inputs they are. If it is quantized in groups of inputs, ranks get whole groups, unless
     there are fewer groups than ranks.
     """
-    group, quantizer = builder.tensor_group, builder.quantizer_of(reader)
+    group = builder.tensor_group
+    quantizer = builder.quantizer_of(reader)
     together = max(builder.method_of(reader).inputs_together(reader), 1 if quantizer is None else quantizer.group)
     if 1 < together <= size // group.size:
         groups = -(-size // together)
@@ -221,7 +224,8 @@ class RowParallelLinear:
     ) -> None:
         """inputs: the first one of this rank, and the one behind its last. is_copy: whether other ranks have them, too,
         so that this rank's summand is zero. Rank 0 is never a copy."""
-        self.out_features, self.is_copy = out_features, is_copy
+        self.out_features = out_features
+        self.is_copy = is_copy
         parts = (OutputPart(name, out_features, 0, out_features),)
         self.weight = make_adapted(builder, LinearShape(parts, in_features, *inputs, transposed))
         self.bias = builder.whole(f"{name}.bias", out_features) if bias else None

@@ -36,7 +36,9 @@ class AdapterSlots:
 
     def __init__(self, count: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         """targets: how the names of the modules end that adapters can change; of all if there are none."""
-        self.count, self.max_rank, self._targets = count, max_rank, tuple(targets)
+        self.count = count
+        self.max_rank = max_rank
+        self._targets = tuple(targets)
         self.products: list[LowRank] = []
         self.elsewhere: Container[str] = ()  # modules of other stages of a pipeline, which check them
         self._rows: Tensor | None = None
@@ -45,7 +47,8 @@ class AdapterSlots:
     def use(self, rows: Tensor | None, wanted: Tensor | None = None) -> None:
         """Set the slots of the rows that layers get from now on: of a step's tokens, and of those that are wanted of
         the last layer. int64, -1 for a row without adapter; None if there is no adapter at all."""
-        self._rows, self._wanted = rows, wanted
+        self._rows = rows
+        self._wanted = wanted
 
     def of(self, x: Tensor) -> Tensor | None:
         """The slots of the rows of x."""
@@ -124,7 +127,10 @@ class LowRank:
     ) -> None:
         """shapes: of the product, or of each expert. on_demand: memory is taken when the first adapter needs it. CUDA
         graphs and recorded steps cannot have such products."""
-        self.slots, self.shapes, self.dtype, self.device = slots, shapes, builder.dtype, builder.device
+        self.slots = slots
+        self.shapes = shapes
+        self.dtype = builder.dtype
+        self.device = builder.device
         self.add_lora: Callable[..., Tensor] = builder.kernels.add_lora
         self.copies = len(shapes)
         self.num_parts, self.ends = len(_names(shapes[0])), [0, *accumulate(_widths(shapes[0]))]
@@ -141,7 +147,9 @@ class LowRank:
         self.slots.products.append(self)
 
     def _allocate(self) -> None:
-        copies, rank, self.is_allocated = self.slots.count * self.copies, self.slots.max_rank, True
+        copies = self.slots.count * self.copies
+        rank = self.slots.max_rank
+        self.is_allocated = True
         self.a = zeros(*self.shape_of_a(copies, rank), dtype=self.dtype, device=self.device)
         self.b = zeros(copies, rank, self.ends[-1], dtype=self.dtype, device=self.device)
 
@@ -175,7 +183,8 @@ class LowRank:
 
     def _blank(self, rank: int) -> Piece:
         pinned = self.device.type == "cuda"
-        a, b = self.shape_of_a(self.copies, rank), (self.copies, rank, self.ends[-1])
+        a = self.shape_of_a(self.copies, rank)
+        b = (self.copies, rank, self.ends[-1])
         return Piece(*(torch.zeros(*shape, dtype=self.dtype, pin_memory=pinned) for shape in (a, b)))
 
     def _fill_a(self, target: Tensor, index: int, a: Tensor) -> None:
@@ -207,7 +216,8 @@ class AdaptedWeight(LinearWeight):
     """A weight, and the adapters that are added to its product."""
 
     def __init__(self, weight: LinearWeight, adapters: LowRank) -> None:
-        self.weight, self.adapters = weight, adapters
+        self.weight = weight
+        self.adapters = adapters
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self.adapters.add(self.weight(x, bias), x)

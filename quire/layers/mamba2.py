@@ -18,16 +18,22 @@ class Mamba2(Recurrent):
 
     def __init__(self, builder: Builder, spec: Mamba2Spec, names: dict[str, str], place: LayerPlace) -> None:
         super().__init__(builder, spec, names, place, spec.bias)
-        self.spec, hidden, heads, groups = spec, spec.hidden_size, spec.num_heads, spec.num_kv_heads
-        inner, states = heads * spec.value_dim, groups * spec.key_dim
-        z, x = self.of_heads(spec.value_dim), self.of_heads(spec.value_dim, inner)
+        self.spec = spec
+        hidden = spec.hidden_size
+        heads = spec.num_heads
+        groups = spec.num_kv_heads
+        inner = heads * spec.value_dim
+        states = groups * spec.key_dim
+        z = self.of_heads(spec.value_dim)
+        x = self.of_heads(spec.value_dim, inner)
         b, c = (self.of_key_heads(spec.key_dim, start) for start in (2 * inner, 2 * inner + states))
         dt = self.of_heads(1, 2 * (inner + states))
         rows = 2 * (inner + states) + heads
         self.into = ColumnParallelLinear(
             builder, hidden, [OutputPart(names["state_in"], rows, *part) for part in (z, x, b, c, dt)], spec.bias
         )
-        channels, parts = inner + 2 * states, [(start - inner, stop - inner) for start, stop in (x, b, c)]
+        channels = inner + 2 * states
+        parts = [(start - inner, stop - inner) for start, stop in (x, b, c)]
         weights, biases = (
             [(f"{names['conv']}.{kind}", channels, part) for part in parts] for kind in ("weight", "bias")
         )
@@ -65,7 +71,9 @@ class Mamba2(Recurrent):
     def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens or len(wanted), hidden], this rank's summand."""
         assert self.pages is not None, "bind the cache first"
-        spec, kernels, plan = self.spec, self.kernels, state.plans[self.place.state_group]
+        spec = self.spec
+        kernels = self.kernels
+        plan = state.plans[self.place.state_group]
         projected = self.into(x)
         if self.factors is not None:
             projected = kernels.multiply(projected, self.factors)
@@ -74,7 +82,8 @@ class Mamba2(Recurrent):
         inputs = kernels.causal_conv(inputs, self.conv, self.conv_bias, self.pages, plan)
         steps, decay = kernels.time_steps(dt, self.dt_bias, self.rate, *spec.time_step)
         v, k, q = torch.split(inputs, [self.values, self.keys, self.keys], 1)
-        heads, key_heads = (self.num_heads, self.value_dim), (self.num_kv_heads, self.key_dim)
+        heads = (self.num_heads, self.value_dim)
+        key_heads = (self.num_kv_heads, self.key_dim)
         y = kernels.scan(
             by_head(q, *key_heads),
             by_head(k, *key_heads),
@@ -86,7 +95,8 @@ class Mamba2(Recurrent):
             plan,
             "plain",
         )
-        y, z = pick(y.flatten(1), wanted), pick(z, wanted)
+        y = pick(y.flatten(1), wanted)
+        z = pick(z, wanted)
         size = self.values // self.num_kv_heads
         if self.norm_of_ranks is not None and not spec.gate_first:
             y = self.norm_of_ranks(by_head(y, *heads)).flatten(1)

@@ -48,7 +48,8 @@ class MoE:
         spec.check()
         if spec.layout != "separate" and "expert_gate" in names:
             spec = _as_saved(builder, spec, hidden, names)
-        self.spec, self.kernels = spec, builder.kernels
+        self.spec = spec
+        self.kernels = builder.kernels
         self.router = ReplicatedLinear(builder, names["router"], hidden, spec.num_experts, spec.bias)
         self.correction_bias = None
         if spec.correction_bias:
@@ -101,7 +102,8 @@ class MoE:
             return LinearShape(ups, hidden, 0, hidden), LinearShape((down,), size, start, stop)
 
         here = [shapes(expert) for expert in self.dispatch.local]
-        ups, downs = [up for up, _ in here], [down for _, down in here]
+        ups = [up for up, _ in here]
+        downs = [down for _, down in here]
         if not is_fused:
             for expert in set(range(self.spec.num_experts)) - set(self.dispatch.local):
                 for shape in shapes(expert):
@@ -115,7 +117,8 @@ class MoE:
         own = self.dispatch.own(x)
         weights, experts = self.kernels.choose_experts(self.router(own), self.correction_bias, self.routing)
         if self.spec.weigh_inputs:
-            own, weights = self.kernels.multiply(own, weights), None
+            own = self.kernels.multiply(own, weights)
+            weights = None
         if self.loads is not None:
             self.loads += experts.flatten().bincount(minlength=self.spec.num_experts)
         sent = self.dispatch.send(own, experts, weights, len(x))

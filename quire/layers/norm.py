@@ -27,7 +27,8 @@ class RMSNorm(Norm):
     """Root-mean-square norm (arXiv:1910.07467)."""
 
     def __init__(self, builder: Builder, name: str, size: int, spec: NormSpec) -> None:
-        self.kernels, self.eps = builder.kernels, spec.eps
+        self.kernels = builder.kernels
+        self.eps = spec.eps
         dtype = torch.float32 if spec.wide else None
         if not spec.affine:
             self.weight = builder.parameter(size, dtype=dtype)
@@ -53,7 +54,8 @@ class LayerNorm(Norm):
     """Layer norm, by mean and variance (arXiv:1607.06450)."""
 
     def __init__(self, builder: Builder, name: str, size: int, spec: NormSpec) -> None:
-        self.kernels, self.eps = builder.kernels, spec.eps
+        self.kernels = builder.kernels
+        self.eps = spec.eps
         self.weight = builder.whole(f"{name}.weight", size) if spec.affine else None
         self.bias = builder.whole(f"{name}.bias", size) if spec.bias and spec.affine else None
         if self.weight is not None and spec.offset:

@@ -30,7 +30,8 @@ class NormOfEachHead:
     def __init__(
         self, builder: Builder, name: str, spec: NormSpec, head_dim: int, num_heads: int, heads: range
     ) -> None:
-        self.kernels, self.eps = builder.kernels, spec.eps
+        self.kernels = builder.kernels
+        self.eps = spec.eps
         self.weight = builder.parameter(len(heads), head_dim)
         if "{h}" in name:  # StableLM: one tensor for each head. Tensors of other ranks' heads fill empty slots.
             for head in range(num_heads):
@@ -51,7 +52,9 @@ class RMSNormOfAllHeads:
         self, builder: Builder, name: str, spec: NormSpec, head_dim: int, num_heads: int, heads: range, weight: float
     ) -> None:
         """weight: see make_qk_norm."""
-        self.eps, self.group, self.size = spec.eps, builder.tensor_group, num_heads * head_dim
+        self.eps = spec.eps
+        self.group = builder.tensor_group
+        self.size = num_heads * head_dim
         self.kernels = builder.kernels
         self.weight = builder.parameter(len(heads), head_dim, dtype=torch.float32)
         share = slice(heads.start * head_dim, heads.stop * head_dim)

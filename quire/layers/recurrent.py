@@ -24,10 +24,15 @@ class Recurrent:
         self, builder: Builder, spec: RecurrentSpec, names: dict[str, str], place: LayerPlace, bias: bool = False
     ) -> None:
         """bias: of the output."""
-        self.share, self.place, self.kernels = HeadShare.of(spec, builder.tensor_group), place, builder.kernels
-        self.num_heads, self.num_kv_heads = len(self.share.heads), len(self.share.kv_heads)
-        self.key_dim, self.value_dim = spec.key_dim, spec.value_dim
-        self.keys, self.values = self.num_kv_heads * spec.key_dim, self.num_heads * spec.value_dim
+        self.share = HeadShare.of(spec, builder.tensor_group)
+        self.place = place
+        self.kernels = builder.kernels
+        self.num_heads = len(self.share.heads)
+        self.num_kv_heads = len(self.share.kv_heads)
+        self.key_dim = spec.key_dim
+        self.value_dim = spec.value_dim
+        self.keys = self.num_kv_heads * spec.key_dim
+        self.values = self.num_heads * spec.value_dim
         inner = (self.share.heads.start * spec.value_dim, self.share.heads.stop * spec.value_dim)
         self.out = RowParallelLinear(
             builder,

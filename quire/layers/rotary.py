@@ -30,7 +30,8 @@ def _linear(spec: RotarySpec, max_positions: int) -> Frequencies:
 def _dynamic(spec: RotarySpec, max_positions: int) -> Frequencies:
     """NTK-aware scaling (in arXiv:2309.00071): beyond the trained length the base grows with the text. Cached keys keep
     their rotation, so the base is always that of the longest text that the engine accepts."""
-    factor, dim = spec.scaling["factor"], spec.rotary_dim
+    factor = spec.scaling["factor"]
+    dim = spec.rotary_dim
     stretch = (factor * max(max_positions, spec.max_positions) / spec.max_positions) - (factor - 1)
     return 1.0 / _powers(spec.theta * stretch ** (dim / (dim - 2)), dim), 1.0
 
@@ -47,16 +48,21 @@ def _yarn(spec: RotarySpec, max_positions: int) -> Frequencies:
     """YaRN, arXiv:2309.00071: frequencies that turn less than beta_slow times in the original length are divided by
     `factor`, and those that turn more than beta_fast times are kept. mscale comes from DeepSeek-V2 (arXiv:2405.04434).
     """
-    get, dim, factor = spec.scaling.get, spec.rotary_dim, spec.scaling["factor"]
+    get = spec.scaling.get
+    dim = spec.rotary_dim
+    factor = spec.scaling["factor"]
     lengths = [spec.scaling[ORIGINAL] / (turns * 2 * math.pi) for turns in (get("beta_fast", 32), get("beta_slow", 1))]
     low, high = [dim * math.log(length) / (2 * math.log(spec.theta)) for length in lengths]  # pairs with these turns
     if get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
     powers = _powers(spec.theta, dim)
     frequencies = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
-    mscale, all_dim = get("mscale"), get("mscale_all_dim")
+    mscale = get("mscale")
+    all_dim = get("mscale_all_dim")
     sharpness = sharpening(factor, mscale) / sharpening(factor, all_dim) if mscale and all_dim else sharpening(factor)
     return frequencies, float(get("attention_factor", sharpness))
 

@@ -36,7 +36,8 @@ class RotarySpec:
         return str(self.scaling.get("rope_type", "default"))
 
     def __post_init__(self) -> None:
-        pairs, given = self.rotary_dim // 2, {**self.scaling, "max_position_embeddings": self.max_positions}
+        pairs = self.rotary_dim // 2
+        given = {**self.scaling, "max_position_embeddings": self.max_positions}
         if self.kind not in NEEDED_NUMBERS:
             message = f"rope type {self.kind!r} is not supported; supported: {', '.join([*NEEDED_NUMBERS, *ALIASES])}"
             raise ValueError(message)
@@ -78,7 +79,8 @@ def rotary_spec(
     layer_type: "full_attention" or "sliding_attention" if the architecture rotates these differently, else None.
     rotary_dim: overrides the config. Raises ValueError as RotarySpec does.
     """
-    scaling, max_positions = _parameters(config, layer_type), int(config.get("max_position_embeddings") or 0)
+    scaling = _parameters(config, layer_type)
+    max_positions = int(config.get("max_position_embeddings") or 0)
     local = config.get("rope_local_base_freq") if layer_type == "sliding_attention" else None
     theta = scaling.pop("rope_theta", None) or local or config.get("rope_theta") or config.get("rotary_emb_base")
     if scaling["rope_type"] in ("llama3", "yarn", "longrope"):  # Phi-3 has it at the top level, which takes precedence

@@ -20,7 +20,9 @@ class NarrowProduct:
     def __init__(
         self, builder: Builder, name: str, rank: int, outputs: tuple[int, int, int], bias: bool, inner: str | None
     ) -> None:
-        self.kernels, self.inner, hidden = builder.kernels, inner, outputs[0]
+        self.kernels = builder.kernels
+        self.inner = inner
+        hidden = outputs[0]
         self.down = ReplicatedLinear(builder, f"{name}.0", hidden, rank)
         self.up = ColumnParallelLinear(builder, rank, [OutputPart(f"{name}.2", *outputs)], bias)
 
@@ -67,7 +69,8 @@ class Rwkv(Recurrent):
     def _shift(self, x: Tensor, inputs: Tensor, mixes: Tensor, state: ForwardState) -> Tensor:
         """Mixes of each token and the one before. inputs: of the pages; mixes: [n, 1, hidden] -> [n, tokens, hidden]"""
         assert self.pages is not None, "bind the cache first"
-        pages, plan = self.pages._replace(inputs=inputs), state.plans[self.place.state_group]
+        pages = self.pages._replace(inputs=inputs)
+        plan = state.plans[self.place.state_group]
         before = self.kernels.causal_conv(x, self.before, None, pages, plan, False)
         mixed: Tensor = self.kernels.lerp(x, before, mixes)
         return mixed
@@ -81,7 +84,10 @@ class Rwkv(Recurrent):
         """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. The first layer leaves its values in `state`,
         and each other layer adds a part of them to its own."""
         assert self.pages is not None, "bind the cache first"
-        kernels, plan, heads, dim = self.kernels, state.plans[self.place.state_group], self.num_heads, self.key_dim
+        kernels = self.kernels
+        plan = state.plans[self.place.state_group]
+        heads = self.num_heads
+        dim = self.key_dim
         given = dict(zip("rwkvag", self._shift(x, self.pages.inputs, self.mix, state), strict=True))
         r, k, v = (self.project[key](given[key]) for key in "rkv")
         if self.first_part is None:

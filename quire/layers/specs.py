@@ -88,7 +88,8 @@ class MoESpec:
 
     def check(self) -> None:
         """Raises ValueError if a token cannot use so many experts."""
-        size, left = self.num_experts, 0
+        size = self.num_experts
+        left = 0
         if self.groups > 1:
             (size, left), least = divmod(self.num_experts, self.groups), 1 + (self.group_score == "two_best")
             if left or size < least or self.topk_groups > self.groups:

@@ -29,7 +29,8 @@ class RecurrentSpec:
 
     def cache_shape(self, group: "Communicator") -> StateShape:
         share = HeadShare.of(self, group)
-        heads, key_heads = len(share.heads), len(share.kv_heads)
+        heads = len(share.heads)
+        key_heads = len(share.kv_heads)
         channels = 2 * key_heads * self.key_dim + heads * self.value_dim
         return StateShape(heads, key_heads, self.key_dim, self.value_dim, channels, self.conv_width, self.decays)
 
@@ -97,7 +98,9 @@ class RwkvSpec(RecurrentSpec):
     value_rank: int
 
     def cache_shape(self, group: "Communicator") -> StateShape:
-        heads, dim, hidden = len(HeadShare.of(self, group).heads), self.key_dim, self.hidden_size
+        heads = len(HeadShare.of(self, group).heads)
+        dim = self.key_dim
+        hidden = self.hidden_size
         return StateShape(heads, heads, dim, dim, hidden, self.conv_width, dim, 2 * dim, mlp_channels=hidden)
 
 

@@ -169,7 +169,8 @@ class CrossedInputs(StepInputs):
 
 def dimensions(size: StepSize, groups: int, blocks: int) -> dict[str, int]:
     """The length of each dimension that declarations name."""
-    tokens, requests = size.tokens, size.requests
+    tokens = size.tokens
+    requests = size.requests
     counts = {"tokens": tokens, "requests": requests, "bounds": requests + 1, "groups": groups, "blocks": blocks}
     return {**counts, "axes": 3}
 

@@ -37,7 +37,8 @@ class StepMedia:
 
         q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim] -> out: [tokens, heads, dim], lse: [tokens, heads]
         """
-        out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+        out = torch.zeros_like(q)
+        lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
         queries_each = q.shape[1] // k.shape[1]
         for start, stop in self.spans:
             keys, values = (x[start:stop].repeat_interleave(queries_each, 1).transpose(0, 1).float() for x in (k, v))

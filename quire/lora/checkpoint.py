@@ -93,7 +93,8 @@ def _scales(config: Mapping[str, Any], matrices: Mapping[str, Tensor]) -> dict[s
     for module, a in matrices.items():
         rank: Any = ranks.get(module, config.get("r"))
         alpha: Any = alphas.get(module, config.get("lora_alpha"))
-        is_rank, is_alpha = isinstance(rank, int) and not isinstance(rank, bool), isinstance(alpha, int | float)
+        is_rank = isinstance(rank, int) and not isinstance(rank, bool)
+        is_alpha = isinstance(alpha, int | float)
         if not is_rank or rank < 1 or not is_alpha or isinstance(alpha, bool) or not abs(alpha) < _LARGEST:
             given = f"r={_shown(rank)} and lora_alpha={_shown(alpha)}"
             raise ValueError(f"{CONFIG} has {given}, which must be numbers")

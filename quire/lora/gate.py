@@ -58,7 +58,8 @@ class AdapterGate:
     """
 
     def __init__(self, memory: Memory, max_loras: int, max_cpu_loras: int) -> None:
-        self._memory, self._max_cpu_loras = memory, max_cpu_loras
+        self._memory = memory
+        self._max_cpu_loras = max_cpu_loras
         self._adapters: OrderedDict[str, _Loaded] = OrderedDict()  # by key, the least recently used first
         self._free_slots = list(reversed(range(max_loras)))
         self._wake: Callable[[], None] = lambda: None

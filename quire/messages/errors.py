@@ -9,7 +9,8 @@ def error_text(error: BaseException) -> str:
     ValueError("n must be positive") -> "n must be positive"; KeyError("n") -> "KeyError: 'n'"; AssertionError() ->
     "AssertionError". Every exception that becomes a message must be converted here; tests/messages checks that.
     """
-    name, text = type(error).__name__, str(error).strip()
+    name = type(error).__name__
+    text = str(error).strip()
     if not text:
         return name
     return text if isinstance(error, _WRITTEN_FOR_PEOPLE) else f"{name}: {text}"

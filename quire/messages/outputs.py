@@ -46,7 +46,9 @@ class SpecDecodeMetrics:
         for row in self.counts.values():
             for accepted, times in enumerate(row):
                 histogram[accepted] += times
-        steps, drafted, accepted = sum(histogram), self.num_draft_tokens, self.num_accepted_tokens
+        steps = sum(histogram)
+        drafted = self.num_draft_tokens
+        accepted = self.num_accepted_tokens
         fields = {
             "mean_acceptance_length": 1 + accepted / max(steps, 1),
             "draft_acceptance_rate": accepted / max(drafted, 1),

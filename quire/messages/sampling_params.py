@@ -137,7 +137,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self._check_types()
         self._check_ranges()
         if self.greedy:
-            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+            self.top_p = 1.0
+            self.top_k = 0
+            self.min_p = 0.0
 
     @property
     def greedy(self) -> bool:

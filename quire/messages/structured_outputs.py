@@ -77,7 +77,8 @@ def _schema_text(schema: object) -> str:
     try:
         if isinstance(schema, str):
             _check_text("json", schema)
-            text, schema = schema, json.loads(schema)
+            text = schema
+            schema = json.loads(schema)
         else:
             text = json.dumps(schema, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:

@@ -55,8 +55,10 @@ class DecoderLayer:
 
     def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
         names = {key: name.replace("{i}", str(index)) for key, name in spec.names.items() if name is not None}
-        hidden, scale = spec.hidden_size, spec.residual_scale
-        self.residual_stream, self.kernels = builder.residual_stream, builder.kernels
+        hidden = spec.hidden_size
+        scale = spec.residual_scale
+        self.residual_stream = builder.residual_stream
+        self.kernels = builder.kernels
 
         def norm(role: str):  # type: ignore[no-untyped-def]
             return make_norm(builder, names.get(role), hidden, spec.norm)
@@ -91,10 +93,12 @@ class DecoderLayer:
 
         wanted: indices of the tokens whose results are needed, None for all.
         """
-        stream, tokens = self.residual_stream, state.inputs.positions
+        stream = self.residual_stream
+        tokens = state.inputs.positions
         x, residual = self.attention_norm.add(x, residual)
         out = self.mixer(stream.whole(x, tokens), state, wanted)
-        x, residual = self.attention_post_norm(stream.sum(out)), stream.pick(residual, wanted, tokens)
+        x = self.attention_post_norm(stream.sum(out))
+        residual = stream.pick(residual, wanted, tokens)
         x, residual = self.mlp_norm.add(self._scaled(x), residual)
         x = self.mlp_post_norm(stream.sum(self.mlp(stream.whole(x, out))))
         return self._scaled(x), residual
@@ -114,9 +118,11 @@ class ParallelLayer(DecoderLayer):
     def __call__(
         self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        stream, tokens = self.residual_stream, state.inputs.positions
+        stream = self.residual_stream
+        tokens = state.inputs.positions
         x, residual = self.attention_norm.add(x, residual)
-        x, residual = stream.whole(x, tokens), stream.pick(residual, wanted, tokens)
+        x = stream.whole(x, tokens)
+        residual = stream.pick(residual, wanted, tokens)
         out = self.mixer(x, state, wanted)
         to_mlp = pick(x, wanted) if self.one_norm else stream.whole(self.mlp_norm(residual), out)
         return stream.sum(self.kernels.add(self.mlp(to_mlp), out, out)), residual
@@ -128,7 +134,8 @@ class PostNormLayer(DecoderLayer):
     def __call__(
         self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        stream, tokens = self.residual_stream, state.inputs.positions
+        stream = self.residual_stream
+        tokens = state.inputs.positions
         out = self.mixer(stream.whole(x, tokens), state, wanted)
         x, _ = self.attention_norm.add(stream.sum(out), stream.pick(x, wanted, tokens))
         x, _ = self.mlp_norm.add(stream.sum(self.mlp(stream.whole(x, out))), x)
@@ -151,7 +158,8 @@ class CrossLayer(DecoderLayer):
     def __call__(
         self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        stream, tokens = self.residual_stream, state.inputs.positions
+        stream = self.residual_stream
+        tokens = state.inputs.positions
         x, residual = self.attention_norm.add(x, residual)
         x, residual = self.cross_norm.add(stream.sum(self.mixer(stream.whole(x, tokens), state)), residual)
         out = self.cross(stream.whole(x, tokens), state, wanted)
@@ -165,7 +173,8 @@ class CrossPostNormLayer(CrossLayer):
     def __call__(
         self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        stream, tokens = self.residual_stream, state.inputs.positions
+        stream = self.residual_stream
+        tokens = state.inputs.positions
         x, _ = self.attention_norm.add(stream.sum(self.mixer(stream.whole(x, tokens), state)), x)
         out = self.cross(stream.whole(x, tokens), state, wanted)
         x, _ = self.cross_norm.add(stream.sum(out), stream.pick(x, wanted, tokens))
@@ -179,7 +188,8 @@ class SingleLayer(DecoderLayer):
     def __call__(
         self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        stream, tokens = self.residual_stream, state.inputs.positions
+        stream = self.residual_stream
+        tokens = state.inputs.positions
         x, residual = self.attention_norm.add(x, residual)
         x = stream.whole(x, tokens)
         out = self.mixer(x, state, wanted) if self.mlp is None else self.mlp(pick(x, wanted))
@@ -192,7 +202,8 @@ class ShiftedLayer(DecoderLayer):
     def __call__(
         self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        stream, tokens = self.residual_stream, state.inputs.positions
+        stream = self.residual_stream
+        tokens = state.inputs.positions
         x, residual = self.attention_norm.add(x, residual)
         out = self.mixer(stream.whole(x, tokens), state)
         x, residual = self.mlp_norm.add(stream.sum(out), residual)
@@ -216,7 +227,9 @@ class LayerStack:
 
     def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int, layers: range | None = None) -> None:
         """layers: those of this stage of a pipeline, None for all."""
-        self.spec, self.kernels, self.residual_stream = spec, builder.kernels, builder.residual_stream
+        self.spec = spec
+        self.kernels = builder.kernels
+        self.residual_stream = builder.residual_stream
         own = range(spec.num_layers) if layers is None else layers
         if isinstance(spec.mixers[own.start], RwkvSpec) and own.start:
             raise ValueError("pipeline_parallel_size must be 1: all layers read the values of the first one")
@@ -225,11 +238,14 @@ class LayerStack:
         self.kv_specs: Sequence[ModelKVSpec] = []
         self.cache_shapes: Sequence[Shape] = []
         if not spec.is_encoder:
-            kept, shapes = list[ModelKVSpec](), list[Shape]()
+            kept = list[ModelKVSpec]()
+            shapes = list[Shape]()
             for layer, part in spec.cached:
-                kv_spec, shape = part.kv_spec(layer, windows[layer]), part.cache_shape(builder.tensor_group)
+                kv_spec = part.kv_spec(layer, windows[layer])
+                shape = part.cache_shape(builder.tensor_group)
                 if (chunk := chunks[layer]) is not None and isinstance(shape, CacheShape):
-                    kv_spec, shape = attention_spec([layer], chunk=chunk), replace(shape, chunk=chunk)
+                    kv_spec = attention_spec([layer], chunk=chunk)
+                    shape = replace(shape, chunk=chunk)
                 kept.append(kv_spec)
                 shapes.append(shape)
                 if spec.crossed and isinstance(shape, CacheShape):
@@ -245,7 +261,8 @@ class LayerStack:
             RotaryEmbedding(r, max_model_len, builder.device) for r in variants
         ]
         make_layer = LAYERS[spec.residual]
-        self.first_layer, self.layers = own.start, list[DecoderLayer]()
+        self.first_layer = own.start
+        self.layers = list[DecoderLayer]()
         for i in own:
             rotary = spec.rotary[i]
             table = None if rotary is None else variants.index(rotary)
@@ -278,7 +295,8 @@ class LayerStack:
         The arguments are those of Model.forward. For tokens that are not `wanted`, the last layer computes only keys
         and values."""
         residual: Tensor | None = None
-        start, last = 0, len(self.layers) - 1
+        start = 0
+        last = len(self.layers) - 1
         for tapped in sorted(taps):
             stop = tapped + 1 - self.first_layer
             x, residual = self._through(start, stop, x, residual, state)
@@ -287,7 +305,8 @@ class LayerStack:
         x, residual = self._through(start, last, x, residual, state)
         if start <= last:
             return self.layers[last](x, residual, state, wanted)
-        tokens, stream = state.inputs.positions, self.residual_stream
+        tokens = state.inputs.positions
+        stream = self.residual_stream
         return stream.pick(x, wanted, tokens), None if residual is None else stream.pick(residual, wanted, tokens)
 
     def _through(
@@ -321,7 +340,8 @@ class Decoder(LayerStack, Model):
         """stage: that of this rank in a pipeline, None for the whole model."""
         self.spec, self.stage = spec, stage or Stage(range(spec.num_layers))
         stage = self.stage
-        self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
+        self.vocab_size = spec.vocab_size
+        self.hidden_size = spec.hidden_size
         self.num_token_ids = spec.vocab_size * max(1, spec.token_types)
         self.sees = spec.media is not None, spec.has_sections
         names = {key: name for key, name in spec.names.items() if name is not None}
@@ -333,7 +353,9 @@ class Decoder(LayerStack, Model):
         self.lm_head: LMHead | None = None
         if stage.has_head:
             self._make_head(builder, names, embedding_size)
-        self.num_parameters, self.adapters, self.experts = builder.num_parameters, builder.adapters, builder.experts
+        self.num_parameters = builder.num_parameters
+        self.adapters = builder.adapters
+        self.experts = builder.experts
 
     def _make_embedding(self, builder: Builder, names: Mapping[str, str], embedding_size: int) -> None:
         spec = self.spec
@@ -386,7 +408,8 @@ class Decoder(LayerStack, Model):
         those of the second segment are ids + vocab_size."""
         kinds = None
         if self.segments is not None:
-            kinds, ids = ids // self.vocab_size, ids % self.vocab_size
+            kinds = ids // self.vocab_size
+            ids = ids % self.vocab_size
         x = self.embedding(ids)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale

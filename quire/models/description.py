@@ -47,7 +47,8 @@ def describe(directory: Path, options: ModelConfig) -> ModelDescription:
         return ModelDescription(config, spec, _max_model_len(options, spec))
     pooling = describe_pooling(config, spec, directory, options)
     # Such a checkpoint often lacks the head, which is not needed.
-    names, ignored = {**spec.names, "lm_head": None}, (*spec.ignored, r"^(lm_head|score|classifier)\b")
+    names = {**spec.names, "lm_head": None}
+    ignored = (*spec.ignored, r"^(lm_head|score|classifier)\b")
     spec = replace(spec, names=names, tie_embeddings=False, ignored=ignored)
     return ModelDescription(config, spec, _max_model_len(options, spec, pooling.files.max_tokens), pooling)
 
@@ -65,10 +66,12 @@ def _check_dtype(config: HfConfig, options: ModelConfig) -> None:
 
 def _max_model_len(options: ModelConfig, spec: DecoderSpec, max_tokens: int | None = None) -> int:
     """max_tokens: what sentence-transformers' files say. An option may ask for more, up to the model's positions."""
-    longest, reason = spec.max_positions, "positions of the model"
+    longest = spec.max_positions
+    reason = "positions of the model"
     windows = [window for window in spec.windows if window is not None]
     if options.disable_sliding_window and windows and min(windows) < longest:
-        longest, reason = min(windows), "tokens of the model's sliding window, which disable_sliding_window keeps to"
+        longest = min(windows)
+        reason = "tokens of the model's sliding window, which disable_sliding_window keeps to"
     if options.max_model_len in (None, -1):
         return min(longest, max_tokens or longest)
     if options.max_model_len > longest:

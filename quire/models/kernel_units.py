@@ -71,7 +71,8 @@ def may_start_without(config: EngineConfig, spec: DecoderSpec, mesh: Mesh) -> bo
 
     What other engines, drafters or files read from this one must not change its form, so such an engine waits.
     """
-    kernels, cache = config.kernels, config.cache
+    kernels = config.kernels
+    cache = config.cache
     is_pinned = bool(kernels.kernels) or kernels.attention_backend is not None
     waits = kernels.wait_for_kernels or kernels.batch_invariant or is_pinned or config.model.torch_compile
     has_readers = (

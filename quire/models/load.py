@@ -63,7 +63,8 @@ def _expert_ranks(
         )
     if mesh.ep.size == 1:
         return None
-    group, redundant = mesh.tp if replicated else mesh.ep, options.balance.num_redundant_experts
+    group = mesh.tp if replicated else mesh.ep
+    redundant = options.balance.num_redundant_experts
     buffer = None
     if options.all2all_backend != "all_to_all" and not replicated:
         buffer = open_buffer(group, resolve_dtype(config.model), device, spec.hidden_size)
@@ -136,13 +137,16 @@ def load_model(
     checkpoint: Checkpoint | None = None
     if directory.is_file():
         checkpoint = gguf = GgufCheckpoint(gguf_tensors(read_gguf(directory)))
-        method_of, shape_of = gguf.linear_method(), gguf.shape_of
+        method_of = gguf.linear_method()
+        shape_of = gguf.shape_of
     elif config.model.load_format == "dummy" and weights is None:
-        method_of, is_dense = quantization_method(description.config), quantization_kind(description.config) is None
+        method_of = quantization_method(description.config)
+        is_dense = quantization_kind(description.config) is None
         shape_of = lambda name: () if is_dense else None  # noqa: E731  # quantized experts have tensors of their own
     else:
         files = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or directory)
-        checkpoint, shape_of = presented(files, description.config), files.shape_of
+        checkpoint = presented(files, description.config)
+        shape_of = files.shape_of
         method_of = checkpoint.linear_method() or quantization_method(description.config, checkpoint.has)
     if spec.tie_embeddings is None and checkpoint is not None:
         spec = replace(spec, tie_embeddings=not checkpoint.has(f"{spec.names['lm_head']}.weight"))
@@ -159,7 +163,8 @@ def load_model(
         option = None  # it is the checkpoint's format, whose dense layers remain dense
     quantizer = quantizer_of(option, spec.names)
     builder = Builder(kernels, mesh.tp, method_of, quantizer, adapters, experts, stream, shape_of)
-    stage, elsewhere = None, set[str]()
+    stage = None
+    elsewhere = set[str]()
     if mesh.pp.size > 1:
         drafts = config.scheduler.speculation is not None and config.scheduler.speculation.on_device
         stage, elsewhere = choose_stage(builder, spec, config.parallel, mesh.pp.rank, drafts)

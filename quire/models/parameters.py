@@ -71,7 +71,8 @@ class Parameters:
 
 def parameters_of(spec: DecoderSpec, share: Share = WHOLE) -> Parameters:
     """chosen: with experts that are dealt to ranks, the average of what a token uses on one of them."""
-    hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
+    hidden = spec.hidden_size
+    width = spec.embedding_size or spec.hidden_size
     table = share.part(spec.vocab_size) * width
     has_head = spec.names.get("lm_head") is not None and share.has_head
     is_tied = bool(spec.tie_embeddings) and has_head
@@ -88,7 +89,9 @@ def parameters_of(spec: DecoderSpec, share: Share = WHOLE) -> Parameters:
     experts = chosen = 0
     for index in range(spec.num_layers) if share.layers is None else share.layers:
         of_experts, of_chosen, others = _layer(spec, index, share)
-        experts, chosen, rest = experts + of_experts, chosen + of_chosen, rest + others
+        experts = experts + of_experts
+        chosen = chosen + of_chosen
+        rest = rest + others
     embedding = table if share.has_embedding or is_tied else 0
     head = table if has_head and not is_tied else 0
     return Parameters(embedding, is_tied, head, experts, chosen, rest)
@@ -132,8 +135,11 @@ def _mixer(mixer: CachedSpec, share: Share) -> int:
 
 
 def _recurrent(mixer: RecurrentSpec, share: Share) -> int:
-    hidden, shape = mixer.hidden_size, mixer.cache_shape(share.group)
-    heads, channels, values = shape.heads, shape.channels, shape.heads * shape.value_dim
+    hidden = mixer.hidden_size
+    shape = mixer.cache_shape(share.group)
+    heads = shape.heads
+    channels = shape.channels
+    values = shape.heads * shape.value_dim
     if isinstance(mixer, MambaSpec):
         selected = mixer.rank + 2 * mixer.key_dim
         total = _linear(hidden, 2 * channels, mixer.bias) + channels * (selected + mixer.rank + hidden)
@@ -154,7 +160,9 @@ def _recurrent(mixer: RecurrentSpec, share: Share) -> int:
 
 def _attention(mixer: AttentionSpec, share: Share) -> int:
     mine = HeadShare.of(mixer, share.group)
-    dim, heads, kv_heads = mixer.head_dim, len(mine.heads), len(mine.kv_heads)
+    dim = mixer.head_dim
+    heads = len(mine.heads)
+    kv_heads = len(mine.kv_heads)
     outputs = heads * (2 if mixer.output_gate else 1) + 2 * kv_heads
     total = _linear(mixer.input_size or mixer.hidden_size, outputs * dim, mixer.qkv_bias)
     total += heads * dim * mixer.hidden_size + mixer.hidden_size * mixer.output_bias
@@ -176,7 +184,8 @@ def _latent_attention(mixer: LatentAttentionSpec, share: Share) -> int:
     total += _linear(mixer.hidden_size, mixer.kv_rank + mixer.rope_dim, mixer.bias) + _norm(mixer.norm, mixer.kv_rank)
     total += mixer.kv_rank * heads * (mixer.nope_dim + mixer.value_dim)
     if mixer.selects and mixer.indexer is not None and mixer.q_rank is not None:  # whole on every rank
-        of_index, dim = mixer.indexer, mixer.indexer.head_dim
+        of_index = mixer.indexer
+        dim = mixer.indexer.head_dim
         total += of_index.num_heads * (mixer.q_rank * dim + mixer.hidden_size) + (mixer.hidden_size + 2) * dim
     return total + heads * mixer.value_dim * mixer.hidden_size + mixer.hidden_size * mixer.bias
 

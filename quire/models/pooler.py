@@ -23,7 +23,8 @@ class Dense:
         self.weight = DenseWeight(builder, LinearShape(parts, spec.in_features, 0, spec.in_features))
         bias = spec.bias_name or f"{spec.name}.bias"
         self.bias = builder.whole(bias, spec.out_features) if spec.bias else None
-        self.name, self.activation = spec.activation, None
+        self.name = spec.activation
+        self.activation = None
         if spec.activation not in ("identity", "tanh", "log1p_relu", "difference"):
             self.activation = activation(builder.kernels, spec.activation, gated=False)
         self.norm = None if spec.norm is None else make_norm(builder, spec.norm_name, spec.out_features, spec.norm)
@@ -84,11 +85,13 @@ class Pooler:
             return hidden
         if pooling in ("cls", "last"):
             return hidden[starts if pooling == "cls" else starts + lengths - 1]
-        wide, counts = hidden.float(), lengths[:, None].float()
+        wide = hidden.float()
+        counts = lengths[:, None].float()
         if pooling == "weighted_mean":
             firsts = starts.repeat_interleave(lengths, output_size=len(hidden))
             places = torch.arange(len(hidden), device=hidden.device) - firsts
-            wide, counts = wide * (places[:, None] + 1), counts * (counts + 1) / 2
+            wide = wide * (places[:, None] + 1)
+            counts = counts * (counts + 1) / 2
         reduce = "max" if pooling == "max" else "sum"
         # unsafe: a check of the lengths would wait for the device.
         pooled = torch.segment_reduce(wide, reduce, lengths=lengths, axis=0, unsafe=True)

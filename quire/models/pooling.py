@@ -105,7 +105,8 @@ def _with_options(pooler: PoolerSpec, given: dict[str, Any]) -> PoolerSpec:
 
 def _classifier(name: str, config: HfConfig, spec: DecoderSpec) -> PoolerSpec:
     """The head of a classifier, whose scores are those of its labels."""
-    hidden, norm = spec.hidden_size, spec.norm
+    hidden = spec.hidden_size
+    norm = spec.norm
     names = {int(index): str(label) for index, label in (config.get("id2label") or {}).items()}
     count = int(config.get("num_labels") or len(names) or 2)
     labels = tuple(names.get(i, f"LABEL_{i}") for i in range(count))
@@ -129,7 +130,8 @@ def _classifier(name: str, config: HfConfig, spec: DecoderSpec) -> PoolerSpec:
         layers: tuple[DenseSpec, ...] = (dense, head("classifier"))
     elif not spec.is_encoder:
         biased = name.endswith("ForTokenClassification")
-        layers, pooling = (head("score", bias=biased),), "all" if tokens else "last"
+        layers = (head("score", bias=biased),)
+        pooling = "all" if tokens else "last"
         if name.endswith("ForRewardModel"):  # Qwen2.5-Math-RM
             layers = (DenseSpec("score.0", hidden, hidden, True, "relu"), head("score.2"))
     elif tokens:
@@ -178,7 +180,9 @@ def _scores_activation(config: HfConfig, count: int, name: str) -> Literal["iden
 
 def _vocabulary_head(config: HfConfig, spec: DecoderSpec) -> tuple[DenseSpec, ...]:
     """The head for masked tokens, with the activation of SPLADE: log(1 + relu(logits)) (arXiv:2109.10086)."""
-    hidden, table, names = spec.hidden_size, str(spec.names["embedding"]), str(config["architectures"][0])
+    hidden = spec.hidden_size
+    table = str(spec.names["embedding"])
+    names = str(config["architectures"][0])
     layer_norm = NormSpec("layer", config.get("layer_norm_eps", 1e-12), bias=True)
     if names.startswith("ModernBert"):
         transform = DenseSpec(

@@ -133,8 +133,11 @@ def decoder_spec(
     attention: fields of AttentionSpec that differ. mixer: a spec that replaces AttentionSpec altogether. mixer, mlp and
     rotary: one value for all layers, or a tuple with one for each. names: changes to Llama's.
     """
-    layers, heads, hidden = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
-    kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+    layers = config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
+    hidden = config["hidden_size"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
     sizes = {"hidden_size": hidden, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
     if rotary == "default":
         rotary = rotary_spec(config, head_dim)
@@ -170,7 +173,8 @@ def rotary_by_window(config: HfConfig, windows: tuple[int | None, ...]) -> tuple
 
 def layer_windows(config: HfConfig, default: Callable[[int], bool] = lambda i: True) -> tuple[int | None, ...]:
     """The window of each layer: by the config's `layer_types`, or without them in layers where `default(i)` is true."""
-    window, layers = config.get("sliding_window"), config["num_hidden_layers"]
+    window = config.get("sliding_window")
+    layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
     sliding = [k == "sliding_attention" for k in kinds] if kinds else [default(i) for i in range(layers)]
     return tuple(window if slides else None for slides in sliding)

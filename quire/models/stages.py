@@ -23,7 +23,8 @@ def choose_stage(
     model.
     """
     outline = Outline(builder)
-    parts, costs = spec.indivisible, []
+    parts = spec.indivisible
+    costs = []
     for layers in parts:
         before = outline.num_bytes
         Decoder(outline, spec, 1, Stage(layers, False, False))
@@ -32,7 +33,8 @@ def choose_stage(
     table = spec.vocab_size * (spec.embedding_size or spec.hidden_size) * builder.dtype.itemsize
     if spec.names.get("lm_head") is not None:
         costs[-1] += table // builder.tensor_group.size // 2  # a step that computes prompts hardly uses it
-    stages, counts = options.pipeline_parallel_size, options.pipeline_layers
+    stages = options.pipeline_parallel_size
+    counts = options.pipeline_layers
     if counts and (sum(counts) != spec.num_layers or min(counts) < 1):
         raise ConfigError(
             f"pipeline_layers must add up to the model's {spec.num_layers} layers, with at least one for "
@@ -44,7 +46,9 @@ def choose_stage(
             "so both must be in one stage"
         )
     counts = counts or balanced_parts(parts, costs, stages)
-    start, is_first, is_last = sum(counts[:number]), number == 0, number == stages - 1
+    start = sum(counts[:number])
+    is_first = number == 0
+    is_last = number == stages - 1
     has_embedding = is_first or (is_last and (spec.tie_embeddings or drafts))
     stage = Stage(range(start, start + counts[number]), has_embedding, is_last)
     return stage, {slot.name for slot in outline.slots} | outline.tensors_elsewhere

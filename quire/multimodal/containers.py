@@ -66,7 +66,8 @@ def decode_video(data: bytes, most: int = MOST_FRAMES, fps: float = 0.0) -> tupl
 
 def _times(container: Any, stream: Any) -> tuple[list[int], list[int]]:
     """The presentation times of all frames, and those of the key frames, sorted, in units of the stream's time base."""
-    times, keys = list[int](), list[int]()
+    times = list[int]()
+    keys = list[int]()
     for packet in container.demux(stream):
         if packet.pts is not None and packet.size:
             times.append(packet.pts)
@@ -88,7 +89,8 @@ def _upright(frame: Any) -> Image.Image:
 def open_sound(data: bytes) -> Iterator[tuple[int, int, Iterator[Array]]]:
     """The sample rate, the number of channels, and blocks of mono samples: [samples], float32."""
     with _open(data, "audio") as (container, stream):
-        rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
+        rate = stream.codec_context.sample_rate
+        channels = stream.codec_context.channels
         yield rate, channels, _mixed(container, stream)
 
 

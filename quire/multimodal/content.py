@@ -39,7 +39,8 @@ def split_content(
     messages: Sequence[Mapping[str, Any]], placeholders: Mapping[str, str]
 ) -> tuple[list[Mapping[str, Any]], list[MediaPart]]:
     """Messages with placeholders in place of their media, and the media. Raises MediaError."""
-    rest, media = list[Mapping[str, Any]](), list[MediaPart]()
+    rest = list[Mapping[str, Any]]()
+    media = list[MediaPart]()
     for number, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, list | tuple):
@@ -62,7 +63,8 @@ def split_content(
 
 
 def _media_part(where: str, kind: str, part: Mapping[str, Any]) -> MediaPart:
-    value, uuid = part.get(_FIELDS.get(kind, kind)), part.get("uuid")
+    value = part.get(_FIELDS.get(kind, kind))
+    uuid = part.get("uuid")
     if isinstance(value, Mapping):
         uuid = value.get("uuid", uuid)
         data = value.get("data")
@@ -84,7 +86,8 @@ class Sources:
         self._sample_rate = sample_rate
         path = options.allowed_local_media_path
         self._folder = None if path is None else Path(path).resolve()
-        self._domains, self._io = options.allowed_media_domains, options.media_io
+        self._domains = options.allowed_media_domains
+        self._io = options.media_io
 
     def read(self, part: MediaPart) -> Any:
         """The Encoded item, or a picture that a program gave. Raises MediaError, which names the part."""

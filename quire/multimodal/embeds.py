@@ -109,7 +109,8 @@ def _read_torch(data: bytes) -> Buffer:
         if kind != "storage" or not isinstance(typed, _Name) or typed.module != "torch" or typed.name not in _TYPES:
             raise MediaError("the tensor must be of float32, float16 or bfloat16")
         dtype, width = _TYPES[typed.name]
-        expected, row_major = 1, list[int]()
+        expected = 1
+        row_major = list[int]()
         for size in reversed(shape):
             row_major.insert(0, expected)
             expected *= size
@@ -127,7 +128,9 @@ def _buffer(dtype: str, width: int, shape: list[int], data: bytes) -> Buffer:
 
 def _interpret(pickled: bytes) -> Any:
     """What a pickle builds, with its calls as data. Raises MediaError for operations that no dense tensor needs."""
-    stack, marks, memo = list[Any](), list[int](), dict[int, Any]()
+    stack = list[Any]()
+    marks = list[int]()
+    memo = dict[int, Any]()
     for operation, argument, _ in pickletools.genops(pickled):
         name = operation.name
         if name in ("PROTO", "FRAME"):
@@ -137,7 +140,8 @@ def _interpret(pickled: bytes) -> Any:
         if name == "GLOBAL":
             stack.append(_Name(*str(argument).split(" ", 1)))
         elif name == "STACK_GLOBAL":
-            attribute, module = stack.pop(), stack.pop()
+            attribute = stack.pop()
+            module = stack.pop()
             stack.append(_Name(module, attribute))
         elif name in _CONSTANTS:
             stack.append(_CONSTANTS[name])
@@ -159,7 +163,8 @@ def _interpret(pickled: bytes) -> Any:
         elif name == "BINPERSID":
             pass  # what is on the stack names a storage
         elif name == "REDUCE":
-            arguments, function = stack.pop(), stack.pop()
+            arguments = stack.pop()
+            function = stack.pop()
             stack.append(_Call(function, arguments))
         else:
             raise MediaError(f"the file of torch.save has something else than one dense tensor ({name})")

@@ -33,17 +33,25 @@ class EncoderPrompts:
         self, tokenizer: Tokenizer, limits: EncoderLimits, beginning: Sequence[int], vocab_size: int, longest: int
     ) -> None:
         """beginning: the decoder's first tokens. longest: the most tokens of a text."""
-        self._tokenizer, self._limits, self._beginning = tokenizer, limits, list(beginning)
-        self._vocab_size, self._longest = vocab_size, longest
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._beginning = list(beginning)
+        self._vocab_size = vocab_size
+        self._longest = longest
 
     def expand(self, prompt: Any, add_special_tokens: bool, params: SamplingParams) -> EncoderPrompt:
         """prompt: a string, token ids or a dict. params: truncate_prompt_tokens shortens the encoder's text. Raises
         MediaError or TypeError."""
-        name, encoder, decoder, salt = "prompt", prompt, None, None
+        name = "prompt"
+        encoder = prompt
+        decoder = None
+        salt = None
         if isinstance(prompt, Mapping):
             salt = prompt.get("cache_salt")
             if "encoder_prompt" in prompt or "decoder_prompt" in prompt:
-                name, encoder, decoder = "encoder_prompt", prompt.get("encoder_prompt"), prompt.get("decoder_prompt")
+                name = "encoder_prompt"
+                encoder = prompt.get("encoder_prompt")
+                decoder = prompt.get("decoder_prompt")
                 _refuse_others(prompt, {"encoder_prompt", "decoder_prompt", "cache_salt"})
         text, given = _parts(name, encoder)
         token_ids = self._encoded(name, text, given, add_special_tokens, params)
@@ -60,7 +68,8 @@ class EncoderPrompts:
     def _encoded(
         self, name: str, text: str | None, given: list[int] | None, add_special_tokens: bool, params: SamplingParams
     ) -> list[int]:
-        longest, keep = self._longest, params.truncate_prompt_tokens
+        longest = self._longest
+        keep = params.truncate_prompt_tokens
         if keep is not None:
             if params.truncation_side == "left":
                 raise MediaError(f"{name}: truncation_side must be right for the text of an encoder")
@@ -111,12 +120,14 @@ class EncoderPrompts:
 
 def _parts(name: str, prompt: Any) -> tuple[str | None, list[int] | None]:
     """The text and the token ids of a prompt in any form. One of them is not None."""
-    text, given = None, prompt
+    text = None
+    given = prompt
     if isinstance(prompt, str):
         return prompt, None
     if isinstance(prompt, Mapping):
         _refuse_others(prompt, _FIELDS)
-        text, given = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        text = prompt.get("prompt")
+        given = prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
             raise TypeError(f"{name}: prompt must be a string, got {type(text).__name__}")
         if given is None and text is not None:

@@ -40,7 +40,8 @@ def _get(url: str, domains: Collection[str], most_bytes: int, deadline: float) -
     """The content, or the URL to which this one is redirected."""
     try:
         parts = urlsplit(url)
-        port, host = parts.port, parts.hostname
+        port = parts.port
+        host = parts.hostname
     except ValueError as error:
         raise MediaError("the URL is not valid") from error
     if parts.scheme not in ("http", "https") or not host:
@@ -79,7 +80,8 @@ def _read(connection: "_Connection", parts: SplitResult, url: str, most_bytes: i
     length = response.getheader("Content-Length")
     if length is not None and length.isdigit() and int(length) > most_bytes:
         raise MediaError(f"the file has more than {most_bytes} bytes")
-    pieces, size = [], 0
+    pieces = []
+    size = 0
     while piece := response.read1(_READ_AT_ONCE):
         size += len(piece)
         pieces.append(piece)
@@ -107,7 +109,8 @@ class _Connection(http.client.HTTPConnection):
 
     def __init__(self, host: str, port: int, address: str, secure: bool, timeout: float) -> None:
         super().__init__(host, port, timeout=timeout)
-        self._address, self._secure = address, secure
+        self._address = address
+        self._secure = secure
         self._raw: socket.socket | None = None  # `sock` is None as soon as the response owns it
         if secure:
             self.default_port = 443

@@ -40,7 +40,8 @@ def decode_frames(data: bytes, most: int = MOST_FRAMES, fps: float = 0.0) -> tup
     most = min(most, _most_of_seconds(image, count, fps)) if fps > 0 else most
     check_frames(min(count, most), image.width, image.height)
     chosen = np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
-    frames, milliseconds = [], 0.0
+    frames = []
+    milliseconds = 0.0
     for index in chosen:
         try:
             image.seek(index)

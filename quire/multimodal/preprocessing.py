@@ -10,7 +10,8 @@ import numpy.typing as npt
 from PIL import Image
 
 Array = npt.NDArray[Any]
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
 BILINEAR, BICUBIC = 2, 3  # of PIL.Image.Resampling, which checkpoints name by number
 
@@ -43,12 +44,15 @@ def center_crop(pixels: Array, height: int, width: int) -> Array:
     """pixels: [height, width, 3]; smaller pictures get a black border."""
     h, w, _ = pixels.shape
     if h >= height and w >= width:
-        top, left = (h - height) // 2, (w - width) // 2
+        top = (h - height) // 2
+        left = (w - width) // 2
         return pixels[top : top + height, left : left + width]
     padded = np.zeros((max(height, h), max(width, w), 3), pixels.dtype)
-    top, left = -(-(padded.shape[0] - h) // 2), -(-(padded.shape[1] - w) // 2)
+    top = -(-(padded.shape[0] - h) // 2)
+    left = -(-(padded.shape[1] - w) // 2)
     padded[top : top + h, left : left + w] = pixels
-    top, left = (h - height) // 2 + top, (w - width) // 2 + left
+    top = (h - height) // 2 + top
+    left = (w - width) // 2 + left
     return padded[max(0, top) : max(0, top) + height, max(0, left) : max(0, left) + width]
 
 

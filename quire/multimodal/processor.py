@@ -59,8 +59,11 @@ class MediaProcessor:
         hidden_size: int,
     ) -> None:
         """spec: None for a model that takes embeddings only. hidden_size: of these."""
-        self.tokenizer, self.limits, self._most_items = tokenizer, limits, options.most_items
-        self._spec, self._embeds_size = spec, hidden_size if options.enable_prompt_embeds else 0
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self._most_items = options.most_items
+        self._spec = spec
+        self._embeds_size = hidden_size if options.enable_prompt_embeds else 0
         self._settings = {**read_settings(directory), **options.mm_processor_kwargs}
         self._family = None if spec is None else self._usable_family(options.mm_processor_kwargs)
         self._sources = Sources(options, 0 if self._family is None else self._family.sample_rate)
@@ -103,14 +106,16 @@ class MediaProcessor:
     def _adjusted(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that a request gives, beside those that it leaves as they are. Raises MediaError."""
         assert self._family is not None
-        allowed, adjusted = self._family.adjustable, dict[str, Any]()
+        allowed = self._family.adjustable
+        adjusted = dict[str, Any]()
         for name, value in kwargs.items():
             nested = {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, Mapping) else None
             for path, given in (nested or {name: value}).items():
                 if path not in allowed:
                     known = ", ".join(allowed) or "none"
                     raise MediaError(f"mm_processor_kwargs: a request cannot change {path[:64]!r}, but only: {known}")
-                most, is_number = allowed[path], isinstance(given, int) and not isinstance(given, bool)
+                most = allowed[path]
+                is_number = isinstance(given, int) and not isinstance(given, bool)
                 if most is None and not isinstance(given, bool):
                     raise MediaError(f"mm_processor_kwargs: {path} must be true or false")
                 if most is not None and not (is_number and 1 <= given <= most):
@@ -121,7 +126,8 @@ class MediaProcessor:
     def prepare(self, part: MediaPart, kwargs: Mapping[str, Any] | None = None) -> Prepared:
         """Get an item of a conversation, and preprocess it. kwargs: see `expand`. Raises MediaError, which names the
         part."""
-        family, value = self.family(kwargs), self._sources.read(part)
+        family = self.family(kwargs)
+        value = self._sources.read(part)
         try:
             return _prepare(family, part.modality, value.decode() if isinstance(value, Encoded) else value)
         except MediaError as error:
@@ -219,7 +225,8 @@ class MediaProcessor:
             return self._beside(family, prompt, prepared, uuids, kwargs)
         token_ids, order = self._tokens(family, prompt, prepared, add_special_tokens)
         found = [(modality, prepared[modality][number]) for modality, number in order]
-        media, placed = list[MediaItem](), list[Placed]()
+        media = list[MediaItem]()
+        placed = list[Placed]()
         for (modality, number), positions in zip(order, _positions(family, found, token_ids), strict=True):
             item = prepared[modality][number]
             key = _key(modality, item, names[modality][number], kwargs)
@@ -281,10 +288,12 @@ class MediaProcessor:
         """The tokens of the prompt, each placeholder replaced by the text of its item, and the items in their order:
         (modality, number among those of the modality)."""
         marks = {family.kinds[modality].placeholder: modality for modality in prepared}
-        order, counts = list[tuple[str, int]](), Counter[str]()
+        order = list[tuple[str, int]]()
+        counts = Counter[str]()
 
         def text_of_next(modality: str) -> str:
-            number, items = counts[modality], prepared[modality]
+            number = counts[modality]
+            items = prepared[modality]
             counts[modality] += 1
             order.append((modality, number))
             return items[number].text if number < len(items) else ""
@@ -302,7 +311,8 @@ class MediaProcessor:
             check()
             return self.tokenizer.encode(text, special), order
         of_marks = {modality: self.tokenizer.encode(mark, False) for mark, modality in marks.items()}
-        token_ids, start = list[int](), 0
+        token_ids = list[int]()
+        start = 0
         while start < len(prompt):
             marked = next((m for m, ids in of_marks.items() if prompt[start : start + len(ids)] == ids), None)
             if marked is None:
@@ -364,7 +374,8 @@ def _positions(family: Family, found: Sequence[tuple[str, Prepared]], token_ids:
     for position, token in enumerate(token_ids):
         if token in positions_of:
             positions_of[token].append(position)
-    parts, starts = [], Counter[int]()
+    parts = []
+    starts = Counter[int]()
     for modality, item in found:
         token_id = family.kinds[modality].token_id
         if (count := len(positions_of[token_id])) != needed[token_id]:

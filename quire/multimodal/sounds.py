@@ -39,7 +39,8 @@ def decode_sound(data: bytes, sample_rate: int) -> Array:
         with open_sound(data) if container_of(data) else _open(data) as (rate, channels, blocks):
             _check(rate, channels, 0)
             resampler = _Resampler(rate, sample_rate)
-            pieces, count = list[Array](), 0
+            pieces = list[Array]()
+            count = 0
             for block in blocks:
                 count += len(block)
                 _check(rate, channels, count)

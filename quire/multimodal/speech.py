@@ -41,7 +41,9 @@ class Speech:
     ) -> None:
         """settings: of generation_config.json. most_samples: what the model hears at once, which has so many
         positions, and a timestamp for each."""
-        self.sample_rate, self._most_samples, self._tokenizer = sample_rate, most_samples, tokenizer
+        self.sample_rate = sample_rate
+        self._most_samples = most_samples
+        self._tokenizer = tokenizer
         self._tick = most_samples / sample_rate / positions
         self._start, self._previous = self._token("startoftranscript"), self._token("startofprev")
         self._no_times = self._token("notimestamps")
@@ -62,7 +64,9 @@ class Speech:
         return list(self._pieces(samples))
 
     def _pieces(self, samples: Array) -> Iterator[Piece]:
-        start, most, window = 0, self._most_samples, self.sample_rate // WINDOWS
+        start = 0
+        most = self._most_samples
+        window = self.sample_rate // WINDOWS
         while len(samples) - start > most:
             searched = samples[start + most - most // QUIET : start + most]
             searched = searched[: len(searched) // window * window].reshape(-1, window)
@@ -93,7 +97,9 @@ class Speech:
 
     def segments(self, token_ids: Sequence[int], seconds: float) -> list[Segment]:
         """The segments that timestamps divide an output into. seconds: how long the piece is."""
-        found, first, start = list[Segment](), 0, 0.0
+        found = list[Segment]()
+        first = 0
+        start = 0.0
         for place, token_id in enumerate([*token_ids, -1]):
             is_time = token_id > self._no_times
             if not is_time and place < len(token_ids):
@@ -101,7 +107,8 @@ class Speech:
             end = (token_id - self._no_times - 1) * self._tick if is_time else max(seconds, start)
             if self.text(token_ids[first:place]).strip():
                 found.append(Segment(start, end, first, place))
-            first, start = place + 1, end
+            first = place + 1
+            start = end
         return found
 
     def text(self, token_ids: Sequence[int]) -> str:

@@ -47,7 +47,8 @@ class EngineMetrics:
         self._prefix = prefix
         self._throughput = ThroughputLog()
         self._sequences: dict[str, SequenceRecord] = {}  # by core request id
-        self._counts_cores, self._first_core = counts_cores, first_core
+        self._counts_cores = counts_cores
+        self._first_core = first_core
         self._stats = [CoreStats() if since_start else None for _ in range(num_cores)]  # the last of each core
         self._cache_config: Gauge | None = None
         self._cache_labels: list[dict[str, str]] = []
@@ -80,10 +81,8 @@ class EngineMetrics:
         declare_labelled(Counter, "spec_decode_num_accepted_tokens_per_pos", text, "position", [])
         self._adapters: Gauge | None = None
         if max_loras and not are_shared():
-            name, text = (
-                f"{prefix}:lora_requests_info",
-                "The time; its labels name the adapters of unfinished sequences",
-            )
+            name = f"{prefix}:lora_requests_info"
+            text = "The time; its labels name the adapters of unfinished sequences"
             names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
             self._max_loras, self._adapters = str(max_loras), Gauge(name, text, names, registry=self.registry)
 
@@ -95,7 +94,8 @@ class EngineMetrics:
             for rank, c in enumerate(configs, self._first_core)
         ]
         if self._cache_config is None:
-            name, text = f"{self._prefix}:cache_config_info", "Options and size of the KV cache"
+            name = f"{self._prefix}:cache_config_info"
+            text = "Options and size of the KV cache"
             self._cache_config = _Gauge(name, text, [*labels[0]], registry=self.registry)
         elif labels != self._cache_labels:
             self._cache_config.clear()
@@ -124,9 +124,11 @@ class EngineMetrics:
             self._throughput.begin_work()
         request = RequestRecord(len(sequences), len(sequences))
         for core_request in sequences:
-            num_prompt_tokens, max_tokens = len(core_request.prompt_token_ids), core_request.max_tokens
+            num_prompt_tokens = len(core_request.prompt_token_ids)
+            max_tokens = core_request.max_tokens
             adapter = core_request.adapter.name if core_request.adapter else ""
-            request_id, core = core_request.request_id, core_of(core_request.request_id)
+            request_id = core_request.request_id
+            core = core_of(core_request.request_id)
             self._sequences[request_id] = SequenceRecord(
                 request, num_prompt_tokens, max_tokens, core_request.arrival_time, adapter, core
             )
@@ -145,7 +147,9 @@ class EngineMetrics:
         """A core has finished a step. stats: its state right after the step."""
         if not self.enabled:
             return
-        now, generated, first_tokens = time.monotonic(), 0, 0
+        now = time.monotonic()
+        generated = 0
+        first_tokens = 0
         for output in outputs:
             sequence = self._sequences.get(output.request_id)
             if sequence is None:
@@ -169,7 +173,8 @@ class EngineMetrics:
     def _advance(self, sequence: SequenceRecord, output: EngineCoreOutput, now: float) -> None:
         metrics = self._cores[sequence.core]
         if not sequence.first_token_at:
-            cached, computed = output.num_cached_tokens, sequence.num_prompt_tokens - output.num_cached_tokens
+            cached = output.num_cached_tokens
+            computed = sequence.num_prompt_tokens - output.num_cached_tokens
             sequence.scheduled_at = output.scheduled_at or now
             sequence.first_token_at = now
             sequence.num_cached_tokens = cached
@@ -200,7 +205,8 @@ class EngineMetrics:
         metrics["request_generation_tokens"].observe(sequence.num_tokens)
         metrics["request_params_max_tokens"].observe(sequence.max_tokens)
         metrics["request_num_preemptions"].observe(sequence.num_preemptions)
-        first, last = sequence.first_token_at, sequence.last_token_at
+        first = sequence.first_token_at
+        last = sequence.last_token_at
         if first:
             metrics["request_prefill_kv_computed_tokens"].observe(
                 sequence.num_prompt_tokens - sequence.num_cached_tokens
@@ -218,13 +224,15 @@ class EngineMetrics:
 
     def _count(self, core: int, stats: CoreStats, generated: int, first_tokens: int) -> None:
         """Add the changes since the last step. A new core counts from zero, and the metrics continue."""
-        metrics, before = self._cores[core], self._stats[core] or stats
+        metrics = self._cores[core]
+        before = self._stats[core] or stats
         metrics["generation_tokens"].inc(generated)
         if not self._counts_cores:
             return
         if _is_of_new_core(stats, before):
             before = CoreStats()
-        queries, hits = stats.prefix_queries - before.prefix_queries, stats.prefix_hits - before.prefix_hits
+        queries = stats.prefix_queries - before.prefix_queries
+        hits = stats.prefix_hits - before.prefix_hits
         # A sequence's last token is generated but never computed, so a sequence has one token more than were computed.
         step_tokens = stats.computed_tokens - before.computed_tokens + first_tokens
         if step_tokens:
@@ -246,7 +254,8 @@ class EngineMetrics:
         if are_shared() and is_busy:  # with requests that this process does not see
             self._throughput.begin_work()
         generated = stats.generated_tokens - before.generated_tokens  # for all clients
-        computed, preemptions = max(0, step_tokens - generated), stats.preemptions - before.preemptions
+        computed = max(0, step_tokens - generated)
+        preemptions = stats.preemptions - before.preemptions
         self._throughput.step(total, computed, generated, queries, hits, preemptions)
         if are_shared() and not is_busy:
             self._throughput.end_work()
@@ -254,7 +263,8 @@ class EngineMetrics:
 
 def _is_of_new_core(stats: CoreStats, before: CoreStats) -> bool:
     """Whether a core has counted less than before, so that it must be another one."""
-    drafts, earlier = stats.speculation, before.speculation
+    drafts = stats.speculation
+    earlier = before.speculation
     return (
         stats.computed_tokens < before.computed_tokens
         or stats.prefix_queries < before.prefix_queries

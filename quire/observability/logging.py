@@ -79,7 +79,8 @@ class _Stderr(io.TextIOBase):
     """Stands for standard error. Each line that is printed there becomes an entry of the log."""
 
     def __init__(self, handler: "logging.StreamHandler[Any]") -> None:
-        self._handler, self._rest = handler, ""
+        self._handler = handler
+        self._rest = ""
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")

@@ -74,9 +74,11 @@ class ThroughputLog:
 
     def _speculation(self, stats: CoreStats) -> str:
         """What the line says of drafts; nothing if there were none."""
-        now, before = stats.speculation or SpeculationStats(), self._logged
+        now = stats.speculation or SpeculationStats()
+        before = self._logged
         self._logged = now
-        drafts, drafted = now.drafts - before.drafts, now.draft_tokens - before.draft_tokens
+        drafts = now.drafts - before.drafts
+        drafted = now.draft_tokens - before.draft_tokens
         if drafts <= 0:  # a new core counts from zero
             return ""
         accepted = now.accepted_tokens - before.accepted_tokens

@@ -100,7 +100,9 @@ def _compile(source: str, path: Path, temporary: Path, include: list[str]) -> No
     compiler = find_compiler()
     if compiler is None:
         raise RuntimeError("no C compiler was found (gcc, clang, cc, or what CC names)")
-    stub, file, library = temporary / "libcuda.so.1", temporary / "source.c", temporary / "library.so"
+    stub = temporary / "libcuda.so.1"
+    file = temporary / "source.c"
+    library = temporary / "library.so"
     file.write_text(source)
     headers = [*include, sysconfig.get_paths()["include"]]
     common = [compiler, "-O3", "-shared", "-fPIC", "-Wno-psabi"]

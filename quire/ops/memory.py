@@ -65,7 +65,8 @@ class Slabs(threading.local):
     """Long-lived tensors, side by side on huge pages. A slab is freed with the last tensor in it."""
 
     def __init__(self) -> None:
-        self._slab, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
 
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Like `empty`, for tensors that live as long as the model."""
@@ -73,14 +74,16 @@ class Slabs(threading.local):
         if device.type != "cpu" or not _SHARED <= size < _WORTHWHILE:
             return empty(*shape, dtype=dtype, device=device)
         if self._used + size > len(self._slab):
-            self._slab, self._used = empty(_SLAB, dtype=torch.uint8, device=device), 0
+            self._slab = empty(_SLAB, dtype=torch.uint8, device=device)
+            self._used = 0
         part = self._slab[self._used : self._used + size]
         self._used += -(-size // 64) * 64
         return part.view(dtype).view(shape)
 
     def seal(self) -> None:
         """Let the next tensors have a slab of their own. What has a slab may then be given back as a whole."""
-        self._slab, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
 
 
 lasting = Slabs()

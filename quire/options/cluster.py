@@ -74,7 +74,8 @@ class ClusterConfig:
         """Where the parts of the engine are. ranks: of one replica. Raises ConfigError for options that contradict each
         other."""
         layout = self._layout(replicas, ranks)
-        start, stop = layout.here.start, layout.here.stop
+        start = layout.here.start
+        stop = layout.here.stop
         if stop > replicas:
             raise ConfigError(
                 f"data_parallel_size={replicas}: there is no replica {stop - 1}, which this machine would "
@@ -118,7 +119,8 @@ class ClusterConfig:
             return self._spanning(replicas, ranks // on_each, ranks % on_each)
         if on_each % ranks:
             raise ConfigError(f"nnodes={self.nnodes}: each machine must have whole replicas, of {ranks} ranks each")
-        count, start = on_each // ranks, self.node_rank * on_each // ranks
+        count = on_each // ranks
+        start = self.node_rank * on_each // ranks
         if self.data_parallel_external_lb or self.data_parallel_rank is not None:
             if self.headless or self.data_parallel_hybrid_lb or self.data_parallel_size_local not in (None, 1):
                 raise ConfigError(

@@ -15,7 +15,8 @@ CONNECTORS = {
     "SharedMemoryConnector": ("shared_memory",),
     "TcpConnector": ("tcp",),
 }
-_STREAMS, _MOST_STREAMS = 2, 16
+_STREAMS = 2
+_MOST_STREAMS = 16
 _NO_EFFECT = "kv_buffer_device", "kv_buffer_size", "kv_parallel_size", "kv_rank"  # vLLM's; there is nothing to choose
 
 

@@ -82,7 +82,8 @@ class SpeculativeOptions:
                 raise ConfigError("speculative_config: replay needs acceptance_rates, one for each place of a draft")
             if values.get("model") or values.get("draft_method"):
                 values["method"] = values.pop("draft_method", None)
-        method, model = values.get("method"), values.get("model", "")
+        method = values.get("method")
+        model = values.get("model", "")
         if model in ("ngram", "[ngram]"):
             method = "ngram"
         if method is None and _IMPORT_PATH.fullmatch(model):

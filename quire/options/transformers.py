@@ -14,7 +14,9 @@ def check(config: "EngineConfig") -> None:
     """Raises ConfigError if transformers is not installed, or for an option that its models cannot have."""
     if find_spec("transformers") is None:
         raise ConfigError(f"model_impl='transformers' needs transformers: {install_command('transformers')}")
-    model, parallel, drafts = config.model, config.parallel, config.scheduler.speculation
+    model = config.model
+    parallel = config.parallel
+    drafts = config.scheduler.speculation
     for name, given in (
         ("tensor_parallel_size", parallel.tensor_parallel_size > 1),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size > 1),

@@ -35,7 +35,8 @@ class ExpertRanks:
 def loads_of_ranks(loads: Sequence[float], slots: Sequence[int], ranks: int) -> list[float]:
     """The load of each rank, if the copies of an expert share its load equally. The arguments are those of
     `balanced_slots`."""
-    size, copies = len(slots) // ranks, Counter(slots)
+    size = len(slots) // ranks
+    copies = Counter(slots)
     shares = [loads[expert] / copies[expert] for expert in slots]
     return [sum(shares[rank * size : (rank + 1) * size]) for rank in range(ranks)]
 
@@ -55,7 +56,8 @@ def balanced_slots(loads: Sequence[float], slots: Sequence[int], ranks: int, gai
         heaviest = max(range(len(loads)), key=lambda e: loads[e] / copies[e])
         copies[heaviest] += 1
     shares = sorted(((loads[e] / copies[e], e) for e in range(len(loads)) for _ in range(copies[e])), reverse=True)
-    sums, dealt = [0.0] * ranks, [list[int]() for _ in range(ranks)]
+    sums = [0.0] * ranks
+    dealt = [list[int]() for _ in range(ranks)]
     for load, expert in shares:
         free = [rank for rank in range(ranks) if len(dealt[rank]) < size]
         # a rank with two copies of an expert could as well have one
@@ -65,7 +67,8 @@ def balanced_slots(loads: Sequence[float], slots: Sequence[int], ranks: int, gai
     result = []
     for rank, experts in enumerate(dealt):
         before = slots[rank * size : (rank + 1) * size]
-        coming, kept = list(experts), list[int | None]()
+        coming = list(experts)
+        kept = list[int | None]()
         for expert in before:
             stays = expert in coming
             kept.append(expert if stays else None)

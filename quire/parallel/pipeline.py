@@ -32,8 +32,11 @@ class Pipe:
 
     def __init__(self, stages: Communicator, stream: ResidualStream, hidden_size: int) -> None:
         """stages: the ranks to which this one sends, and from which it receives."""
-        self.stages, self.stream, self.hidden_size = stages, stream, hidden_size
-        self.is_first, self.is_last = stages.rank == 0, stages.rank == stages.size - 1
+        self.stages = stages
+        self.stream = stream
+        self.hidden_size = hidden_size
+        self.is_first = stages.rank == 0
+        self.is_last = stages.rank == stages.size - 1
         self._on_the_way: deque[tuple[dist.Work, Tensor]] = deque()
 
     def receive(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:

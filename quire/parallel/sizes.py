@@ -91,7 +91,8 @@ def balanced(costs: Sequence[int], stages: int) -> list[int]:
     costs: of each layer. Returns the number of layers of each stage, at least 1. Raises ValueError if there are more
     stages than layers.
     """
-    count, sums = len(costs), [0, *accumulate(costs)]
+    count = len(costs)
+    sums = [0, *accumulate(costs)]
     if stages > count:
         raise ValueError(f"pipeline_parallel_size={stages} is too large: the model can have {count} stages")
     # best[n]: the first n layers in so many stages as the loop has seen: (cost of the most expensive one, sum of the

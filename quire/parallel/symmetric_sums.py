@@ -22,7 +22,8 @@ class SymmetricSums(Shortcut):
 
     def __init__(self, buffer: Tensor, name: str) -> None:
         """name: of the process group whose ranks have exchanged the addresses of their buffers."""
-        self.buffer, self.name = buffer, name
+        self.buffer = buffer
+        self.name = name
 
     def all_reduce(self, x: Tensor) -> bool:
         if x.device != self.buffer.device or x.dtype is not self.buffer.dtype or not x.is_contiguous():
@@ -42,7 +43,8 @@ def with_symmetric_sums(group: Communicator, device: torch.device, dtype: torch.
     """
     if group.size == 1 or not group.capturable:  # only NCCL's sums are
         return group
-    buffer, problem = None, "the GPUs cannot read each other's memory, or the type has no such sums"
+    buffer = None
+    problem = "the GPUs cannot read each other's memory, or the type has no such sums"
     try:
         if dtype in (torch.float32, torch.bfloat16) and _all_can_read(device):
             import torch.distributed._symmetric_memory as memory

@@ -50,7 +50,8 @@ class _Chain:
     """Two parsers. The second reads what is content for the first. Calls of both are numbered together."""
 
     def __init__(self, first: Parser, second: Parser) -> None:
-        self._first, self._second = first, second
+        self._first = first
+        self._second = second
         self._indices: dict[tuple[bool, int], int] = {}  # (whether the second parser found it, its number) -> number
 
     def feed(self, text: str) -> list[Event]:

@@ -39,7 +39,8 @@ _INKLING_CALL = ToolFormat(arguments=("args", "arguments", "parameters"))
 
 def muse(reader: Reader, types: Types) -> Steps[None]:
     """Reads an answer of Muse Spark. Messages without a recipient are thinking."""
-    think, show = _thinking(reader), reader.content
+    think = _thinking(reader)
+    show = reader.content
     channels = {"": think, "self": think, "user": show, "commentary": show, "developer": lambda text: None}
     yield from _muse(reader, types, channels)
 

@@ -19,7 +19,8 @@ class Filtered:
     """A parser whose thinking and content are filtered, each run of them on its own."""
 
     def __init__(self, parser: Parser, filter: Filter) -> None:
-        self._parser, self._filter = parser, filter
+        self._parser = parser
+        self._filter = filter
         self._kind: Kind = Content
         self._text = Parsing(filter, Content)
 

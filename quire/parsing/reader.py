@@ -248,7 +248,8 @@ class Parsing:
     def feed(self, text: str) -> list[Event]:
         self._reader.add(text)
         next(self._steps, None)
-        events, self._reader.events = self._reader.events, []
+        events = self._reader.events
+        self._reader.events = []
         return events
 
     def finish(self) -> list[Event]:

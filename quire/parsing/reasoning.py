@@ -117,7 +117,8 @@ class _Thoughts:
     """The thinking. White space at its end is held back, and left out, if the format trims it."""
 
     def __init__(self, reader: Reader, trims: bool) -> None:
-        self._reader, self._trims = reader, trims
+        self._reader = reader
+        self._trims = trims
         self._space: list[str] = []
         self._pieces: list[str] = []
 

@@ -65,7 +65,8 @@ class Counted:
         quantization: str | None = None,
         kv_element_bytes: int | None = None,
     ) -> None:
-        self.device, self.layout = device, layout
+        self.device = device
+        self.layout = layout
         spec = footprint.spec
         self.windows = tuple(dict.fromkeys(spec.windows))
         self._mixture = next((mlp for mlp in spec.mlps if isinstance(mlp, MoESpec)), None)
@@ -75,7 +76,10 @@ class Counted:
         self._num_kernels = sum(part.kernels for part in self._parts)
 
     def _count(self, part: Footprint, quantization: str | None, cache_scale: float) -> _Part:
-        spec, p, layout, kind = part.spec, part.parameters, self.layout, self.device.kind
+        spec = part.spec
+        p = part.parameters
+        layout = self.layout
+        kind = self.device.kind
         linear_size, _, head_size = part.bytes_of_a_parameter(quantization)
         if p.tied:
             head_size = part.bytes_of_a_parameter(quantization)[1]
@@ -138,8 +142,11 @@ class Counted:
         return {name: sum(of_part[name] for of_part in times) for name in times[0]}
 
     def _times(self, part: _Part, work: StepWork, everywhere: int) -> dict[str, float]:
-        device, kind, layout = self.device, self.device.kind, self.layout
-        bandwidth, products = device.reached_bandwidth, self._products
+        device = self.device
+        kind = self.device.kind
+        layout = self.layout
+        bandwidth = device.reached_bandwidth
+        products = self._products
         times = {
             "linear layers": max(part.linear_bytes / device.weight_bandwidth, 2 * part.linear * work.tokens / products),
             "output layer": max(part.output_bytes / device.weight_bandwidth, 2 * part.output * work.places / products)
@@ -164,7 +171,8 @@ class Counted:
 
     def _experts(self, part: _Part, work: StepWork, everywhere: int) -> float:
         """Each token chooses experts independently, all equally likely: the balance that --enable-eplb aims at."""
-        mlp, ranks = self._mixture, self.layout.tp * self.layout.dp if self.layout.ep else 1
+        mlp = self._mixture
+        ranks = self.layout.tp * self.layout.dp if self.layout.ep else 1
         if mlp is None or not part.experts:
             return 0.0
         tokens = everywhere if self.layout.shares_experts else work.tokens
@@ -197,7 +205,9 @@ def _score_operations(part: Footprint, index: int) -> float:
 def _moved(part: Footprint, index: int) -> float:
     """Elements that a layer reads or writes for a token besides weights and cache: the residual and two norms, queries,
     keys and values, results of attention, and those of the MLP before and after its activation."""
-    spec, mixer, mlp = part.spec, _attention(part, index), part.spec.mlps[index]
+    spec = part.spec
+    mixer = _attention(part, index)
+    mlp = part.spec.mlps[index]
     assert mlp is not None
     shape = mixer.cache_shape(part.share.group)
     heads = shape.num_heads * (mixer.head_dim if isinstance(mixer, AttentionSpec) else shape.head_dim)

@@ -41,7 +41,9 @@ def layer(spec: DecoderSpec, index: int, axes: Axes) -> Sent:
     """What a rank sends for each token in a layer."""
     if axes.tp == 1:
         return Sent()
-    mixer, parallel, part = spec.mixers[index], spec.residual == "parallel", (axes.tp - 1) / axes.tp
+    mixer = spec.mixers[index]
+    parallel = spec.residual == "parallel"
+    part = (axes.tp - 1) / axes.tp
     sums = 1 if parallel else 2
     inputs = (
         2 if parallel and spec.names.get("mlp_norm") is not None else sums

@@ -76,7 +76,8 @@ class Fitted:
 
     def _features(self, work: StepWork) -> _Array:
         """The terms of the sum. Behind the last knot, the function of the tokens goes on in proportion to them."""
-        knots, tokens = self._knots, work.tokens
+        knots = self._knots
+        tokens = work.tokens
         hats = np.zeros(len(knots))
         index = int(np.searchsorted(knots, tokens))
         if index == len(knots):
@@ -101,7 +102,8 @@ class Fitted:
 
 def shape_of(footprint: Footprint) -> str:
     """What the times of a model depend on: its sizes, and the bytes of its weights."""
-    spec, p = footprint.spec, footprint.parameters
+    spec = footprint.spec
+    p = footprint.parameters
     return (
         f"{spec.num_layers} layers of {spec.hidden_size}, {p.total} parameters of which {p.active} are used, "
         f"vocabulary {spec.vocab_size}, {footprint.linear:.3g} bytes a weight"
@@ -133,7 +135,9 @@ def read_fit(path: Path, footprint: Footprint, quantization: str | None) -> Fit:
 
 def _knots(sizes: Any) -> list[int]:
     """1, 2, 4, ... tokens, as far as steps were measured there, and the largest step."""
-    knots, size, largest = [], 1, max(sizes)
+    knots = []
+    size = 1
+    largest = max(sizes)
     while size < largest:
         if any(size / 1.42 <= measured <= size * 1.42 for measured in sizes):
             knots.append(size)
@@ -146,7 +150,8 @@ def _fit(features: _Array, seconds: _Array) -> _Array:
     relative = features / seconds[:, None]
     scales = np.maximum(np.abs(relative).max(0), 1e-300)
     relative = relative / scales
-    weights, found = np.ones(len(seconds)), np.zeros(features.shape[1])
+    weights = np.ones(len(seconds))
+    found = np.zeros(features.shape[1])
     for _ in range(_ROUNDS):
         weighted = relative * weights[:, None]
         found = _nonnegative_least_squares(weighted.T @ relative, weighted.sum(0), found)
@@ -157,7 +162,8 @@ def _fit(features: _Array, seconds: _Array) -> _Array:
 
 def _nonnegative_least_squares(gram: _Array, target: _Array, start: _Array) -> _Array:
     """The x >= 0 that minimizes x gram x / 2 - target x, by coordinate descent."""
-    x, slack = start.copy(), gram.diagonal() + 1e-12
+    x = start.copy()
+    slack = gram.diagonal() + 1e-12
     for _ in range(_SWEEPS):
         before = x.copy()
         for i in range(len(x)):

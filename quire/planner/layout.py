@@ -83,19 +83,23 @@ class Stages:
     def parts(self) -> list[Footprint]:
         """Divided like quire/models/stages.py does: the slowest stage reads as few bytes as possible, and half of the
         head counts."""
-        spec, layout = self.footprint.spec, self.layout
+        spec = self.footprint.spec
+        layout = self.layout
         experts = layout.tp * layout.dp if layout.ep else 1
         if layout.pp == 1:
             return [self.footprint.of(Share(layout.tp, expert_ranks=experts))]
-        together, costs = spec.indivisible, []
+        together = spec.indivisible
+        costs = []
         for layers in together:
             of_layers = self.footprint.of(Share(layout.tp, layers, False, False, experts)).parameters
             costs.append(int(self.footprint.linear * (of_layers.experts + of_layers.rest)))
         head = self.footprint.of(Share(layout.tp, range(0), False, True)).parameters
         costs[-1] += int(self.footprint.head * head.output) // 2
-        parts, start = [], 0
+        parts = []
+        start = 0
         for number, count in enumerate(balanced_parts(together, costs, layout.pp)):
-            is_first, is_last = number == 0, number == layout.pp - 1
+            is_first = number == 0
+            is_last = number == layout.pp - 1
             share = Share(layout.tp, range(start, start + count), is_first, is_last, experts)
             parts.append(self.footprint.of(share))
             start += count

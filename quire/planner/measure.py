@@ -44,11 +44,14 @@ class StepClock:
     """Runs steps of an engine, and notes what each computes and how long it takes. now: a clock, in seconds."""
 
     def __init__(self, llm: LLM, windows: tuple[Window, ...], now: Callable[[], float] = time.perf_counter) -> None:
-        self.core, self._windows, self._now = llm.core, windows, now
+        self.core = llm.core
+        self._windows = windows
+        self._now = now
         self._vocabulary = llm.processor.vocab_size
         self._rows: dict[int, Request] = {}
         self._works: list[StepWork] = []
-        self._schedule, self._number = self.core.scheduler.schedule, 0
+        self._schedule = self.core.scheduler.schedule
+        self._number = 0
         setattr(self.core.scheduler, "schedule", self._noted)  # noqa: B010  # mypy knows no methods that change
 
     def add(self, rng: random.Random, prompt: int, output: int) -> None:
@@ -86,7 +89,8 @@ class StepClock:
 
 def cases(most_streams: int, longest: int, most_tokens: int) -> list[Case]:
     """Cases that cover the steps of an engine. longest: of a request. most_tokens: of all requests together."""
-    found, streams = [], 1
+    found = []
+    streams = 1
     while streams <= most_streams:
         for context in _CONTEXTS:
             for prompt in _PROMPTS:
@@ -102,13 +106,17 @@ def measure(
 ) -> list[Sample]:
     """Steps of an engine with one step in flight, for about so many seconds; at least one case for each number of
     streams. Its prefix cache must be off. Raises ValueError for an engine that is too small."""
-    limits, kv = llm.core.scheduler.limits, llm.core.scheduler.kv
+    limits = llm.core.scheduler.limits
+    kv = llm.core.scheduler.kv
     found = cases(limits.max_num_seqs - 1, limits.max_model_len, kv.pool.num_usable * kv.block_size)
     if not found:
         raise ValueError(f"max_model_len={limits.max_model_len} and the KV cache are too small to measure steps")
-    rng, samples = random.Random(seed), list[Sample]()
+    rng = random.Random(seed)
+    samples = list[Sample]()
     by_streams = {case.streams: [other for other in found if other.streams == case.streams] for case in found}
-    clock, began, is_first = StepClock(llm, windows, now), time.perf_counter(), True
+    clock = StepClock(llm, windows, now)
+    began = time.perf_counter()
+    is_first = True
     list(_run(clock, Case(1, _CONTEXTS[0], _PROMPTS[0]), rng))  # the first steps are recorded, and take longer
     while is_first or time.perf_counter() - began < seconds:
         for of_streams in by_streams.values():
@@ -135,7 +143,8 @@ def measured_fit(model: str | None, options: dict[str, Any], footprint: Footprin
     try:
         times = Counted(footprint, Layout(), DEVICES["H100"])  # counts what the fit weighs, which no device matters to
         samples = measure(llm, times.windows, seconds)
-        limits, kv = llm.core.scheduler.limits, llm.core.scheduler.kv
+        limits = llm.core.scheduler.limits
+        kv = llm.core.scheduler.kv
         return Fit(
             VERSION,
             model or "the bundled model",

@@ -76,7 +76,8 @@ def _of_part(part: Footprint, device: Device, options: EngineOptions, quantizati
     groups = kv_groups(part, options.max_model_len)
     block_bytes = max(_block_bytes(part, groups, options), 1)
     blocks = max(0, room // block_bytes - 1)  # block 0 belongs to nobody
-    longest, chunk = options.max_model_len, options.max_num_batched_tokens
+    longest = options.max_model_len
+    chunk = options.max_num_batched_tokens
     held = sum(spec.max_blocks(longest, chunk, options.block_size) for spec in groups)
     if held > blocks:  # a request of max_model_len tokens must fit
         return Memory(largest, weights, step, block_bytes, 0, 0)
@@ -91,7 +92,8 @@ def _block_bytes(part: Footprint, groups: Sequence[ModelKVSpec], options: Engine
 
 def _step_bytes(part: Footprint, options: EngineOptions) -> float:
     """What the largest step takes: hidden states and results of the widest layer, logits in float32."""
-    spec, tokens = part.spec, options.max_num_batched_tokens
+    spec = part.spec
+    tokens = options.max_num_batched_tokens
     widest = max(
         (2 if mlp.gated else 1) * mlp.intermediate_size
         if isinstance(mlp, MLPSpec)

@@ -112,7 +112,8 @@ class Task:
         return memory if self.fitted is None else memory.with_blocks(self.fitted[1])
 
     def replica(self, layout: Layout, memory: Memory) -> Replica:
-        options, gpu = self.options, self.device.kind.is_gpu
+        options = self.options
+        gpu = self.device.kind.is_gpu
         depth = 1 + gpu if layout.pp == 1 else layout.pp + (not gpu)  # as in quire/engine/client.py
         limits = SchedulerLimits(
             options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len, depth=depth, stages=layout.pp
@@ -146,7 +147,8 @@ def result_of(task: Task, layout: Layout) -> Result:
     memory = task.memory(layout)
     if not memory.fits:
         return Result(layout, memory)
-    times, replica = task.times(layout), task.replica(layout, memory)
+    times = task.times(layout)
+    replica = task.replica(layout, memory)
 
     def run(traffic: Traffic, latest: float = math.inf) -> Load:
         done = simulate(traffic, replica, times, layout.dp, layout.shares_experts, latest)
@@ -173,20 +175,26 @@ def breaking_load(traffic: Traffic, limits: Sequence[Limit], run: Callable[[Traf
         return run(traffic.faster(factor), latest)
 
     best: Load | None = None
-    low, high, factor = 0.0, math.inf, 1.0
+    low = 0.0
+    high = math.inf
+    factor = 1.0
     while not (low and math.isfinite(high)) and FACTORS[0] <= factor <= FACTORS[1]:
         load = at(factor)
         if load.met:
-            best, low, factor = load, factor, factor * 2
+            best = load
+            low = factor
+            factor = factor * 2
         else:
-            high, factor = factor, factor / 2
+            high = factor
+            factor = factor / 2
     if not low or not math.isfinite(high):
         return best
     for _ in range(_ROUNDS):
         factor = math.sqrt(low * high)
         load = at(factor)
         if load.met:
-            best, low = load, factor
+            best = load
+            low = factor
         else:
             high = factor
     return best
@@ -194,9 +202,11 @@ def breaking_load(traffic: Traffic, limits: Sequence[Limit], run: Callable[[Traf
 
 def load_of(run: Run, traffic: Traffic, limits: Sequence[Limit], layout: Layout) -> Load:
     """The statistics of a run. A run that was given up misses the limits."""
-    seconds, done = max(run.seconds, 1e-9), [request for request in run.requests if request.tokens]
+    seconds = max(run.seconds, 1e-9)
+    done = [request for request in run.requests if request.tokens]
     latencies = latencies_of(run, limits)
-    output, given = sum(len(request.tokens) for request in done), sum(request.prompt for request in done)
+    output = sum(len(request.tokens) for request in done)
+    given = sum(request.prompt for request in done)
     return Load(
         traffic.rate,
         seconds,
@@ -215,7 +225,8 @@ def load_of(run: Run, traffic: Traffic, limits: Sequence[Limit], layout: Layout)
 
 def latencies_of(run: Run, limits: Sequence[Limit]) -> Latencies:
     samples: dict[str, list[float]] = {"ttft": [], "tpot": [], "e2e": []}
-    gaps, good = [], 0
+    gaps = []
+    good = 0
     for request in run.requests:
         if not request.tokens:
             continue

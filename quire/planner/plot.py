@@ -10,7 +10,10 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from quire.bench.slo import METRICS
 from quire.planner.plan import PERCENTILES, Load, Result, Task, best_of
 
-_BLUE, _GREEN, _RED, _GREY = "#2563a8", "#2e8b57", "#c22f2f", "#b9c4cf"
+_BLUE = "#2563a8"
+_GREEN = "#2e8b57"
+_RED = "#c22f2f"
+_GREY = "#b9c4cf"
 
 
 def plot(path: Path, title: str, task: Task, results: Sequence[Result]) -> None:

@@ -81,8 +81,12 @@ class _Group:
     """Replicas that run their steps together: those that share experts, or one alone."""
 
     def __init__(self, replica: Replica, count: int, times: StepTimes, run: Run, traffic: Traffic) -> None:
-        self.times, self.run, self.depth, self.num_blocks = times, run, replica.limits.depth, replica.num_blocks
-        blocks, prefixes = 1 + replica.simulated_blocks(traffic), traffic.has_prefixes
+        self.times = times
+        self.run = run
+        self.depth = replica.limits.depth
+        self.num_blocks = replica.num_blocks
+        blocks = 1 + replica.simulated_blocks(traffic)
+        prefixes = traffic.has_prefixes
         self.schedulers = [
             Scheduler(replica.limits, blocks, list(replica.groups), replica.block_size, prefixes) for _ in range(count)
         ]
@@ -140,7 +144,8 @@ class _Group:
                 served = self.run.requests[int(output.request_id)]
                 served.tokens.append(now)
                 if output.finish_reason is not None:
-                    served.cached, served.preemptions = output.num_cached_tokens, output.num_preemptions
+                    served.cached = output.num_cached_tokens
+                    served.preemptions = output.num_preemptions
         self.run.seconds = max(self.run.seconds, now)
 
 

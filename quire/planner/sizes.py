@@ -48,7 +48,8 @@ class Footprint:
     def weights(self, quantization: str | None) -> tuple[float, float]:
         """Bytes of all weights in memory, and of those that are read for each token."""
         p, (linear, table, head) = self.parameters, self.bytes_of_a_parameter(quantization)
-        tables, output = table * p.embedding, table * p.embedding if p.tied else head * p.head
+        tables = table * p.embedding
+        output = table * p.embedding if p.tied else head * p.head
         return linear * (p.experts + p.rest) + tables + head * p.head, linear * (p.chosen + p.rest) + output
 
     def bytes_of_a_parameter(self, quantization: str | None) -> tuple[float, float, float]:

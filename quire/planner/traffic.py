@@ -111,16 +111,20 @@ def _generated(text: str) -> Traffic:
         if name not in fields:
             raise ValueError(f"traffic={text!r} needs {name}=TOKENS")
     values = {**_SHORT, **fields}
-    count, spread, prefix = int(values["requests"]), values["spread"], int(values["prefix"])
+    count = int(values["requests"])
+    spread = values["spread"]
+    prefix = int(values["prefix"])
     if not 0 <= spread < 1:
         raise ValueError(f"traffic={text!r}: spread must be at least 0 and less than 1")
     rng = np.random.default_rng(int(values["seed"]))
 
     def lengths(mean: float) -> list[int]:
-        low, high = max(1, math.floor(mean * (1 - spread))), max(1, math.ceil(mean * (1 + spread)))
+        low = max(1, math.floor(mean * (1 - spread)))
+        high = max(1, math.ceil(mean * (1 + spread)))
         return [int(n) for n in rng.integers(low, high + 1, count)]
 
-    pieces, prefixes = -(-prefix // PIECE), rng.integers(0, int(values["prefixes"]), count)
+    pieces = -(-prefix // PIECE)
+    prefixes = rng.integers(0, int(values["prefixes"]), count)
     arrivals = [
         Arrival(0.0, PIECE * pieces + prompt, output, tuple(1 + int(number) * pieces + i for i in range(pieces)))
         for prompt, output, number in zip(lengths(values["input"]), lengths(values["output"]), prefixes, strict=True)
@@ -161,7 +165,8 @@ def _arrival(fields: Any) -> Arrival:
     output = next((int(fields[name]) for name in _LENGTHS if fields.get(name)), 0)
     if output < 1:
         raise ValueError(f"needs the number of output tokens, as {', '.join(map(repr, _LENGTHS))}")
-    prompt, ids = fields.get("prompt"), fields.get("prompt_token_ids")
+    prompt = fields.get("prompt")
+    ids = fields.get("prompt_token_ids")
     if isinstance(prompt, list):
         prompt, ids = None, prompt
     if isinstance(prompt, str) and prompt:

@@ -28,7 +28,8 @@ class StepWork(NamedTuple):
 
 def step_work(ends: Sequence[int], counts: Sequence[int], places: int, windows: Sequence[Window]) -> StepWork:
     """ends: of each request, its tokens that are computed when the step has ended. counts: those of the step."""
-    tokens, requests = sum(counts), len(counts)
+    tokens = sum(counts)
+    requests = len(counts)
     if tokens == requests:  # each has one
         read = tuple(sum(ends) if window is None else _seen(ends, window) for window in windows)
         none = (0,) * len(windows)

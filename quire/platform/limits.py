@@ -59,7 +59,8 @@ def _quota(folder: Path) -> float | None:
     with contextlib.suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()
         return int(quota) / int(period)  # the quota "max" raises ValueError
-    quota_us, period_us = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    quota_us = _number(folder / "cpu.cfs_quota_us")
+    period_us = _number(folder / "cpu.cfs_period_us")
     return quota_us / period_us if quota_us is not None and quota_us > 0 and period_us else None
 
 
@@ -98,7 +99,8 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
         if name is None or name not in paths or (name and name not in options.split(",")):
             continue
         top, mount = (field.encode().decode("unicode_escape") for field in before.split()[3:5])
-        path, top = paths[name], top.rstrip("/")
+        path = paths[name]
+        top = top.rstrip("/")
         # A path outside this mount's top counts as the root of the mount.
         below = path[len(top) :].strip("/") if f"{path}/".startswith(f"{top}/") else ""
         mounted = root / mount.strip("/")

@@ -41,7 +41,8 @@ def collect_stacks(folder: Path, only: int | None = None) -> dict[str, str]:
             waiting[pid] = path.stat().st_size
             os.kill(pid, _SIGNAL)
             os.kill(pid, signal.SIGCONT)
-    before, end = dict(waiting), time.monotonic() + _WAIT_SECONDS
+    before = dict(waiting)
+    end = time.monotonic() + _WAIT_SECONDS
     while waiting and time.monotonic() < end:
         time.sleep(_SETTLED_SECONDS)
         for pid, size in list(waiting.items()):

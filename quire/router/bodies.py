@@ -21,7 +21,9 @@ class Bodies:
 
     def __init__(self, limit: int, total_limit: int, seconds: float) -> None:
         """seconds: of a body's Arrival."""
-        self.limit, self.total_limit, self.seconds = limit, max(limit, total_limit), seconds
+        self.limit = limit
+        self.total_limit = max(limit, total_limit)
+        self.seconds = seconds
         self.held = 0
 
 
@@ -29,14 +31,17 @@ class HeldBody:
     """A request's share of the bodies that are held."""
 
     def __init__(self, bodies: Bodies) -> None:
-        self._bodies, self._size = bodies, 0
+        self._bodies = bodies
+        self._size = 0
 
     async def read(self, receive: Receive, declared: bytes | None) -> bytes:
         """The body. declared: the header Content-Length. Raises RouteError above a limit, before the body is read if
         its length is declared, and ClientLeft."""
         if declared is not None and declared.isdigit():
             self._check(int(declared[:20]))
-        chunks, received, arrival = [], 0, Arrival(self._bodies.seconds)
+        chunks = []
+        received = 0
+        arrival = Arrival(self._bodies.seconds)
         while True:
             message = await self._next(arrival, receive)
             if chunk := message["body"]:

@@ -75,7 +75,8 @@ class CachedPrefixes(Prefixes):
                 self._store(stream, event)
 
     def _store(self, stream: int, event: BlockStored) -> None:
-        known, size = self._pieces[stream], event.block_size
+        known = self._pieces[stream]
+        size = event.block_size
         self.block_size = self.block_size or size
         if event.parent_block_hash is None:
             extra = event.extra_keys[0] if event.extra_keys else None
@@ -119,7 +120,9 @@ class CachedPrefixes(Prefixes):
         if not call.tokens or not self.block_size:
             return []
         salt, model = (_text(call, name) for name in ("cache_salt", "model"))
-        piece, size, found = _root(salt, model if model in self._adapters else None), self.block_size, []
+        piece = _root(salt, model if model in self._adapters else None)
+        size = self.block_size
+        found = []
         for start in range(0, len(call.tokens) - size + 1, size):
             piece = hash((piece, *call.tokens[start : start + size]))
             if piece not in self._cores:
@@ -186,7 +189,8 @@ async def listen(prefixes: CachedPrefixes, stream: int, endpoint: str, replay: s
 
 async def _catch_up(prefixes: CachedPrefixes, stream: int, replay: str | None) -> None:
     """Apply what was missed. If that is not to be had, what is known from the stream is forgotten."""
-    batches, last = [], prefixes.last[stream]
+    batches = []
+    last = prefixes.last[stream]
     try:
         if replay is not None:
             # The last batch that is known is asked for, too: only the same core has the same one, with its time.
@@ -238,11 +242,13 @@ class Tokens:
     """Finds out the tokens of requests, by the servers' /tokenize."""
 
     def __init__(self, client: aiohttp.ClientSession, fleet: Fleet) -> None:
-        self._client, self._fleet = client, fleet
+        self._client = client
+        self._fleet = fleet
 
     async def find(self, call: Call) -> None:
         """Set the request's `tokens`, if it is a completion or a chat. They stay empty if that fails."""
-        path, fields = call.target.partition("?")[0], call.fields
+        path = call.target.partition("?")[0]
+        fields = call.fields
         if path == "/v1/completions" and "prompt" in fields:
             body = {"prompt": fields["prompt"], "add_special_tokens": fields.get("add_special_tokens", True)}
             if not bytes(fields["prompt"]).lstrip().startswith(b'"'):

@@ -27,7 +27,11 @@ class Call:
     def __init__(
         self, method: str, target: str, headers: Sequence[tuple[str, str]], body: bytes, request_id: str
     ) -> None:
-        self.method, self.target, self.headers, self.body, self.request_id = method, target, headers, body, request_id
+        self.method = method
+        self.target = target
+        self.headers = headers
+        self.body = body
+        self.request_id = request_id
         self.session: bytes | None = None
         self.span: ServerSpan | None = None  # of the request, with traces
         self.tokens: list[int] = []  # of the prompt, if the policy has asked for them

@@ -13,7 +13,10 @@ class RouteError(Exception):
 
     def __init__(self, status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.headers = status, message, code, dict(headers or {})
+        self.status = status
+        self.message = message
+        self.code = code
+        self.headers = dict(headers or {})
 
     @property
     def body(self) -> bytes:

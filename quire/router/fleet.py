@@ -25,7 +25,9 @@ class Backend:
     """
 
     def __init__(self, number: int, url: str, metrics: BackendMetrics) -> None:
-        self.number, self.url, self.metrics = number, url, metrics
+        self.number = number
+        self.url = url
+        self.metrics = metrics
         self.healthy = False
         self.unanswered: set[Visit] = set()
         self.answering = self.elsewhere = self.sent = 0
@@ -55,7 +57,8 @@ class RoundRobin:
     """Servers take turns, however busy they are."""
 
     def __init__(self, count: int) -> None:
-        self._count, self._next = count, 0
+        self._count = count
+        self._next = 0
 
     def route(self, request: Call, ready: Sequence[int], core: int | None = None) -> int:
         if core is None:
@@ -91,7 +94,8 @@ class Fleet:
         """cached: what the servers have, if their KV events say so."""
         urls = config.backend if kind == "backend" else tuple(server.url for server in config.prefill_servers)
         self.backends = [Backend(i, url, metrics.of_backend(kind, url)) for i, url in enumerate(urls)]
-        self._policy, self._max_connections = _policy(config, len(urls), cached), config.max_connections
+        self._policy = _policy(config, len(urls), cached)
+        self._max_connections = config.max_connections
 
     @property
     def healthy(self) -> list[Backend]:
@@ -147,7 +151,8 @@ class Visit:
     """
 
     def __init__(self, fleet: Fleet, backend: Backend) -> None:
-        self._fleet, self._backend = fleet, backend
+        self._fleet = fleet
+        self._backend = backend
         self._limit = asyncio.timeout(None)
         self._answered = False
         self.reason = ""

@@ -21,7 +21,9 @@ class HealthChecks:
     """
 
     def __init__(self, config: RouteConfig, fleet: Fleet, client: aiohttp.ClientSession, key: str | None) -> None:
-        self._config, self._fleet, self._client = config, fleet, client
+        self._config = config
+        self._fleet = fleet
+        self._client = client
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._timeout = aiohttp.ClientTimeout(total=config.health_check_timeout)
         self._failures = dict.fromkeys(fleet.backends, 0)

@@ -53,7 +53,8 @@ class BackendMetrics:
     """The metrics of one server, found once, since finding them takes longer than counting."""
 
     def __init__(self, metrics: RouteMetrics, kind: str, url: str) -> None:
-        self._metrics, self._labels = metrics, (kind, url)
+        self._metrics = metrics
+        self._labels = (kind, url)
         self.up = metrics.up.labels(kind, url)
         self.in_flight = metrics.in_flight.labels(kind, url)
         self.first_byte = metrics.first_byte.labels(kind, url)

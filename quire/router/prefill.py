@@ -48,7 +48,9 @@ class Prefills:
     """The prefill servers, and which requests they are asked for."""
 
     def __init__(self, config: RouteConfig, client: aiohttp.ClientSession, fleet: Fleet) -> None:
-        self.client, self.fleet, self.max_attempts = client, fleet, config.max_retries + 1
+        self.client = client
+        self.fleet = fleet
+        self.max_attempts = config.max_retries + 1
         self.addresses = {b: Address(s) for b, s in zip(fleet.backends, config.prefill_servers, strict=True)}
         self._min_bytes = config.prefill_min_bytes
 
@@ -78,10 +80,13 @@ class Address:
     """Where KV blocks are fetched from. Decode servers want an IP address, so the names of hosts are looked up."""
 
     def __init__(self, server: PrefillServer) -> None:
-        self.port, self._name = server.port, server.host
-        self._host, self._until = "", 0.0
+        self.port = server.port
+        self._name = server.host
+        self._host = ""
+        self._until = 0.0
         with contextlib.suppress(ValueError):
-            self._host, self._until = str(ipaddress.ip_address(server.host)), float("inf")
+            self._host = str(ipaddress.ip_address(server.host))
+            self._until = float("inf")
 
     async def host(self) -> str:
         """Raises OSError."""
@@ -97,7 +102,9 @@ class Prefill:
     computes the prompt itself."""
 
     def __init__(self, prefills: Prefills, call: Call, short: Mapping[str, Any]) -> None:
-        self._prefills, self._call, self._short = prefills, call, short
+        self._prefills = prefills
+        self._call = call
+        self._short = short
         self._failed: set[Backend] = set()
         self._attempts_left = prefills.max_attempts
         self._computing: asyncio.Task[None] | None = None
@@ -130,7 +137,8 @@ class Prefill:
 
     async def _compute(self, backend: Backend, decode: Visit, begun: "asyncio.Future[bytes | None]") -> None:
         """begun: gets the body for the server that answers, or None if the prefill has failed already."""
-        fleet, transfer_id = self._prefills.fleet, uuid4().hex
+        fleet = self._prefills.fleet
+        transfer_id = uuid4().hex
         failure: Exception
         try:
             async with Visit(fleet, backend) as visit:

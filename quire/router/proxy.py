@@ -52,8 +52,14 @@ class Proxy:
         access_log: AccessLog | None = None,
         tracing: "Tracing | None" = None,
     ) -> None:
-        self.config, self.client, self.bodies, self.fleet, self.metrics = config, client, bodies, fleet, metrics
-        self.prefills, self._tokens, self._access_log = prefills, tokens, access_log
+        self.config = config
+        self.client = client
+        self.bodies = bodies
+        self.fleet = fleet
+        self.metrics = metrics
+        self.prefills = prefills
+        self._tokens = tokens
+        self._access_log = access_log
         self._tracing = tracing
         self._keys = [key.encode() for key in keys]
         self._session_header = (config.session_header or "").lower().encode()
@@ -109,7 +115,8 @@ class Proxy:
         try:
             body = await held.read(receive, header(headers, b"content-length"))
             call = Call(scope["method"], _target(scope), to_server(scope, answer.request_id), body, answer.name)
-            call.session, call.span = self._session(headers, call), answer.span
+            call.session = self._session(headers, call)
+            call.span = answer.span
             watch = asyncio.create_task(answer.watch(receive, asyncio.current_task()))
             try:
                 await self._send_until_answered(call, held, answer)
@@ -145,7 +152,8 @@ class Proxy:
         lost with its server is sent again `max_retries` times, since it may be the cause.
         """
         avoided: set[Backend] = set()
-        losses, may_avoid = 0, True
+        losses = 0
+        may_avoid = True
         if self._tokens is not None and call.session is None:
             await self._tokens.find(call)
         prefill = None if self.prefills is None else self.prefills.of(call)
@@ -228,7 +236,8 @@ class Proxy:
     async def _send_error(self, scope: Any, answer: "_Answer", error: RouteError) -> None:
         self.metrics.errors.labels(error.code).inc()
         answer.error = error
-        path, status = printable(scope["path"], 200), answer.status or error.status
+        path = printable(scope["path"], 200)
+        status = answer.status or error.status
         fields = answer.fields(path=path, status=status, error=error.message, error_code=error.code)
         if answer.status:
             logger.error("Request %s: %s: the answer ends early: %s", answer.name, path, error.message, extra=fields)
@@ -262,7 +271,9 @@ class _Answer:
     are traces. error: of the proxy itself."""
 
     def __init__(self, send: Send, request_id: bytes, span: "ServerSpan | None" = None) -> None:
-        self._send, self.request_id, self.span = send, request_id, span
+        self._send = send
+        self.request_id = request_id
+        self.span = span
         self.error: RouteError | None = None
         self.name = request_id.decode("ascii")
         self.status = self.sent = 0

@@ -36,7 +36,8 @@ class Penalties(LogitsProcessor):
         return asks
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
-        rows, index = self.upload(at.rows), self.upload(at.index)[:, None]
+        rows = self.upload(at.rows)
+        index = self.upload(at.index)[:, None]
         token_ids = at.state.token_ids[:, : at.num_tokens.max()].index_select(0, rows)
         position = torch.arange(token_ids.shape[1], device=self.device)
         known = position < at.lengths[:, None]

@@ -70,8 +70,10 @@ class Sampler:
         self, kernels: Kernels, config: EngineConfig, device: torch.device, own: MakeProcessor | None = None
     ) -> None:
         """own: makes a logits processor of the model's own. Raises ConfigError for a plugin that cannot be loaded."""
-        self.argmax, self.log_softmax = kernels.argmax, kernels.log_softmax
-        self.sample_gumbel, self.keep_top_k_top_p = kernels.sample_gumbel, kernels.keep_top_k_top_p
+        self.argmax = kernels.argmax
+        self.log_softmax = kernels.log_softmax
+        self.sample_gumbel = kernels.sample_gumbel
+        self.keep_top_k_top_p = kernels.keep_top_k_top_p
         self.accept_or_resample = kernels.accept_or_resample
         mode = config.sampling.logprobs_mode
         self._scores_processed, self._scores_are_logits = mode.startswith("processed"), mode.endswith("logits")
@@ -85,7 +87,8 @@ class Sampler:
 
         logits: [places, vocab], of any float type. They may be overwritten.
         """
-        asks, scores = None, None
+        asks = None
+        scores = None
         if batch.num_logprobs is not None:
             asks = upload(np.flatnonzero(batch.num_logprobs >= 0), logits.device)
             if not self._scores_processed:
@@ -128,7 +131,8 @@ class Sampler:
 
     def _draw(self, logits: Tensor, batch: SamplingBatch, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """The sampled tokens, and the logits they were drawn from, for processed logprobs."""
-        random, proposals = batch.random, batch.proposals
+        random = batch.random
+        proposals = batch.proposals
         chosen = logits if random is None else logits[random]
         limited = drafter = None
         if proposals is not None:  # its logits are copied before anything overwrites them

@@ -24,7 +24,8 @@ class Compression:
     """
 
     def __init__(self, options: KVCompressionOptions, block_size: int) -> None:
-        self.options, self.block_size = options, block_size
+        self.options = options
+        self.block_size = block_size
         self.interval = -(-options.interval // block_size) * block_size
 
     def check(self, limits: SchedulerLimits) -> None:
@@ -54,7 +55,8 @@ class Compression:
             held = (num_tokens - request.num_removed_tokens) // self.block_size
             kept = self.options.kept_blocks(num_tokens, self.block_size, ratio)
             if kept is not None and kept < held:
-                request.compress_at, request.num_kept_blocks = num_tokens, kept
+                request.compress_at = num_tokens
+                request.num_kept_blocks = kept
                 return
             if not self.interval:
                 break
@@ -68,7 +70,9 @@ class Compression:
         sampled one by one, these are computed again: they see the same keys as before. known: how many tokens are known
         or in flight, at most. The request waits if it cannot tell.
         """
-        computed, end, window = request.num_computed_tokens, request.compress_at, self.options.window
+        computed = request.num_computed_tokens
+        end = request.compress_at
+        window = self.options.window
         if known < end:
             return computed, min(room, known - computed)
         if request.num_in_flight_samples:

@@ -82,17 +82,20 @@ class ConstrainedRequests:
 
         num_sampled: the number of its tokens up to the last one that was sampled.
         """
-        constraint, num_tokens = request.constraint, len(request.token_ids)
+        constraint = request.constraint
+        num_tokens = len(request.token_ids)
         assert constraint is not None
         output.new_token_ids = request.token_ids[request.num_reported_tokens :]
         output.num_cached_tokens = min(request.num_cached_tokens, request.num_prompt_tokens)
         request.num_reported_tokens = num_tokens
         if constraint.error is not None:  # even at an end: masks that cannot be computed may allow nothing else
-            output.finish_reason, output.stop_reason = FinishReason.ERROR, constraint.error
+            output.finish_reason = FinishReason.ERROR
+            output.stop_reason = constraint.error
         elif output.finish_reason is not None:
             return
         elif (forced := constraint.forced()) and self._ends_early(request, forced[0]):
-            output.finish_reason, output.stop_reason = FinishReason.STOP, "the grammar allows no further token"
+            output.finish_reason = FinishReason.STOP
+            output.stop_reason = "the grammar allows no further token"
         elif num_tokens > num_sampled:
             self._unsent.append((request, num_sampled))
 
@@ -112,7 +115,8 @@ class ConstrainedRequests:
 
     def send_known_tokens(self, step: SchedulerOutput) -> None:
         """Tell the worker the tokens that requests of a new step took without sampling them."""
-        unsent, self._unsent = self._unsent, []
+        unsent = self._unsent
+        self._unsent = []
         edits = step.known_tokens
         for request, start in unsent:
             if request.status is not Status.RUNNING:
@@ -150,7 +154,8 @@ class ConstrainedRequests:
 
     def begin_masks(self, step: SchedulerOutput, requests: Sequence[Request]) -> None:
         """Start to fill the masks of a step of these requests, when the results of all earlier steps are known."""
-        places, constraints = [], []
+        places = []
+        constraints = []
         place = 0
         for index, request in enumerate(requests):
             if not request.num_in_flight_samples:

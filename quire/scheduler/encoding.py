@@ -36,7 +36,8 @@ class EncoderCache:
                 self._idle[key] = None
                 self._idle.move_to_end(key)
         self._released.clear()
-        step.forgets_all, self._forgets_all = self._forgets_all, False
+        step.forgets_all = self._forgets_all
+        self._forgets_all = False
         return step
 
     def limit(self, request: Request, start: int, count: int, step: SchedulerOutput | None) -> int:
@@ -79,7 +80,8 @@ class EncoderCache:
         self._forgets_all = True
 
     def _hold(self, request: Request, item: MediaItem, step: SchedulerOutput | None) -> bool:
-        key, size = item.place.key, item.place.num_embeds
+        key = item.place.key
+        size = item.place.num_embeds
         if key not in self._sizes:
             idle = sum(self._sizes[other] for other in self._idle)
             if (

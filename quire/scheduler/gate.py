@@ -68,7 +68,8 @@ class WaitingRoom:
     """The requests that wait at gates. may_open: whether to ask the gates again; set from any thread."""
 
     def __init__(self, gates: Sequence[Gate]) -> None:
-        self._gates, self.may_open = gates, False
+        self._gates = gates
+        self.may_open = False
         self.requests: dict[str, Request] = {}
 
     def passes(self, request: Request) -> bool:
@@ -88,7 +89,8 @@ class WaitingRoom:
     def open(self) -> tuple[list[Request], list[tuple[Request, FinishReason, str]]]:
         """The requests that pass now, which leave, and those that cannot run, with the reason."""
         self.may_open = False  # cleared before the gates are asked, since they may set it meanwhile
-        passed, failed = [], []
+        passed = []
+        failed = []
         for request in list(self.requests.values()):
             try:
                 if all(gate.ready(request.source) for gate in self._gates):

@@ -64,7 +64,8 @@ class SchedulerLimits:
             most = self.pace.limit(most, running)
         if self.stages == 1 or self.whole_prompts:
             return most
-        pending, shares = 0, SHARES_OF_A_STAGE * self.stages
+        pending = 0
+        shares = SHARES_OF_A_STAGE * self.stages
         for request in chain(running, waiting):
             pending += len(request.token_ids) - request.num_computed_tokens
             if pending >= most * shares:

@@ -18,7 +18,8 @@ class Pace:
 
     def __init__(self, seconds: float, first_guess: int = _FIRST_GUESS) -> None:
         """first_guess: the number of tokens to begin with."""
-        self.seconds, self.tokens = seconds, float(max(_LEAST, first_guess))
+        self.seconds = seconds
+        self.tokens = float(max(_LEAST, first_guess))
 
     def limit(self, most: int, running: Sequence[Request]) -> int:
         """The most tokens of the next step. most: if none of the running requests is past its prompt."""

@@ -14,12 +14,14 @@ class PinnedPrefixes:
 
     def __init__(self, kv: KVCacheManager, most_blocks: int) -> None:
         """most_blocks: that all prefixes may take together."""
-        self._kv, self._most_blocks = kv, most_blocks
+        self._kv = kv
+        self._most_blocks = most_blocks
         self._held: dict[str, Request] = {}
 
     def pin(self, order: PinPrefix) -> None:
         """Keep the full blocks of a prefix that has just been computed. Raises ValueError if that cannot be."""
-        kv, size = self._kv, self._kv.block_size
+        kv = self._kv
+        size = self._kv.block_size
         if not kv.enable_prefix_caching:
             raise ValueError("prefixes cannot be pinned without enable_prefix_caching")
         wanted = len(order.token_ids) // size * size
@@ -28,7 +30,8 @@ class PinnedPrefixes:
         self.unpin(order.id)
         token_ids = [*order.token_ids, 0]  # of a request, at least one token is left to compute
         source = EngineCoreRequest(order.id, token_ids, SamplingParams(), 0, 0)
-        source.cache_salt, source.adapter = order.cache_salt, order.adapter
+        source.cache_salt = order.cache_salt
+        source.adapter = order.adapter
         key = None if order.adapter is None else order.adapter.key
         holder = Request(source, (0, 0.0, 0), extra_keys(size, order.cache_salt, adapter=key))
         if kv.admit(holder) != wanted:

@@ -17,7 +17,8 @@ class RepetitionDetector:
 
     def __init__(self, params: RepetitionDetectionParams, output: Iterable[int] = ()) -> None:
         """output: tokens that were generated before."""
-        self._smallest, self._largest = max(params.min_pattern_size, 1), params.max_pattern_size
+        self._smallest = max(params.min_pattern_size, 1)
+        self._largest = params.max_pattern_size
         self._min_repeats = params.min_count - 1  # occurrences of a pattern after its first one
         self._length = 0  # of the output
         self._positions: defaultdict[int, list[int]] = defaultdict(list)  # by token
@@ -27,7 +28,9 @@ class RepetitionDetector:
 
     def append(self, token: int) -> bool:
         """Append a token. Returns whether the output now ends in min_count occurrences of a pattern."""
-        positions, previous, equal = self._positions[token], self._equal, {}
+        positions = self._positions[token]
+        previous = self._equal
+        equal = {}
         for position in reversed(positions):
             size = self._length - position
             if size > self._largest:

@@ -59,7 +59,9 @@ class Scheduler:
         vocab_size: the number of logits, for `grammars`. speculation, compression: None for none. tiers: where blocks
         are kept beyond the pool. mover: copies blocks to them and back. encoders: None for no media."""
         limits.validate()
-        self.limits, self._longest_chunk, self._is_pipelined = limits, limits.longest_chunk, limits.stages > 1
+        self.limits = limits
+        self._longest_chunk = limits.longest_chunk
+        self._is_pipelined = limits.stages > 1
         chunk = limits.most_in_flight
         self.kv = KVCacheManager(num_blocks, kv_specs, block_size, chunk, enable_prefix_caching, fingerprint)
         self.kv.check_room(limits.max_model_len)
@@ -69,7 +71,9 @@ class Scheduler:
         self.connectors: list[Connector] = [] if self.transfers is None else [self.transfers]
         self.gates = [*gates, *(gate for gate in (grammars, adapters) if gate is not None), *self.connectors]
         self._constrained = None if grammars is None else ConstrainedRequests(grammars, vocab_size)
-        self._adapters, self.speculation, self._compression = adapters, speculation, compression
+        self._adapters = adapters
+        self.speculation = speculation
+        self._compression = compression
         self._gated, self.encoders = WaitingRoom(self.gates), encoders or EncoderCache(EncoderLimits())
         self._is_exhausted = False  # whether the last step was empty and nothing has changed since
         self.running: list[Request] = []  # sorted in the order of service
@@ -185,8 +189,10 @@ class Scheduler:
         return step if requests else self.encoders.withdraw(step)
 
     def _schedule_running(self, step: SchedulerOutput, requests: list[Request], budget: int) -> int:
-        running, take = self.running, self._take
-        position, all_have_room = 0, True
+        running = self.running
+        take = self._take
+        position = 0
+        all_have_room = True
         most = len(requests) + -(-len(running) // self.limits.stages)
         while position < len(running) and len(requests) < most:
             request = running[position]
@@ -222,7 +228,9 @@ class Scheduler:
     def _admit(self, request: Request, step: SchedulerOutput, budget: int) -> bool:
         """Give a waiting request a row and its cached blocks. Returns False, without any change, if the KV cache has no
         room for all its tokens, or if it begins with a picture that the step cannot encode."""
-        known, source, read_cache = len(request.token_ids), request.source, self._reads_cache(request)
+        known = len(request.token_ids)
+        source = request.source
+        read_cache = self._reads_cache(request)
         num_cached = self.kv.admit(request, read_cache)
         if num_cached is None:
             return False
@@ -256,7 +264,8 @@ class Scheduler:
         Returns the number of tokens: 0 if the request has nothing to compute until tokens in flight are known. Returns
         None, without any change, if the cache has too few free blocks.
         """
-        in_flight, computed = request.num_in_flight_samples, request.num_computed_tokens
+        in_flight = request.num_in_flight_samples
+        computed = request.num_computed_tokens
         known = len(request.token_ids) + in_flight
         if in_flight and (
             self._is_pipelined
@@ -278,16 +287,20 @@ class Scheduler:
         end = computed + count
         if end > request.capacity and not self.kv.allocate(request, end, step.block_table_edits):
             return None
-        num_drafts, drafting = 0, self.speculation
+        num_drafts = 0
+        drafting = self.speculation
         if drafting is not None and end == known:
             room = min(budget, self._longest_chunk) - count
             num_drafts = drafting.add_drafts(request, min(room, request.compress_at - 1 - end), step, self.kv)
-            count, end, known = count + num_drafts, end + num_drafts, known + num_drafts
+            count = count + num_drafts
+            end = end + num_drafts
+            known = known + num_drafts
             drafting.ask(request, end, len(self.running) + min(len(self.waiting), len(self._free_rows)), step, self.kv)
         step.rows.append(request.row)
         step.num_tokens.append(count)
         requests.append(request)
-        again, request.num_computed_tokens = request.num_computed_tokens - computed, end
+        again = request.num_computed_tokens - computed
+        request.num_computed_tokens = end
         request.holds += 1
         if end == known:
             request.num_in_flight_samples = in_flight + 1 + num_drafts
@@ -373,8 +386,10 @@ class Scheduler:
         token_ids = request.token_ids
         output = EngineCoreOutput(request.request_id, sampled, None, None, request.num_cached_tokens)
         output.num_preemptions = request.num_preemptions
-        output.num_draft_tokens, output.num_accepted_tokens = num_drafts, len(sampled) - 1
-        before, constrained = len(token_ids), self._constrained if request.constraint is not None else None
+        output.num_draft_tokens = num_drafts
+        output.num_accepted_tokens = len(sampled) - 1
+        before = len(token_ids)
+        constrained = self._constrained if request.constraint is not None else None
         for token in sampled if constrained is None else constrained.new_tokens(request, sampled):
             token_ids.append(token)
             total = len(token_ids)
@@ -385,7 +400,8 @@ class Scheduler:
             elif total >= request.max_total_tokens:
                 output.finish_reason = FinishReason.LENGTH
             elif repeats and total >= request.min_total_tokens:
-                output.finish_reason, output.stop_reason = FinishReason.REPETITION, "repetition_detected"
+                output.finish_reason = FinishReason.REPETITION
+                output.stop_reason = "repetition_detected"
             else:
                 continue
             output.new_token_ids = sampled[: total - before]
@@ -454,7 +470,8 @@ class Scheduler:
     def _leave(self, request: Request, status: Status) -> None:
         """Take a request out of the queue or the batch. Its row and blocks are released when no submitted step names
         it."""
-        previous, request.status = request.status, status
+        previous = request.status
+        request.status = status
         self._is_exhausted = False
         self.encoders.leave(request)
         if previous is Status.WAITING:

@@ -24,7 +24,10 @@ class Speculation:
         drafts_stay: then only their number is known here, which is enough to schedule the next step before the results
         have come. A grammar cannot check such drafts, so requests with a constraint get none. longest: how many tokens
         a text may have with its drafts."""
-        self.proposer, self.lengths, self.drafts_stay, self.longest = proposer, lengths, drafts_stay, longest
+        self.proposer = proposer
+        self.lengths = lengths
+        self.drafts_stay = drafts_stay
+        self.longest = longest
         self.stats = SpeculationStats(accepted_at=[0] * lengths.most)  # up to now
         self._acceptance: dict[str, Acceptance] = {}  # by request id
         self._shared: int | None = None  # how many drafts of a drafter the requests of this step get
@@ -34,7 +37,8 @@ class Speculation:
         self._shared = None
         if self.proposer is None:
             return
-        texts, most = [], []
+        texts = []
+        most = []
         for request in running:
             request.drafts = []
             if request.num_computed_tokens + 1 != len(request.token_ids) or request.num_in_flight_samples:
@@ -81,9 +85,12 @@ class Speculation:
     def add_drafts(request: Request, room: int, step: SchedulerOutput, kv: KVCacheManager) -> int:
         """Add drafts of a request to the step, whose next row is to be that of the request. Returns how many: at most
         `room`, and no more than free blocks and max_tokens allow."""
-        known, edits = len(request.token_ids) + request.num_in_flight_samples, step.draft_tokens
+        known = len(request.token_ids) + request.num_in_flight_samples
+        edits = step.draft_tokens
         count = min(len(request.drafts) or request.num_device_drafts, room, request.max_total_tokens - known - 1)
-        drafts, request.drafts, request.num_device_drafts = request.drafts, [], 0
+        drafts = request.drafts
+        request.drafts = []
+        request.num_device_drafts = 0
         if count <= 0 or not kv.allocate(request, known + count, step.block_table_edits):
             return 0
         step.num_draft_tokens += [0] * (len(step.rows) - len(step.num_draft_tokens))

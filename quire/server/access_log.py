@@ -28,7 +28,8 @@ class AccessLog:
 
     def write(self, scope: Any, status: int, sent: int) -> None:
         """scope: of the request, by ASGI. sent: bytes of the response's body."""
-        query, headers = scope["query_string"], dict(scope["headers"])
+        query = scope["query_string"]
+        headers = dict(scope["headers"])
         address = _escaped(str(scope["client"][0]).encode()).replace(" ", r"\x20") if scope.get("client") else "-"
         target = scope["raw_path"] + (b"?" + query if query else b"")
         referer, agent = (_escaped(headers.get(name, b"-")) for name in (b"referer", b"user-agent"))
@@ -59,7 +60,8 @@ class AccessLog:
         new = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         if self._file >= 0:
             os.close(self._file)
-        self._file, self._is_cut = new, False
+        self._file = new
+        self._is_cut = False
 
     def _write(self, line: bytes) -> None:
         left = b"\n" + line if self._is_cut else line

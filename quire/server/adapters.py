@@ -36,7 +36,9 @@ class Adapters:
     """The served adapters by name. Raises ConfigError for options that contradict each other."""
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> None:
-        self._llm, self._config, self._model_names = llm, config, model_names
+        self._llm = llm
+        self._config = config
+        self._model_names = model_names
         self.by_name: dict[str, ServedAdapter] = {}
         self._changing = asyncio.Lock()
         if config.lora_modules and not llm.config.lora.enable_lora:

@@ -59,7 +59,8 @@ def _anthropic_card(server: Server, name: str) -> dict[str, Any]:
 
 def _anthropic_page(server: Server, limit: int, after_id: str | None, before_id: str | None) -> dict[str, Any]:
     """Anthropic's list of models, of which a page is shown. Raises ApiError."""
-    names, pages = server.names, {"after_id": after_id, "before_id": before_id}
+    names = server.names
+    pages = {"after_id": after_id, "before_id": before_id}
     for field, name in pages.items():
         if name is not None and name not in names:
             raise ApiError(400, f"{field}: no model has the id {name[:200]!r}", param=field)
@@ -149,7 +150,8 @@ async def reset_prefix_cache(request: Request, reset_external: bool = False) -> 
 @router.post("/abort_requests", responses=answers(dict[str, int]), response_model=None)
 async def abort_requests(body: AbortRequest, request: Request) -> Response:
     """End requests of the same API key. Their clients get the text so far, with finish_reason "abort"."""
-    owner, names = owner_of(request.scope), set(body.request_ids)
+    owner = owner_of(request.scope)
+    names = set(body.request_ids)
     calls = [call for call in _server(request).calls if call.owner == owner and not names.isdisjoint(call.names)]
     for call in calls:
         call.abort()

@@ -158,8 +158,11 @@ class Answering:
         of the conversation, which then has no media. Raises ApiError."""
         server: Server = request.app.state.server
         call = Call(server, request, body, prefix)
-        tools, choice, custom_names = body.definitions, body.forced_choice, body.custom_names
-        reasoning, tool_parser = server.llm.frontend.reasoning, server.tool_parser if tools else None
+        tools = body.definitions
+        choice = body.forced_choice
+        custom_names = body.custom_names
+        reasoning = server.llm.frontend.reasoning
+        tool_parser = server.tool_parser if tools else None
         changes: dict[str, Any] = {}
         custom = body.forced_custom_tool
         strict = _strict_calls(server, body, tools, choice or "auto") if custom is None else None

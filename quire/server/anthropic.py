@@ -102,7 +102,8 @@ class CountTokensRequest(Body):
 
     def chat(self) -> ChatRequest:
         """Raises ApiError."""
-        choice, thinking = self.tool_choice, self.thinking
+        choice = self.tool_choice
+        thinking = self.thinking
         fields: dict[str, Any] = {theirs: getattr(self, ours, None) for theirs, ours in _SAMPLING.items()}
         fields |= {"model": self.model, "messages": list(self._messages())}
         if self.messages[-1].role == "assistant":
@@ -257,7 +258,8 @@ def _usage(answering: Answering) -> dict[str, Any]:
 
 def _stop(answer: Answer) -> tuple[str, str | None]:
     """(stop_reason, stop_sequence)"""
-    reason, completion = answer.finish_reason or "", answer.completion
+    reason = answer.finish_reason or ""
+    completion = answer.completion
     sequence = completion.stop_reason if completion is not None else None
     if reason == "stop" and isinstance(sequence, str):
         return "stop_sequence", sequence
@@ -308,7 +310,8 @@ async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
                 kind, start, delta = _block(event, answering.answers[0])
                 if start is not None and (kind != block or kind == "tool_use"):
                     events += [_event("content_block_stop", index=index)] if block else []
-                    index, block = index + 1, kind
+                    index = index + 1
+                    block = kind
                     events.append(_event("content_block_start", index=index, content_block={"type": kind} | start))
                 if delta is not None:
                     events.append(_event("content_block_delta", index=index, delta=delta))

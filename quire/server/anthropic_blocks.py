@@ -181,7 +181,9 @@ class InputMessage(BaseModel):
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
-        parts, calls, thoughts = [], [], []
+        parts = []
+        calls = []
+        thoughts = []
         for block in self.content:
             if isinstance(block, ToolResultBlock):
                 name = tool_names.get(block.tool_use_id)

@@ -132,7 +132,8 @@ def _has_no_span(path: str) -> bool:
 def _tool_parser(config: ServerConfig, llm: AsyncLLM) -> str | None:
     """The name of the format of the model's tool calls. Raises ConfigError."""
     frontend = llm.frontend
-    recognized, vocabulary = frontend.recognized_tools, frontend.tokenizer.get_vocab
+    recognized = frontend.recognized_tools
+    vocabulary = frontend.tokenizer.get_vocab
     parser = chosen_parser("tool_call_parser", config.tool_call_parser, recognized, TOOLS, vocabulary)
     if config.enable_auto_tool_choice and parser is None:
         message = "enable_auto_tool_choice needs tool_call_parser: the chat template tells no format of tool calls"

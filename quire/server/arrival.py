@@ -18,7 +18,8 @@ class Arrival:
     """
 
     def __init__(self, seconds: float) -> None:
-        self._loop, self._seconds = asyncio.get_running_loop(), seconds
+        self._loop = asyncio.get_running_loop()
+        self._seconds = seconds
         self._until = self._loop.time() + seconds
 
     async def next(self, receive: Callable[[], Awaitable[Any]]) -> Any:

@@ -58,7 +58,10 @@ class _Batch:
     """Requests of a batch in progress. Their number and the bytes of their lines are limited."""
 
     def __init__(self, llm: AsyncLLM, app: FastAPI, config: ServerConfig, files: BatchFiles) -> None:
-        self._llm, self._app, self._config, self._files = llm, app, config, files
+        self._llm = llm
+        self._app = app
+        self._config = config
+        self._files = files
         self._max_requests = _QUEUE * llm.config.scheduler.max_num_seqs * len(llm.config.layout.served)
         self._num_requests = self._num_bytes = 0
         self._ended = asyncio.Event()
@@ -95,7 +98,9 @@ class _Batch:
             body, url = _checked(request)
             status, request_id, answer = await self._post(url, body, number)
         except ApiError as refused:
-            status, request_id, answer = refused.status_code, None, msgspec.json.encode(refused.body(""))
+            status = refused.status_code
+            request_id = None
+            answer = msgspec.json.encode(refused.body(""))
         self._llm.client.check()
         error = None if status < 400 else msgspec.json.decode(answer)["error"]
         response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(answer)}
@@ -110,7 +115,9 @@ class _Batch:
     async def _post(self, url: str, body: bytes, number: int) -> tuple[int, str, bytes]:
         """(status, request id, body) of the application's response. number: of the line, for the log."""
         messages: list[Message] = [{"type": "http.request", "body": body}]
-        status, headers, parts = 0, {}, []
+        status = 0
+        headers = {}
+        parts = []
 
         async def receive() -> Message:
             if not messages:
@@ -120,7 +127,8 @@ class _Batch:
         async def send(message: Message) -> None:
             nonlocal status, headers
             if message["type"] == "http.response.start":
-                status, headers = message["status"], dict(message["headers"])
+                status = message["status"]
+                headers = dict(message["headers"])
             else:
                 parts.append(message.get("body", b""))
 

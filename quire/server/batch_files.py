@@ -59,7 +59,9 @@ class BatchFiles:
     def __init__(self, input_file: Path, output_file: Path, max_line_bytes: int) -> None:
         """Raises OSError for files that cannot be read or written, and ValueError if a custom_id occurs twice, or if
         the output has other content than answers to this input."""
-        self.input_file, self.output_file, self._max_line_bytes = input_file, output_file, max_line_bytes
+        self.input_file = input_file
+        self.output_file = output_file
+        self._max_line_bytes = max_line_bytes
         self._custom_ids = array("q")  # hashes, by the number of the line - 1
         self._unanswered = bytearray()  # 1 for a request without an answer, by the number of the line - 1
         if not input_file.is_file():

@@ -31,7 +31,9 @@ class BeamSearch:
             )
         if any(request.core_requests[0].media for request in requests):
             raise ValueError("use_beam_search cannot be used with pictures, other media or embeddings")
-        self._llm, self._requests, self._params = llm, requests, params
+        self._llm = llm
+        self._requests = requests
+        self._params = params
         self._skip_special_tokens = skip_special_tokens
         self._number = 0  # of the next request
         self.running: list[ProcessedRequest] = []

@@ -52,7 +52,10 @@ class HeldBody:
     """A request's share of the bodies in hand. receive: ASGI's, from which it learns that its client has left."""
 
     def __init__(self, bodies: "BodyLimit", receive: Receive) -> None:
-        self._bodies, self._receive, self._size, self._has_turn = bodies, receive, 0, False
+        self._bodies = bodies
+        self._receive = receive
+        self._size = 0
+        self._has_turn = False
 
     def check(self, size: int) -> None:
         """Raises ApiError if the body, with `size` bytes, is above a limit."""
@@ -101,7 +104,8 @@ class HeldBody:
     async def unless_left(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work for this request alone. It is cancelled if the client leaves, or if the server ends.
         Raises ApiError then."""
-        working, leaving = asyncio.create_task(work), asyncio.create_task(self._left())
+        working = asyncio.create_task(work)
+        leaving = asyncio.create_task(self._left())
         with self._bodies.preparing.end() as ended:
             try:
                 await asyncio.wait((working, leaving, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -139,8 +143,13 @@ class BodyLimit:
         self, app: ASGIApp, limit: int, total_limit: int, seconds: float, preparing: Preparing, large: int = LARGE_BODY
     ) -> None:
         """seconds: of a body's Arrival. large: bytes of a body that is processed in a thread."""
-        self.app, self.limit, self.total_limit, self._seconds = app, limit, max(limit, total_limit), seconds
-        self.in_hand, self.preparing, self.large = 0, preparing, large
+        self.app = app
+        self.limit = limit
+        self.total_limit = max(limit, total_limit)
+        self._seconds = seconds
+        self.in_hand = 0
+        self.preparing = preparing
+        self.large = large
         # Parsing and tokenizing a large body takes much memory and a core, so few are worked on at a time.
         self.turns = asyncio.Semaphore(max(2, (os.cpu_count() or 1) // 4))
         self._trimming: asyncio.TimerHandle | None = None
@@ -150,7 +159,9 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         held = HeldBody(self, receive)
-        arrival, received, ended = Arrival(self._seconds), 0, False
+        arrival = Arrival(self._seconds)
+        received = 0
+        ended = False
         is_streamed = path_in(scope).startswith(STREAMED)
 
         async def counting_receive() -> Message:

@@ -36,7 +36,9 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
-    call, meter, body = answering.call, answering.meter, answering.body
+    call = answering.call
+    meter = answering.meter
+    body = answering.body
     chunks = Chunks(call, call.head("chat.completion.chunk"))
     begun = False
     async with aclosing(answering.pieces()) as steps:
@@ -44,7 +46,9 @@ async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
             choices = [choice for piece in pieces for choice in _deltas(answering, piece)]
             events = []
             if not begun:
-                begun, indices, extra = True, range(body.n or 1), _prompt_keys(answering)
+                begun = True
+                indices = range(body.n or 1)
+                extra = _prompt_keys(answering)
                 for index in indices:
                     first = _delta(index, {"role": _role(answering), "content": ""})
                     events.append(chunks.event(first, meter, at_start=True, **extra))
@@ -61,7 +65,8 @@ async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
 
 def _prompt_keys(answering: Answering, whole: bool = False) -> dict[str, Any]:
     """The fields about the prompt, in a whole answer and in the first chunk of a stream."""
-    output, body = answering.output, answering.body
+    output = answering.output
+    body = answering.body
     assert output is not None
     places = None if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs)
     return {
@@ -123,7 +128,9 @@ def _choice(answering: Answering, answer: Answer) -> ChatChoice:
 
 def _deltas(answering: Answering, piece: Piece) -> list[dict[str, Any]]:
     """A chunk's choice for each event of a piece. Logprobs and token ids are in the first, how it ended in the last."""
-    completion, body, answer = piece.completion, answering.body, piece.answer
+    completion = piece.completion
+    body = answering.body
+    answer = piece.answer
     deltas = [_delta(answer.index, _event_delta(event, answer, body.answers_functions)) for event in piece.events]
     if not deltas and (completion.finish_reason or body.logprobs or body.return_token_ids):
         deltas = [_delta(answer.index, {} if answer.tool_calls else {"content": ""})]

@@ -28,7 +28,8 @@ _NULLS: Any = {"prompt_logprobs": None, "routed_experts": None, "weight_versions
 @router.post("/v1/completions", responses=stream_answers(CompletionResponse), response_model=None)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     call = Call(request.app.state.server, request, body, "cmpl")
-    special, prompts = body.add_special_tokens is not False, body.prompts
+    special = body.add_special_tokens is not False
+    prompts = body.prompts
     changes: dict[str, Any] = {}
     if body.suffix:
         fill = call.server.fill_in_middle
@@ -63,7 +64,9 @@ class _Choices:
     """Turns outputs into choices. Choice i of prompt p has index p * n + i."""
 
     def __init__(self, call: Call, body: CompletionRequest, requests: list[ProcessedRequest]) -> None:
-        self.call, self.body, self.n = call, body, body.n or 1
+        self.call = call
+        self.body = body
+        self.n = body.n or 1
         self.tokenizer = call.server.llm.get_tokenizer()
         self.requests = {request.request_id: (place, request) for place, request in enumerate(requests)}
         self.meter = call.meter()
@@ -82,7 +85,8 @@ class _Choices:
         return self.call.answer("text_completion", choices, self.meter)
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        chunks, begun = Chunks(self.call, self.call.head("text_completion")), set()
+        chunks = Chunks(self.call, self.call.head("text_completion"))
+        begun = set()
         async with aclosing(self.call.run()) as outputs:
             async for output in outputs:
                 self._cut(output)
@@ -103,7 +107,8 @@ class _Choices:
         """max_tokens = 0 asks for the prompt alone. The engine generates at least one token, which is dropped."""
         if self.body.max_tokens == 0:
             for completion in output.outputs:
-                completion.text, completion.token_ids = "", []
+                completion.text = ""
+                completion.token_ids = []
                 completion.logprobs = None if completion.logprobs is None else []
                 completion.stop_reason = None
                 completion.finish_reason = completion.finish_reason and "length"
@@ -140,7 +145,8 @@ class _Choices:
         places: list[Any] = completion.logprobs
         if echo:
             of_prompt = output.prompt_logprobs or []  # of an aborted request, not those of all of its tokens
-            token_ids, places = output.prompt_token_ids[: len(of_prompt)] + token_ids, of_prompt + places
+            token_ids = output.prompt_token_ids[: len(of_prompt)] + token_ids
+            places = of_prompt + places
         as_ids = self.call.tokens_as_ids
         logprobs = completion_logprobs(token_ids, places, count, as_ids, self._offsets[index], self.tokenizer)
         if logprobs["tokens"]:

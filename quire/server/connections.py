@@ -117,7 +117,8 @@ class _Guarded(_Base):
             self._close()
 
     def _refuse_head(self) -> None:
-        size, count = self.limits.h11_max_incomplete_event_size, self.limits.h11_max_header_count
+        size = self.limits.h11_max_incomplete_event_size
+        count = self.limits.h11_max_header_count
         message = f"the head of a request may have {size} bytes and {count} headers at most"
         self._refuse(HEADERS_TOO_LARGE, message, "headers_too_large")
 
@@ -145,7 +146,8 @@ class _Connection(h11.Connection):
 
     def __init__(self, limits: HttpLimits) -> None:
         super().__init__(h11.SERVER, limits.h11_max_incomplete_event_size)
-        self._limits, self.is_too_large = limits, False
+        self._limits = limits
+        self.is_too_large = False
 
     def next_event(self) -> Any:
         try:
@@ -217,7 +219,8 @@ def _with_httptools() -> Any:
                 raise HeadError
 
         def _hear(self, size: int) -> None:
-            self._heard, self._silent = True, 0
+            self._heard = True
+            self._silent = 0
             self._bytes += size
             self._check_size()
 

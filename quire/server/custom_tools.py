@@ -65,7 +65,8 @@ class CustomTool(BaseModel):
     @property
     def function(self) -> Function:
         """The function that the model sees."""
-        grammar, schema = self.grammar, {"type": "string"}
+        grammar = self.grammar
+        schema = {"type": "string"}
         description = self.custom.description or ""
         if grammar is not None:
             form = "grammar in Lark's syntax" if grammar.syntax == "lark" else "regular expression"
@@ -175,7 +176,8 @@ class CustomInputs:
 
     def __init__(self, parser: Parser, names: Collection[str]) -> None:
         """names: of the custom tools."""
-        self._parser, self._names = parser, names
+        self._parser = parser
+        self._names = names
         self._decoder: InputDecoder | None = None  # of the call whose arguments are arriving
         self._index = 0  # of this call
 
@@ -194,11 +196,13 @@ class CustomInputs:
                 continue
             decoded += self._end()
             if isinstance(event, ToolCall) and event.name in self._names:
-                self._decoder, self._index = InputDecoder(), event.index
+                self._decoder = InputDecoder()
+                self._index = event.index
             decoded.append(event)
         return decoded
 
     def _end(self) -> list[Event]:
-        decoder, self._decoder = self._decoder, None
+        decoder = self._decoder
+        self._decoder = None
         rest = "" if decoder is None else decoder.finish()
         return [ToolArguments(self._index, rest)] if rest else []

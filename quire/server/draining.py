@@ -32,12 +32,14 @@ class DrainingServer(uvicorn.Server, ABC):
     """
 
     def __init__(self, app: Any, config: ServerConfig, announce: Callable[[str], None], **options: Any) -> None:
-        self._drain_timeout, self._tls = config.drain_timeout, config.ssl_certfile is not None
+        self._drain_timeout = config.drain_timeout
+        self._tls = config.ssl_certfile is not None
         self._announce = announce
         self._loop = asyncio.get_running_loop()
         self._acceptors: list[Acceptor] = []
         of_uvicorn = logging.getLogger("uvicorn")
-        of_uvicorn.handlers, of_uvicorn.propagate = [*logger.handlers], False
+        of_uvicorn.handlers = [*logger.handlers]
+        of_uvicorn.propagate = False
         of_connections = logging.getLogger("uvicorn.error")
         if not any(isinstance(each, WarningLimit) for each in of_connections.filters):
             of_connections.addFilter(WarningLimit())
@@ -102,7 +104,8 @@ class DrainingServer(uvicorn.Server, ABC):
             await acceptor.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()  # closes it as soon as no request runs on it
-        seconds, running = self._drain_timeout, self.count_running()
+        seconds = self._drain_timeout
+        running = self.count_running()
         if running:
             logger.info("Shutting down: waiting up to %g s for %s.", seconds, _running_requests(running))
         else:

@@ -52,7 +52,9 @@ class ApiError(HTTPException):
         quotes: bool = False,
     ) -> None:
         super().__init__(status, message, headers)
-        self.param, self.code, self.quotes = param, code, quotes
+        self.param = param
+        self.code = code
+        self.quotes = quotes
 
     @property
     def logged(self) -> str:
@@ -66,7 +68,8 @@ class ApiError(HTTPException):
         OpenAI: {"error": {"message", "type", "param", "code"}}. Anthropic: {"type": "error", "error": {"type",
         "message"}}. Ollama: {"error": message}. The last two have no place for the field, so their message names it.
         """
-        status, message = self.status_code, self.detail
+        status = self.status_code
+        message = self.detail
         if not path.startswith(("/v1/messages", "/api/")):
             kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
             return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
@@ -82,7 +85,8 @@ class ApiError(HTTPException):
         field = re.split(r"\W", self.param or "", maxsplit=1)[0]
         if (name := names.get(field)) is None:
             return self
-        message, param = self.detail.replace(field, name, 1), name + (self.param or "").removeprefix(field)
+        message = self.detail.replace(field, name, 1)
+        param = name + (self.param or "").removeprefix(field)
         return ApiError(
             self.status_code, message, param=param, code=self.code, headers=self.headers, quotes=self.quotes
         )
@@ -124,12 +128,14 @@ def bad_value(error: Exception, fields: Iterable[str], default: str) -> ApiError
 def invalid_request(errors: Iterable[Mapping[str, Any]], body: object) -> ApiError:
     """A 400 for one of pydantic's errors: the first of those that lie deepest in the body."""
     found: dict[str, list[str]] = {}
-    deepest, quotes = -1, False
+    deepest = -1
+    quotes = False
     for error in errors:
         quotes |= error["type"] in _QUOTING
         path, depth = _path_in(body, error)
         if depth > deepest:
-            found, deepest = {}, depth
+            found = {}
+            deepest = depth
         if depth == deepest:
             message = _MESSAGES.get(error["type"], error["msg"])
             found.setdefault(path, []).append(message if path else "the body should be a JSON object")
@@ -140,14 +146,17 @@ def invalid_request(errors: Iterable[Mapping[str, Any]], body: object) -> ApiErr
 
 def _path_in(body: object, error: Mapping[str, Any]) -> tuple[str, int]:
     """(path, depth) of an error, without the names of types that pydantic puts there where several are allowed."""
-    path, depth = "", 0
+    path = ""
+    depth = 0
     steps = error["loc"]
     for index, step in enumerate(steps):
         if isinstance(body, list) and isinstance(step, int):
-            path, body = f"{path}[{step}]", body[step]
+            path = f"{path}[{step}]"
+            body = body[step]
         elif isinstance(body, dict) and (step in body or (error["type"] == "missing" and index == len(steps) - 1)):
             name = str(step)[:MAX_FIELD]
-            path, body = f"{path}.{name}" if path else name, body.get(step)
+            path = f"{path}.{name}" if path else name
+            body = body.get(step)
         else:
             continue
         depth += 1
@@ -173,7 +182,8 @@ def api_error(error: Exception) -> ApiError:
 
 def _routing_error(request: Request, error: HTTPException) -> ApiError:
     """The response for an unknown path or method. It names both."""
-    message, headers = error.detail, dict(error.headers or {})
+    message = error.detail
+    headers = dict(error.headers or {})
     if error.status_code == 404:
         message = f"unknown URL: {request.method} {request.url.path[:200]}; /docs lists those that there are"
     elif error.status_code == 405:

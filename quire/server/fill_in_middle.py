@@ -54,10 +54,12 @@ class FillInMiddle:
 
     def _within(self, text: str) -> list[int]:
         """The token ids of a text that does not begin one."""
-        mark, marked = self.tokenizer.encode(_MARK, False), self.tokenizer.encode(_MARK + text, False)
+        mark = self.tokenizer.encode(_MARK, False)
+        marked = self.tokenizer.encode(_MARK + text, False)
         return marked[len(mark) :] if marked[: len(mark)] == mark else self.tokenizer.encode(text, False)
 
 
 def _begin(tokenizer: Tokenizer) -> list[int]:
-    plain, framed = tokenizer.encode("a", False), tokenizer.encode("a", True)
+    plain = tokenizer.encode("a", False)
+    framed = tokenizer.encode("a", True)
     return framed[: framed.index(plain[0])] if plain and plain[0] in framed else []

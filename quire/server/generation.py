@@ -96,7 +96,8 @@ class Server:
         if self._is_ending or (is_new and self.app.state.draining):
             message = "the server is shutting down"
             raise ApiError(503, message, code="shutting_down", headers={"Retry-After": "5"})
-        limit, waiting = self.config.max_waiting_requests, self._num_waiting()
+        limit = self.config.max_waiting_requests
+        waiting = self._num_waiting()
         if limit is not None and waiting is not None and waiting >= limit:
             message = f"{waiting} requests are waiting; the server lets {limit} wait"
             raise ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
@@ -125,7 +126,8 @@ class Server:
     def _num_waiting(self) -> int | None:
         """Sequences that wait for a row, including those on their way to the core. None if a row is free."""
         client = self.llm.client
-        running, queued = client.stats.num_running, client.stats.num_waiting
+        running = client.stats.num_running
+        queued = client.stats.num_waiting
         coming = max(0, client.num_unfinished - running - queued)
         free = 0 if queued else self.llm.config.scheduler.max_num_seqs * len(client.ready) - running
         return None if coming < free else queued + coming - free
@@ -162,7 +164,8 @@ class PromptCall:
         self.summary = state.summary = Summary(self.id, self.model, self.model != server.model_names[0])
         self._engine_id = f"{self.id}-{secrets.token_hex(4)}"  # clients may use a name again
         self._began = asyncio.get_running_loop().time()
-        self._log_id, self._came_at = state.request_id, state.began
+        self._log_id = state.request_id
+        self._came_at = state.began
         self.trace: RequestTrace | None = getattr(state, "trace", None)
         self._receive = request.receive
         self._held: HeldBody = request.state.body
@@ -187,7 +190,8 @@ class PromptCall:
 
         Raises ApiError, EngineDeadError.
         """
-        server, timeout = self.server, self.server.config.request_timeout
+        server = self.server
+        timeout = self.server.config.request_timeout
         server.admit(is_new=False)  # again, since others may have arrived while this one was tokenized
         server.log.received(self._log_id, self._requests)
         loop = asyncio.get_running_loop()
@@ -240,7 +244,8 @@ class PromptCall:
         """Raises ApiError if the completion has failed."""
         if completion.finish_reason == "error":
             self.server.llm.client.check()
-            reason, quotes = f"the request failed: {completion.stop_reason}", self._constraint_field is not None
+            reason = f"the request failed: {completion.stop_reason}"
+            quotes = self._constraint_field is not None
             raise ApiError(500, reason, code="request_failed", quotes=quotes)
         if completion.finish_reason == "overloaded":
             raise ApiError(503, str(completion.stop_reason), code="server_overloaded", headers={"Retry-After": "1"})
@@ -297,7 +302,9 @@ class Call(PromptCall):
         name: of the field that the prompts come from. constraint_field: the name of the field that the structured
         outputs come from. changes: fields of SamplingParams instead of the body's.
         """
-        body, processor, held = self.body, self.server.llm.processor, self._held
+        body = self.body
+        processor = self.server.llm.processor
+        held = self._held
         self._constraint_field = constraint_field or body.constraint_field
         given = {**body.given(), **changes}
         asked = given.get("max_tokens")
@@ -334,7 +341,8 @@ class Call(PromptCall):
 
     def _beam_search(self, params: SamplingParams) -> BeamSearch:
         """Raises ValueError."""
-        body, llm = self.body, self.server.llm
+        body = self.body
+        llm = self.server.llm
         search = BeamSearchParams(
             beam_width=body.n or 1,
             max_tokens=params.max_tokens or llm.max_model_len,
@@ -348,7 +356,8 @@ class Call(PromptCall):
         self, prompts: Mapping[str, Prompt], params: SamplingParams, add_special_tokens: bool
     ) -> list[ProcessedRequest]:
         """prompts: by request id."""
-        body, requests = self.body, []
+        body = self.body
+        requests = []
         for request_id, prompt in prompts.items():
             fields: PromptFields = {}
             if isinstance(prompt, dict):
@@ -399,8 +408,10 @@ class Call(PromptCall):
     def _check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """Raises ApiError if the client asks for more tokens than the context has, or with --strict-max-tokens, for
         more than fit behind the prompt."""
-        limit, max_tokens = self.server.llm.max_model_len, max_tokens or 0
-        field, code = self.body.max_tokens_field, "context_length_exceeded"
+        limit = self.server.llm.max_model_len
+        max_tokens = max_tokens or 0
+        field = self.body.max_tokens_field
+        code = "context_length_exceeded"
         if self.server.config.strict_max_tokens and num_prompt_tokens + max_tokens > limit:
             message = (
                 f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} output "

@@ -64,7 +64,8 @@ class _Server(DrainingServer):
     def __init__(
         self, config: ServerConfig, llm: AsyncLLM, app: FastAPI, names: list[str], announce: Callable[[str], None]
     ) -> None:
-        self.app, self.llm = app, llm
+        self.app = app
+        self.llm = llm
         self.engine_failed = False
         models = ", ".join(names)
 

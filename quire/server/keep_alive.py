@@ -75,7 +75,8 @@ class KeepAlive:
             if not await self._llm.is_paused() and not await self._llm.is_sleeping():
                 try:
                     await self._llm.sleep(1, "wait")
-                    self._is_asleep, self._seconds = True, None
+                    self._is_asleep = True
+                    self._seconds = None
                 except ValueError as error:
                     logger.warning("The idle engine could not be put to sleep: %s", error_text(error))
         self._waiting = self._until = None

@@ -94,7 +94,9 @@ class Acceptor:
         """protocol: makes the protocol of a connection. handshake_timeout: seconds for that of TLS."""
         listening.setblocking(False)
         listening.listen(backlog)
-        self._listening, self._protocol, self._context = listening, protocol, context
+        self._listening = listening
+        self._protocol = protocol
+        self._context = context
         self._limit = _descriptor_limit()
         self._handshake_timeout = None if context is None else handshake_timeout
         self._handshakes: set[asyncio.Task[None]] = set()

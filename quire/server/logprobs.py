@@ -33,9 +33,11 @@ def completion_logprobs(
     for token_id, place in zip(token_ids, places, strict=True):
         if place is None:  # the first of a prompt: nothing comes before it
             spelt = f"token_id:{token_id}" if as_ids else tokenizer.decode([token_id], skip_special_tokens=False)
-            logprob, top = None, None
+            logprob = None
+            top = None
         else:
-            spelt, logprob = _name(token_id, place[token_id], as_ids), max(place[token_id].logprob, _LOWEST)
+            spelt = _name(token_id, place[token_id], as_ids)
+            logprob = max(place[token_id].logprob, _LOWEST)
             top = {spelt: logprob}
             for other, value in _likeliest(place, count):  # tokens of the same text: the likelier
                 top.setdefault(_name(other, value, as_ids), max(value.logprob, _LOWEST))
@@ -53,7 +55,8 @@ def chat_logprobs(
     """`bytes` are those of the token itself, also where it ends within a character."""
 
     def entry(token_id: int, logprob: Logprob) -> TokenLogprob:
-        name, value = _name(token_id, logprob, as_ids), max(logprob.logprob, _LOWEST)
+        name = _name(token_id, logprob, as_ids)
+        value = max(logprob.logprob, _LOWEST)
         return {"token": name, "logprob": value, "bytes": list(token_bytes[token_id])}
 
     content: list[ChatTokenLogprob] = []

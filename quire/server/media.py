@@ -52,7 +52,8 @@ class MediaLoader:
     """Loads the media of requests for one engine."""
 
     def __init__(self, llm: AsyncLLM) -> None:
-        self._llm, self._media = llm, llm.processor.media
+        self._llm = llm
+        self._media = llm.processor.media
         self._threads = ThreadPoolExecutor(AT_ONCE, "media")
         self._turns = asyncio.Semaphore(AT_ONCE)
         self.sounds = asyncio.Semaphore(AT_ONCE)  # to be held while a long sound is in memory: an hour takes 340 MB
@@ -72,7 +73,9 @@ class MediaLoader:
                 processor.check_count(modality, sum(part.modality == modality for part in parts))
         except ValueError as error:
             raise _refusal(error) from error
-        found, size, most = ChatMedia(rest, kwargs), 0, self._llm.max_model_len
+        found = ChatMedia(rest, kwargs)
+        size = 0
+        most = self._llm.max_model_len
 
         def begin(part: Any) -> asyncio.Task[Any]:
             return asyncio.create_task(self._prepare(part, kwargs))

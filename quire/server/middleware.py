@@ -38,7 +38,8 @@ class RootPath:
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self.app, self.root_path = app, root_path
+        self.app = app
+        self.root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):

@@ -56,7 +56,8 @@ class HttpMetrics:
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
         for name, options in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items():
-            kind, labels = _KINDS[options.pop("kind")], options.pop("labels")
+            kind = _KINDS[options.pop("kind")]
+            labels = options.pop("labels")
             self._metrics[name] = kind(name, labelnames=labels, registry=self.registry, **options)
 
     def count(self, handler: str, method: str, status: int, seconds: float, received: int, sent: int) -> None:
@@ -78,7 +79,8 @@ class _Exchange:
 
     def __init__(self, send: Send, *headers: tuple[bytes, bytes]) -> None:
         """headers: that the response gets."""
-        self._send, self._headers = send, headers
+        self._send = send
+        self._headers = headers
         self.status = self.num_bytes = 0
 
     async def send(self, message: Message) -> None:
@@ -104,7 +106,10 @@ class Observability:
         routes: Sequence[BaseRoute],
         tracing: "Tracing | None",
     ) -> None:
-        self.app, self.metrics, self.log, self.tracing = app, metrics, log, tracing
+        self.app = app
+        self.metrics = metrics
+        self.log = log
+        self.tracing = tracing
         self.routes = [route for route in routes if isinstance(route, Route)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,6 +152,7 @@ class Observability:
         path = path_in(scope)
         if path not in PROBES:
             length = header(scope, b"content-length") or b"0"
-            received, status = int(length[:20]) if length.isdigit() else 0, exchange.status or 500
+            received = int(length[:20]) if length.isdigit() else 0
+            status = exchange.status or 500
             self.metrics.count(route or "none", scope["method"], status, seconds, received, exchange.num_bytes)
         self.log.ended(scope, exchange.status, exchange.num_bytes)

@@ -21,7 +21,8 @@ class OriginGuard:
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
         """allowed: origins such as "https://chat.example"; "*" stands for all."""
-        self.app, self.allowed = app, allowed
+        self.app = app
+        self.allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in _SAFE_METHODS or self._may_pass(scope):
@@ -34,7 +35,8 @@ class OriginGuard:
         )
 
     def _may_pass(self, scope: Scope) -> bool:
-        origin, site = header(scope, b"origin"), header(scope, b"sec-fetch-site")
+        origin = header(scope, b"origin")
+        site = header(scope, b"sec-fetch-site")
         if "*" in self.allowed or site in (b"same-origin", b"none"):
             return True
         if origin is None:

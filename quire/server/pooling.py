@@ -158,7 +158,8 @@ class PoolingCall(PromptCall):
         if server.llm.frontend.pooling is None:
             message = "this model generates text, and makes no embeddings or scores; --runner pooling changes that"
             raise ApiError(400, message, param="model")
-        self.body, self.pooling = body, server.llm.frontend.pooling
+        self.body = body
+        self.pooling = server.llm.frontend.pooling
         self.tokens = 0
 
     async def pool(self, prompts: Sequence[Prompt], field: str, params: PoolingParams, **options: Any) -> list[Values]:
@@ -186,7 +187,8 @@ class PoolingCall(PromptCall):
     def _process(
         self, prompts: Sequence[Prompt], start: int, params: PoolingParams, options: dict[str, Any]
     ) -> list[ProcessedRequest]:
-        body, made = self.body, []
+        body = self.body
+        made = []
         special = body.add_special_tokens is not False
         for index in range(start, min(start + SLICE, len(prompts))):
             prompt = prompts[index]
@@ -210,9 +212,11 @@ class PoolingCall(PromptCall):
         if (body.input is None) is (body.messages is None):
             raise ApiError(400, "one of input and messages is needed", param="input")
         options: dict[str, Any] = {"prompt_name": body.prompt_name}
-        prompts, field = body.input, "input"
+        prompts = body.input
+        field = "input"
         if body.messages is not None:
-            prompts, field = await self.server.render(body.messages, body, self._held), "messages"
+            prompts = await self.server.render(body.messages, body, self._held)
+            field = "messages"
             options["add_special_tokens"] = bool(body.add_special_tokens)
         elif isinstance(prompts, list) and not isinstance(prompts[0], int):
             return await self.pool(prompts, field, self.params_of(body, **fields), **options)
@@ -226,7 +230,8 @@ class PoolingCall(PromptCall):
 
     async def score(self, firsts: list[str], seconds: list[str], field: str) -> list[float]:
         """How well each pair of texts fits."""
-        body, tokenizer = self.body, self.server.llm.get_tokenizer()
+        body = self.body
+        tokenizer = self.server.llm.get_tokenizer()
         assert isinstance(body, ScoringBody)
         try:
             for texts, most in ((firsts, body.max_tokens_per_query), (seconds, body.max_tokens_per_doc)):
@@ -256,7 +261,9 @@ class PoolingCall(PromptCall):
 
     def vectors(self, kind: str, field: str, values: Sequence[Values], body: EmbeddingRequest) -> Response:
         """A list of objects of a kind, with a vector each, or the bytes of the vectors."""
-        encoding, dtype, order = body.encoding_format, body.embed_dtype or "float32", body.endianness or "native"
+        encoding = body.encoding_format
+        dtype = body.embed_dtype or "float32"
+        order = body.endianness or "native"
         if encoding not in ("bytes", "bytes_only"):
             return self.listed(
                 [{"object": kind, "index": i, field: encoded(x, encoding, dtype, order)} for i, x in enumerate(values)]
@@ -350,7 +357,8 @@ async def embed(body: EmbedRequest, request: Request) -> Response:
     wanted = {"search_query": "query", "search_document": "document"}.get(body.input_type or "", body.input_type)
     if (body.texts is None) is (body.inputs is None):
         raise ApiError(400, "one of texts and inputs is needed", param="texts")
-    texts, field = body.all_texts, "inputs" if body.texts is None else "texts"
+    texts = body.all_texts
+    field = "inputs" if body.texts is None else "texts"
     keep = body.truncate_prompt_tokens or (None if body.truncate == "NONE" else body.max_tokens or -1)
     params = call.params_of(body, dimensions=body.output_dimension, truncate_prompt_tokens=keep)
     options = {"prompt_name": wanted if wanted in prompts else None}

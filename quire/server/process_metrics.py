@@ -47,7 +47,8 @@ class ProcessMetrics(Collector):
     """
 
     def __init__(self, find: Callable[[], Mapping[str, int]], has_ranks: bool) -> None:
-        self._find, self._has_ranks = find, has_ranks
+        self._find = find
+        self._has_ranks = has_ranks
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}

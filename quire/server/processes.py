@@ -27,7 +27,8 @@ class _ParentsCores:
     """The cores as an API process sees them: its parent watches them, and tells it what becomes of them."""
 
     def __init__(self, connection: Connection, replicas: range) -> None:
-        self._connection, self._replicas = connection, replicas
+        self._connection = connection
+        self._replicas = replicas
         self.process_ids: list[int | None] = [None for _ in replicas]
 
     async def run(self, tell: Callable[[CoreEvent], None]) -> None:
@@ -122,7 +123,9 @@ class ApiProcesses:
             raise ConfigError("api_server_count: lora_folder needs one API process, since adapters are loaded into one")
         if config.response_store == "memory":
             raise ConfigError("api_server_count: response_store must be a file or a database that processes can share")
-        self._cores, self._config, self._listening = cores, config, listening
+        self._cores = cores
+        self._config = config
+        self._listening = listening
         self._up: dict[int, CoreUp] = {}
         self._apis: dict[int, _Api] = {}
         self._serving: set[int] = set()
@@ -152,14 +155,16 @@ class ApiProcesses:
 
     async def _keep(self, index: int) -> int:
         """Run an API process, and another for each that is lost. Returns the exit status of the last."""
-        failed_starts, is_first_start = 0, True
+        failed_starts = 0
+        is_first_start = True
         while True:
             options = (self._config, self._cores.config, self._cores.directory)
             api = self._apis[index] = _Api(self._listening, index, is_first_start, *options)
             write_pid(f"api {index}", api.process.pid)
             for event in self._up.values():
                 api.tell(event)
-            failed_starts, is_first_start = failed_starts + 1, False
+            failed_starts = failed_starts + 1
+            is_first_start = False
             while (news := await api.news.get()) is not None:
                 if isinstance(news, Exception):
                     raise news

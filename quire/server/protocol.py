@@ -261,7 +261,8 @@ class CompletionRequest(Generation):
         return [*found, *([self.prompt] if one else self.prompt)]
 
     def drop_prompt(self) -> None:
-        self.prompt, self.prompt_embeds = "", None
+        self.prompt = ""
+        self.prompt_embeds = None
 
     @property
     def num_generated(self) -> int:

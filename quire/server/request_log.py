@@ -76,7 +76,8 @@ class RequestLog:
         self._logs_successes = not config.disable_uvicorn_access_log
         self._quiet_paths = frozenset(config.disable_access_log_for_endpoints.split(","))
         self._logs_arrivals = config.enable_log_requests or config.log_prompts
-        self._logs_prompts, self._max_length = config.log_prompts, config.max_log_len
+        self._logs_prompts = config.log_prompts
+        self._max_length = config.max_log_len
         self._access_log = AccessLog(config.access_log) if config.access_log else None
 
     def received(self, request_id: str, requests: Sequence[ProcessedRequest]) -> None:

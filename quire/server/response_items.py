@@ -225,10 +225,12 @@ class ResponsesRequest(Generation):
     def chat(self, items: Iterable[Item]) -> ChatRequest:
         """The request in the terms of chats. items: the conversation, with those of the input. Raises ApiError."""
         given = {name: getattr(self, name) for name in Generation.model_fields if name in self.model_fields_set}
-        tools, choice = list(self.named_tools.values()), self.tool_choice
+        tools = list(self.named_tools.values())
+        choice = self.tool_choice
         forced: Any = choice
         if isinstance(choice, AllowedTools):
-            tools, forced = allowed(choice, tools), choice.mode
+            tools = allowed(choice, tools)
+            forced = choice.mode
         elif isinstance(choice, NamedChoice):
             forced = chosen(choice, tools)
         format = self.text and self.text.format and self.text.format.model_dump(by_alias=True, exclude_none=True)
@@ -257,7 +259,8 @@ class ResponsesRequest(Generation):
 
 def in_terms_of_responses(error: ApiError) -> ApiError:
     """The error of a translated request, with the name of the field from which the wrong one was translated."""
-    names, name = _FIELDS["names"], re.split(r"[.\[]", error.param or "")[0]
+    names = _FIELDS["names"]
+    name = re.split(r"[.\[]", error.param or "")[0]
     if name in names:
         detail = error.detail.replace(f"{name}.json_schema", name)  # whose fields are those of text.format here
         error.param, error.detail = names[name], detail.replace(name, names[name])

@@ -49,7 +49,9 @@ class Output:
         """tools: those that the answer may call, by the names under which the model knows them. encrypts: whether
         thoughts have an encrypted_content."""
         self.items: list[Item] = []
-        self._events, self._tools, self._encrypts = events, tools or {}, encrypts
+        self._events = events
+        self._tools = tools or {}
+        self._encrypts = encrypts
         self._open: Item = {"type": None}  # the item whose text is coming
         self._texts: list[str] = []  # the pieces of its text
         self._logprobs: list[Any] = []
@@ -57,7 +59,8 @@ class Output:
     def add(self, event: Event, answer: Answer, logprobs: list[Any]) -> None:
         """logprobs: of the tokens with which the event came."""
         if isinstance(event, ToolCall):
-            call_id, tool = answer.tool_calls[event.index].id, self._tools.get(event.name)
+            call_id = answer.tool_calls[event.index].id
+            tool = self._tools.get(event.name)
             plain = {"type": "function_call", "call_id": call_id, "name": event.name}
             call = plain if tool is None else tool.call(call_id)
             text = {_CALLS[call["type"]][0]: ""} if call["type"] in _CALLS else {}
@@ -86,7 +89,8 @@ class Output:
 
     def close(self, status: str = "completed") -> None:
         """Complete the item whose text was coming, if there is one."""
-        item, text = self._open, "".join(self._texts)
+        item = self._open
+        text = "".join(self._texts)
         kind = item["type"]
         if kind is None:
             return
@@ -106,7 +110,9 @@ class Output:
             item["action"] = shell_action(text)
         self._events.make("response.output_item.done", output_index=len(self.items), item=item)
         self.items.append(item)
-        self._open, self._texts, self._logprobs = {"type": None}, [], []
+        self._open = {"type": None}
+        self._texts = []
+        self._logprobs = []
 
     def _begin(self, item: Item) -> None:
         self.close()

@@ -136,7 +136,9 @@ class ResponseStore:
     def __init__(self, database: Database, max_bytes: int, max_age: float, may_use_memory: bool = False) -> None:
         """max_bytes: of all records. max_age: seconds since a response was last used. may_use_memory: if the database
         cannot be opened, use one in memory instead, with a warning."""
-        self.database, self.max_bytes, self.max_age = database, max_bytes, max_age
+        self.database = database
+        self.max_bytes = max_bytes
+        self.max_age = max_age
         self._may_use_memory = may_use_memory
         self._connection: Any = None
         self._thread = ThreadPoolExecutor(1, "response-store")
@@ -159,7 +161,8 @@ class ResponseStore:
                     raise StoreError(error_text(error)) from error
                 problem = error
         logger.warning("Responses are kept in memory until the server ends (--response-store): %s", error_text(problem))
-        self.database, self._may_use_memory = sqlite(None), False
+        self.database = sqlite(None)
+        self._may_use_memory = False
         return self.call(method, *arguments)
 
     def close(self) -> None:
@@ -178,7 +181,8 @@ class ResponseStore:
         size = len(encoded) + ROW_BYTES
         if size > self.max_bytes:
             raise StoreError(f"a response of {size} bytes is larger than the whole store (--response-store-bytes)")
-        key, previous = key_of(owner, record.response["id"]), record.response["previous_response_id"]
+        key = key_of(owner, record.response["id"])
+        previous = record.response["previous_response_id"]
         self._remove("id = ?", key)
         row = (key, owner, previous and key_of(owner, previous), time.time(), size, encoded)
         self._execute("INSERT INTO quire_responses VALUES (?, ?, ?, ?, ?, ?)", *row)
@@ -265,7 +269,8 @@ class ResponseStore:
         return self._connection.execute(sql.replace("?", self.database.mark), *([parameters] if parameters else []))
 
     def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is not None:
             with suppress(self.database.error):
                 connection.close()
@@ -273,7 +278,8 @@ class ResponseStore:
 
 def _record(used: float, encoded: bytes) -> Record:
     record = msgspec.json.decode(encoded, type=Record)
-    record.used, record.size = used, len(encoded)
+    record.used = used
+    record.size = len(encoded)
     return record
 
 

@@ -192,7 +192,8 @@ def shell_action(arguments: str) -> dict[str, Any]:
     except ValueError:
         value = {}
     given = value if isinstance(value, dict) else {}
-    command, env = given.get("command", []), given.get("env")
+    command = given.get("command", [])
+    env = given.get("env")
     kinds = {"timeout_ms": int, "working_directory": str, "user": str}
     return {
         "type": "exec",

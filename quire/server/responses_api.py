@@ -118,8 +118,12 @@ class Run:
     def __init__(
         self, responses: Responses, answering: Answering, record: Record, owner: str, body: ResponsesRequest
     ) -> None:
-        self.responses, self.answering, self.record, self.owner = responses, answering, record, owner
-        self.is_background, self.is_cancelled = bool(record.response["background"]), False
+        self.responses = responses
+        self.answering = answering
+        self.record = record
+        self.owner = owner
+        self.is_background = bool(record.response["background"])
+        self.is_cancelled = False
         self.task: asyncio.Task[None] | None = None
         self.log: Callable[[], None] = lambda: None  # of a response in the background, when it has ended
         self.events = Events()
@@ -210,7 +214,8 @@ class Run:
             async with self._news:
                 while self.task is not None and len(self.events) <= position:
                     await self._news.wait()
-                is_last, news = self.task is None, self.events[position:]
+                is_last = self.task is None
+                news = self.events[position:]
             position += len(news)
             yield b"".join(news)
             if is_last:
@@ -225,7 +230,8 @@ class Run:
 
     async def _end(self, error: ApiError | None) -> None:
         [answer] = self.answering.answers
-        response, reason = self.response, answer.finish_reason
+        response = self.response
+        reason = answer.finish_reason
         status = "completed"
         if error is not None:
             code = "server_error" if error.status_code >= 500 else "invalid_prompt"
@@ -320,7 +326,8 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 
 
 async def _answer(body: ResponsesRequest, request: Request) -> Response:
-    responses, owner = _responses(request), owner_of(request.scope)
+    responses = _responses(request)
+    owner = owner_of(request.scope)
     earlier = []
     if body.previous_response_id is not None:
         earlier = await responses.conversation(owner, body.previous_response_id, request.state.body)
@@ -390,7 +397,8 @@ async def compact() -> None:
 @router.post("/v1/responses/{response_id}/cancel", responses=answers(Item), response_model=None)
 async def cancel_response(response_id: str, request: Request) -> Response:
     """End a response that is generated in the background."""
-    responses, owner = _responses(request), owner_of(request.scope)
+    responses = _responses(request)
+    owner = owner_of(request.scope)
     record = await responses.find(owner, response_id)
     if not record.response["background"]:
         raise ApiError(
@@ -411,7 +419,8 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 @router.delete("/v1/responses/{response_id}", responses=answers(Item), response_model=None)
 async def delete_response(response_id: str, request: Request) -> Response:
     """Forget a response. Those that continue it can be read, but not continued any more."""
-    responses, owner = _responses(request), owner_of(request.scope)
+    responses = _responses(request)
+    owner = owner_of(request.scope)
     await responses.call(responses.store.delete, owner, response_id)
     run = responses.run_of(owner, response_id)
     if run is not None:

@@ -37,7 +37,8 @@ class ServerSpan:
 
     def __init__(self, tracer: Any, span: Span, began: int) -> None:
         """began: by time.monotonic_ns()."""
-        self._tracer, self._span = tracer, span
+        self._tracer = tracer
+        self._span = span
         self._offset = time.time_ns() - time.monotonic_ns()  # of the wall clock, by which spans are told
         self._began = began
         self._context = set_span_in_context(span)
@@ -135,7 +136,9 @@ class Tracing:
             return None
         found = ServerSpan(self._tracer, span, began)
         if found.is_recorded:
-            client, server, headers = scope.get("client"), scope.get("server"), dict(scope["headers"])
+            client = scope.get("client")
+            server = scope.get("server")
+            headers = dict(scope["headers"])
             agent = headers.get(b"user-agent")
             found.set(
                 {
@@ -201,7 +204,8 @@ class _Reports(logging.Handler):
         self._last: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        now, kind = time.monotonic(), str(record.msg)
+        now = time.monotonic()
+        kind = str(record.msg)
         if now - self._last.get(kind, -_REPEAT_SECONDS) >= _REPEAT_SECONDS:
             self._last[kind] = now
             logger.warning("Traces: %s", record.getMessage())
@@ -209,4 +213,5 @@ class _Reports(logging.Handler):
 
 def _report_problems() -> None:
     of_library = logging.getLogger("opentelemetry")
-    of_library.handlers, of_library.propagate = [_Reports()], False
+    of_library.handlers = [_Reports()]
+    of_library.propagate = False

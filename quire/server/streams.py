@@ -20,13 +20,16 @@ class EventStream(Response):
     """
 
     media_type = "text/event-stream; charset=utf-8"
-    before_error, after_error = b"data: ", b"\n\n"
+    before_error = b"data: "
+    after_error = b"\n\n"
     done = b"data: [DONE]\n\n"
     keep_alive = b": keep-alive\n\n"
 
     def __init__(self, first: "bytes | asyncio.Task[bytes]", events: AsyncGenerator[bytes], interval: float) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self.first, self.events, self.interval = first, events, interval
+        self.first = first
+        self.events = events
+        self.interval = interval
 
     @classmethod
     async def begin(cls, events: AsyncGenerator[bytes], interval: float, keep_alive: bytes | None = None) -> Self:
@@ -84,7 +87,9 @@ class _Sender:
     """Sends the parts of a body, and `keep_alive` when there was none for `interval` seconds, unless that is 0."""
 
     def __init__(self, send: Send, interval: float, keep_alive: bytes) -> None:
-        self._send, self._interval, self._keep_alive = send, interval, keep_alive
+        self._send = send
+        self._interval = interval
+        self._keep_alive = keep_alive
         self._loop = asyncio.get_running_loop()
         self._is_sending, self._sent_at = False, self._loop.time()
         self._timer = self._loop.call_later(interval, self._tick) if interval else None

@@ -107,7 +107,9 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
 
 async def _stream(call: Call, body: GenerateRequest) -> AsyncGenerator[bytes]:
     head = {"request_id": call.id, "output_mode": body.output_mode}
-    chunks, meter, extra = Chunks(call, head), call.meter(), None
+    chunks = Chunks(call, head)
+    meter = call.meter()
+    extra = None
     async with aclosing(call.run()) as outputs:
         async for output in outputs:
             meter.add(output)
@@ -133,7 +135,8 @@ def _prompt_keys(body: GenerateRequest, output: RequestOutput) -> dict[str, Any]
 
 def _choice(call: Call, body: GenerateRequest, completion: CompletionOutput) -> dict[str, Any]:
     """With the mode "tokens", logprobs name tokens by their ids."""
-    token_ids, places = completion.token_ids, completion.logprobs
+    token_ids = completion.token_ids
+    places = completion.logprobs
     logprobs: Any = None
     if places is not None and body.output_mode == "text":
         count = None if body.sampling_params.logprob_token_ids else body.sampling_params.logprobs

@@ -140,10 +140,13 @@ class RequestTrace:
             times = output.metrics
             if times is None or not times.first_token_ts:
                 continue
-            queued, first, last = times.queued_ts, times.first_token_ts, times.last_token_ts
+            queued = times.queued_ts
+            first = times.first_token_ts
+            last = times.last_token_ts
             scheduled = min(max(times.scheduled_ts, queued), first)  # another machine's clock may differ
             about = {"gen_ai.prompt.index": index} if len(outputs) > 1 else {}
-            tokens, cached = len(output.prompt_token_ids), output.num_cached_tokens
+            tokens = len(output.prompt_token_ids)
+            cached = output.num_cached_tokens
             self._span.add_child("queue", queued, scheduled, about)
             self._span.add_child(
                 "prefill",

@@ -159,7 +159,8 @@ async def _read(request: Request) -> tuple[TranscriptionRequest, bytes]:
         raise ApiError(415, "Content-Type: charset should be utf-8", param="Content-Type")
     try:
         async with request.form(max_files=1, max_fields=MOST_FIELDS) as form:
-            values, file = _values(form), form.get("file")
+            values = _values(form)
+            file = form.get("file")
             if not isinstance(file, UploadFile):
                 raise ApiError(400, "file: a file is needed", param="file")
             return validated(TranscriptionRequest, values), await file.read()
@@ -185,10 +186,14 @@ class _Transcription:
     """A file that is transcribed: a request of the engine for each piece that the model hears at once."""
 
     def __init__(self, call: Call, body: TranscriptionRequest, task: str, speech: Any, samples: Any) -> None:
-        self.call, self.body, self.task, self.speech = call, body, task, speech
+        self.call = call
+        self.body = body
+        self.task = task
+        self.speech = speech
         self.seconds, self.pieces = len(samples) / speech.sample_rate, speech.pieces(samples)
         self.spans = [(piece.start, len(piece.samples) / speech.sample_rate) for piece in self.pieces]
-        self.meter, self.places = call.meter(), dict[str, int]()
+        self.meter = call.meter()
+        self.places = dict[str, int]()
         self.language: str | None = body.language
         self.no_speech = [0.0] * len(self.pieces)
 
@@ -200,7 +205,8 @@ class _Transcription:
         media = server.llm.processor.media
         if media is None or media.speech is None:
             raise ApiError(400, "this model makes no transcripts", param="model")
-        speech, language = media.speech, body.language and body.language.lower()
+        speech = media.speech
+        language = body.language and body.language.lower()
         if language is not None and speech.languages and language not in speech.languages:
             known = ", ".join(speech.languages)
             raise ApiError(400, f"language: the model does not know it; it knows {known}", param="language")
@@ -243,7 +249,8 @@ class _Transcription:
 
     async def _first_token(self, beginning: list[int], place: int) -> tuple[int, float]:
         """The likeliest language of a piece, and the probability that it has no speech."""
-        llm, no_speech = self.call.server.llm, self.speech.no_speech
+        llm = self.call.server.llm
+        no_speech = self.speech.no_speech
         params = SamplingParams(
             temperature=0,
             max_tokens=1,
@@ -314,12 +321,15 @@ class _Transcription:
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """Events of the text, piece after piece. They have the fields of OpenAI's events and those of vLLM's chunks."""
-        waiting, done = [list[str]() for _ in self.spans], [False] * len(self.spans)
-        place, texts = 0, list[str]()
+        waiting = [list[str]() for _ in self.spans]
+        done = [False] * len(self.spans)
+        place = 0
+        texts = list[str]()
         async with aclosing(self.call.run()) as running:
             async for output in running:
                 self.meter.add(output)
-                completion, index = output.outputs[0], self.places[output.request_id]
+                completion = output.outputs[0]
+                index = self.places[output.request_id]
                 waiting[index].append(_without_times(completion.text))
                 done[index] |= completion.finish_reason is not None
                 while place < len(waiting):
@@ -354,7 +364,8 @@ def _without_times(text: str) -> str:
 
 def _subtitles(segments: Iterable[Mapping[str, Any]], is_vtt: bool) -> str:
     """WebVTT, or SubRip."""
-    mark, blocks = "." if is_vtt else ",", ["WEBVTT\n"] if is_vtt else []
+    mark = "." if is_vtt else ","
+    blocks = ["WEBVTT\n"] if is_vtt else []
     for number, segment in enumerate(segments, 1):
         times = " --> ".join(_clock(segment[name], mark) for name in ("start", "end"))
         text = segment["text"].strip().replace("-->", "->")

@@ -51,7 +51,8 @@ def bits(values: Values, signed: bool) -> list[int]:
 
 def places(vectors: Sequence[Values], parts: Sequence[bytes], dtype: str, endianness: str) -> list[dict[str, Any]]:
     """Where each vector is in a body of bytes."""
-    found, start = [], 0
+    found = []
+    start = 0
     for index, (values, part) in enumerate(zip(vectors, parts, strict=True)):
         end = start + len(part)
         found.append(
@@ -79,7 +80,8 @@ def _float8_values(dtype: str) -> tuple[npt.NDArray[np.float64], int]:
     """(the values of the codes without a sign, as far as they are finite, and the code of what is larger)"""
     bits_of_fraction, bias, last, above = (3, 7, 0x7E, 0x7E) if dtype == "fp8_e4m3" else (2, 15, 0x7B, 0x7C)
     codes = np.arange(last + 1)
-    exponent, fraction = codes >> bits_of_fraction, (codes & ((1 << bits_of_fraction) - 1)) / (1 << bits_of_fraction)
+    exponent = codes >> bits_of_fraction
+    fraction = (codes & ((1 << bits_of_fraction) - 1)) / (1 << bits_of_fraction)
     values = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
     return values, above
 

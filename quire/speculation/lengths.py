@@ -36,7 +36,8 @@ class DraftLengths:
 
     def __init__(self, most: int, costs: StepCosts = _UNKNOWN) -> None:
         """most: of drafts. If the costs of steps are not known, a request always gets the most drafts."""
-        self.most, self._knows_costs = most, bool(costs.steps)
+        self.most = most
+        self._knows_costs = bool(costs.steps)
         self._step, self._first, self._next = map(_Seconds, (costs.steps, costs.first_draft, costs.next_draft))
         self.best = cache(self._best)
 

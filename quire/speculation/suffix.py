@@ -70,7 +70,8 @@ class SuffixProposer:
             recent = self._recent.setdefault(text.cache_salt, _Memory())
             recent.append([*text.token_ids[text.num_prompt_tokens :], -1])
             if recent.length > 2 * limit:
-                recent.array, recent.length = recent.tokens[-limit:].copy(), limit
+                recent.array = recent.tokens[-limit:].copy()
+                recent.length = limit
             while sum(memory.length for memory in self._recent.values()) > 4 * limit:
                 del self._recent[next(iter(self._recent))]  # salts that came first go first
 
@@ -86,7 +87,9 @@ class SuffixProposer:
             recent = self._recent[text.cache_salt].tokens
             elsewhere, longer = self._matches(recent[:-1], tokens)
             if longer > matched:
-                ends, matched, found = elsewhere, longer, recent
+                ends = elsewhere
+                matched = longer
+                found = recent
         if matched < self.options.min_match:
             return []
         return self._continuation(found, ends, int(min(most, matched * self.options.factor)))

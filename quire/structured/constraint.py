@@ -29,7 +29,8 @@ class Constraint:
     ) -> None:
         self.matcher = matcher
         self._error: str | None = None
-        self._thinking, self._eos_token_ids = thinking, eos_token_ids
+        self._thinking = thinking
+        self._eos_token_ids = eos_token_ids
         self._is_thinking = thinking is not None and thinking.is_open
         # The start marker, as long as the output is empty and may begin with it.
         self.opening_token = thinking.start_ids[0] if thinking and matcher and self._may_open(thinking) else None
@@ -64,7 +65,8 @@ class Constraint:
     def _advance(self, token_id: int) -> None:
         if self._has_ended or self.error is not None:
             return
-        opening_token, self.opening_token = self.opening_token, None
+        opening_token = self.opening_token
+        self.opening_token = None
         is_expected = self._next < len(self._forced) and self._forced[self._next] == token_id
         if self._is_thinking or self.matcher is None or token_id == opening_token:
             self._think(token_id)
@@ -75,7 +77,8 @@ class Constraint:
         if is_expected and self.error is None:
             self._next += 1
         else:
-            self._forced, self._next = [], 0
+            self._forced = []
+            self._next = 0
         if self._next == len(self._forced):
             self._find_forced()
 
@@ -88,7 +91,9 @@ class Constraint:
 
     def fail(self, reason: str) -> None:
         """End the request with this error, because the back end cannot go on."""
-        self._error, self._forced, self._next = reason, [], 0
+        self._error = reason
+        self._forced = []
+        self._next = 0
 
     def forced(self) -> Sequence[int]:
         """The tokens that must come next, in this order. The next token is the first of them, if there are any."""
@@ -119,13 +124,15 @@ class Constraint:
         self._tail = [*self._tail, token_id][-longest:]
         self._num_thinking += self._is_thinking
         if limits.start_ids and self._tail[-len(limits.start_ids) :] == limits.start_ids:
-            self._is_thinking, self._num_thinking = True, 0
+            self._is_thinking = True
+            self._num_thinking = 0
         elif any(self._tail[-len(ids) :] == ids for ids in (limits.end_ids, *limits.call_ids)):
             self._is_thinking = False
 
     def _find_forced(self) -> None:
         """Set the tokens that follow in any case."""
-        self._forced, self._next = [], 0
+        self._forced = []
+        self._next = 0
         limits = self._thinking
         if self._has_ended or self.error is not None:
             return

@@ -225,7 +225,8 @@ class GrammarGate:
                 return
             excess -= 1
             excess_bytes -= entry.size
-            entry.grammar, entry.size = None, 0
+            entry.grammar = None
+            entry.size = 0
             if not entry.waiting:
                 del self._cache[key]
 
@@ -290,7 +291,8 @@ class GrammarGate:
             return
         with self._lock:
             if not compilation.is_done:
-                compilation.grammar, compilation.size = grammar, compiled.size
+                compilation.grammar = grammar
+                compilation.size = compiled.size
                 compilation.source = compiled.source
         self._wake()
 

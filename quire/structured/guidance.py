@@ -62,7 +62,9 @@ class GuidanceMatcher:
 
 class GuidanceBackend(Backend):
     def __init__(self, vocabulary: "Vocabulary | TokenTable", compact: bool = False, closed: bool = False) -> None:
-        self._vocabulary, self._compact, self._closed = vocabulary, compact, closed
+        self._vocabulary = vocabulary
+        self._compact = compact
+        self._closed = closed
         self._tokenizer = LLTokenizer(vocabulary, vocabulary.vocab_size, vocabulary.eos_token_ids)  # type: ignore[arg-type]
 
     @cached_property
@@ -152,15 +154,19 @@ def _check_length(text: str) -> None:
 
 def _bit(bits: int, number: int) -> int:
     """The place of a set bit, by its number among those that are set. Without numpy, see above."""
-    place, size = 0, bits.bit_length()
+    place = 0
+    size = bits.bit_length()
     while size > 1:
         half = size // 2
         low = bits & ((1 << half) - 1)
         if number < (count := low.bit_count()):
-            bits, size = low, half
+            bits = low
+            size = half
         else:
-            bits, number = bits >> half, number - count
-            place, size = place + half, size - half
+            bits = bits >> half
+            number = number - count
+            place = place + half
+            size = size - half
     return place
 
 

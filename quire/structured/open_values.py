@@ -156,7 +156,8 @@ def _number(parts: list[Part], given: set[str]) -> dict[str, Any]:
     if not is_integer and not given & _LIMITS["number"]:
         return {}
     largest = _LARGEST_INTEGER if is_integer else _LARGEST
-    lower, upper = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
+    lower = {"minimum", "exclusiveMinimum"}
+    upper = {"maximum", "exclusiveMaximum"}
     if any(abs(part[keyword]) > largest for part in parts for keyword in (lower | upper) & part.keys()):
         return {}
     limits: dict[str, Any] = {} if given & lower else {"minimum": -largest}

@@ -26,7 +26,8 @@ class OutlinesMatcher:
     is_finished = False  # the automaton does not tell whether a complete text may go on
 
     def __init__(self, index: outlines_core.Index, token_ids: Sequence[int] = ()) -> None:
-        self._index, self._token_ids = index, list(token_ids)
+        self._index = index
+        self._token_ids = list(token_ids)
         self.state = outlines_core.Guide(index)
         for token_id in token_ids:
             self.state.advance(token_id, return_tokens=False)
@@ -47,7 +48,8 @@ class OutlinesMatcher:
 
 class OutlinesBackend(Backend):
     def __init__(self, vocabulary: "Vocabulary | TokenTable", compact: bool = False, closed: bool = False) -> None:
-        self._compact, self._closed = compact, closed
+        self._compact = compact
+        self._closed = closed
         ids: dict[bytes, list[int]] = {}
         special = set(vocabulary.special_token_ids)
         for token_id, token in enumerate(vocabulary.tokens):

@@ -40,7 +40,8 @@ def rewritten(schema: Schema, *, closed: bool = False) -> dict[str, Any]:
 class _Rewriting:
     def __init__(self, document: Schema, closed: bool) -> None:
         references = References(document)
-        self._root, self._sources = references.root, references.definitions
+        self._root = references.root
+        self._sources = references.definitions
         self._closed = closed
         self._definitions: dict[str, Schema] = {}
         self._pending: list[str] = []
@@ -117,11 +118,14 @@ class _Rewriting:
         found: list[Schema] = []
         reason = None
         for choice in choices:
-            pending, definitions = list(self._pending), dict(self._definitions)
+            pending = list(self._pending)
+            definitions = dict(self._definitions)
             try:
                 result = self._schema(choice)
             except UnsupportedError as error:
-                self._pending, self._definitions, reason = pending, definitions, error
+                self._pending = pending
+                self._definitions = definitions
+                reason = error
                 continue
             if result is True:
                 return True
@@ -134,7 +138,9 @@ class _Rewriting:
     # ---- keywords that others stand for
 
     def _conditional(self, schema: dict[str, Any]) -> list[Schema]:
-        condition, then, otherwise = schema["if"], schema.get("then", True), schema.get("else", True)
+        condition = schema["if"]
+        then = schema.get("then", True)
+        otherwise = schema.get("else", True)
         if then is True and otherwise is True:
             return []
         return [{"$any": [{"allOf": [condition, then]}, {"allOf": [{"not": condition}, otherwise]}]}]
@@ -153,7 +159,9 @@ class _Rewriting:
         ]
 
     def _contains(self, schema: dict[str, Any]) -> list[Schema]:
-        contained, least, most = schema["contains"], schema.get("minContains", 1), schema.get("maxContains")
+        contained = schema["contains"]
+        least = schema.get("minContains", 1)
+        most = schema.get("maxContains")
         if most is not None:
             if least > most:
                 return [{"type": [name for name in TYPES if name != "array"]}]
@@ -174,7 +182,8 @@ class _Rewriting:
 
     def _exclude(self, first: Schema, second: Schema, depth: int = 0) -> bool:
         """Whether it is easy to see that no document is valid for both schemas."""
-        first, second = self._resolved(first), self._resolved(second)
+        first = self._resolved(first)
+        second = self._resolved(second)
         if isinstance(first, bool) or isinstance(second, bool) or depth > 5:
             return first is False or second is False
         if not types_of(first) & types_of(second):
@@ -261,7 +270,8 @@ class _Rewriting:
     def _evaluated(self, schema: dict[str, Any]) -> Iterator[Schema]:
         """The schema without unevaluatedProperties and unevaluatedItems: the ways in which it can be satisfied."""
         rest = dict(schema)
-        properties, items = rest.pop("unevaluatedProperties", True), rest.pop("unevaluatedItems", True)
+        properties = rest.pop("unevaluatedProperties", True)
+        items = rest.pop("unevaluatedItems", True)
         for count, parts in enumerate(self._ways(rest, 0)):
             if count == _MAX_ALTERNATIVES:
                 raise UnsupportedError("unevaluatedProperties and unevaluatedItems: the schema has too many branches")
@@ -300,7 +310,9 @@ class _Rewriting:
         if "oneOf" in rest:
             choices.append(list(self._exactly_one(rest.pop("oneOf"))))
         if "if" in rest:
-            condition, then, otherwise = rest.pop("if"), rest.pop("then", True), rest.pop("else", True)
+            condition = rest.pop("if")
+            then = rest.pop("then", True)
+            otherwise = rest.pop("else", True)
             choices.append([{"allOf": [condition, then]}, {"allOf": [{"not": condition}, otherwise]}])
         for name, dependent in rest.pop("dependentSchemas", {}).items():
             choices.append([_without(name, hidden=True), {"type": "object", "required": [name], "allOf": [dependent]}])

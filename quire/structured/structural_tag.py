@@ -70,7 +70,8 @@ class _Lark:
         self.rules: list[str] = []
         self.parts: list[dict[str, str]] = []
         self.is_free = False
-        self._schema, self._special_tokens = schema, special_tokens
+        self._schema = schema
+        self._special_tokens = special_tokens
         names = sorted(special_tokens, key=len, reverse=True)
         self._specials = re.compile("(" + ("|".join(map(re.escape, names)) or "(?!)") + ")")
 
@@ -145,7 +146,8 @@ class _Lark:
             choices.append(f"{opening} ({' | '.join(rest)})")
         if not choices or not all(begin.startswith(tuple(triggers)) for begin in begins):
             raise ValueError("structural_tag: each tag must begin with one of the triggers")
-        segment, text = self._rule(" | ".join(choices)), self._rule(_TEXT)
+        segment = self._rule(" | ".join(choices))
+        text = self._rule(_TEXT)
         if item.get("stop_after_first"):
             return segment if item.get("at_least_one") else self._rule(f"{segment} | {text}")
         return self._rule(f"{segment}{'+' if item.get('at_least_one') else '*'} {text}")

@@ -21,7 +21,8 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> None:
         if not eos_token_ids:
             raise ValueError("structured outputs need a model with an end-of-sequence token")
-        self.eos_token_ids, self.eos_token_id = eos_token_ids, eos_token_ids[0]
+        self.eos_token_ids = eos_token_ids
+        self.eos_token_id = eos_token_ids[0]
         self.bos_token_id = tokenizer.bos_token_id
         self.vocab_size = vocab_size
         self.special_token_ids = sorted({*tokenizer.all_special_ids, *eos_token_ids})

@@ -49,7 +49,9 @@ class GrammarCompiler:
 
         from quire.platform.untrusted.service import Preparation
 
-        self._pool, self._options, self._total_seconds = pool, options, total_seconds
+        self._pool = pool
+        self._options = options
+        self._total_seconds = total_seconds
         table = TokenTable(
             vocabulary.tokens, vocabulary.special_token_ids, vocabulary.eos_token_ids, vocabulary.bos_token_id
         )

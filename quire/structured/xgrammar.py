@@ -29,7 +29,8 @@ class XgrammarMatcher:
     error: str | None = None
 
     def __init__(self, state: Any, vocabulary: "Vocabulary | TokenTable") -> None:
-        self.state, self._vocabulary = state, vocabulary
+        self.state = state
+        self._vocabulary = vocabulary
 
     def accept(self, token_id: int) -> bool:
         return bool(self.state.accept_token(token_id))
@@ -53,7 +54,8 @@ class XgrammarMatcher:
 class XgrammarBackend(Backend):
     def __init__(self, vocabulary: "Vocabulary | TokenTable", compact: bool = False, closed: bool = False) -> None:
         self._vocabulary = vocabulary
-        self._compact, self._closed = compact, closed
+        self._compact = compact
+        self._closed = closed
         if isinstance(vocabulary, TokenTable):
             _hide_torch()
         from xgrammar.compiler import GrammarCompiler
@@ -129,7 +131,8 @@ def _hide_torch() -> None:
     if "xgrammar" in sys.modules or spec is None or spec.submodule_search_locations is None:
         return
     package = ModuleType("xgrammar")
-    package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
+    package.__path__ = list(spec.submodule_search_locations)
+    package.__spec__ = spec
     transformers: Any = ModuleType("transformers")
     transformers.PreTrainedTokenizerBase = transformers.PreTrainedTokenizerFast = type("Absent", (), {})
     absent: Any = dict.fromkeys(("torch", "sentencepiece", "tiktoken"))  # importing these raises ImportError

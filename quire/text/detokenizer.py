@@ -73,7 +73,8 @@ class IncrementalDetokenizer:
         if finished_by_token and not self._include_stop:
             token_ids = token_ids[:-1]
         if self._exempt:
-            exempt, token_ids = token_ids[: self._exempt], token_ids[self._exempt :]
+            exempt = token_ids[: self._exempt]
+            token_ids = token_ids[self._exempt :]
             self._exempt -= len(exempt)
             self._unshown += self._read(exempt)
         text = self._read(token_ids)
@@ -90,7 +91,8 @@ class IncrementalDetokenizer:
             delta = self._unshown[: -self._held_back]
             self._unshown = self._unshown[len(delta) :]
         else:
-            delta, self._unshown = self._unshown, ""
+            delta = self._unshown
+            self._unshown = ""
         if self._reach:
             self._shown = (self._shown + delta)[-self._reach :]
         return delta

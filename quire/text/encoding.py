@@ -22,7 +22,9 @@ class TextEncoder:
     """Calls the library. prefix, suffix: tokens that it does not add by itself."""
 
     def __init__(self, backend: Backend | PartialBackend, prefix: list[int], suffix: list[int]) -> None:
-        self.backend, self.prefix, self.suffix = backend, prefix, suffix
+        self.backend = backend
+        self.prefix = prefix
+        self.suffix = suffix
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """See Tokenizer.encode."""
@@ -53,7 +55,8 @@ class TextEncoder:
         own = len(self.prefix) + len(self.suffix) if add_special_tokens else 0
         if keep is not None:
             added = self.backend.num_special_tokens_to_add(is_pair) if add_special_tokens else 0
-            lengths, room = [len(part) for part in parts], max(0, keep - own - added)
+            lengths = [len(part) for part in parts]
+            room = max(0, keep - own - added)
             if sum(lengths) > room:
                 shorter = min(lengths[-1], lengths[0])
                 longer = max(room - shorter, (room + 1) // 2) if is_pair else room

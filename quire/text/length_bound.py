@@ -65,13 +65,15 @@ def _parts(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _effect(steps: Iterable[Mapping[str, Any]]) -> tuple[int, bool] | None:
     """(the factor by which the number of bytes can shrink, whether white space is kept). None if text can be lost, or
     for a step whose effect is not known."""
-    factor, keeps_spaces = 1, True
+    factor = 1
+    keeps_spaces = True
     for step in steps:
         kind = step["type"]
         if kind in ("NFC", "NFD", "NFKC", "NFKD"):
             factor *= _NORMAL_FORM_FACTOR
         elif kind == "Replace":
-            pattern, content = step["pattern"].get("String"), step["content"]
+            pattern = step["pattern"].get("String")
+            content = step["content"]
             if not pattern or not content:
                 return None
             factor *= max(1, -(-len(pattern.encode()) // len(content.encode())))
@@ -102,7 +104,8 @@ def _vocabulary_of(backend: Backend | PartialBackend) -> _Whole | BpeVocabulary:
 def _longest_token(backend: Backend | PartialBackend, is_byte_level: bool) -> int | None:
     """The length of the longest token in bytes. None if the model has no tokens for some text: it then drops that text
     or merges it into one unknown token."""
-    model, vocab = backend.model, _vocabulary_of(backend)
+    model = backend.model
+    vocab = _vocabulary_of(backend)
     has_all_bytes = vocab.has_all([f"<0x{byte:02X}>" for byte in range(256)])
     if type(model).__name__ == "BPE":
         affixes = bool(model.continuing_subword_prefix or model.end_of_word_suffix)

@@ -76,7 +76,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return OPERATORS[operator](meter_of(context), left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        meter, kind = meter_of(__context), type(__obj)
+        meter = meter_of(__context)
+        kind = type(__obj)
         meter.charge(NODE)
         if kind is BuiltinMethodType and __self.is_safe_callable(__obj):
             return call_method(meter, __obj, args, kwargs)

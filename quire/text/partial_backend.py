@@ -68,7 +68,9 @@ class ScoredMerges:
     """SentencePiece's: neighbours are joined whose union has the highest score. can_join: which tokens are such."""
 
     def __init__(self, tokens: Strings, scores: npt.NDArray[Any], can_join: npt.NDArray[np.bool_]) -> None:
-        self._tokens, self._scores, self._can_join = tokens, scores, can_join
+        self._tokens = tokens
+        self._scores = scores
+        self._can_join = can_join
 
     def into(self, ids: npt.NDArray[np.int64]) -> list[tuple[str, str]]:
         ids = np.sort(ids[self._can_join[ids]])
@@ -138,7 +140,9 @@ class PartialBackend:
     """
 
     def __init__(self, vocabulary: BpeVocabulary, shape: Backend, complete: Callable[[], Backend]) -> None:
-        self.vocabulary, self._shape, self._make_complete = vocabulary, shape, complete
+        self.vocabulary = vocabulary
+        self._shape = shape
+        self._make_complete = complete
         self._shape.model = models.BPE({}, [], **vocabulary.options)
         self._added: dict[int, AddedToken] = {}
         self._complete: Backend | None = None
@@ -304,7 +308,8 @@ def _between(text: str, added: list[AddedToken]) -> list[str]:
     splitter = Backend(models.BPE({}, []))  # finds no other tokens
     splitter.add_tokens(added)
     offsets = splitter.encode(text, add_special_tokens=False).offsets
-    pieces, end = [], 0
+    pieces = []
+    end = 0
     for start, stop in offsets:
         pieces.append(text[end:start])
         end = stop
@@ -320,7 +325,9 @@ def _parts(words: Iterable[str], longest: int) -> Strings | None:
     begins = np.flatnonzero((data & 0xC0) != 0x80)  # of characters
     ends = np.append(begins[1:], len(data))
     word_of = np.searchsorted(strings.starts, begins, "right")
-    starts, lengths, count = [], [], 0
+    starts = []
+    lengths = []
+    count = 0
     for size in range(1, min(longest, len(begins)) + 1):
         whole = word_of[: len(begins) - size + 1] == word_of[size - 1 :]
         if not whole.any():

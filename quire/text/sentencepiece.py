@@ -116,7 +116,8 @@ def as_matched(added: dict[str, dict[str, Any]]) -> dict[int, str]:
 def read_sentencepiece(data: bytes, config: dict[str, Any]) -> tuple[Backend, dict[str, Any]]:
     """Reads tokenizer.model, and completes the configuration. By default BOS is added but not EOS, as for Llama."""
     pieces: list[Piece] = []
-    trainer, normalizer = dict[int, Any](), dict[int, Any]()
+    trainer = dict[int, Any]()
+    normalizer = dict[int, Any]()
     for number, value in _fields(data):
         fields = dict(_fields(value))
         if number == 1:

@@ -30,7 +30,8 @@ class Strings(Sequence[str]):
             data, starts, lengths = _joined(content[s : s + n].decode("utf-8", "replace") for s, n in places)
         self._content = data.tobytes() + bytes(_WORD)  # a word may be read behind the end
         self._padded = np.frombuffer(self._content, np.uint8)
-        self.starts, self.lengths = starts, lengths
+        self.starts = starts
+        self.lengths = lengths
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Self:
@@ -67,7 +68,8 @@ class Strings(Sequence[str]):
     def pick(self, ids: npt.NDArray[Any] | None) -> list[str]:
         """The strings with these indices, None for all."""
         starts, lengths = (self.starts, self.lengths) if ids is None else (self.starts[ids], self.lengths[ids])
-        content, stops = self._content, (starts + lengths).tolist()
+        content = self._content
+        stops = (starts + lengths).tolist()
         return [content[start:stop].decode() for start, stop in zip(starts.tolist(), stops, strict=True)]
 
     @property
@@ -103,7 +105,8 @@ class Strings(Sequence[str]):
         hashes = _hashes(texts._padded, texts.starts[short], texts.lengths[short])
         place = np.minimum(np.searchsorted(sorted_hashes, hashes), len(self) - 1)
         same = sorted_hashes[place] == hashes
-        short, candidates = short[same], order[place[same]]
+        short = short[same]
+        candidates = order[place[same]]
         found[short] = np.where(self._equal(candidates, texts, short), candidates, -1)
         return found
 

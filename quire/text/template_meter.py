@@ -60,7 +60,8 @@ class Meter:
             self._charge_parts(value)
 
     def _charge_parts(self, value: Any) -> None:
-        waiting, left = [value], self._room
+        waiting = [value]
+        left = self._room
         while waiting:
             value = waiting.pop()
             kind = type(value)
@@ -196,7 +197,8 @@ def _all(meter: Meter, items: Iterable[Any]) -> list[Any]:
 
 
 def call_method(meter: Meter, method: BuiltinMethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    owner, name = method.__self__, method.__name__
+    owner = method.__self__
+    name = method.__name__
     if type(owner) is str and not kwargs and name in ("replace", "join"):
         return (_replace if name == "replace" else _join)(meter, owner, *args)
     if name not in _METHODS.get(type(owner), ()) or any(isinstance(a, str) and len(a) > _SHORT for a in args):
@@ -338,7 +340,8 @@ FILTERS: dict[str, Callable[..., None]] = {
 
 def metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The filter with charges. All take the context, so none is computed when a template is compiled."""
-    check, passes = FILTERS[name], getattr(getattr(function, "jinja_pass_arg", None), "name", "")
+    check = FILTERS[name]
+    passes = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
 
     def metered(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         meter = meter_of(context)

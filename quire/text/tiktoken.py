@@ -65,7 +65,8 @@ def read_tekken(data: bytes, config: dict[str, Any]) -> tuple[Backend, dict[str,
         check_expression(file.config.pattern)
     except ValueError as error:
         raise ValueError(f"config.pattern {file.config.pattern[:100]!r} {error_text(error)}") from error
-    size, count = file.config.default_vocab_size, file.config.default_num_special_tokens
+    size = file.config.default_vocab_size
+    count = file.config.default_num_special_tokens
     ranked = sorted(file.special_tokens or (), key=lambda token: token.rank)
     specials = [token.token_str for token in ranked] or _EARLY_TEKKEN
     specials = specials + [f"<SPECIAL_{token_id}>" for token_id in range(len(specials), count)]

@@ -43,12 +43,15 @@ class TokenBytes(dict[int, bytes]):
         self._anchor, self._anchor_text = self._find_anchor()
 
     def _find_anchor(self) -> tuple[list[int], str]:
-        count, first, step = self._backend.get_vocab_size(), 0, _FIRST_TRIED
+        count = self._backend.get_vocab_size()
+        first = 0
+        step = _FIRST_TRIED
         while first < count:
             for token_id, text in enumerate(self._decode_each(range(first, min(first + step, count))), first):
                 if text.isascii() and text.isalnum():
                     return [token_id], text
-            first, step = first + step, 2 * step
+            first = first + step
+            step = 2 * step
         return [], ""
 
     def __missing__(self, token_id: int) -> bytes:

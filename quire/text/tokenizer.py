@@ -60,10 +60,12 @@ class Tokenizer:
         self.eos_token_id = self._id_of("eos_token")
         # The clean-up is meant for WordPiece. Whatever the configuration says, transformers 5 does not apply it to BPE.
         self._clean_up = bool(config.get("clean_up_tokenization_spaces")) and type(backend.model).__name__ != "BPE"
-        plain, framed = backend.encode("a", add_special_tokens=False).ids, backend.encode("a").ids
+        plain = backend.encode("a", add_special_tokens=False).ids
+        framed = backend.encode("a").ids
         has_bos = framed != plain and framed[:1] == [self.bos_token_id]
         has_eos = framed != plain and framed[-1:] == [self.eos_token_id]
-        bos, eos = self.bos_token_id, self.eos_token_id
+        bos = self.bos_token_id
+        eos = self.eos_token_id
         prefix = [bos] if config.get("add_bos_token") and bos is not None and not has_bos else []
         suffix = [eos] if config.get("add_eos_token") and eos is not None and not has_eos else []
         self._encoder = text_encoder(backend, prefix, suffix)

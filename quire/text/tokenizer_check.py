@@ -131,7 +131,8 @@ def _steps(path: str, part: Any, depth: int = 0) -> Iterator[tuple[str, dict[str
 
 def _growth(step: dict[str, Any]) -> float:
     """How many times as long a step may make a text."""
-    kind, content = step.get("type"), step.get("content")
+    kind = step.get("type")
+    content = step.get("content")
     if kind == "Precompiled":
         return _charsmap_growth(step.get("precompiled_charsmap"))
     if kind != "Replace" or not isinstance(content, str):
@@ -233,7 +234,8 @@ def check_expression(text: str) -> None:
 
 class _Reader:
     def __init__(self, text: str) -> None:
-        self.text, self.position = text, 0
+        self.text = text
+        self.position = 0
 
     def alternatives(self, depth: int) -> _Part:
         if depth > _DEEPEST:
@@ -255,7 +257,8 @@ class _Reader:
         while self.position < len(self.text) and self.text[self.position] not in "|)":
             parts.append(self._repeated(depth))
         # From the end: what follows decides whether a repetition is tried in all lengths.
-        may_fail, slow = False, 0
+        may_fail = False
+        slow = 0
         for part in reversed(parts):
             if may_fail and part.is_nested:
                 raise ValueError("has a repetition within a repetition: it could take forever for some texts")
@@ -276,7 +279,8 @@ class _Reader:
             sign = match[0]
             self.position = match.end()
             if sign in "*+?":
-                least, most = int(sign == "+"), 1 if sign == "?" else _MANY
+                least = int(sign == "+")
+                most = 1 if sign == "?" else _MANY
                 if self.text[self.position : self.position + 1] in ("?", "+"):
                     self.position += 1  # lazy or possessive
             else:
@@ -295,7 +299,8 @@ class _Reader:
         return part
 
     def _atom(self, depth: int) -> _Part:
-        text, at = self.text, self.position
+        text = self.text
+        at = self.position
         if text[at] == "(":
             return self._group(depth)
         if text[at] == "[":
@@ -313,7 +318,8 @@ class _Reader:
         return _Part(False)  # also of a place, such as $: it takes no text, but may fail
 
     def _group(self, depth: int) -> _Part:
-        text, at = self.text, self.position
+        text = self.text
+        at = self.position
         looks = False
         if text.startswith("(?#", at):
             end = text.find(")", at)

@@ -38,7 +38,8 @@ class Exchange:
         """tier: the index of the workers' store for blocks of other engines. peer: what others need to read blocks."""
         self._imports = Imports(kv, mover, tier, link, facts)
         self._exports = Exports(kv, link, facts, peer)
-        self._link, self._look_at = link, 0.0
+        self._link = link
+        self._look_at = 0.0
         link.hear = self._exports.hear
         link.start()
 
@@ -119,17 +120,21 @@ def make_connector(
     config: EngineConfig, directory: Path, size: KVCacheSize, kv: KVCacheManager, mover: Mover, tier: int
 ) -> Exchange:
     """directory: of the model. tier: see Exchange. Raises ConfigError."""
-    options, name = config.cache.transfer, config.cluster.cluster_secret_file
+    options = config.cache.transfer
+    name = config.cluster.cluster_secret_file
     assert options is not None
     assert name is not None
-    secret, host, first = ClusterSecret.read(name), options.kv_ip, options.kv_port + 1
+    secret = ClusterSecret.read(name)
+    host = options.kv_ip
+    first = options.kv_port + 1
     ports = tuple(range(first, first + config.parallel.ranks))
     if options.produces:
         peer = Peer(ask(host, first, secret.secret).name, host, ports)  # its ranks listen already
         link = Link(secret, (host, options.kv_port))
         logger.info("KV blocks of prompts can be read at %s:%d", host, options.kv_port)
     else:
-        peer, link = Peer("", host, ()), Link(secret, None)
+        peer = Peer("", host, ())
+        link = Link(secret, None)
     return Exchange(kv, mover, tier, link, facts(config, directory, size), peer)
 
 

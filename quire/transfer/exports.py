@@ -57,8 +57,13 @@ class Exports:
     """
 
     def __init__(self, kv: KVCacheManager, link: Link, facts: dict[str, str], peer: Peer) -> None:
-        self._kv, self._pool, self._link, self._facts, self._peer = kv, kv.pool, link, facts, peer
-        self._most_held, self._num_held = int(_MOST_HELD * kv.pool.num_usable), 0
+        self._kv = kv
+        self._pool = kv.pool
+        self._link = link
+        self._facts = facts
+        self._peer = peer
+        self._most_held = int(_MOST_HELD * kv.pool.num_usable)
+        self._num_held = 0
         self._keeps_all = [spec.first_needed_token(1 << 30) == 0 for spec in kv.specs]
         self._exports: dict[str, _Export] = {}  # by transfer id, the oldest first
         self._computing: dict[str, _Export] = {}  # by request: those that are not over
@@ -116,14 +121,17 @@ class Exports:
 
         The step has not been run yet. Who reads the blocks waits for it at each rank, layer by layer.
         """
-        size, is_over = self._kv.block_size, num_tokens >= export.num_tokens
+        size = self._kv.block_size
+        is_over = num_tokens >= export.num_tokens
         length = (export.num_tokens - 1) // size
         for group, table in enumerate(request.block_tables):
-            first, stop = 0, min(num_tokens // size, length)
+            first = 0
+            stop = min(num_tokens // size, length)
             if not self._keeps_all[group]:
                 first = self._kv.specs[group].first_needed_token(length * size) // size if is_over else stop
             for index in range(first, stop):
-                block, place = table[index], (group, index)
+                block = table[index]
+                place = (group, index)
                 if place not in export.blocks and block is not self._pool.null_block and self._has_room():
                     self._pool.share(block)
                     self._num_held += 1
@@ -143,7 +151,9 @@ class Exports:
         return self._num_held < self._most_held
 
     def _end(self, export: _Export, reason: str = "") -> None:
-        export.is_over, export.over_at, export.reason = True, time.monotonic(), reason
+        export.is_over = True
+        export.over_at = time.monotonic()
+        export.reason = reason
         self._send(export)
         if export.reason and not export.fetches:
             self._drop(export)
@@ -193,7 +203,8 @@ class Exports:
             fetching.num_sent = len(export.offered)
             if new or is_last:
                 ids = [export.blocks[place].block_id for place in new]
-                groups, indices = [group for group, _ in new], [index for _, index in new]
+                groups = [group for group, _ in new]
+                indices = [index for _, index in new]
                 step = offered[-1][1] if offered else 0
                 self._link.tell_consumer(asker, Offer(number, self._peer, groups, indices, ids, step, is_last))
             if export.reason:

@@ -28,7 +28,8 @@ class _Prompt:
     """What the KV cache manager has to know about a request that has not been scheduled."""
 
     def __init__(self, source: EngineCoreRequest, block_size: int) -> None:
-        self.source, self.request_id = source, source.request_id
+        self.source = source
+        self.request_id = source.request_id
         self.token_ids = source.prompt_token_ids
         self.block_hashes: list[bytes] = []
         adapter = None if source.adapter is None else source.adapter.key
@@ -52,7 +53,9 @@ class _Load:
     """
 
     def __init__(self, number: int, address: str, prompt: _Prompt) -> None:
-        self.number, self.address, self.prompt = number, address, prompt
+        self.number = number
+        self.address = address
+        self.prompt = prompt
         self.requests = {prompt.request_id}
         self.blocks: dict[tuple[int, int], Block] = {}
         self.prefix: list[Block] = []
@@ -70,7 +73,12 @@ class Imports:
 
     def __init__(self, kv: KVCacheManager, mover: Mover, tier: int, link: Link, facts: dict[str, str]) -> None:
         """tier: the index of the store that reads blocks of other engines. facts: see Fetch."""
-        self._kv, self._pool, self._mover, self._tier, self._link, self._facts = kv, kv.pool, mover, tier, link, facts
+        self._kv = kv
+        self._pool = kv.pool
+        self._mover = mover
+        self._tier = tier
+        self._link = link
+        self._facts = facts
         self._most_held = max(1, int(_MOST_HELD * self._pool.num_usable))
         self._loads: dict[str, _Load] = {}  # by request
         self._open: dict[int, _Load] = {}  # by number: those that hold blocks or wait for room
@@ -132,7 +140,8 @@ class Imports:
 
     def _begin(self, load: _Load) -> bool:
         """Returns False if it has to wait for room."""
-        size, prompt = self._kv.block_size, load.prompt
+        size = self._kv.block_size
+        prompt = load.prompt
         if self._link.has_failed:
             self._lose(load)
             return True
@@ -153,7 +162,8 @@ class Imports:
             return False
         for block in prefix:
             self._pool.share(block)
-        load.prefix, load.has_begun = prefix, True
+        load.prefix = prefix
+        load.has_begun = True
         load.blocks = {place: self._pool.take() for place in wanted}
         assert prompt.source.transfer is not None
         fetch = Fetch(load.number, prompt.source.transfer.transfer_id, digest(prompt.source), starts, self._facts)
@@ -163,7 +173,8 @@ class Imports:
     # ---- what the producer says
 
     def told(self, event: Told) -> None:
-        load, message = self._open.get(event.message.number), event.message
+        load = self._open.get(event.message.number)
+        message = event.message
         if load is None or load.is_lost:
             return
         if isinstance(message, Gone):
@@ -230,7 +241,8 @@ class Imports:
         while self._ended:
             load, number, failed = self._ended.popleft()
             read = load.reads[number]
-            read.failed, read.ended_at = failed, time.monotonic()
+            read.failed = failed
+            read.ended_at = time.monotonic()
             if load.is_lost:
                 del load.reads[number]
                 self._release(load)
@@ -246,7 +258,9 @@ class Imports:
 
     def _end(self, load: _Load) -> None:
         """Let the requests pass. What was read is held until one of them has a row, or for WAIT_SECONDS."""
-        load.has_ended, load.since, self.has_changed = True, time.monotonic(), True
+        load.has_ended = True
+        load.since = time.monotonic()
+        self.has_changed = True
         self._link.wake()  # the gate lets its requests pass now
         if load.has_begun:
             self._link.tell_producer(load.address, Drop(load.number))
@@ -269,7 +283,8 @@ class Imports:
         del self._open[load.number]
         self._pool.release(reversed(list(load.blocks.values())))
         self._pool.release(reversed(load.prefix))
-        load.blocks, load.prefix = {}, []
+        load.blocks = {}
+        load.prefix = []
 
     def check_time(self, now: float) -> None:
         for load in list(self._open.values()):

@@ -102,7 +102,8 @@ def rank_layout(
         if len(spec.layers) < len(spec.entries):
             raise ConfigError("kv_transfer_config cannot be used with a model with sparse attention; leave it out")
         num_heads, *rest = backend.block_shape
-        shape, size = backend.shape, backend.cache_dtype.itemsize
+        shape = backend.shape
+        size = backend.cache_dtype.itemsize
         for number in rest:
             size *= number
         name = (

@@ -89,7 +89,9 @@ class _Line:
 
     def __init__(self, socket: "zmq.Socket[bytes]", now: float) -> None:
         self.socket, self.failures = socket, FailedHandshakes(socket)
-        self.alive_at, self.beat_due, self.open = now, now, dict[int, int]()
+        self.alive_at = now
+        self.beat_due = now
+        self.open = dict[int, int]()
         self.unused_since = now
         self.beats: dict[float, list[int]] = {}  # without an answer so far, and the fetches that each of them named
 

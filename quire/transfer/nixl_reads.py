@@ -66,13 +66,18 @@ class NixlSource:
         """Raises OSError if the other rank has no NIXL."""
         if hello.nixl is None:
             raise ConnectionError("it has no NIXL")
-        self._own, self._other, self._timeout = own, hello.nixl, timeout
-        self._num_blocks, self._block_bytes = hello.num_blocks, hello.layout.block_bytes
+        self._own = own
+        self._other = hello.nixl
+        self._timeout = timeout
+        self._num_blocks = hello.num_blocks
+        self._block_bytes = hello.layout.block_bytes
         self._name = self._call(own.agent.add_remote_agent, hello.nixl.agent)
 
     def read(self, pairs: Pairs, runs: Sequence[Run], blocks: Blocks) -> None:
         """Raises OSError if the transfer fails or takes longer than the timeout. blocks: not used."""
-        own, other, agent = self._own, self._other, self._own.agent
+        own = self._own
+        other = self._other
+        agent = self._own.agent
         if own.blocks.data_ptr() != own.address:
             raise ConnectionError("the KV cache has moved since NIXL learned about it")
         if any(not 0 < block_id < self._num_blocks for block_id, _ in pairs):
@@ -86,7 +91,8 @@ class NixlSource:
         origin = self._call(agent.get_xfer_descs, sources, other.memory)
         handle = self._call(agent.initialize_xfer, "READ", into, origin, self._name)
         try:
-            ends, looks = time.monotonic() + self._timeout, 0
+            ends = time.monotonic() + self._timeout
+            looks = 0
             state = self._call(agent.transfer, handle)
             while state == "PROC":
                 looks += 1

@@ -32,10 +32,13 @@ def rank_store(
 ) -> PeerStore:
     """What reads blocks of other engines. If the options say so, other engines can read the blocks of this rank, too,
     until it is closed. clock: of this rank, if so. All ranks must call it together. Raises ConfigError."""
-    options, path, rank = config.cache.transfer, config.cluster.cluster_secret_file, mesh.replica.rank
+    options = config.cache.transfer
+    path = config.cluster.cluster_secret_file
+    rank = mesh.replica.rank
     assert options is not None
     assert path is not None
-    secret, transports = ClusterSecret.read(path).secret, CONNECTORS[options.kv_connector] or TRANSPORTS
+    secret = ClusterSecret.read(path).secret
+    transports = CONNECTORS[options.kv_connector] or TRANSPORTS
     nixl = NixlMemory.make(memory.blocks) if "nixl" in transports else None
     if transports == ("nixl",) and nixl is None:
         raise ConfigError(

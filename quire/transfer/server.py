@@ -61,8 +61,12 @@ class BlockServer:
         """name: of the engine. handle: of the file in memory in which the blocks lie, if they do (see KVMemory).
         clock: of this rank; None if all that is asked for has been computed. Raises OSError if the port cannot be
         used."""
-        self._rows, self._secret, self._clock, self._most = rows, secret, clock, most_connections
-        self._handshake, self._timeout = handshake, timeout
+        self._rows = rows
+        self._secret = secret
+        self._clock = clock
+        self._most = most_connections
+        self._handshake = handshake
+        self._timeout = timeout
         self._num_blocks, self._block_bytes = rows.blocks.shape
         file = None if handle is None else shared_file(handle)
         self._hello = Hello(name, layout, self._num_blocks, file, nixl)
@@ -125,7 +129,8 @@ class BlockServer:
             connection.send(self._hello)
             return
         if isinstance(request, Await):
-            layer, ticks = request.layer, 0
+            layer = request.layer
+            ticks = 0
             if self._clock is not None:
                 layer, ticks = self._clock.wait(request.step, layer, AWAIT_SECONDS)
             connection.send(Reached(layer, ticks))
@@ -165,7 +170,8 @@ class BlockServer:
 
 def _runs(blocks: Tensor, indices: Iterable[int], request: Read) -> Iterator[memoryview]:
     """The runs that are asked for, of these blocks."""
-    view, size = blocks.numpy().reshape(-1).data, blocks.shape[1]
+    view = blocks.numpy().reshape(-1).data
+    size = blocks.shape[1]
     for index in indices:
         for start, length in request.runs:
             yield view[index * size + start : index * size + start + length]

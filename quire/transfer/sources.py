@@ -41,7 +41,8 @@ class TcpSource:
         """Raises OSError."""
         handshake = min(wire.HANDSHAKE_SECONDS, timeout)
         self._connection = wire.connect(host, port, secret, handshake, timeout)
-        self.interrupt, self.close = self._connection.interrupt, self._connection.close
+        self.interrupt = self._connection.interrupt
+        self.close = self._connection.close
 
     def hello(self) -> Hello:
         """What the other rank has."""
@@ -54,7 +55,8 @@ class TcpSource:
     def read(self, pairs: Pairs, runs: Sequence[Run], blocks: Blocks) -> None:
         parts = _batches(pairs, runs)
         wanted = [(remote, length) for remote, _, length in runs]
-        view, block_bytes = blocks.reshape(-1).data, blocks.shape[1]
+        view = blocks.reshape(-1).data
+        block_bytes = blocks.shape[1]
         num_bytes = sum(length for *_, length in runs)
         for index, part in enumerate(parts):
             for asked in parts[:2] if not index else parts[index + 1 : index + 2]:
@@ -98,7 +100,8 @@ class MappedSource:
 
     def __init__(self, hello: Hello) -> None:
         """Raises OSError if the memory cannot be reached: the rank is on another machine, or of another user."""
-        file, block_bytes = hello.file, hello.layout.block_bytes
+        file = hello.file
+        block_bytes = hello.layout.block_bytes
         if file is None or not file.boot_id or file.boot_id != boot_id():
             raise FileNotFoundError("it is on another machine, or its blocks are not in the memory of a CPU")
         handle = os.open(f"/proc/{file.pid}/fd/{file.handle}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -50,9 +50,15 @@ class PeerStore(Store):
         idle: float = IDLE_SECONDS,
     ) -> None:
         """layout, rank: of this rank. streams: connections to each rank. server: closed with this store."""
-        self._layout, self._rank, self._secret, self._streams = layout, rank, secret, streams
-        self._transports, self._nixl, self.server = tuple(transports) or TRANSPORTS, nixl, server
-        self._timeout, self._idle = timeout, idle
+        self._layout = layout
+        self._rank = rank
+        self._secret = secret
+        self._streams = streams
+        self._transports = tuple(transports) or TRANSPORTS
+        self._nixl = nixl
+        self.server = server
+        self._timeout = timeout
+        self._idle = idle
         self._links: dict[Peer, _Link] = {}
         self._lock = threading.Lock()  # guards the links' users
         self._parts = layout.parts(_PARTS)
@@ -127,7 +133,8 @@ class PeerStore(Store):
 
     def _connect(self, link: "_Link", peer: Peer) -> None:
         with contextlib.ExitStack() as unused:
-            hellos, asked = list[Hello](), list[TcpSource]()
+            hellos = list[Hello]()
+            asked = list[TcpSource]()
             for port in peer.ports:
                 asked.append(TcpSource(peer.host, port, self._secret, self._timeout))
                 unused.callback(asked[-1].close)
@@ -175,7 +182,8 @@ class PeerStore(Store):
 
     def _read(self, link: "_Link", rows: Rows, order: Transfer) -> bool:
         """Read the parts of the layers as they are computed. Returns False if their step was not run."""
-        parts, reached = self._parts, dict[int, int]()
+        parts = self._parts
+        reached = dict[int, int]()
         while parts:
             for number in link.ranks(parts[0]):
                 if order.step and reached.get(number, 0) < parts[0].stop:
@@ -250,8 +258,10 @@ class _Link:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.users, self.used_at = 0, time.monotonic()
-        self.rest_until, self.reads_into_rows = 0.0, False
+        self.users = 0
+        self.used_at = time.monotonic()
+        self.rest_until = 0.0
+        self.reads_into_rows = False
         self.plan: Callable[[range], Plan] = lambda layers: ()
         self.sources: dict[int, list[Source]] = {}  # by the number of the peer's rank
         self.clocks: dict[int, TcpSource] = {}  # by the number of the peer's rank
@@ -266,13 +276,15 @@ class _Link:
     def wait(self, number: int, step: int, layer: int) -> int:
         """Wait until a rank has computed its layers below `layer` of a step. Returns how far it is, see StepClock.
         Raises OSError or ValueError."""
-        ticks, since = -1, time.monotonic()
+        ticks = -1
+        since = time.monotonic()
         while True:
             reached = self.clocks[number].wait(step, layer)
             if reached.layer == NOT_RUN or reached.layer >= layer:
                 return reached.layer
             if reached.ticks != ticks:
-                ticks, since = reached.ticks, time.monotonic()
+                ticks = reached.ticks
+                since = time.monotonic()
             elif time.monotonic() - since > _STILL_SECONDS:
                 raise TimeoutError("a step has not been run for too long")
 
@@ -284,7 +296,8 @@ class _Link:
         for source in self._all():
             with contextlib.suppress(OSError):
                 source.close()
-        self.sources, self.clocks = {}, {}
+        self.sources = {}
+        self.clocks = {}
 
     def _all(self) -> Iterator[Source]:
         return chain(*list(self.sources.values()), list(self.clocks.values()))

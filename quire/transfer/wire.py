@@ -47,7 +47,10 @@ class Connection:
     """An authenticated connection. Its methods raise OSError, and ValueError for what no honest peer sends."""
 
     def __init__(self, link: socket.socket, send_key: bytes, receive_key: bytes, timeout: float) -> None:
-        self._link, self._send_key, self._receive_key, self._timeout = link, send_key, receive_key, timeout
+        self._link = link
+        self._send_key = send_key
+        self._receive_key = receive_key
+        self._timeout = timeout
         self._sent, self._received = count(), count()
         link.settimeout(timeout)
 
@@ -182,7 +185,8 @@ def _receive(link: socket.socket, size: int, ends: float | None = None) -> bytes
 
 def _all(move: Any, views: Sequence[memoryview]) -> None:
     """Call `move`, which sends or fills a part of these views, until all of them have been."""
-    start, views = 0, list(views)
+    start = 0
+    views = list(views)
     while start < len(views):
         moved = move(views[start:] if start else views)
         if not moved:

@@ -63,7 +63,9 @@ class CompressedRows:
     firsts: the number of its first slice, as slices are dealt. order: the layers in which slices are dealt."""
 
     def __init__(self, options: KVCompressionOptions, batch: InputBatch, device: Device) -> None:
-        self.batch, self.device, self.block_size = batch, device, batch.block_size
+        self.batch = batch
+        self.device = device
+        self.block_size = batch.block_size
         self.eviction = METHODS[options.method](options, batch.block_size)
         rows = len(batch.num_tokens)
         self.num_kept = np.zeros(rows, np.int64)  # blocks; 0 for a row that is not compressed
@@ -75,9 +77,12 @@ class CompressedRows:
 
     def bind(self, backend: AttentionByHead, num_layers: int) -> None:
         """Called before the first step."""
-        self.backend, self.layers, self.kv_heads = backend, num_layers, backend.shape.num_kv_heads
+        self.backend = backend
+        self.layers = num_layers
+        self.kv_heads = backend.shape.num_kv_heads
         self.slices = num_layers * self.kv_heads  # of a block
-        shape, device = (len(self.num_kept), self.layers), self.device.torch_device
+        shape = (len(self.num_kept), self.layers)
+        device = self.device.torch_device
         self.order = torch.zeros(shape, dtype=torch.int64, device=device)
         self.counts, self.firsts = (torch.zeros(*shape, self.kv_heads, dtype=torch.int64, device=device) for _ in "12")
 
@@ -103,9 +108,11 @@ class CompressedRows:
         if not self.num_kept[flat.rows].any():
             return
         device = self.device.torch_device
-        rows, removed = upload(flat.rows, device), upload(self.num_removed[flat.rows], device)
+        rows = upload(flat.rows, device)
+        removed = upload(self.num_removed[flat.rows], device)
         requests = upload(np.repeat(np.arange(len(flat.rows)), np.diff(flat.query_start_loc)), device)
-        table, places = inputs.block_tables[0].long(), inputs.positions - removed[requests]
+        table = inputs.block_tables[0].long()
+        places = inputs.positions - removed[requests]
         indices = places // self.block_size
         inputs.slot_mapping = (table[requests, indices] * self.block_size + places % self.block_size)[None]
         counts = self.counts[rows]  # [requests, layers, kv_heads]
@@ -121,11 +128,14 @@ class CompressedRows:
 
     def _ending(self, flat: FlatBatch, inputs: StepInputs, index: int, num_kept_blocks: int, again: int) -> EndingText:
         start, end = flat.query_start_loc[index : index + 2].tolist()
-        row, window, size = int(flat.rows[index]), self.eviction.options.window, self.block_size
+        row = int(flat.rows[index])
+        window = self.eviction.options.window
+        size = self.block_size
         if again and self.num_kept[row] and row in self.reads:  # it has sampled since, so this does not wait
             self.most_kept[row] = int(self.reads.pop(row)()[0].numpy()[0])
         num_tokens = int(flat.seq_lens[index] - self.num_removed[row])
-        kept, most = int(self.num_kept[row]), int(self.most_kept[row])
+        kept = int(self.num_kept[row])
+        most = int(self.most_kept[row])
         blocks = inputs.block_tables[0, index, : -(-num_tokens // size)].long()
         missing = most - self.counts[row]  # blocks
         numbers = torch.arange(len(blocks) + most - kept, device=blocks.device) - missing[..., None]
@@ -140,7 +150,8 @@ class CompressedRows:
     def _tables(self, rows: Tensor, table: Tensor, kept: Tensor, number: Tensor) -> Tensor:
         """The slices with these numbers of all heads, [requests, layers, kv_heads, numbers]. table: block ids,
         [requests, blocks]. kept: how many of these have been dealt, [requests]."""
-        counts, kept = self.counts[rows][..., None], kept[:, None, None, None]
+        counts = self.counts[rows][..., None]
+        kept = kept[:, None, None, None]
         own = torch.arange(self.slices, device=table.device).view(1, self.layers, self.kv_heads, 1)
         dealt = number < counts
         block, place = self._dealt(self.order[rows], self.firsts[rows][..., None] + number, kept)
@@ -154,15 +165,19 @@ class CompressedRows:
         order: [requests, layers]. numbers: [requests, ...]. kept: like numbers, or one number for each request.
         """
         size = (kept * self.kv_heads).clamp(min=1)  # dealt slices of a layer
-        turn, rest = numbers // size, numbers % size
+        turn = numbers // size
+        rest = numbers % size
         layer = order.gather(1, turn.clamp(max=self.layers - 1).flatten(1)).view_as(turn)
         return rest // self.kv_heads, layer * self.kv_heads + rest % self.kv_heads
 
     def compress(self, text: EndingText) -> None:
         """Compress a text whose last step has been launched."""
-        size, row, kept = self.block_size, text.row, text.num_kept_blocks
+        size = self.block_size
+        row = text.row
+        kept = text.num_kept_blocks
         most, tail = divmod(text.num_tokens, size)
-        full, is_first = len(text.blocks) - (tail > 0), not self.num_kept[row]
+        full = len(text.blocks) - (tail > 0)
+        is_first = not self.num_kept[row]
         self.evict(text, full, is_first)
         if tail:  # the last block follows the kept ones
             self.batch.block_tables[0, row, kept] = self.batch.block_tables[0, row, full]
@@ -174,7 +189,9 @@ class CompressedRows:
 
     def evict(self, text: EndingText, full: int, is_first: bool) -> None:
         """Choose the tokens that heads keep, and move their keys and values. full: the request's full blocks."""
-        size, row, kept = self.block_size, text.row, text.num_kept_blocks
+        size = self.block_size
+        row = text.row
+        kept = text.num_kept_blocks
         counts, tokens = self.eviction.choose(torch.stack(text.scores), text.num_tokens, kept)
         order = counts.sum(1).argsort(stable=True)
         dealt = counts[order].flatten()
@@ -191,8 +208,11 @@ class CompressedRows:
 
     def _moves(self, text: EndingText, tokens: Tensor, full: int, kept: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """The keys and values that each layer keeps, and their new slots."""
-        size, heads, device = self.block_size, torch.arange(self.kv_heads, device=tokens.device), tokens.device
-        rank, most = torch.arange(tokens.shape[-1], device=device), text.num_tokens // size
+        size = self.block_size
+        heads = torch.arange(self.kv_heads, device=tokens.device)
+        device = tokens.device
+        rank = torch.arange(tokens.shape[-1], device=device)
+        most = text.num_tokens // size
         for turn in range(self.layers):
             layer = self.order[text.row, turn : turn + 1]
             sources = text.slices[..., :most].index_select(0, layer)[0]  # [kv_heads, most]

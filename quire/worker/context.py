@@ -22,7 +22,8 @@ from quire.worker.forward import Forward
 
 def check_context(shapes: Sequence[Shape], options: ParallelConfig) -> None:
     """Raises ConfigError if the options cannot divide the contexts of a model with caches of these shapes."""
-    dcp, tp = options.decode_context_parallel_size, options.tensor_parallel_size
+    dcp = options.decode_context_parallel_size
+    tp = options.tensor_parallel_size
     if dcp * options.prefill_context_parallel_size > 1 and not shapes:
         raise ConfigError(
             "decode_context_parallel_size and prefill_context_parallel_size need a model with a KV "
@@ -70,7 +71,8 @@ class ContextForward(Forward):
     ) -> None:
         """group: the ranks that compute the other tokens."""
         super().__init__(model, backends, pipe)
-        self.group, self.owners = group, backends[0].owners
+        self.group = group
+        self.owners = backends[0].owners
         # NCCL wants all ranks of a group to take part in the first thing that the group does.
         group.all_reduce(torch.zeros(1, device=model.kernels.target.device))
 
@@ -83,12 +85,14 @@ class ContextForward(Forward):
         if not len(own):
             own = np.zeros(1, np.int64)  # layers need at least one token; nobody reads what becomes of it
         uploaded = upload(np.concatenate([own, places]), inputs.positions.device)
-        tokens, on_device = uploaded[: len(own)], uploaded[len(own) :]
+        tokens = uploaded[: len(own)]
+        on_device = uploaded[len(own) :]
         share = inputs.share(tokens, np.bincount(owners, minlength=self.group.size).tolist())
         if not self.model.stage.has_head:
             return super().run(share)
         wanted = on_device if rows is None else on_device[rows]
-        index, is_absent = wanted.clamp(min=0), (wanted < 0)[:, None]
+        index = wanted.clamp(min=0)
+        is_absent = (wanted < 0)[:, None]
         takes_less = len(index) < len(own)
         hidden = super().run(share, index) if takes_less else super().run(share).index_select(0, index)
         return self.group.all_reduce(hidden.masked_fill(is_absent, 0.0))

@@ -90,7 +90,8 @@ class CudaDevice(Device):
         return read
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        graph, main_stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        main_stream = torch.cuda.current_stream()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._side.wait_stream(main_stream)
         with torch.cuda.stream(self._side):
@@ -117,7 +118,8 @@ class _Pinned:
 
 def layout(arrays: Mapping[str, Array]) -> dict[str, int]:
     """The end of each array, in bytes, in a buffer that holds the arrays one after the other."""
-    ends, end = {}, 0
+    ends = {}
+    end = 0
     for name, array in arrays.items():
         end = ends[name] = end + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
     return ends
@@ -133,7 +135,8 @@ def pack(arrays: Mapping[str, Array], ends: Mapping[str, int], memory: Array) ->
 
 def unpack(arrays: Mapping[str, Array], ends: Mapping[str, int], buffer: Tensor) -> dict[str, Tensor]:
     """Views of the arrays in a buffer that `pack` filled."""
-    tensors, start = {}, 0
+    tensors = {}
+    start = 0
     for name, array in arrays.items():
         dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
         tensors[name] = buffer[start : start + array.nbytes].view(dtype).view(array.shape)

@@ -42,9 +42,14 @@ class DiskStore(Store):
     ) -> None:
         """limit: bytes of all files in the folder. ranks_here: the ranks on this machine. deletes: whether this rank
         deletes old files for all of them. Raises OSError if the folder cannot be used."""
-        self._folder, self._limit, self._deletes = folder, limit, deletes and limit is not None
-        self._rank, self._ranks, self._ranks_here = rank, ranks, ranks_here
-        self._block_bytes, self._file_bytes = block_bytes, _PAGE + -(-block_bytes // _PAGE) * _PAGE
+        self._folder = folder
+        self._limit = limit
+        self._deletes = deletes and limit is not None
+        self._rank = rank
+        self._ranks = ranks
+        self._ranks_here = ranks_here
+        self._block_bytes = block_bytes
+        self._file_bytes = _PAGE + -(-block_bytes // _PAGE) * _PAGE
         self._to_disk, self._from_disk = _Buffer(self._file_bytes), _Buffer(self._file_bytes)
         self._may_save_at = 0.0
         self._total, self._written = 0, 0  # bytes of the folder at the last scan, and those written since
@@ -95,7 +100,8 @@ class DiskStore(Store):
 
     def _write(self, key: BlockKey) -> None:
         """Write the block in the buffer to its file."""
-        path, memory = self._path(key), self._to_disk.memory
+        path = self._path(key)
+        memory = self._to_disk.memory
         _HEADER.pack_into(memory, 0, _MAGIC, *key, self._block_bytes, self._to_disk.checksum(self._block_bytes))
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
@@ -140,7 +146,8 @@ class DiskStore(Store):
         scan."""
         assert self._limit is not None
         files = sorted((info.st_mtime, info.st_size, path) for path, info in _files(self._folder))
-        self._total, self._written = sum(size for _, size, _ in files), 0
+        self._total = sum(size for _, size, _ in files)
+        self._written = 0
         most = self._limit - max(self._limit // _SCANS, self._file_bytes * self._ranks_here)
         for _, size, path in files:
             if self._total <= most:

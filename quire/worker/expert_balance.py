@@ -31,7 +31,8 @@ class ExpertBalancer:
     """Counts steps, which all ranks that share experts run together, and moves experts behind some of them."""
 
     def __init__(self, layers: Sequence[MoE], options: BalanceOptions) -> None:
-        self.layers, self.options = layers, options
+        self.layers = layers
+        self.options = options
         self._steps = 0
         self._planned: list[tuple[MoE, list[int]]] = []  # layers, and the experts for their slots
 
@@ -51,7 +52,8 @@ class ExpertBalancer:
     def _plan(self) -> None:
         group = _dispatch(self.layers[0]).group
         loads: list[list[int]] = group.all_reduce(torch.stack([_loads(layer) for layer in self.layers])).tolist()
-        before, after = [], []
+        before = []
+        after = []
         for layer, of_experts in zip(self.layers, loads, strict=True):
             slots = _dispatch(layer).slots.experts
             new = balanced_slots(of_experts, slots, group.size)
@@ -70,7 +72,9 @@ class ExpertBalancer:
     def _move(self, layer: MoE, slots: list[int]) -> None:
         """Copy experts so that each slot has the given one. Slots are numbered over the ranks."""
         dispatch = _dispatch(layer)
-        group, count, first = dispatch.group, dispatch.count, dispatch.first
+        group = dispatch.group
+        count = dispatch.count
+        first = dispatch.first
         moves = [
             _Move(_source(dispatch.slots.experts, slot, slots[slot], count), slot)
             for slot in range(len(slots))

@@ -21,7 +21,9 @@ class Forward:
 
     def __init__(self, model: Model, backends: Sequence[CacheBackend], pipe: Pipe | None = None) -> None:
         """pipe: of a stage of a pipeline, None for a whole model."""
-        self.model, self.backends, self.pipe = model, backends, pipe
+        self.model = model
+        self.backends = backends
+        self.pipe = pipe
         self.taps: dict[int, Tensor] = {}
         self.layer_done: Callable[[], None] | None = None
 

@@ -91,7 +91,8 @@ def graph_sizes(
     """The sizes of steps to capture, in ascending order, by the tokens of each request: 1, 2, ... most_per_request; 0
     for steps of mixed requests. Without the options, they are the constants above. With cudagraph_capture_sizes, they
     have about these numbers of tokens, whatever their requests are."""
-    given, most = sorted(set(options.cudagraph_capture_sizes)), options.max_cudagraph_capture_size or sys.maxsize
+    given = sorted(set(options.cudagraph_capture_sizes))
+    most = options.max_cudagraph_capture_size or sys.maxsize
     decoding = given or [*(n for n in DECODE_SIZES if n < most_requests), most_requests]
     sizes = {1: [StepSize(n, n, 1) for n in decoding if n <= most_requests]}
     for count in range(2, most_per_request + 1):
@@ -134,7 +135,8 @@ class CapturedForward(Forward):
         all-reduce."""
         super().__init__(model, backends, pipe)
         self.is_only_rank = is_only_rank
-        self.staging, most_requests = staging, len(staging.batch.num_tokens)
+        self.staging = staging
+        most_requests = len(staging.batch.num_tokens)
         self._sizes = graph_sizes(options, most_requests, most_tokens, most_per_request)
         self._graphs: dict[StepSize, _Graph] = {}
 
@@ -150,7 +152,8 @@ class CapturedForward(Forward):
         started = time.perf_counter()
         gc.collect()
         gc.disable()  # a collection that frees device memory during a capture may break the capture
-        layer_done, self.layer_done = self.layer_done, None
+        layer_done = self.layer_done
+        self.layer_done = None
         try:
             target = self.model.kernels.target
             most = max((size.tokens for size in chain(*self._sizes.values())), default=0)

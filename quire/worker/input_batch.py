@@ -95,10 +95,14 @@ class InputBatch:
     ) -> None:
         """kv_specs: one for each KV group. takes_adapters: whether requests may have low-rank adapters. has_sections:
         see DecoderSpec."""
-        rows, self.takes_adapters, self.has_sections = max_num_seqs, takes_adapters, has_sections
+        rows = max_num_seqs
+        self.takes_adapters = takes_adapters
+        self.has_sections = has_sections
         self.kv_specs = kv_specs
         self.cross_groups = [group for group, spec in enumerate(kv_specs) if isinstance(spec, CrossAttentionSpec)]
-        self.block_size, self.vocab_size, self.max_model_len = block_size, vocab_size, max_model_len
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
         # One column more than max_model_len: the last token of a full row is sampled but never computed.
         self.token_ids = np.zeros((rows, max_model_len + 1), np.int32)
         # Tables of cross-attention have this length from the beginning.
@@ -160,7 +164,8 @@ class InputBatch:
         return self.vocab_size if logprobs == -1 else min(logprobs, self.vocab_size)
 
     def add_known_tokens(self, step: SchedulerOutput) -> None:
-        edits, drafts = step.known_tokens, step.draft_tokens
+        edits = step.known_tokens
+        drafts = step.draft_tokens
         if edits.rows:
             self.token_ids[edits.rows, edits.positions] = edits.token_ids
             self.num_tokens[edits.rows] = np.asarray(edits.positions) + 1  # the last position of a row wins
@@ -179,13 +184,16 @@ class InputBatch:
         for index, _, again in step.compressions:
             self.num_computed[step.rows[index]] -= again
         spans = Spans.of(rows, self.num_computed[rows], counts)
-        query_start_loc, seq_lens, positions = spans.query_start_loc, spans.seq_lens, spans.positions
+        query_start_loc = spans.query_start_loc
+        seq_lens = spans.seq_lens
+        positions = spans.positions
         self.num_computed[rows] = seq_lens
         drafts: npt.NDArray[Any] | int = 0
         tokens_per_request = 1
         if step.num_draft_tokens:
             drafts = np.asarray(step.num_draft_tokens, np.int64)
-            most, fewest = max(step.num_draft_tokens), min(step.num_draft_tokens)
+            most = max(step.num_draft_tokens)
+            fewest = min(step.num_draft_tokens)
             tokens_per_request = 1 + most if most == fewest else 0
         num_places = (seq_lens == self.num_tokens[rows] + drafts) * (1 + drafts)
         place_start_loc = np.zeros(len(rows) + 1, np.int64)
@@ -252,7 +260,9 @@ class InputBatch:
             if len(random) < len(rows):
                 arrays["random"], rows, positions = random, rows[random], positions[random]
                 temperature = temperature[random]
-            top_k, top_p, min_p = self.top_k[rows], self.top_p[rows], self.min_p[rows]
+            top_k = self.top_k[rows]
+            top_p = self.top_p[rows]
+            min_p = self.min_p[rows]
             arrays["temperature"], arrays["seeds"] = temperature, self.seed[rows]
             arrays["output_positions"] = positions - self.num_prompt[rows]
             arrays |= {"top_k": top_k} if (top_k < self.vocab_size).any() else {}
@@ -292,7 +302,8 @@ class InputBatch:
             self.token_ids[rows, self.num_tokens[rows] - self.num_unread[rows]] = tokens
             self.num_unread[rows] -= 1
             return
-        rows, places = flat.rows, flat.num_places
+        rows = flat.rows
+        places = flat.num_places
         start = self.num_tokens[rows] - self.num_unread[rows]
         self.num_unread[rows] -= places
         self.num_tokens[rows] -= places - kept

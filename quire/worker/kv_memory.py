@@ -66,7 +66,8 @@ class KVMemory:
     def write(self, block_ids: Sequence[int], data: bytes | memoryview | npt.NDArray[np.uint8]) -> None:
         """Fill these blocks with bytes that `read` returned, on this rank or on one with the same cache layout. Raises
         ValueError if the number of bytes is not that of the blocks."""
-        index, size = self._index(block_ids), self.blocks.shape[1]
+        index = self._index(block_ids)
+        size = self.blocks.shape[1]
         received = np.frombuffer(data, np.uint8)
         if len(received) != len(index) * size:
             raise ValueError(f"{len(index)} blocks of {size} bytes cannot be filled with {len(received)} bytes")

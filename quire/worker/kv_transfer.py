@@ -137,7 +137,8 @@ class MemoryStore(Store):
         OSError."""
         block_bytes = rank_bytes[rank]
         if memory is None:
-            region, start = mmap.mmap(-1, max(1, num_slots * block_bytes)), 0
+            region = mmap.mmap(-1, max(1, num_slots * block_bytes))
+            start = 0
         else:
             start, stop = rank_region(num_slots, rank_bytes, rank)
             handle = os.open(memory, os.O_RDWR)
@@ -165,7 +166,8 @@ class KVTransfers:
     saved. What is saved must be there when `submit` is called: see `Rows.mark`."""
 
     def __init__(self, blocks: Tensor, stores: Sequence[Store]) -> None:
-        self.rows, self._stores = Rows.of(blocks), stores
+        self.rows = Rows.of(blocks)
+        self._stores = stores
         self._is_closed = False
         self._threads = {
             (number, is_load): ThreadPoolExecutor(

@@ -96,7 +96,8 @@ class Estimate:
         Where the two need different numbers, both shall lose as little as possible. Fewer than all must be clearly
         enough.
         """
-        rates, work = self.profile.rates[self.work.kind], self.work
+        rates = self.profile.rates[self.work.kind]
+        work = self.work
         counts = [n for n in sorted(rates) if {1, USUAL} <= set(rates[n]) and n in self.profile.calls]
         read = 2 * (work.parameters + work.output)
         decoding = {n: read / rates[n][1] + self._calls(n) for n in counts}

@@ -31,7 +31,8 @@ KINDS = {"dense": None, "int8": (8, 1024), "int4": (4, 32)}  # of weights: bits,
 CALL = "call"
 NEEDED_BYTES = 1 << 30  # of free memory, so that measuring takes nothing from others
 _ROWS_OF_FEWER = (1, 512)  # with fewer threads than may run: enough to choose their number
-_ROUNDS, _LEAST_ROUNDS = 5, 2
+_ROUNDS = 5
+_LEAST_ROUNDS = 2
 _IN, _OUT = 1024, 32768  # of the weights, which are larger than the caches of most processors in bfloat16
 _TILE = 512  # outputs whose random weights are repeated
 _LEAST_OUTS = 256  # of a product with many rows; two panels for each thread if that is more
@@ -85,7 +86,9 @@ class Measurement:
         """probe: takes a sample. seconds: in which samples are taken, all together. compiled: whether the kernels
         are."""
         self._compiled = compiled
-        self._threads, self._probe, self._clock = threads, probe, clock
+        self._threads = threads
+        self._probe = probe
+        self._clock = clock
         self._samples: dict[Point, list[Sample]] = {point: [] for point in plan(threads, kinds)}
         self._left = seconds
         self._points = self._rounds()
@@ -171,7 +174,8 @@ class KernelProbe:
             torch.set_num_threads(before)
 
     def _product(self, kind: str, threads: int, rows: int) -> Sample:
-        weights, x = self._weights(kind), self._x[:rows]
+        weights = self._weights(kind)
+        x = self._x[:rows]
         multiply = self._kernels.linear if kind == "dense" else self._kernels.quantized_linear
         if rows == 1:
             return self._timed(1, lambda: multiply(x, weights, None), 2.0 * _IN * _OUT)
@@ -188,11 +192,14 @@ class KernelProbe:
         return self._timed(max(1, math.ceil(_OPERATIONS / operations)), run, operations)
 
     def _timed(self, times: int, run: Callable[[], object], operations: float) -> Sample:
-        began, processor_began = time.perf_counter(), time.process_time()
-        done, seconds = 0, 0.0
+        began = time.perf_counter()
+        processor_began = time.process_time()
+        done = 0
+        seconds = 0.0
         while done < times and seconds < _SHORTEST:
             run()
-            done, seconds = done + 1, time.perf_counter() - began
+            done = done + 1
+            seconds = time.perf_counter() - began
         return Sample(operations * done, seconds, time.process_time() - processor_began)
 
     def _made(self, kind: str) -> Any:

@@ -27,9 +27,13 @@ class MediaInputs:
 
     def __init__(self, model: Model, batch: InputBatch) -> None:
         target = model.kernels.target
-        self._model, self._batch = model, batch
-        self.tower, self.device, self.dtype = model.tower, target.device, target.dtype
-        self.hidden_size, self.has_sections = model.hidden_size, batch.has_sections
+        self._model = model
+        self._batch = batch
+        self.tower = model.tower
+        self.device = target.device
+        self.dtype = target.dtype
+        self.hidden_size = model.hidden_size
+        self.has_sections = batch.has_sections
         self._is_first = model.stage.layers.start == 0
         self._embeds: dict[str, Tensor] = {}  # by key: [embeds, hidden * (1 + levels)]
         self._places: dict[int, list[MediaPlace]] = {}  # by row, while the prompt is computed
@@ -79,20 +83,21 @@ class MediaInputs:
             flat.extra_inputs["crossed"] = self._crossed[flat.rows]
         if not self._places:
             return flat
-        parts, indices, spans = list[Tensor](), list[Array](), list[tuple[int, int]]()
+        parts = list[Tensor]()
+        indices = list[Array]()
+        spans = list[tuple[int, int]]()
         for request, row in enumerate(flat.rows.tolist()):
             if row not in self._places:
                 continue
-            first, end = int(flat.query_start_loc[request]), int(flat.seq_lens[request])
+            first = int(flat.query_start_loc[request])
+            end = int(flat.seq_lens[request])
             start = end - (int(flat.query_start_loc[request + 1]) - first)
             for place in self._places[row]:
                 if place.crossed and start == 0:
                     self._store(row, place)
                 for begin, count in place.spans:
-                    lowest, highest = (
-                        min(max(start - place.start - begin, 0), count),
-                        min(max(end - place.start - begin, 0), count),
-                    )
+                    lowest = min(max(start - place.start - begin, 0), count)
+                    highest = min(max(end - place.start - begin, 0), count)
                     if lowest == highest:
                         continue
                     skipped = sum(c for b, c in place.spans if b < begin)
@@ -106,7 +111,8 @@ class MediaInputs:
                 del self._places[row]
         if not indices:
             return flat
-        hidden, tokens = self.hidden_size, upload(np.concatenate(indices), self.device)
+        hidden = self.hidden_size
+        tokens = upload(np.concatenate(indices), self.device)
         embeds = torch.cat(parts) if parts else torch.empty(0, hidden)
         levels = [embeds[:, i : i + hidden] for i in range(hidden, embeds.shape[1], hidden)]
         return replace(flat, media=StepMedia(tokens, embeds[:, :hidden], levels, spans))
@@ -125,7 +131,8 @@ class MediaInputs:
                 table = self._offsets.get(row)
                 if table is None:
                     continue
-                first, end = int(flat.query_start_loc[request]), int(flat.seq_lens[request])
+                first = int(flat.query_start_loc[request])
+                end = int(flat.seq_lens[request])
                 start = end - (int(flat.query_start_loc[request + 1]) - first)
                 part = table[:, start:end]
                 offsets[:, first : first + part.shape[1]] = part

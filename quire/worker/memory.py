@@ -52,7 +52,8 @@ def left_by_a_step(runner: Runner[Any], budget: int, tokens: int, encoders: Enco
 
     Raises ConfigError if nothing is left.
     """
-    device, batch = runner.device.torch_device, runner.batch
+    device = runner.device.torch_device
+    batch = runner.batch
     rows = min(len(batch.num_tokens), tokens)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -82,9 +83,11 @@ def num_blocks(config: EngineConfig, free: int, block_bytes: int, useful: int, d
     that all rows could use. Raises ConfigError if the options ask for more than is free."""
     cache = config.cache
     if cache.num_gpu_blocks_override is not None:
-        name, count = "num_gpu_blocks_override", cache.num_gpu_blocks_override
+        name = "num_gpu_blocks_override"
+        count = cache.num_gpu_blocks_override
     elif cache.kv_cache_memory_bytes is not None:
-        name, count = "kv_cache_memory_bytes", cache.kv_cache_memory_bytes // block_bytes
+        name = "kv_cache_memory_bytes"
+        count = cache.kv_cache_memory_bytes // block_bytes
     else:
         share = FREE_SHARE if device.type == "cpu" else 1.0
         return max(1, min(int(free * share) // block_bytes, useful))

@@ -73,7 +73,8 @@ class ModelRunner(Runner[_Launched]):
         drafter: Drafter | None = None,
     ) -> None:
         super().__init__(model, batch, staging, forward, is_only_rank)
-        self.sampler, self.drafter = sampler, drafter
+        self.sampler = sampler
+        self.drafter = drafter
         self.drafts_stay = False  # whether drafts stay on the device, see Speculation
         self.adapters = None if model.adapters is None else AdapterStore(model.adapters)
         self.processors = sampler.processors
@@ -175,7 +176,9 @@ class ModelRunner(Runner[_Launched]):
         return torch.split(launched.logits, np.diff(launched.flat.place_start_loc).tolist())
 
     def _sample(self, launched: _Launched, output: ModelRunnerOutput) -> _Sampled:
-        flat, batch, rows = launched.flat, self.batch, launched.flat.place_rows
+        flat = launched.flat
+        batch = self.batch
+        rows = launched.flat.place_rows
         if not len(rows):
             self._unread.append(_Sampled(output, flat, self.device.download()))  # an empty download waits for the step
             return self._unread[-1]
@@ -252,9 +255,11 @@ class ModelRunner(Runner[_Launched]):
             sampled = self._unread[0]  # removed when it is complete, since Ctrl-C may interrupt this at any time
             output = sampled.output
             if results := sampled.read_tokens():
-                tokens, kept = results[0], results[1] if len(results) > 1 else None
+                tokens = results[0]
+                kept = results[1] if len(results) > 1 else None
                 self.batch.fill(sampled.flat, tokens.numpy(), None if kept is None else kept.numpy())
-                drawn, bounds = tokens.tolist(), sampled.flat.place_start_loc.tolist()
+                drawn = tokens.tolist()
+                bounds = sampled.flat.place_start_loc.tolist()
                 ends = bounds[1:] if kept is None else map(add, bounds, kept.tolist())
                 output.sampled_token_ids = [drawn[start:end] for start, end in zip(bounds, ends, strict=False)]
             if sampled.read_logprobs is not None:
@@ -272,7 +277,8 @@ class ModelRunner(Runner[_Launched]):
         They are kept until the row samples."""
         batch = self.batch
         asks = (batch.num_prompt_logprobs[flat.rows] >= 0).nonzero()[0]
-        rows, start = flat.rows[asks], flat.query_start_loc[asks]
+        rows = flat.rows[asks]
+        start = flat.query_start_loc[asks]
         first = flat.seq_lens[asks] - (flat.query_start_loc[asks + 1] - start)
         counts = np.maximum(np.minimum(flat.seq_lens[asks], batch.num_prompt[rows] - 1) - first, 0)
         ends = np.cumsum(counts)
@@ -282,8 +288,10 @@ class ModelRunner(Runner[_Launched]):
         offsets = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
         following = batch.token_ids[np.repeat(rows, counts), np.repeat(first, counts) + offsets + 1]
         device = hidden.device
-        index, tokens = upload(np.repeat(start, counts) + offsets, device), upload(following.astype(np.int64), device)
-        most, parts = int(batch.num_prompt_logprobs[rows].max()), []
+        index = upload(np.repeat(start, counts) + offsets, device)
+        tokens = upload(following.astype(np.int64), device)
+        most = int(batch.num_prompt_logprobs[rows].max())
+        parts = []
         for part, targets in zip(*(torch.split(t, SCORED_AT_ONCE) for t in (index, tokens)), strict=True):
             logits = self.forward.logits(hidden[part], inputs, part)
             parts.append(TopLogprobs.of(self.sampler.score(logits), targets, most))

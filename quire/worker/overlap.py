@@ -39,7 +39,8 @@ class OverlappedForward(Forward):
         """halves: the turns of the model's layers. group: the ranks that exchange tokens, which divide the same
         steps."""
         super().__init__(model, backends, pipe)
-        self._halves, self._group = halves, group
+        self._halves = halves
+        self._group = group
         self._fewest = options.dbo_prefill_token_threshold, options.dbo_decode_token_threshold
 
     def layers(self, x: Tensor, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
@@ -59,7 +60,8 @@ class OverlappedForward(Forward):
 
 def _part(inputs: StepInputs, part: slice) -> StepInputs:
     """The inputs of some tokens of a step. All its requests stay; those that are not in the part have no tokens."""
-    bounds, tokens = inputs.query_start_loc, part.stop - part.start
+    bounds = inputs.query_start_loc
+    tokens = part.stop - part.start
     behind = (bounds[1:] - part.stop).clamp(min=0).minimum(bounds.diff())  # [requests]: tokens that come later
     return replace(
         inputs,

@@ -55,7 +55,8 @@ class PoolingRunner(Runner[_Launched]):
     def _pool(self, hidden: Tensor, flat: FlatBatch, starts: Tensor, lengths: Tensor) -> list[Tensor]:
         params = [self._params[row] for row in flat.rows.tolist()]
         by_token = [p.task in ("token_embed", "token_classify") for p in params]
-        pooler, results = self.pooler, list[Tensor]()
+        pooler = self.pooler
+        results = list[Tensor]()
         if pooler.spec.of_each_token or not any(by_token):
             pooled = pooler(hidden, starts, lengths)
             if pooler.spec.of_each_token:
@@ -83,7 +84,9 @@ class PoolingRunner(Runner[_Launched]):
 
         def output() -> ModelRunnerOutput:
             [values] = read()
-            flat, at, pooled = values.numpy(), 0, {}
+            flat = values.numpy()
+            at = 0
+            pooled = {}
             for index, shape in enumerate(shapes):
                 size = int(np.prod(shape))
                 pooled[index] = Pooled(shape, flat[at : at + size].tobytes())

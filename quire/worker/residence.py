@@ -85,7 +85,10 @@ class Residence:
         load: Callable[[Path | Checkpoint | None], Model],
         rank: int = 0,
     ) -> None:
-        self._model, self._config, self._directory, self._load = model, config, directory, load
+        self._model = model
+        self._config = config
+        self._directory = directory
+        self._load = load
         self._weights = list(_tensors(model, set()))
         lasting.seal()  # a drafter's weights stay when these are given back
         self._is_gpu = model.kernels.target.device.type == "cuda"
@@ -102,7 +105,8 @@ class Residence:
 
     def know(self, kv_memory: KVMemory, forward: object) -> None:
         """Called once, when the rest of the rank has been made."""
-        self._cache, self._forward = [kv_memory.blocks.untyped_storage()], forward
+        self._cache = [kv_memory.blocks.untyped_storage()]
+        self._forward = forward
         self._kv_memory = kv_memory
 
     def change(self, change: MemoryChange) -> None:
@@ -143,7 +147,8 @@ class Residence:
             self._store.release(storage, keep=False)
         if self._kv_memory is not None and self._has_cache:
             self._kv_memory.give_back()
-        self._level, self._has_cache = max(level, self._level), False
+        self._level = max(level, self._level)
+        self._has_cache = False
         if self._is_gpu:
             torch.cuda.empty_cache()
 
@@ -169,7 +174,8 @@ class Residence:
             self._store.restore(storage)
 
     def _read(self, change: ReadWeights) -> None:
-        self._staged, folder = None, Path(change.directory)
+        self._staged = None
+        folder = Path(change.directory)
         if not change.received and not folder.is_dir():
             raise ValueError(f"there is no folder {folder}")
         self._check_replaceable()
@@ -212,7 +218,8 @@ class Residence:
                 raise ValueError(f"weights cannot be replaced in an engine with {name}")
 
     def _take(self, change: TakeWeights) -> None:
-        staged, self._staged = self._staged, None
+        staged = self._staged
+        self._staged = None
         if self._groups is not None:
             self._groups.forget()
         if not change.use or staged is None:

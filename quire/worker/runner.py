@@ -42,8 +42,12 @@ class Runner(ABC, Generic[Launched]):
     def __init__(self, model: Model, batch: InputBatch, staging: Staging, forward: Forward, is_only_rank: bool) -> None:
         """is_only_rank: if False, running out of memory is an error, since the other ranks wait for this rank's part of
         the step."""
-        self.model, self.batch, self.staging, self.forward = model, batch, staging, forward
-        self.is_only_rank, self.device = is_only_rank, staging.device
+        self.model = model
+        self.batch = batch
+        self.staging = staging
+        self.forward = forward
+        self.is_only_rank = is_only_rank
+        self.device = staging.device
         self._launched: dict[int, Launched | ModelRunnerOutput] = {}  # by step id; a skipped step has its output here
         self._skipped_epoch = -2  # steps of this epoch and of earlier ones are skipped
         self._refused: dict[int, dict[int, str]] = {}  # by step id: the refusals of a step that was launched

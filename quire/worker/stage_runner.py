@@ -41,7 +41,8 @@ class StageRunner(Runner[_Launched]):
         """processors: like those of the last stage, since every stage must refuse the same requests. None if the model
         pools."""
         super().__init__(model, batch, staging, forward, is_only_rank=False)
-        self.processors, self.pools = processors, processors is None
+        self.processors = processors
+        self.pools = processors is None
         self.adapters = None if model.adapters is None else AdapterStore(model.adapters)
 
     def install(self, new: NewRequest) -> None:

@@ -39,7 +39,9 @@ class Staging:
 
     def __init__(self, device: Device, batch: InputBatch, kernels: Kernels, most_tokens: int) -> None:
         """most_tokens: the largest number of tokens in a step."""
-        self.device, self.batch, self.kernels = device, batch, kernels
+        self.device = device
+        self.batch = batch
+        self.kernels = kernels
         if batch.takes_adapters:
             self.inputs_class = AdaptedSectionedInputs if batch.has_sections else AdaptedInputs
         elif batch.has_sections:
@@ -72,7 +74,8 @@ class Staging:
             step_inputs = {name: tensors.pop(name) for name in self.declarations}
             inputs = self.inputs_class(size=size, host_positions=flat.positions, media=flat.media, **step_inputs)
             return inputs, tensors
-        lengths, missing = self._dimensions(size), size.requests - len(flat.rows)
+        lengths = self._dimensions(size)
+        missing = size.requests - len(flat.rows)
         sent = {name: array for name, array in flat.inputs.items() if name not in MADE_ON_DEVICE}
         arrays = {name: self.declarations[name].padded(array, lengths) for name, array in sent.items()}
         arrays["rows"] = np.pad(flat.rows, (0, missing))
@@ -80,7 +83,8 @@ class Staging:
         tensors = self.device.upload({**arrays, **state.changes(self.batch, step), **extra})
         state.apply(tensors)
         inputs = self._inputs(size, flat.longest_prompt)
-        inputs.host_positions, inputs.media = flat.positions, flat.media
+        inputs.host_positions = flat.positions
+        inputs.media = flat.media
         for name in sent:
             getattr(inputs, name).copy_(tensors[name])
         rows = tensors["rows"]
@@ -133,7 +137,8 @@ class Staging:
         requests: if some have drafts, draft_rows, num_places [requests] and place_start_loc [requests + 1]. Returns
         how many tokens of each request are kept, see the op count_kept; None if all are.
         """
-        state, kept = self.state, None
+        state = self.state
+        kept = None
         if requests is not None:
             kept = self.count_kept(state.token_ids, rows, positions, token_ids, requests["place_start_loc"])
         if isinstance(state, DeviceState):
@@ -145,7 +150,8 @@ class Staging:
 
     def drafted(self, rows: Tensor, drafts: Tensor) -> None:
         """Store the drafts [requests, count] behind the texts of these rows on the device."""
-        token_ids, count = self.state.token_ids, drafts.shape[1]
+        token_ids = self.state.token_ids
+        count = drafts.shape[1]
         positions = self.state.num_tokens[rows][:, None] + torch.arange(count, device=drafts.device)
         # A row whose text is about to end needs no drafts. Its last cell, of a token that is never computed, may be
         # overwritten with one.
@@ -157,7 +163,8 @@ class Staging:
 
     def _inputs(self, size: StepSize, longest_prompt: int) -> StepInputs:
         """The memory of a step's inputs: the first part of the memory that the largest step needs."""
-        lengths, inputs = self._dimensions(size), dict[str, Any]()
+        lengths = self._dimensions(size)
+        inputs = dict[str, Any]()
         for name, declaration in self.declarations.items():
             shape = declaration.size(lengths)
             inputs[name] = self._memory[name][: np.prod(shape)].view(shape)

@@ -18,7 +18,8 @@ class StepClock:
 
     def __init__(self, layers: range, mark: Callable[[], Mark]) -> None:
         """layers: of this rank's stage. mark: returns a Mark."""
-        self._layers, self._mark = layers, mark
+        self._layers = layers
+        self._mark = mark
         self._changed = threading.Condition()
         self._has_run = bytearray(_REMEMBERED)  # by step id, modulo its length
         self._step: int | None = None  # the one that is being submitted
@@ -31,7 +32,8 @@ class StepClock:
         with self._changed:
             for missing in range(max(self._last + 1, step_id - _REMEMBERED), step_id):
                 self._has_run[missing % _REMEMBERED] = False
-            self._step, self._marks = step_id, []
+            self._step = step_id
+            self._marks = []
 
     def layer_done(self) -> None:
         mark = self._mark()
@@ -46,7 +48,8 @@ class StepClock:
             assert self._step is not None
             self._has_run[self._step % _REMEMBERED] = has_run
             self._ends.append((self._step, mark))
-            self._last, self._step = self._step, None
+            self._last = self._step
+            self._step = None
             self._tick()
 
     def _tick(self) -> None:
@@ -60,7 +63,9 @@ class StepClock:
         wanted = min(layer, self._layers.stop) - self._layers.start
         with self._changed:
             self._changed.wait_for(lambda: not 0 <= self._computed(step_id) < wanted, seconds)
-            computed, ticks, mark = self._computed(step_id), self.ticks, self._mark_of(step_id)
+            computed = self._computed(step_id)
+            ticks = self.ticks
+            mark = self._mark_of(step_id)
         if computed > 0 and mark is not None:
             mark()
         if computed == len(self._layers):

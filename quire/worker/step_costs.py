@@ -29,12 +29,14 @@ def step_costs(runner: Runner[Any], most_tokens: int, most_drafts: int, group: C
         return costs
     sizes = [size for size in costs.steps if size <= len(runner.batch.num_tokens)]
     sizes = [size for size in sizes if size * (1 + most_drafts) <= most_tokens] or [1]
-    firsts, alls = dict.fromkeys(sizes, math.inf), dict.fromkeys(sizes, math.inf)
+    firsts = dict.fromkeys(sizes, math.inf)
+    alls = dict.fromkeys(sizes, math.inf)
     for _ in range(_RUNS):
         for size in sizes:
             firsts[size] = min(firsts[size], _draft_seconds(runner, size, 1))
             alls[size] = min(alls[size], _draft_seconds(runner, size, most_drafts))
-    first, last = convex(firsts), convex(alls)
+    first = convex(firsts)
+    last = convex(alls)
     for size in sizes:
         costs.first_draft[size] = first[size]
         costs.next_draft[size] = max(0.0, last[size] - first[size]) / max(1, most_drafts - 1)
@@ -76,7 +78,8 @@ def _draft_seconds(runner: ModelRunner, requests: int, count: int) -> float:
 
 def _step_seconds(runner: Runner[Any], most_tokens: int, group: Communicator) -> dict[int, float]:
     """The time of dummy steps, forward and logits, in seconds. Larger steps take as long in proportion to the last."""
-    began, measured = time.perf_counter(), dict[int, float]()
+    began = time.perf_counter()
+    measured = dict[int, float]()
     most_requests = len(runner.batch.num_tokens)
 
     def agree(is_true: bool) -> bool:

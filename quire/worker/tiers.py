@@ -29,7 +29,9 @@ def kv_transfers(
 ) -> KVTransfers | None:
     """What copies this rank's blocks to the tiers of the options and back, the blocks of other engines being the last
     tier; None if there are none. clock: of this rank, if other engines read its blocks. Raises ConfigError."""
-    options, rank, ranks = config.cache, mesh.replica.rank, mesh.replica.size
+    options = config.cache
+    rank = mesh.replica.rank
+    ranks = mesh.replica.size
     stores: list[Store] = []
     if options.kv_offloading_bytes:
         num_slots = memory_slots(options.kv_offloading_bytes, size.rank_bytes)

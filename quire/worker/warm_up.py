@@ -51,13 +51,16 @@ def _first(runner: Runner[Any]) -> SchedulerOutput:
     length = min(8, runner.batch.max_model_len, runner.batch.vocab_size)
     step = _step([1], [PoolingParams() if runner.pools else _GREEDY])
     [request] = step.new_requests
-    request.token_ids, request.num_prompt_tokens, step.num_tokens = list(range(length)), length, [length]
+    request.token_ids = list(range(length))
+    request.num_prompt_tokens = length
+    step.num_tokens = [length]
     return step
 
 
 def _verify_drafts(runner: Runner[Any]) -> None:
     """Launch the kernels that verify drafts. Which drafts a step has, and how many, makes no difference to them."""
-    state, kernels = runner.staging.state, runner.staging.kernels
+    state = runner.staging.state
+    kernels = runner.staging.kernels
     logits = torch.zeros(1, runner.batch.vocab_size, device=state.token_ids.device)
     zeros = torch.zeros(2, dtype=torch.int64, device=logits.device)
     kernels.count_kept(state.token_ids, zeros[:1], zeros[:1], zeros[:1], zeros)
@@ -131,9 +134,11 @@ def _step(lengths: Sequence[int], params: Sequence[SamplingParams | PoolingParam
     """
     requests = []
     for row, length in enumerate(lengths):
-        given, known = params[row % len(params)], int(length > 1)
+        given = params[row % len(params)]
+        known = int(length > 1)
         sampling, pooling = (given, None) if isinstance(given, SamplingParams) else (None, given)
-        name, tokens = f"warm-up-{row}", [0] * length
+        name = f"warm-up-{row}"
+        tokens = [0] * length
         requests.append(NewRequest(name, row, tokens, length, known, sampling, seed=0, pooling_params=pooling))
     counts = [length - request.num_computed_tokens for length, request in zip(lengths, requests, strict=True)]
     return SchedulerOutput(0, requests, list(range(len(requests))), counts, epoch=_EPOCH)

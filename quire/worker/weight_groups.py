@@ -53,7 +53,10 @@ class WeightGroups:
     """
 
     def __init__(self, device: torch.device, rank: int, directory: Path, parts: Parts) -> None:
-        self._device, self._rank, self._directory, self._parts = device, rank, directory, parts
+        self._device = device
+        self._rank = rank
+        self._directory = directory
+        self._parts = parts
         self._groups: dict[str, tuple[Any, torch.device]] = {}  # with the device on which tensors come
         self.received = ReceivedCheckpoint(parts)
 
@@ -168,6 +171,7 @@ def _join(order: JoinGroup, rank: int, device: torch.device) -> Any:
 
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # read by the constructor: `wait` raises errors
         torch.cuda.set_device(device)
-        make, options = ProcessGroupNCCL, ProcessGroupNCCL.Options()
+        make = ProcessGroupNCCL
+        options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=order.timeout)
     return make(keys, rank, order.world_size, options)

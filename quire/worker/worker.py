@@ -71,8 +71,12 @@ class Worker:
         """Raises ConfigError if the KV cache does not fit into memory, if the model cannot use its type, or if ranks
         would share a GPU that cannot."""
         self._config = config
-        self.device, group, replica = choose_device(config.kernels.device, mesh), mesh.tp, mesh.replica
-        device, started, pools = self.device.torch_device, time.perf_counter(), config.model.runner == "pooling"
+        self.device = choose_device(config.kernels.device, mesh)
+        group = mesh.tp
+        replica = mesh.replica
+        device = self.device.torch_device
+        started = time.perf_counter()
+        pools = config.model.runner == "pooling"
         sharing = mesh.ranks_on_device(device.type)
         if device.type == "cuda" and sharing > 1 and mesh.cp.size * mesh.dcp.size > 1:
             raise ConfigError(
@@ -101,7 +105,8 @@ class Worker:
                 from quire.worker.drafters.load import DrafterParts
 
                 self.drafter = DrafterParts(speculation, config, directory, model, max_model_len, group, backends_of)
-        self.model, dtype = model, model.kernels.target.dtype
+        self.model = model
+        dtype = model.kernels.target.dtype
         is_only_rank = mesh.size == 1
         self.backends = backends_of(model)
         max_num_seqs = config.scheduler.max_num_seqs
@@ -251,7 +256,8 @@ class Worker:
         return clock
 
     def _allocate(self, num_blocks: int, block_bytes: int) -> KVMemory:
-        device, transfer = self.device.torch_device, self._config.cache.transfer
+        device = self.device.torch_device
+        transfer = self._config.cache.transfer
         shared = device.type == "cpu" and transfer is not None and transfer.produces
         kv_memory = KVMemory(num_blocks, block_bytes, device, shared)
         self.model.bind_cache(self.backends, [kv_memory.blocks] * len(self.backends))
@@ -291,7 +297,8 @@ def _forward(
 
 def _backends(config: EngineConfig, block_size: int, kernels: Kernels, mesh: Mesh, model: Cached) -> list[CacheBackend]:
     """The backend of each KV group. Groups of the same shape share one."""
-    target, speculation = kernels.target, config.scheduler.speculation
+    target = kernels.target
+    speculation = config.scheduler.speculation
     choose = partial(choose_backend, pinned=config.kernels.attention_backend)
     check_context(model.cache_shapes, config.parallel)
     context = choose_context(mesh, model.cache_shapes)

@@ -49,7 +49,8 @@ class TritonAttention(PreparingBackend):
         self._planes = 1 if shape.value_dim is not None else 2
         self.cache_dtype, self._plane = shape.dtype, shape.block_size * shape.head_dim  # elements of a plane
         if shape.cell is not None:
-            self.cache_dtype, self._plane = torch.uint8, self._plane + shape.block_size * SCALE_BYTES
+            self.cache_dtype = torch.uint8
+            self._plane = self._plane + shape.block_size * SCALE_BYTES
         self.block_shape = (shape.num_kv_heads, self._planes, self._plane)
         self._cell = _CELLS[shape.cell]
         first = shape.head_dim if shape.value_dim is None else shape.value_dim
@@ -77,7 +78,9 @@ class TritonAttention(PreparingBackend):
                 getattr(previous.layout, name).copy_(getattr(layout, name), non_blocking=True)
             previous.layout.block_table[:, : layout.block_table.shape[1]].copy_(layout.block_table, non_blocking=True)
             return previous
-        tokens, requests, tile = len(layout.slot_mapping), len(layout.seq_lens), self._tiles.many
+        tokens = len(layout.slot_mapping)
+        requests = len(layout.seq_lens)
+        tile = self._tiles.many
         needed = self._group * layout.tokens_per_request  # rows of a request, if all have equally many
         if 0 < needed <= tile.rows and not self.shape.batch_invariant:
             if needed <= 2 * self._tiles.few.rows:
@@ -108,7 +111,8 @@ class TritonAttention(PreparingBackend):
         return self._card.most_registers(tile.warps, 1) if self._card.capability == 100 else {}
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: TritonPlan) -> None:
-        s, slots = self.shape, plan.layout.slot_mapping
+        s = self.shape
+        slots = plan.layout.slot_mapping
         k, v = _contiguous(k), k if v is None else _contiguous(v)
         if len(slots):
             store_kernel[(len(slots), s.num_kv_heads)](
@@ -138,10 +142,12 @@ class TritonAttention(PreparingBackend):
         return stored.transpose(1, 2).flatten(0, 1)
 
     def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: TritonPlan, prep: Preparation) -> None:
-        s, slots = self.shape, plan.layout.slot_mapping
+        s = self.shape
+        slots = plan.layout.slot_mapping
         if not len(slots):
             return
-        norm, rotary = prep.q_weight is not None, prep.cos is not None
+        norm = prep.q_weight is not None
+        rotary = prep.cos is not None
         wide = prep.q_weight is not None and prep.q_weight.dtype is not q.dtype
         prepare_kernel[(len(slots), s.num_heads + 2 * s.num_kv_heads)](
             cache,
@@ -183,8 +189,13 @@ class TritonAttention(PreparingBackend):
         select(q, weights, cache, selection, s.block_size, s.cell, self._card.has_float8)
 
     def attend(self, q: Tensor, cache: Tensor, plan: TritonPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
-        window, soft_cap, sinks = scores.get("window"), scores.get("soft_cap"), scores.get("sinks")
-        bias, s, layout, q = scores.get("bias"), self.shape, plan.layout, _contiguous(q)
+        window = scores.get("window")
+        soft_cap = scores.get("soft_cap")
+        sinks = scores.get("sinks")
+        bias = scores.get("bias")
+        s = self.shape
+        layout = plan.layout
+        q = _contiguous(q)
         tokens, heads, _ = q.shape
         out = q.new_empty(tokens, heads, s.out_dim)
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
@@ -195,7 +206,8 @@ class TritonAttention(PreparingBackend):
             partial_lse = torch.empty(tokens, heads, plan.splits, dtype=torch.float32, device=q.device)
         if not tokens:
             return out, lse
-        tile, parts = plan.tile, triton.cdiv(self._group, plan.heads)
+        tile = plan.tile
+        parts = triton.cdiv(self._group, plan.heads)
         attend_kernel[(plan.tiles, s.num_kv_heads * parts, plan.splits)](
             out,
             lse,

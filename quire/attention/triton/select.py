@@ -47,11 +47,14 @@ def _index_scores(
     PRECISION: tl.constexpr,
 ):
     """A program for each token and RUN keys. HEADS, COLUMNS: powers of two, at least heads and DIM."""
-    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * RUN
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * RUN
     count = tl.load(seen + token)
     if (first >= count) | (count <= most):
         return
-    head, column, in_tile = tl.arange(0, HEADS), tl.arange(0, COLUMNS), tl.arange(0, KEYS)
+    head = tl.arange(0, HEADS)
+    column = tl.arange(0, COLUMNS)
+    in_tile = tl.arange(0, KEYS)
     mask = (head < heads)[:, None] & (column < DIM)[None, :]
     queries = tl.load(q + (token * heads + head)[:, None] * DIM + column[None, :], mask=mask, other=0.0)
     of_heads = tl.load(weights + token * heads + head, mask=head < heads, other=0.0).to(tl.float32)
@@ -120,14 +123,20 @@ def select(
     has_float8: bool,
 ) -> None:
     """See AttentionBackend.select. cache: of latents, see quire/ops/triton/attention.py."""
-    q, weights, s = q.contiguous(), weights.contiguous(), selection
+    q = q.contiguous()
+    weights = weights.contiguous()
+    s = selection
     tokens, heads, dim = q.shape
-    table, most, width = s.block_table, s.slots.shape[1], s.block_table.shape[1] * block_size
+    table = s.block_table
+    most = s.slots.shape[1]
+    width = s.block_table.shape[1] * block_size
     at_once = max(1, _MOST_SCORES // width)
     scores = torch.empty(min(tokens, at_once), width, dtype=torch.float32, device=q.device)
     for first in range(0, tokens, at_once):
         part = slice(first, min(first + at_once, tokens))
-        rows, seen, count = s.rows[part], s.seen[part], part.stop - first
+        rows = s.rows[part]
+        seen = s.seen[part]
+        count = part.stop - first
         if width > most:
             _index_scores[(count, triton.cdiv(width, _RUN))](
                 scores,

@@ -66,7 +66,8 @@ class VarlenAttention(TritonAttention):
         self._stored = (cache, k, v) if plan.layout.longest_prompt and v is not None else None
 
     def attend(self, q: Tensor, cache: Tensor, plan: TritonPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
-        stored, soft_cap = self._stored, scores.get("soft_cap") or 0.0
+        stored = self._stored
+        soft_cap = scores.get("soft_cap") or 0.0
         is_plain = scores.get("sinks") is None and scores.get("bias") is None
         supported = is_plain and (self.soft_caps or not soft_cap)
         if stored is None or stored[0] is not cache or not plan.layout.longest_prompt or not supported:
@@ -85,7 +86,8 @@ class TorchVarlenAttention(VarlenAttention):
     ) -> tuple[Tensor, Tensor]:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-        starts, longest = layout.query_start_loc, layout.longest_prompt
+        starts = layout.query_start_loc
+        longest = layout.longest_prompt
         extra: dict[str, Any] = {"enable_gqa": True} if _asks_for_gqa() else {}
         size = (-1 if window is None else window - 1, 0)
         return varlen_attn(  # type: ignore[return-value]
@@ -114,7 +116,8 @@ def _asks_for_gqa() -> bool:
 class FlashAttention(VarlenAttention):
     """The kernels of the package flash-attn, if it is installed."""
 
-    name, soft_caps = "flash-attn", True
+    name = "flash-attn"
+    soft_caps = True
 
     @classmethod
     def missing(cls, shape: AttentionShape) -> str | None:
@@ -127,7 +130,8 @@ class FlashAttention(VarlenAttention):
     ) -> tuple[Tensor, Tensor]:
         from flash_attn import flash_attn_varlen_func
 
-        starts, longest = layout.query_start_loc, layout.longest_prompt
+        starts = layout.query_start_loc
+        longest = layout.longest_prompt
         out, lse, _ = flash_attn_varlen_func(
             q,
             k,

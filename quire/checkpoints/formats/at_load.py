@@ -60,7 +60,8 @@ def quantizer_of(option: str | None, names: Mapping[str, str | None]) -> Callabl
         return lambda name: None
     table: Quantizer = AtLoad(8, _WHOLE_ROW)
     layer: Quantizer = Float8AtLoad() if option == "fp8" else table if option == "int8" else AtLoad(4, 128)
-    not_quantized, tables = _pattern(names, _NOT_QUANTIZED), _pattern(names, _TABLES)
+    not_quantized = _pattern(names, _NOT_QUANTIZED)
+    tables = _pattern(names, _TABLES)
 
     def quantizer(name: str) -> Quantizer | None:
         if not_quantized.fullmatch(name):

@@ -81,13 +81,15 @@ def quantization_method(
     has: tells whether the checkpoint has a tensor of a name, and so which layers are quantized. Without it (dummy
     weights), the config's lists of exceptions decide. Raises ValueError for a format that is not supported.
     """
-    settings, kind = _settings(config), quantization_kind(config)
+    settings = _settings(config)
+    kind = quantization_kind(config)
     if kind is None:
         return lambda name: DenseWeight
     if kind not in _METHODS:
         listed = ", ".join([*_METHODS, "GGUF files"])
         raise ValueError(f"checkpoints quantized with {kind!r} are not supported: supported: {listed}")
-    scheme_of, exceptions = _METHODS[kind](settings), _exceptions(settings)
+    scheme_of = _METHODS[kind](settings)
+    exceptions = _exceptions(settings)
 
     def method_of(name: str) -> LinearMethod:
         scheme = scheme_of(name)
@@ -136,7 +138,8 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 def check_field(settings: Settings, field: str, accepted: Iterable[Any], default: Any = None) -> Any:
     """The field's value. Raises ValueError if it is none of those that are accepted."""
-    value, accepted = settings.get(field, default), tuple(accepted)
+    value = settings.get(field, default)
+    accepted = tuple(accepted)
     if value not in accepted:
         listed = ", ".join(map(repr, accepted))
         raise ValueError(f"quantization_config has {field}={value!r}, which is not supported; supported: {listed}")
@@ -220,7 +223,8 @@ def _fp8(settings: Settings) -> SchemeOf:
 
 
 def _compressed_tensors(settings: Settings) -> SchemeOf:
-    sparsity, transforms = settings.get("sparsity_config") or {}, settings.get("transform_config") or {}
+    sparsity = settings.get("sparsity_config") or {}
+    transforms = settings.get("transform_config") or {}
     check_field(sparsity, "format", ("dense",), "dense")
     check_field(transforms, "config_groups", (None, {}))
     groups = [
@@ -246,7 +250,8 @@ def _compressed_group(group: Settings) -> Scheme:
         return tables[form]
     size = group_size_of({"group_size": weights.get("group_size") or -1})
     strategy = weights.get("strategy") or ("tensor" if weights.get("group_size") is None else "group")
-    symmetric, act_order = bool(weights.get("symmetric", True)), weights.get("actorder") in ("group", "dynamic", True)
+    symmetric = bool(weights.get("symmetric", True))
+    act_order = weights.get("actorder") in ("group", "dynamic", True)
     if form == "pack-quantized":
         check_field(weights, "type", ("int",))
         check_field({"strategy": strategy}, "strategy", ("group", "channel"))

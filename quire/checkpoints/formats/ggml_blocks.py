@@ -158,7 +158,9 @@ def _iq1_s(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _iq1_m(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The highest four bits of four words of 16 bits are the factor."""
-    high, words, quarters = fields(x[..., 32:48], 1, 4, 2), _words(x[..., 48:], torch.int16), x[..., 49::2] >> 4
+    high = fields(x[..., 32:48], 1, 4, 2)
+    words = _words(x[..., 48:], torch.int16)
+    quarters = x[..., 49::2] >> 4
     factor = half(quarters[..., ::2] | quarters[..., 1::2] << 4, 0)
     return x[..., :32] | (high & 7).int() << 8, (high >> 3) * 255, _shifted(words, (0, 3, 6, 9), 7), factor
 
@@ -191,7 +193,8 @@ def _codebook(name: str) -> tuple[Tensor, tuple[float, ...]]:
     source.init_grid()
     values, codes = torch.unique(torch.from_numpy(source.grid)[0, 0], return_inverse=True)
     entries = codes.to(torch.uint8).view(torch.int64 if codes.shape[1] == 8 else torch.int32)[:, 0]
-    unit, table = _LAYOUTS[name][1], torch.zeros(2, 8)
+    unit = _LAYOUTS[name][1]
+    table = torch.zeros(2, 8)
     halves = (values + _SHIFT, values - _SHIFT) if unit is None else (values * unit, -values * unit)
     table[:, : len(values)] = torch.stack(halves)
     return entries, tuple(table.flatten().tolist())
@@ -201,7 +204,8 @@ def _i_quant(name: str, x: Tensor) -> QuantizedMatrix:
     entries, table = _codebook(name)
     index, signs, scales, factors = _LAYOUTS[name][0](x)
     codes = entries.to(x.device)[index.int()].view(torch.uint8) | _SIGNS.to(x.device)[signs.int()].view(torch.uint8)
-    packed, scales = pack_pairs(codes.flatten(1)), (scales * 2 + 1).to(torch.uint8).flatten(1)
+    packed = pack_pairs(codes.flatten(1))
+    scales = (scales * 2 + 1).to(torch.uint8).flatten(1)
     width = x.shape[1] * 256
     return QuantizedMatrix(packed, scales, width // scales.shape[1], width, factors=factors[..., None], table=table)
 

@@ -61,7 +61,8 @@ def _super_blocks(matrix: QuantizedMatrix, *factors: Tensor) -> QuantizedMatrix:
 
 
 def _q2_k(x: Tensor) -> QuantizedMatrix:
-    scales, codes = x[..., :16].flatten(1), fields(x[..., 16:80], 32, 2, 4)
+    scales = x[..., :16].flatten(1)
+    codes = fields(x[..., 16:80], 32, 2, 4)
     return _super_blocks(_matrix(codes, 2, scales & 15, scales >> 4), half(x, 80), -half(x, 82))
 
 
@@ -74,7 +75,9 @@ def _q3_k(x: Tensor) -> QuantizedMatrix:
 def _q45_k(x: Tensor, bits: int) -> QuantizedMatrix:
     """Q4_K, Q5_K: eight groups of 32 elements. Bytes 4 to 16 have their 6-bit scales and minima: those of the first
     four groups whole, those of the last four in two parts."""
-    low, minimum, mixed = x[..., 4:8], x[..., 8:12], x[..., 12:16]
+    low = x[..., 4:8]
+    minimum = x[..., 8:12]
+    mixed = x[..., 12:16]
     scales = torch.cat([low & 63, mixed & 15 | low >> 2 & 48], dim=-1)
     minima = torch.cat([minimum & 63, mixed >> 4 | minimum >> 2 & 48], dim=-1)
     codes = fields(x[..., -128:], 32, 4, 2)
@@ -172,7 +175,8 @@ class GGUF(Scheme):
         columns = slice(blocks.picked.start * kind.nbytes, blocks.picked.stop * kind.nbytes)
         outputs = slice(part.start, part.stop)
         data = slot(builder, name, torch.uint8, (part.rows, blocks.count * kind.nbytes), outputs, columns)
-        start, dtype = shape.start - blocks.picked.start * kind.elements, builder.dtype
+        start = shape.start - blocks.picked.start * kind.elements
+        dtype = builder.dtype
 
         def make() -> Piece:
             piece = _scaled(decode(kind, data), self.scale_of(name))
@@ -187,7 +191,8 @@ def _inputs(matrix: QuantizedMatrix, start: int, count: int) -> QuantizedMatrix:
         return matrix
     group = math.gcd(matrix.group, start)
     index = torch.arange(start, start + count, group, device=matrix.codes.device) // matrix.group
-    codes, offsets = matrix.single_codes()[:, start : start + count], matrix.effective_offsets()
+    codes = matrix.single_codes()[:, start : start + count]
+    offsets = matrix.effective_offsets()
     scales = matrix.effective_scales()[:, index]
     offsets = None if offsets is None else narrow(offsets[:, index])
     return replace(integer_matrix(codes, matrix.bits, scales, group, offsets=offsets), table=matrix.table)

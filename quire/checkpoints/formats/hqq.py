@@ -36,8 +36,11 @@ class HQQ(Scheme):
         return self.group or 1
 
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
-        name, outputs, width = part.name, slice(part.start, part.stop), shape.in_features
-        group, fields = self.group or width, 8 // self.bits
+        name = part.name
+        outputs = slice(part.start, part.stop)
+        width = shape.in_features
+        group = self.group or width
+        fields = 8 // self.bits
         count, rest = divmod(part.rows * width, group)
         if rest or count % fields:
             raise ValueError(f"{name} has {part.rows} x {width} weights, which group_size={group} does not divide")

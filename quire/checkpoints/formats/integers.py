@@ -36,12 +36,15 @@ class GPTQ(Scheme):
         return max(self.group_size, 1)
 
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
-        name, bits = part.name, self.bits
-        outputs, inputs = slice(part.start, part.stop), slice(shape.start, shape.stop)
+        name = part.name
+        bits = self.bits
+        outputs = slice(part.start, part.stop)
+        inputs = slice(shape.start, shape.stop)
         groups = Groups.of(shape, self.group_size)
         words, skip = word_range(shape.start, shape.stop, bits)
         zero_words, zero_skip = word_range(part.start, part.stop, bits)
-        whole, everything = (_words(shape.in_features, bits), part.rows), slice(0, groups.count)
+        whole = (_words(shape.in_features, bits), part.rows)
+        everything = slice(0, groups.count)
         packed = groups.count, _words(part.rows, bits)
         qweight = slot(builder, f"{name}.qweight", torch.int32, whole, words, outputs)
         qzeros = slot(builder, f"{name}.qzeros", torch.int32, packed, everything, zero_words)
@@ -75,7 +78,10 @@ class PackedIntegers(Scheme):
         return max(self.group_size, 1)
 
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
-        name, bits, outputs, inputs = part.name, self.bits, slice(part.start, part.stop), slice(shape.start, shape.stop)
+        name = part.name
+        bits = self.bits
+        outputs = slice(part.start, part.stop)
+        inputs = slice(shape.start, shape.stop)
         groups = Groups.of(shape, self.group_size)
         picked = slice(0, groups.count) if self.act_order else groups.picked
         words, skip = word_range(shape.start, shape.stop, bits)
@@ -91,7 +97,8 @@ class PackedIntegers(Scheme):
             g_idx = slot(builder, f"{name}.weight_g_idx", torch.int32, (shape.in_features,), inputs)
 
         def make() -> QuantizedMatrix:
-            codes, zeros = unpack(packed, bits, shape.stop - shape.start, skip), None
+            codes = unpack(packed, bits, shape.stop - shape.start, skip)
+            zeros = None
             if zero_point is not None:
                 zeros = unpack(zero_point.t(), bits, part.stop - part.start, zero_skip).t()
             if g_idx is not None:
@@ -117,7 +124,9 @@ class AWQ(Scheme):
         return max(self.group_size, 1)
 
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
-        name, outputs, inputs = part.name, slice(part.start, part.stop), slice(shape.start, shape.stop)
+        name = part.name
+        outputs = slice(part.start, part.stop)
+        inputs = slice(shape.start, shape.stop)
         groups = Groups.of(shape, self.group_size)
         words, skip = word_range(part.start, part.stop, 4)
         packed = _words(part.rows, 4)
@@ -151,13 +160,18 @@ def _arranged(
     group_of = g_idx.long().cpu()
     if not group_of.any():  # the first group; or dummy weights, whose groups are neighbours
         group_of = (groups.index + groups.picked.start).repeat_interleave(groups.size)[: len(group_of)]
-    index, size, order, num_inputs = group_of[:: groups.size], groups.size, None, None
+    index = group_of[:: groups.size]
+    size = groups.size
+    order = None
+    num_inputs = None
     if not torch.equal(group_of, index.repeat_interleave(size)[: len(group_of)]):
         order, is_filler, group_of_column, size = _columns(group_of, groups.in_checkpoint)
-        index, order = group_of_column[::size], order.to(codes.device)
+        index = group_of_column[::size]
+        order = order.to(codes.device)
         codes = codes[:, order]
         if is_filler.any():
-            num_inputs, of_filler = len(group_of), group_of_column[is_filler].to(codes.device)
+            num_inputs = len(group_of)
+            of_filler = group_of_column[is_filler].to(codes.device)
             zero = 1 << (bits - 1) if zeros is None else zeros[:, of_filler].to(torch.uint8)
             codes[:, is_filler.to(codes.device)] = zero
     index = index.to(codes.device)
@@ -173,14 +187,16 @@ def _columns(group_of: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, int]:
     rank has any number of a group's inputs. Then groups in memory are small, and fillers complete them: if they have
     four inputs, the inputs a, b, c, d, e of a group become the columns a b c d, e 0 0 0.
     """
-    by_group, lengths = group_of.argsort(stable=True), torch.bincount(group_of)
+    by_group = group_of.argsort(stable=True)
+    lengths = torch.bincount(group_of)
     present = lengths.nonzero()[:, 0]
     if not (lengths[present[:-1]] == size).all():
         size = math.gcd(size, _FEWEST)
     widths = -(-lengths // size) * size
     widths[present[-1]] = lengths[present[-1]]
     group_of_column = torch.arange(len(widths)).repeat_interleave(widths)
-    first_inputs, first_columns = lengths.cumsum(0) - lengths, widths.cumsum(0) - widths
+    first_inputs = lengths.cumsum(0) - lengths
+    first_columns = widths.cumsum(0) - widths
     order = by_group[first_inputs[group_of_column]]  # of fillers, an input of the same group
     ordered = group_of[by_group]
     columns = first_columns[ordered] + torch.arange(len(group_of)) - first_inputs[ordered]

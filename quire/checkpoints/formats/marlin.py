@@ -44,16 +44,19 @@ class Marlin(Scheme):
         return max(self.group_size, 1)
 
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
-        name, rows = part.name, part.rows
+        name = part.name
+        rows = part.rows
         if shape.in_features % _INPUTS or rows % _OUTPUTS:
             raise ValueError(
                 f"{name} has {shape.in_features} inputs and {rows} outputs, but Marlin's layout needs "
                 f"multiples of {_INPUTS} and {_OUTPUTS}"
             )
         groups = Groups.of(shape, self.group_size)
-        first, last = part.start // _OUTPUTS, -(-part.stop // _OUTPUTS)
+        first = part.start // _OUTPUTS
+        last = -(-part.stop // _OUTPUTS)
         tiles = slice(shape.start // _INPUTS, -(-shape.stop // _INPUTS))
-        words, columns = slice(first * _WORDS, last * _WORDS), slice(first * _OUTPUTS, last * _OUTPUTS)
+        words = slice(first * _WORDS, last * _WORDS)
+        columns = slice(first * _OUTPUTS, last * _OUTPUTS)
         whole = shape.in_features // _INPUTS, rows // _OUTPUTS * _WORDS
         packed = slot(builder, f"{name}.{self.codes}", torch.int32, whole, tiles, words)
         stored = slot(builder, f"{name}.{self.scales}", torch.float32, (groups.count, rows), groups.picked, columns)

@@ -45,13 +45,15 @@ def integer_matrix(
     codes: uint8 [out, in] with values below 2^bits; scales, offsets: [out, groups]; zeros: integers [out, groups], None
     if all are 2^(bits - 1). order, num_inputs: see QuantizedMatrix.
     """
-    middle, width = 1 << (bits - 1), codes.shape[1]
+    middle = 1 << (bits - 1)
+    width = codes.shape[1]
     if zeros is not None and not bool((zeros == middle).all()):
         offsets = narrow(-zeros.float() * scales)
     if offsets is None:
         codes = codes + ((8 if bits <= 4 else 128) - middle)
     codes = pack_pairs(codes) if bits <= 4 else codes
-    codes, scales = codes.contiguous(), narrow(scales)
+    codes = codes.contiguous()
+    scales = narrow(scales)
     return QuantizedMatrix(codes, scales, group, width, offsets, order=order, num_inputs=num_inputs, code_bits=bits)
 
 

@@ -33,7 +33,9 @@ class ScaledBytes(Scheme):
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
         if shape.transposed:
             raise ValueError(f"{part.name}: a transposed weight cannot be quantized in this format")
-        name, outputs, inputs = part.name, slice(part.start, part.stop), slice(shape.start, shape.stop)
+        name = part.name
+        outputs = slice(part.start, part.stop)
+        inputs = slice(shape.start, shape.stop)
         groups = Groups.of(shape, self.block[1])
         height = part.rows if self.block[0] == -1 else self.block[0]
         bands = slice(part.start // height, -(-part.stop // height))

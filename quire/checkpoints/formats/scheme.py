@@ -26,7 +26,8 @@ class QuantizedWeight(LinearWeight):
 
     def __init__(self, builder: Builder, parts: Sequence[Callable[[], Piece]]) -> None:
         """parts: functions that make the parts of the weight; called once the slots are filled."""
-        self.kernels, self.dtype = builder.kernels, builder.dtype
+        self.kernels = builder.kernels
+        self.dtype = builder.dtype
         self.pieces: list[Piece] = []
         builder.weights.append(self)
         # The functions hold the checkpoint's tensors, which are thus freed with this action
@@ -43,7 +44,8 @@ class QuantizedWeight(LinearWeight):
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if len(self.pieces) == 1:
             return self._multiply(x, self.pieces[0], bias)
-        outputs, start = [], 0
+        outputs = []
+        start = 0
         for piece in self.pieces:
             stop = start + (len(piece) if isinstance(piece, Tensor) else piece.out_features)
             outputs.append(self._multiply(x, piece, bias if bias is None else bias[start:stop]))
@@ -126,7 +128,8 @@ class Groups:
         """size: in the checkpoint; -1 for all inputs. divisible: ranks may share a group of all inputs."""
         if size in (-1, 0) or (size >= shape.in_features and divisible):
             return cls(shape.in_features, shape.stop - shape.start, slice(0, 1), 1, torch.zeros(1, dtype=torch.int64))
-        finer, first = math.gcd(size, shape.start), shape.start // size
+        finer = math.gcd(size, shape.start)
+        first = shape.start // size
         index = torch.arange(shape.start, shape.stop, finer) // size - first
         return cls(size, finer, slice(first, -(-shape.stop // size)), -(-shape.in_features // size), index)
 

@@ -49,9 +49,11 @@ class TableCodes(Scheme):
         return self.group
 
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
-        name, outputs = part.name, slice(part.start, part.stop)
+        name = part.name
+        outputs = slice(part.start, part.stop)
         groups = Groups.of(shape, math.gcd(self.group, shape.in_features), divisible=False)
-        columns, whole = slice(shape.start // 2, -(-shape.stop // 2)), (part.rows, -(-shape.in_features // 2))
+        columns = slice(shape.start // 2, -(-shape.stop // 2))
+        whole = (part.rows, -(-shape.in_features // 2))
         codes = slot(builder, f"{name}.{self.codes}", torch.uint8, whole, outputs, columns)
         whole = part.rows, groups.count
         scales = slot(builder, f"{name}.weight_scale", self.scales, whole, outputs, groups.picked)
@@ -74,8 +76,10 @@ class TableCodes(Scheme):
 
         rows: of the checkpoint's outputs, those for each of the shape's parts. runs: see fused_experts.
         """
-        groups, experts = Groups.of(shape, self.group, divisible=False), sum(here.stop - here.start for here, _ in runs)
-        outputs, picked_groups = shape.parts[0].rows, groups.picked.stop - groups.picked.start
+        groups = Groups.of(shape, self.group, divisible=False)
+        experts = sum(here.stop - here.start for here, _ in runs)
+        outputs = shape.parts[0].rows
+        picked_groups = groups.picked.stop - groups.picked.start
         codes = builder.parameter(experts, shape.out_features, picked_groups, self.group // 2, dtype=torch.uint8)
         scales = builder.parameter(experts, shape.out_features, picked_groups, dtype=self.scales)
         builder.count(name, count * outputs * shape.in_features)

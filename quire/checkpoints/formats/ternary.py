@@ -47,7 +47,9 @@ class Ternary(Scheme):
         return 1
 
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
-        name, inputs, packed = part.name, shape.in_features, self.marker == "weight_scale"
+        name = part.name
+        inputs = shape.in_features
+        packed = self.marker == "weight_scale"
         whole = (-(-part.rows // 4) if packed else part.rows), inputs
         dtype = torch.uint8 if packed else torch.float32
         weight = slot(builder, f"{name}.weight", dtype, whole, slice(0, whole[0]), slice(0, inputs))

@@ -38,7 +38,9 @@ class CentredIntegers(Scheme):
         return self.group
 
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
-        name, outputs, inputs = part.name, slice(part.start, part.stop), slice(shape.start, shape.stop)
+        name = part.name
+        outputs = slice(part.start, part.stop)
+        inputs = slice(shape.start, shape.stop)
         groups = Groups.of(shape, self.group)
         codes = slot(builder, f"{name}.weight_codes", torch.uint8, (part.rows, shape.in_features), outputs, inputs)
         whole = part.rows, groups.count
@@ -46,7 +48,8 @@ class CentredIntegers(Scheme):
         zero = slot(builder, f"{name}.weight_zero", torch.float32, whole, outputs, groups.picked)
 
         def make() -> QuantizedMatrix:
-            scales, zeros = groups.spread(scale).contiguous(), groups.spread(zero).contiguous()
+            scales = groups.spread(scale).contiguous()
+            zeros = groups.spread(zero).contiguous()
             offsets = narrow(zeros - 8 * scales) if zeros.any() else None
             return integer_matrix(codes, 4, scales, groups.size, offsets=offsets)
 
@@ -116,7 +119,8 @@ class TorchaoCheckpoint(Checkpoint):
             raise WeightError(f"the metadata of torchao's tensors cannot be read: {error!r}") from error
 
     def _add(self, name: str, entry: dict[str, Any]) -> None:
-        kind, fields = entry["_type"], entry.get("_data") or {}
+        kind = entry["_type"]
+        fields = entry.get("_data") or {}
         if not isinstance(fields, dict):
             raise WeightError(f"tensor {name} has _data={fields!r}, which has no fields")
         layer, _, parameter = name.rpartition(".")

@@ -30,7 +30,8 @@ def open_cache(config: EngineConfig, directory: Path, builder: Builder) -> "Weig
 
     directory: of the checkpoint, or its GGUF file.
     """
-    options, folder = config.weights, cache_folder()
+    options = config.weights
+    folder = cache_folder()
     if not options.weight_cache or folder is None or sys.platform != "linux" or builder.device.type != "cpu":
         return None
     if config.parallel.enable_eplb:  # experts move
@@ -46,7 +47,9 @@ class WeightCache:
     """mapped: bytes of the file in which the weights are, 0 if they are not in a file."""
 
     def __init__(self, folder: WeightFolder, key: str, builder: Builder) -> None:
-        self._folder, self._key, self._weights = folder, key, builder.weights
+        self._folder = folder
+        self._key = key
+        self._weights = builder.weights
         self._stopped = threading.Event()
         self.mapped = 0
 
@@ -97,7 +100,9 @@ def _key(config: EngineConfig, directory: Path, builder: Builder) -> str:
     it tells apart what has been unpacked or copied there, too.
     """
     infos = [(path.resolve(), path.stat()) for path in _files(directory) if path.suffix in _OF_A_CHECKPOINT]
-    kernels, model, experts = library(), config.model, builder.experts
+    kernels = library()
+    model = config.model
+    experts = builder.experts
     facts = [
         *((str(path), info.st_size, info.st_mtime_ns, info.st_ctime_ns) for path, info in infos),
         *((s.name, s.shape, s.pick, s.transposed, s.target.dtype, s.target.shape) for s in builder.slots if s.is_raw),

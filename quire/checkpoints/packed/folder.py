@@ -7,7 +7,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-SUFFIX, _UNFINISHED = ".weights", ".part"
+SUFFIX = ".weights"
+_UNFINISHED = ".part"
 _SPARE = 1 << 30  # bytes of the disk that are left to others
 
 
@@ -24,7 +25,8 @@ class WeightFolder:
     """
 
     def __init__(self, path: Path, limit: int) -> None:
-        self.path, self._limit = path, limit
+        self.path = path
+        self._limit = limit
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[int]:
@@ -49,7 +51,8 @@ class WeightFolder:
         """Make a file of about `size` bytes with `write`, which gets a handle. Returns False if it is there already, or
         if another process is writing it. Raises OSError and what `write` raises, and then leaves nothing behind."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        whole, unfinished = self.path / (name + SUFFIX), self.path / (name + _UNFINISHED)
+        whole = self.path / (name + SUFFIX)
+        unfinished = self.path / (name + _UNFINISHED)
         handle = _open_locked(unfinished)
         if handle is None:
             return False

@@ -13,7 +13,9 @@ from quire.ops.cpu.quantized_linear import QuantizedPanels
 from quire.ops.reference.quantized import QuantizedMatrix
 
 _FORMS: dict[str, Any] = {form.__name__: form for form in (Panels, QuantizedMatrix, QuantizedPanels)}
-_TENSOR, _LIST, _VALUES = "tensor", "list", "values"
+_TENSOR = "tensor"
+_LIST = "list"
+_VALUES = "values"
 
 
 class FormError(ValueError):

@@ -21,7 +21,8 @@ from torch import Tensor
 
 _PREFIX = struct.Struct("<8sQQ")
 _MAGIC = b"quire-w1"
-_PAGE, _LINE = 4096, 64
+_PAGE = 4096
+_LINE = 64
 _WRITTEN_AT_ONCE = 1 << 25  # bytes
 
 
@@ -104,7 +105,8 @@ def read(handle: int) -> tuple[Any, list[Tensor]]:
     with ThreadPoolExecutor(torch.get_num_threads(), "quire-weights") as threads:  # this also maps all pages
         if list(threads.map(xxhash.xxh3_64_digest, parts)) != [entry.checksum for entry in header.tensors]:
             raise DamagedError("its tensors have changed")
-    everything, tensors = torch.frombuffer(memory, dtype=torch.uint8), []
+    everything = torch.frombuffer(memory, dtype=torch.uint8)
+    tensors = []
     for entry in header.tensors:
         tensor = everything[start + entry.begin : start + entry.end].view(getattr(torch, entry.dtype))
         tensors.append(tensor.view(entry.shape))
@@ -118,4 +120,5 @@ def _rounded(size: int, multiple: int) -> int:
 def _write(handle: int, content: memoryview, offset: int) -> None:
     while content:
         count = os.pwrite(handle, content, offset)
-        content, offset = content[count:], offset + count
+        content = content[count:]
+        offset = offset + count

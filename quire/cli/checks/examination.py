@@ -108,7 +108,8 @@ class _Process:
             try:
                 pid, status = os.waitpid(self._pid, os.WNOHANG)
             except ChildProcessError:  # the parent of this process has set that nobody waits for children
-                pid, status = self._pid, 0
+                pid = self._pid
+                status = 0
             if pid:
                 self._status = status
             else:

@@ -45,7 +45,8 @@ def check_hub_cache() -> Iterator[Finding]:
             "Set HF_HOME to a folder that this user can write, or give --download-dir, unless it has all models.",
         )
         return
-    found, kind = _described(folder), _file_system(folder)[0]
+    found = _described(folder)
+    kind = _file_system(folder)[0]
     if kind.startswith(_NETWORK):
         advice = "Put HF_HOME on a local disk if starts are slow."
         yield note(f"{found}; weights are read over the network at every start", advice)

@@ -13,7 +13,9 @@ from quire.cli.checks.finding import Finding, memory_text, note, ok, problem
 from quire.messages.errors import error_text
 
 _LEAST_CAPABILITY = 80  # of the cards for which the kernels are checked (quire/platform/gpu/cards.py)
-_NVIDIA, _AMD, _WSL = Path("/proc/driver/nvidia/version"), Path("/dev/kfd"), Path("/dev/dxg")
+_NVIDIA = Path("/proc/driver/nvidia/version")
+_AMD = Path("/dev/kfd")
+_WSL = Path("/dev/dxg")
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -79,7 +81,8 @@ def _gpu(index: int) -> Iterator[Finding]:
     card = card_of(torch.device("cuda", index))
     free, total = torch.cuda.mem_get_info(index)
     properties: Any = torch.cuda.get_device_properties(index)
-    is_nvidia, capability = card.backend == "cuda", 10 * properties.major + properties.minor
+    is_nvidia = card.backend == "cuda"
+    capability = 10 * properties.major + properties.minor
     kind = f"compute capability {properties.major}.{properties.minor}" if is_nvidia else str(card.capability)
     found = f"{index}: {card.name}, {kind}, {memory_text(free)} of {memory_text(total)} free"
     if driver := _driver():

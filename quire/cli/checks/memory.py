@@ -20,7 +20,9 @@ _LEAST_MEASURED = 256 << 20  # bytes of free memory, below which its speed is no
 def check_memory() -> Iterator[Finding]:
     import psutil
 
-    memory, swap, free = psutil.virtual_memory(), psutil.swap_memory(), limits.free_on_host()
+    memory = psutil.virtual_memory()
+    swap = psutil.swap_memory()
+    free = limits.free_on_host()
     found = f"{memory_text(free)} free of {memory_text(memory.total)}"
     if free < memory.available:
         found += ", limited by a cgroup"
@@ -62,7 +64,8 @@ def check_bandwidth() -> Iterator[Finding]:
     free = limits.free_on_host()
     if free < _LEAST_MEASURED:
         raise OSError("too little memory is free for a measurement")
-    bandwidth, threads = host_bandwidth(free), limits.processors()
+    bandwidth = host_bandwidth(free)
+    threads = limits.processors()
     speed = speed_text(tokens_per_second(1e9, bandwidth))
     yield ok(
         f"{bandwidth / 1e9:.1f} GB/s, by {threads} thread{'s' if threads > 1 else ''}; so a single answer of a model "

@@ -51,7 +51,8 @@ def check_processor() -> Iterator[Finding]:
     need_engine()
     from quire.ops.cpu.processor import USED_FEATURES, cpu_features
 
-    machine, features = platform.machine(), set(cpu_features().split())
+    machine = platform.machine()
+    features = set(cpu_features().split())
     names = {key: name for key, name in _FEATURES.items() if key in features}
     used = [name for key, name in names.items() if key in USED_FEATURES]
     unused = [name for name in names.values() if name not in used]
@@ -78,13 +79,15 @@ def check_compiler() -> Iterator[Finding]:
     need_engine()
     from quire.ops.cpu.build import find_compiler, find_library
 
-    compiler, is_needed = find_compiler(), find_library() is None
+    compiler = find_compiler()
+    is_needed = find_library() is None
     if compiler is None:
         found = f"{os.environ['CXX']!r}, which CXX names, is missing" if os.environ.get("CXX") else "none was found"
         advice = "Install g++ 12 or newer, or clang++, or name another one in the environment variable CXX."
         yield problem(found, advice) if is_needed else ok(f"{found}, and none is needed: the kernels are compiled")
         return
-    command, failure = " ".join(compiler), _failure_of(compiler)
+    command = " ".join(compiler)
+    failure = _failure_of(compiler)
     if failure is None:
         done = subprocess.run([*compiler, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True)
         yield ok(f"{command} {done.stdout.strip()}")
@@ -139,7 +142,8 @@ def check_kernels() -> Iterator[Finding]:
     from quire.ops.cpu.processor import INSTRUCTION_SETS, USED_FEATURES, cpu_features
 
     if (library := build.find_library()) is not None:
-        name, usable = build.instruction_set_of(library), USED_FEATURES & set(cpu_features().split())
+        name = build.instruction_set_of(library)
+        usable = USED_FEATURES & set(cpu_features().split())
         found = f"compiled for {'this processor' if name == 'native' else name}: {library.path}"
         if name == "native" or usable <= INSTRUCTION_SETS[name][1]:
             yield ok(found)

@@ -18,7 +18,8 @@ _NOT_FOR_USERS = ("test", "dev")  # extras for work on Quire
 def check_python() -> Iterator[Finding]:
     from packaging.specifiers import SpecifierSet
 
-    found, needed = platform.python_version(), metadata(DISTRIBUTION)["Requires-Python"]
+    found = platform.python_version()
+    needed = metadata(DISTRIBUTION)["Requires-Python"]
     if SpecifierSet(needed).contains(found, prereleases=True):
         yield ok(found)
     else:
@@ -56,7 +57,8 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_extras() -> Iterator[Finding]:
-    complete, incomplete = [], []
+    complete = []
+    incomplete = []
     for extra in metadata(DISTRIBUTION).get_all("Provides-Extra") or []:
         if extra in _NOT_FOR_USERS:
             continue

@@ -12,7 +12,8 @@ from quire.cli.checks.finding import Finding, memory_text, note, ok, problem
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED = 1 << 30  # bytes of shared memory that NCCL's ranks on a machine may need
-_SOMAXCONN, _LEAST_CONNECTIONS = Path("/proc/sys/net/core/somaxconn"), 1024
+_SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
+_LEAST_CONNECTIONS = 1024
 _CORE_PATTERN = Path("/proc/sys/kernel/core_pattern")
 _LEAST_PROCESSES = 512
 _CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
@@ -99,7 +100,8 @@ def check_connections() -> Iterator[Finding]:
 
 
 def check_clock() -> Iterator[Finding]:
-    now, installed = time.time(), Path(quire.__file__).stat().st_mtime
+    now = time.time()
+    installed = Path(quire.__file__).stat().st_mtime
     shown = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
     if now < installed - _DAY:
         advice = "Set the clock, or switch on NTP: with a wrong time, certificates of HTTPS look invalid."

@@ -19,7 +19,8 @@ class Table:
 
     def __init__(self, names: Iterable[str], columns: int | None, coloured: bool) -> None:
         self._names = max(map(len, names))
-        self._columns, self._coloured = columns, coloured
+        self._columns = columns
+        self._coloured = coloured
 
     @classmethod
     def of(cls, stream: TextIO, names: Iterable[str]) -> "Table":

@@ -16,7 +16,8 @@ _FEWER_THREADS = 2  # than processors: what docs/production.md recommends to lea
 def check_cores() -> Iterator[Finding]:
     import psutil
 
-    total, allowed = os.cpu_count() or 1, limits.processors()
+    total = os.cpu_count() or 1
+    allowed = limits.processors()
     by_affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     cores = psutil.cpu_count(logical=False)
     found = f"{allowed} of {total} processors may be used" if allowed < total else f"{total} processors"
@@ -44,7 +45,8 @@ def _nodes_used() -> dict[str, str]:
     """The NUMA nodes on which this process may run, each with its processors as the kernel lists them."""
     if not hasattr(os, "sched_getaffinity"):
         return {}
-    allowed, used = os.sched_getaffinity(0), {}
+    allowed = os.sched_getaffinity(0)
+    used = {}
     for folder in sorted(_NODES.glob("node[0-9]*")):
         listed = (folder / "cpulist").read_text().strip()
         if allowed & _processors(listed):
@@ -62,7 +64,9 @@ def _processors(listed: str) -> set[int]:
 
 
 def check_threads() -> Iterator[Finding]:
-    wanted, allowed, count = os.environ.get("OMP_NUM_THREADS"), limits.processors(), num_threads()
+    wanted = os.environ.get("OMP_NUM_THREADS")
+    allowed = limits.processors()
+    count = num_threads()
     found = f"an engine starts {count}"
     if wanted is None:
         yield ok(found)

@@ -53,9 +53,11 @@ def facts_of(path: Path, files: Mapping[str, int] | None = None) -> Facts:
         return _of_gguf(path)
     name = "the model"  # its folder is a temporary one
     if files is None:
-        name, files = str(path), local_files(path)
+        name = str(path)
+        files = local_files(path)
     weights = weight_files(files_of_model(files))
-    size, licence = sum(files[name] for name in weights), _licence_of_card(path / "README.md")
+    size = sum(files[name] for name in weights)
+    licence = _licence_of_card(path / "README.md")
     if not (path / "config.json").is_file():
         adapter = read_json(path, "adapter_config.json")
         if not adapter:
@@ -79,7 +81,8 @@ def facts_of(path: Path, files: Mapping[str, int] | None = None) -> Facts:
 
 
 def _footprint(config: dict[str, Any], spec: DecoderSpec, generates: bool, file_bytes: int) -> Footprint:
-    parameters, quantization = parameters_of(spec), quantization_of(config)
+    parameters = parameters_of(spec)
+    quantization = quantization_of(config)
     if quantization is None:
         is_full = not generates and str(config.get("dtype") or config.get("torch_dtype")) == "float32"
         size = FULL if is_full else HALF
@@ -99,7 +102,8 @@ def _of_gguf(path: Path) -> Facts:
 
     gguf = read_gguf(path)
     size = sum(file.stat().st_size for file in {tensor.file for tensor in gguf.tensors.values()})
-    templates, licence = gguf_chat_templates(gguf.metadata), gguf.metadata.get("general.license")
+    templates = gguf_chat_templates(gguf.metadata)
+    licence = gguf.metadata.get("general.license")
     known = (gguf_format(gguf), size, _of_tools(templates), licence if isinstance(licence, str) else None)
     try:
         config = gguf_config(gguf)

@@ -77,7 +77,8 @@ class RemoteModel:
     def missing(self, folder: Path) -> dict[str, int]:
         """Those of them that the repository's folder in the cache lacks, with the bytes that are to be downloaded for
         each: none if an earlier commit has the same file."""
-        snapshot, blobs = folder / "snapshots" / self.commit, folder / "blobs"
+        snapshot = folder / "snapshots" / self.commit
+        blobs = folder / "blobs"
         absent = {name: size for name, size in self.needed.items() if not (snapshot / name).exists()}
         return {name: 0 if (blobs / self.blobs[name]).exists() else size for name, size in absent.items()}
 
@@ -90,7 +91,8 @@ def ask_hub(model: str, revision: str | None, token: Any) -> RemoteModel:
     name, kind = split_kind(model)
     with _explained(name, revision, token):
         info = HfApi().model_info(name, revision=revision, token=token, files_metadata=True, timeout=_TIMEOUT)
-    files, blobs = dict[str, int](), dict[str, str]()
+    files = dict[str, int]()
+    blobs = dict[str, str]()
     for file in info.siblings or ():
         files[file.rfilename] = file.size or 0
         blobs[file.rfilename] = (file.lfs.sha256 if file.lfs else file.blob_id) or "unknown"
@@ -136,7 +138,10 @@ def _fetch_head(model: RemoteModel, name: str, folder: Path, token: Any) -> Path
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
-    path, total, have, size = folder / Path(name).name, model.files[name], 0, _HEAD_BYTES
+    path = folder / Path(name).name
+    total = model.files[name]
+    have = 0
+    size = _HEAD_BYTES
     url = hf_hub_url(model.name, name, revision=model.commit)
     headers = {**build_hf_headers(token=token), "Accept-Encoding": "identity"}
     path.touch()

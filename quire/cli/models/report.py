@@ -31,7 +31,8 @@ def details(facts: Facts) -> list[tuple[str, str]]:
 
 
 def _sizes(footprint: Footprint) -> list[tuple[str, str]]:
-    spec, parameters = footprint.spec, footprint.parameters
+    spec = footprint.spec
+    parameters = footprint.parameters
     number = count_text(parameters.total)
     if parameters.experts:
         number += f", of which a token uses {count_text(parameters.active)}"
@@ -60,7 +61,8 @@ def on_this_machine(facts: Facts, machine: Machine) -> str:
         return f"Quire cannot run this model: {facts.problem}"
     if facts.footprint is None:
         return f"It is used together with a model: it is {facts.purpose}."
-    found, longest = estimates(facts.footprint, machine), facts.footprint.spec.max_positions
+    found = estimates(facts.footprint, machine)
+    longest = facts.footprint.spec.max_positions
     head = f"On this machine ({machine.device}, {size_text(machine.free)} of memory free"
     if not facts.footprint.generates:
         verb = "fit" if found[0].context else "do not fit"

@@ -25,9 +25,12 @@ class Feed:
     def __init__(self, url: str, api_key: str | None) -> None:
         self.lock = threading.Lock()
         self.picture: Picture | None = None
-        self.title, self.problem, self.refusal = "", "connecting", ""
+        self.title = ""
+        self.problem = "connecting"
+        self.refusal = ""
         self.lost_at = time.monotonic()
-        self._url, self._key = url, api_key
+        self._url = url
+        self._key = api_key
         threading.Thread(target=self._follow, name="follow the server", daemon=True).start()
 
     def _follow(self) -> None:
@@ -74,13 +77,15 @@ class Feed:
                 about = json.load(answer)
             with self.lock:
                 if self.picture is not None and self.picture.has_details:  # the curves go on
-                    reader.picture.output, reader.picture.prompt = self.picture.output, self.picture.prompt
+                    reader.picture.output = self.picture.output
+                    reader.picture.prompt = self.picture.prompt
                 self.title = printable(f"Quire {about['version']}, {', '.join(about['models'])}", 200)
             for line in stream:
                 if line.startswith(b"data: "):
                     with self.lock:
                         reader.take(json.loads(line[6:]))
-                        self.picture, self.problem = reader.picture, ""
+                        self.picture = reader.picture
+                        self.problem = ""
 
     def _follow_metrics(self) -> None:
         reader = MetricsReader()
@@ -89,6 +94,7 @@ class Feed:
                 text = answer.read().decode()
             with self.lock:
                 reader.take(text, time.monotonic())
-                self.picture, self.problem = reader.picture, ""
+                self.picture = reader.picture
+                self.problem = ""
                 self.title = printable(reader.picture.others.pop("Model", ""), 200)
             time.sleep(METRICS_SECONDS)

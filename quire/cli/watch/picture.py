@@ -49,9 +49,12 @@ class EventReader:
     def take(self, event: Mapping[str, Any]) -> None:
         picture = self.picture
         if "problem" in event:
-            picture.state, picture.running, picture.requests = "dead", 0, []
+            picture.state = "dead"
+            picture.running = 0
+            picture.requests = []
             return
-        picture.state, picture.restarts = event["state"], event["restarts"]
+        picture.state = event["state"]
+        picture.restarts = event["restarts"]
         views = event["views"]
         if event["is_whole"]:
             self._maps = ["" for _ in views]
@@ -60,7 +63,9 @@ class EventReader:
             return  # a core was lost: the next event is whole
         for number, view in enumerate(views):
             for part in view["cells"]:
-                start, states, old = part["start"], part["states"], self._maps[number]
+                start = part["start"]
+                states = part["states"]
+                old = self._maps[number]
                 self._maps[number] = old[:start] + states + old[start + len(states) :]
             picture.steps.extend(view["steps"])
         picture.cells = "".join(self._maps)
@@ -171,5 +176,6 @@ def _percentiles(new: Mapping[float, float], old: Mapping[float, float]) -> Sequ
                 width = 0.0 if bound == float("inf") else bound - low
                 found.append(1000 * (low + width * (share * total - below) / inside if inside else low))
                 break
-            low, below = bound, count
+            low = bound
+            below = count
     return found

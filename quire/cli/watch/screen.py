@@ -153,7 +153,8 @@ def _requests(requests: Sequence[dict[str, Any]], width: int, lines: int) -> lis
     """A table of the requests with a line for each, as far as they fit."""
     if lines < 3:
         return []
-    name_space, bar_space = max(width - 62, 12), 20
+    name_space = max(width - 62, 12)
+    bar_space = 20
     table = [
         Text(),
         Text(

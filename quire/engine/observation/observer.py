@@ -97,7 +97,9 @@ class _Viewer:
     """What somebody has seen: the map, the last step, and how many blocks of each request."""
 
     def __init__(self) -> None:
-        self.map, self.step, self.looked_at = "", 0, 0.0
+        self.map = ""
+        self.step = 0
+        self.looked_at = 0.0
         self.blocks: dict[str, int] = {}
 
 
@@ -107,9 +109,11 @@ class Observer:
     num_queries = num_hits = 0
 
     def __init__(self, core: "EngineCore") -> None:
-        self._core, self._scheduler = core, core.scheduler
+        self._core = core
+        self._scheduler = core.scheduler
         self._viewers: dict[str, _Viewer] = {}
-        self._is_on, self._looked_at = False, 0.0
+        self._is_on = False
+        self._looked_at = 0.0
         self._ends: list[Callable[[], None]] = []  # of the watched calls
         blocks = len(self._scheduler.kv.pool.blocks) - 1
         self._per_cell = -(-blocks // MOST_CELLS)
@@ -136,7 +140,8 @@ class Observer:
     def _begin(self) -> None:
         """Watch the calls of the core's loop."""
         self._forget()
-        scheduler, executor = self._scheduler, self._core.executor
+        scheduler = self._scheduler
+        executor = self._core.executor
         self._ends = [
             self._watch(scheduler, "schedule", self._scheduled),
             self._watch(executor, "submit"),
@@ -202,14 +207,16 @@ class Observer:
         """`_updated` knows more."""
 
     def _updated(self, output: ModelRunnerOutput, _: object) -> None:
-        seen, rows = self._open.pop(output.step_id, None), self._rows.pop(output.step_id, ())
+        seen = self._open.pop(output.step_id, None)
+        rows = self._rows.pop(output.step_id, ())
         drafts = self._drafts.pop(output.step_id, [])
         if time.monotonic() - self._looked_at > IDLE_SECONDS:
             self._end()
             return
         if seen is None or output.was_skipped:
             return
-        now, made = time.monotonic(), 0
+        now = time.monotonic()
+        made = 0
         for request, sampled, drafted in zip(rows, output.sampled_token_ids, drafts, strict=False):
             if sampled:
                 made += len(sampled)
@@ -221,7 +228,8 @@ class Observer:
         self._tokens.append((now, seen.prompt, made))
         while now - self._tokens[0][0] > WINDOW_SECONDS:
             self._tokens.popleft()
-        seen.ms, self._ms = {name: round(self._ms.get(name, 0.0), 3) for name in _STATIONS}, {}
+        seen.ms = {name: round(self._ms.get(name, 0.0), 3) for name in _STATIONS}
+        self._ms = {}
         self._steps.append(seen)
 
     def _take_time(self, request: Request, now: float) -> None:
@@ -244,7 +252,8 @@ class Observer:
             del self._viewers[name]
         seen = self._viewers.setdefault(viewer, _Viewer())
         seen.looked_at = now
-        scheduler, pool = self._scheduler, self._scheduler.kv.pool
+        scheduler = self._scheduler
+        pool = self._scheduler.kv.pool
         self._scan()
         steps = [step for step in self._steps if step.id > seen.step]
         if steps:
@@ -280,7 +289,9 @@ class Observer:
 
     def _scan(self) -> None:
         """Look at the cells of requests that run or ran at the last look, and at some more in turn."""
-        blocks, size, number = self._scheduler.kv.pool.blocks, self._per_cell, len(self._cells)
+        blocks = self._scheduler.kv.pool.blocks
+        size = self._per_cell
+        number = len(self._cells)
         count = min(number, max(1, MOST_SCANNED // size))
         ids = (
             block.block_id for request in self._scheduler.running for table in request.block_tables for block in table
@@ -294,10 +305,12 @@ class Observer:
                 if state > most:
                     most = state
             self._cells[cell] = _STATES_OF_BLOCKS[min(most, 9)]
-        self._used, self._scanned = used, (self._scanned + count) % number
+        self._used = used
+        self._scanned = (self._scanned + count) % number
 
     def _changed(self, viewer: _Viewer) -> list[Cells]:
-        new, old = "".join(self._cells), viewer.map
+        new = "".join(self._cells)
+        old = viewer.map
         viewer.map = new
         if len(old) != len(new):
             return [Cells(0, new)]
@@ -314,7 +327,8 @@ class Observer:
     def _requests(self, viewer: _Viewer) -> list[Seen]:
         scheduler = self._scheduler
         running = list(scheduler.running)[:MOST_REQUESTS]
-        found, names = running, {request.request_id for request in running}
+        found = running
+        names = {request.request_id for request in running}
         for request in scheduler.requests.values():
             if len(found) >= MOST_REQUESTS:
                 break

@@ -72,7 +72,9 @@ class TierWatch:
 
     def view(self, moving: Iterable[Transfer]) -> TierView:
         """moving: what is on its way, to and from all tiers."""
-        tier, counts, states = self._tier, [0, 0], self._states.copy()
+        tier = self._tier
+        counts = [0, 0]
+        states = self._states.copy()
         for transfer in moving:
             if transfer.tier == tier.number:
                 counts[transfer.is_load] += len(transfer.keys)

@@ -5,7 +5,8 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
 
 
 def apertus(config: HfConfig) -> DecoderSpec:
-    bias, norm = bool(config.get("attention_bias", False)), NormSpec("rms", config.get("rms_norm_eps", 1e-5))
+    bias = bool(config.get("attention_bias", False))
+    norm = NormSpec("rms", config.get("rms_norm_eps", 1e-5))
     mlp = MLPSpec(config["intermediate_size"], config.get("hidden_act", "xielu"), gated=False)
     attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": norm}
     return decoder_spec(

@@ -27,7 +27,8 @@ def mbart(config: HfConfig) -> DecoderSpec:
 def _both(config: HfConfig, encoder: dict[str, Any], decoder: dict[str, Any], names: Names) -> DecoderSpec:
     if not config.get("tie_word_embeddings", True):
         raise ValueError("tie_word_embeddings=False is not supported: encoder, decoder and head share one embedding")
-    read, positions = _stack(config, "encoder", is_causal=False), config.get("max_position_embeddings", 1024)
+    read = _stack(config, "encoder", is_causal=False)
+    positions = config.get("max_position_embeddings", 1024)
     of_encoder = {
         role: name and name.replace("model.decoder.", "model.encoder.") for role, name in {**_DECODER, **names}.items()
     }

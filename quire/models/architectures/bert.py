@@ -32,7 +32,8 @@ def bert(config: HfConfig) -> DecoderSpec:
 
 def roberta(config: HfConfig) -> DecoderSpec:
     """BERT whose first positions stand for padding."""
-    spec, offset = bert(config), config.get("pad_token_id", 1) + 1
+    spec = bert(config)
+    offset = config.get("pad_token_id", 1) + 1
     names = _renamed(spec.names, "bert.", "roberta.")
     return replace(spec, names=names, position_offset=offset, max_positions=spec.max_positions - offset)
 
@@ -112,7 +113,8 @@ def gte(config: HfConfig) -> DecoderSpec:
     base = "gte" if config.get("model_type") == "gte" else "new"
     kinds = config.get("type_vocab_size", 1)
     names = _renamed(NAMES["bert"] | NAMES["gte"], "gte.", f"{base}.")
-    head_dim, rotary = config["hidden_size"] // config["num_attention_heads"], None
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    rotary = None
     scaling = config.get("rope_scaling") or {}
     if scaling.get("type") == "ntk":  # a larger base, and all frequencies divided by a power of the same factor
         factor = scaling["factor"]

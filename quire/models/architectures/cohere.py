@@ -7,7 +7,8 @@ from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, layer_windows
 
 
 def cohere(config: HfConfig) -> DecoderSpec:
-    norm, bias = NormSpec("layer", config.get("layer_norm_eps", 1e-5)), bool(config.get("attention_bias", False))
+    norm = NormSpec("layer", config.get("layer_norm_eps", 1e-5))
+    bias = bool(config.get("attention_bias", False))
     attention = {
         "qkv_bias": bias,
         "output_bias": bias,

@@ -12,7 +12,8 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_
 def deepseek(config: HfConfig) -> DecoderSpec:
     is_v3 = config["architectures"][0] != "DeepseekV2ForCausalLM"
     rotary = rotary_spec(config, config["qk_rope_head_dim"])
-    nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    nope = config["qk_nope_head_dim"]
+    rope = config["qk_rope_head_dim"]
     latent = LatentAttentionSpec(
         config["hidden_size"],
         config["num_attention_heads"],
@@ -65,12 +66,14 @@ def latents(spec: DecoderSpec) -> list[LatentAttentionSpec]:
 def indexer_types(config: HfConfig) -> list[str]:
     """Of each layer: "full" for an indexer of its own, or "shared". Configs have a list, or a text with a letter for
     each layer, or the number of layers for which an indexer is."""
-    layers, pattern = config["num_hidden_layers"], config.get("index_topk_pattern")
+    layers = config["num_hidden_layers"]
+    pattern = config.get("index_topk_pattern")
     if config.get("indexer_types"):
         return list(config["indexer_types"])
     if pattern:
         return [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
-    every, offset = max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)
+    every = max(config.get("index_topk_freq") or 1, 1)
+    offset = config.get("index_skip_topk_offset", 2)
     return ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(layers)]
 
 
@@ -81,7 +84,8 @@ def glm4_moe_lite(config: HfConfig) -> DecoderSpec:
 
 def dots1(config: HfConfig) -> DecoderSpec:
     """dots.llm1: usual attention, with norms of queries and keys, and the experts of DeepSeek-V3."""
-    bias, norm = bool(config.get("attention_bias", False)), NormSpec("rms", config.get("rms_norm_eps", 1e-6))
+    bias = bool(config.get("attention_bias", False))
+    norm = NormSpec("rms", config.get("rms_norm_eps", 1e-6))
     first = config.get("max_window_layers", 62)
     attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": norm}
     return decoder_spec(
@@ -95,7 +99,8 @@ def dots1(config: HfConfig) -> DecoderSpec:
 
 def mixtures(config: HfConfig, is_v3: bool) -> tuple[MLPSpec | MoESpec, ...]:
     """The MLP of each layer. The first layers are dense."""
-    act, size = config.get("hidden_act", "silu"), config["moe_intermediate_size"]
+    act = config.get("hidden_act", "silu")
+    size = config["moe_intermediate_size"]
     grouped = is_v3 or config.get("topk_method", "greedy") == "group_limited_greedy"
     shared = MLPSpec(size * config["n_shared_experts"], act) if config.get("n_shared_experts") else None
     experts = MoESpec(
@@ -112,8 +117,10 @@ def mixtures(config: HfConfig, is_v3: bool) -> tuple[MLPSpec | MoESpec, ...]:
         correction_bias=is_v3,
         shared=shared,
     )
-    dense, first = MLPSpec(config["intermediate_size"], act), config.get("first_k_dense_replace", 0)
-    every, layers = config.get("moe_layer_freq", 1), config["num_hidden_layers"]
+    dense = MLPSpec(config["intermediate_size"], act)
+    first = config.get("first_k_dense_replace", 0)
+    every = config.get("moe_layer_freq", 1)
+    layers = config["num_hidden_layers"]
     return tuple(experts if i >= first and i % every == 0 else dense for i in range(layers))
 
 

@@ -22,7 +22,8 @@ _DRAFT_LAYERS = r"^mtp\."  # a layer that predicts further tokens, which heads/m
 
 
 def _has_attention(config: HfConfig) -> list[bool]:
-    interval, kinds = config["full_attention_interval"], config.get("layer_types")
+    interval = config["full_attention_interval"]
+    kinds = config.get("layer_types")
     layers = config["num_hidden_layers"]
     return [(k == "full_attention") for k in kinds] if kinds else [(i + 1) % interval == 0 for i in range(layers)]
 
@@ -31,7 +32,8 @@ def _qwen(
     config: HfConfig, mlp: MLPSpec | tuple[MLPSpec | MoESpec, ...], projections: Literal["by_key_head", "separate"]
 ) -> DecoderSpec:
     """Three of four layers have a Gated DeltaNet, the others attention whose results are gated."""
-    eps, bias = config.get("rms_norm_eps", 1e-6), bool(config.get("attention_bias", False))
+    eps = config.get("rms_norm_eps", 1e-6)
+    bias = bool(config.get("attention_bias", False))
     norm = NormSpec("rms", eps, wide=True, offset=1.0)
     attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": norm, "output_gate": True}
     names = NAMES["qwen_moe"] | NAMES["delta_net"]
@@ -53,7 +55,8 @@ def _qwen(
 
 
 def _experts(config: HfConfig, layout: Literal["separate", "stacked"]) -> tuple[MLPSpec | MoESpec, ...]:
-    act, step = config.get("hidden_act", "silu"), config.get("decoder_sparse_step", 1)
+    act = config.get("hidden_act", "silu")
+    step = config.get("decoder_sparse_step", 1)
     experts = MoESpec(
         expert_count(config),
         config["num_experts_per_tok"],
@@ -64,7 +67,8 @@ def _experts(config: HfConfig, layout: Literal["separate", "stacked"]) -> tuple[
         shared_gate=True,
         layout=layout,
     )
-    dense, always = MLPSpec(config.get("intermediate_size") or 0, act), config.get("mlp_only_layers") or ()
+    dense = MLPSpec(config.get("intermediate_size") or 0, act)
+    always = config.get("mlp_only_layers") or ()
     layers = range(config["num_hidden_layers"])
     return tuple(experts if (i + 1) % step == 0 and i not in always else dense for i in layers)
 
@@ -90,11 +94,13 @@ def kimi_linear(config: HfConfig) -> DecoderSpec:
     def field(*names: str, default: Any = None) -> Any:
         return next((config[name] for name in names if config.get(name) is not None), default)
 
-    layers, linear = config["num_hidden_layers"], config.get("linear_attn_config") or {}
+    layers = config["num_hidden_layers"]
+    linear = config.get("linear_attn_config") or {}
     kinds = config.get("layer_types")
     full = linear.get("full_attn_layers") or [i + 1 for i in range(layers) if i and i % 4 == 0]
     has_attention = [k == "full_attention" for k in kinds] if kinds else [i + 1 in full for i in range(layers)]
-    hidden, norm = config["hidden_size"], NormSpec("rms", config.get("rms_norm_eps", 1e-5))
+    hidden = config["hidden_size"]
+    norm = NormSpec("rms", config.get("rms_norm_eps", 1e-5))
     head_dim = linear.get("head_dim") or field("linear_head_dim", default=128)
     heads = linear.get("num_heads") or field("linear_num_heads", default=32)
     delta = DeltaSpec(
@@ -107,7 +113,8 @@ def kimi_linear(config: HfConfig) -> DecoderSpec:
         norm,
         "kimi",
     )
-    nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    nope = config["qk_nope_head_dim"]
+    rope = config["qk_rope_head_dim"]
     latent = LatentAttentionSpec(
         hidden,
         config["num_attention_heads"],
@@ -119,7 +126,8 @@ def kimi_linear(config: HfConfig) -> DecoderSpec:
         NormSpec("rms", 1e-6),
         (nope + rope) ** -0.5,
     )
-    act, size = config.get("hidden_act", "silu"), config["moe_intermediate_size"]
+    act = config.get("hidden_act", "silu")
+    size = config["moe_intermediate_size"]
     shared = field("num_shared_experts", "n_shared_experts", default=1)
     experts = MoESpec(
         field("num_experts", "num_local_experts", "n_routed_experts"),
@@ -135,7 +143,8 @@ def kimi_linear(config: HfConfig) -> DecoderSpec:
         correction_bias=True,
         shared=MLPSpec(size * shared, act),
     )
-    dense, first = MLPSpec(config["intermediate_size"], act), config.get("first_k_dense_replace", 1)
+    dense = MLPSpec(config["intermediate_size"], act)
+    first = config.get("first_k_dense_replace", 1)
     sparse = [kind == "sparse" for kind in config.get("mlp_layer_types") or ()] or [i >= first for i in range(layers)]
     positions = field("model_max_length", "max_position_embeddings", default=1 << 20)
     return decoder_spec(

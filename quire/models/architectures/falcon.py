@@ -5,7 +5,9 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
 
 
 def falcon(config: HfConfig) -> DecoderSpec:
-    heads, hidden, bias = config["num_attention_heads"], config["hidden_size"], bool(config.get("bias", False))
+    heads = config["num_attention_heads"]
+    hidden = config["hidden_size"]
+    bias = bool(config.get("bias", False))
     alibi = bool(config.get("alibi", False))
     grouped = bool(config.get("new_decoder_architecture", False))
     one_kv_head = not grouped and config.get("multi_query", True)
@@ -27,7 +29,8 @@ def falcon(config: HfConfig) -> DecoderSpec:
         "qkv_bias": bias,
         "output_bias": bias,
     }
-    inner, act = config.get("ffn_hidden_size") or 4 * hidden, config.get("activation", "gelu")
+    inner = config.get("ffn_hidden_size") or 4 * hidden
+    act = config.get("activation", "gelu")
     differences = {"rotary": None} if alibi else {}
     return decoder_spec(
         config,

@@ -83,9 +83,11 @@ def gemma3_multimodal(config: HfConfig) -> DecoderSpec:
     vision tower are ignored."""
     shared = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
     spec = gemma3({**shared, **config["text_config"]})
-    media, vision = None, config.get("vision_config")
+    media = None
+    vision = config.get("vision_config")
     if vision:
-        media, count = MediaSpec("gemma3", config, two_way=True), config.get("mm_tokens_per_image", 256)
+        media = MediaSpec("gemma3", config, two_way=True)
+        count = config.get("mm_tokens_per_image", 256)
         if any(window is not None and window < count for window in spec.windows):
             raise ValueError(
                 f"sliding_window={min(filter(None, spec.windows))} is less than the {count} tokens of a "

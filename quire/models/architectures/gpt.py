@@ -6,7 +6,8 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
 
 def gpt2(config: HfConfig) -> DecoderSpec:
     """Learned positions; the checkpoint keeps weights as [in, out]."""
-    hidden, layers = config["n_embd"], config["n_layer"]
+    hidden = config["n_embd"]
+    layers = config["n_layer"]
     config = {
         **config,
         "hidden_size": hidden,

@@ -8,7 +8,8 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert
 
 
 def hunyuan(config: HfConfig, mlp: Any = None) -> DecoderSpec:
-    bias, config = bool(config.get("attention_bias", False)), {"rms_norm_eps": 1e-5, **config}
+    bias = bool(config.get("attention_bias", False))
+    config = {"rms_norm_eps": 1e-5, **config}
     norm = NormSpec("rms", config["rms_norm_eps"])
     attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": norm, "norm_after_rotary": True}
     return decoder_spec(config, attention=attention, mlp=mlp, rotary=_rotary(config), names=NAMES["hunyuan"])
@@ -16,7 +17,8 @@ def hunyuan(config: HfConfig, mlp: Any = None) -> DecoderSpec:
 
 def hunyuan_moe(config: HfConfig) -> DecoderSpec:
     """Every layer has experts, and one that all tokens use. Values for each layer are equal in all published models."""
-    act, chosen = config.get("hidden_act", "silu"), config.get("moe_topk", 1)
+    act = config.get("hidden_act", "silu")
+    chosen = config.get("moe_topk", 1)
     size = config.get("moe_intermediate_size") or config["intermediate_size"]
     size, chosen = (value[0] if isinstance(value, list) else value for value in (size, chosen))
     shared = MLPSpec(config["intermediate_size"], act)

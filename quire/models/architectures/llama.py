@@ -26,7 +26,8 @@ def mistral(config: HfConfig) -> DecoderSpec:
 def ministral3(config: HfConfig) -> DecoderSpec:
     """Ministral 3: YaRN, and queries that grow with the length of the text."""
     rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
-    scale, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    scale = rope.get("llama_4_scaling_beta")
+    length = rope.get("original_max_position_embeddings")
     temperature = Temperature(scale, length) if scale and length else None
     windows = layer_windows(config)
     return decoder_spec({"head_dim": 128, **config}, attention={"temperature": temperature}, windows=windows)
@@ -43,7 +44,8 @@ def arcee(config: HfConfig) -> DecoderSpec:
 def bitnet(config: HfConfig) -> DecoderSpec:
     """BitNet b1.58 (arXiv:2402.17764): squared ReLUs, and norms before the output and down projections."""
     config = {"hidden_act": "relu2", "rms_norm_eps": 1e-5, **config}
-    norm, spec = NormSpec("rms", config["rms_norm_eps"]), llama(config)
+    norm = NormSpec("rms", config["rms_norm_eps"])
+    spec = llama(config)
     names = {"attention_sub_norm": f"{_LAYER}self_attn.attn_sub_norm", "mlp_sub_norm": f"{_LAYER}mlp.ffn_sub_norm"}
     mixers = tuple(replace(mixer, sub_norm=norm) for mixer in spec.mixers if isinstance(mixer, AttentionSpec))
     mlps = tuple(replace(mlp, sub_norm=norm) for mlp in spec.mlps if isinstance(mlp, MLPSpec))

@@ -15,9 +15,11 @@ def llama4(config: HfConfig, **differences: Any) -> DecoderSpec:
     Raises ValueError for more than one expert a token, which no published model has.
     """
     config = {"head_dim": 128, "rms_norm_eps": 1e-5, **config}
-    layers, interval = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
+    layers = config["num_hidden_layers"]
+    interval = config.get("no_rope_layer_interval", 4)
     rotated = config.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
-    heads, bias = config["num_attention_heads"], bool(config.get("attention_bias", False))
+    heads = config["num_attention_heads"]
+    bias = bool(config.get("attention_bias", False))
     norm = NormSpec("rms", config["rms_norm_eps"], affine=False) if config.get("use_qk_norm", True) else None
     local = AttentionSpec(
         config["hidden_size"],
@@ -30,7 +32,8 @@ def llama4(config: HfConfig, **differences: Any) -> DecoderSpec:
         norm_after_rotary=True,
         interleaved_rotary=True,
     )
-    scale, length = config.get("attn_scale", 0.1), config.get("floor_scale", 8192)
+    scale = config.get("attn_scale", 0.1)
+    length = config.get("floor_scale", 8192)
     sharper = Temperature(scale, length, offset=1) if config.get("attn_temperature_tuning", True) else None
     everywhere = replace(local, qk_norm=None, norm_after_rotary=False, temperature=sharper)
     rotary = rotary_spec(config, config["head_dim"])
@@ -53,7 +56,8 @@ def llama4_multimodal(config: HfConfig) -> DecoderSpec:
 
 
 def _mlps(config: HfConfig) -> tuple[MLPSpec | MoESpec, ...]:
-    act, layers = config.get("hidden_act", "silu"), config["num_hidden_layers"]
+    act = config.get("hidden_act", "silu")
+    layers = config["num_hidden_layers"]
     if (chosen := config.get("num_experts_per_tok", 1)) != 1:
         raise ValueError(f"num_experts_per_tok={chosen}: Llama 4 is supported with one expert a token")
     size = config["intermediate_size"]
@@ -68,7 +72,8 @@ def _mlps(config: HfConfig) -> tuple[MLPSpec | MoESpec, ...]:
         layout="fused_halves",
         weigh_inputs=True,
     )
-    dense, step = MLPSpec(config.get("intermediate_size_mlp", 16384), act), config.get("interleave_moe_layer_step", 1)
+    dense = MLPSpec(config.get("intermediate_size_mlp", 16384), act)
+    step = config.get("interleave_moe_layer_step", 1)
     sparse = config.get("moe_layers")
     sparse = range(step - 1, layers, step) if sparse is None else sparse
     return tuple(experts if i in sparse else dense for i in range(layers))

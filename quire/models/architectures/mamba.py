@@ -12,7 +12,9 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert
 
 def mamba(config: HfConfig) -> DecoderSpec:
     """Mamba and Falcon Mamba: layers of one branch, without attention. Falcon's has norms without weights inside."""
-    hidden, names, is_falcon = config["hidden_size"], NAMES["mamba2"] | NAMES["mamba"], "mixer_rms_eps" in config
+    hidden = config["hidden_size"]
+    names = NAMES["mamba2"] | NAMES["mamba"]
+    is_falcon = "mixer_rms_eps" in config
     if is_falcon or config["architectures"][0] == "FalconMambaForCausalLM":
         names = names | {role: role for role in ("dt_norm", "b_norm", "c_norm")}
     inner = config.get("intermediate_size") or config.get("expand", 2) * hidden
@@ -43,7 +45,9 @@ def mamba(config: HfConfig) -> DecoderSpec:
 
 def jamba(config: HfConfig) -> DecoderSpec:
     """Jamba: Mamba with norms inside, every eighth layer attention without positions, every second one experts."""
-    hidden, rank, act = config["hidden_size"], config.get("mamba_dt_rank", "auto"), config.get("hidden_act", "silu")
+    hidden = config["hidden_size"]
+    rank = config.get("mamba_dt_rank", "auto")
+    act = config.get("hidden_act", "silu")
     norm = NormSpec("rms", config.get("rms_norm_eps", 1e-6))
     state_space = MambaSpec(
         hidden,
@@ -57,11 +61,14 @@ def jamba(config: HfConfig) -> DecoderSpec:
         conv_bias=bool(config.get("mamba_conv_bias", True)),
         bias=bool(config.get("mamba_proj_bias", False)),
     )
-    count, size = expert_count(config), config["intermediate_size"]
-    dense, experts = MLPSpec(size, act), MoESpec(count, config["num_experts_per_tok"], size, act, normalize=False)
+    count = expert_count(config)
+    size = config["intermediate_size"]
+    dense = MLPSpec(size, act)
+    experts = MoESpec(count, config["num_experts_per_tok"], size, act, normalize=False)
 
     def periodic(kind: str, period: int, offset: int) -> list[bool]:
-        every, first = config.get(f"{kind}_layer_period", period), config.get(f"{kind}_layer_offset", offset)
+        every = config.get(f"{kind}_layer_period", period)
+        first = config.get(f"{kind}_layer_offset", offset)
         return [i % every == first for i in range(config["num_hidden_layers"])]
 
     mlps = tuple(experts if has and count > 1 else dense for has in periodic("expert", 2, 1))
@@ -72,7 +79,8 @@ def jamba(config: HfConfig) -> DecoderSpec:
 
 def mamba2(config: HfConfig) -> DecoderSpec:
     """Mamba-2: layers of one branch, without attention."""
-    heads, head_dim = config["num_heads"], config["head_dim"]
+    heads = config["num_heads"]
+    head_dim = config["head_dim"]
     mixer = Mamba2Spec(
         config["hidden_size"],
         heads,
@@ -107,7 +115,8 @@ def _limits(time_step: Any) -> tuple[float, float]:
 
 def _mixer(config: HfConfig, norm: NormSpec, prefix: str = "mamba_", **differences: Any) -> Mamba2Spec:
     """The state-space layer of a hybrid, by the fields that Bamba introduced."""
-    inner, heads = config[f"{prefix}expand"] * config["hidden_size"], config[f"{prefix}n_heads"]
+    inner = config[f"{prefix}expand"] * config["hidden_size"]
+    heads = config[f"{prefix}n_heads"]
     head_dim = config.get(f"{prefix}d_head", "auto")
     fields: dict[str, Any] = {
         "conv_bias": bool(config.get(f"{prefix}conv_bias", True)),
@@ -129,21 +138,25 @@ def _mixer(config: HfConfig, norm: NormSpec, prefix: str = "mamba_", **differenc
 def bamba(config: HfConfig) -> DecoderSpec:
     """Bamba: some layers have attention, with half of each head rotated."""
     config = {"partial_rotary_factor": 0.5, **config}
-    norm, bias = NormSpec("rms", config.get("rms_norm_eps", 1e-5)), bool(config.get("attention_bias", False))
+    norm = NormSpec("rms", config.get("rms_norm_eps", 1e-5))
+    bias = bool(config.get("attention_bias", False))
     attention = {"qkv_bias": bias, "output_bias": bias}
     mlp = MLPSpec(
         config["intermediate_size"], config.get("hidden_act", "silu"), bias=bool(config.get("mlp_bias", False))
     )
     spec = decoder_spec(config, attention=attention, mlp=mlp, norm=norm, names=NAMES["bamba"])
-    layers, state_space = config.get("attn_layer_indices") or (), _mixer(config, norm)
+    layers = config.get("attn_layer_indices") or ()
+    state_space = _mixer(config, norm)
     return replace(spec, mixers=tuple(m if i in layers else state_space for i, m in enumerate(spec.mixers)))
 
 
 def granite_hybrid(config: HfConfig) -> DecoderSpec:
     """Granite 4: few layers of attention, mostly without positions, and Granite's multipliers. An expert that every
     token uses stands beside the others, or alone."""
-    norm, act = NormSpec("rms", config.get("rms_norm_eps", 1e-6)), config.get("hidden_act", "silu")
-    bias, count = bool(config.get("attention_bias", False)), config.get("num_local_experts") or 0
+    norm = NormSpec("rms", config.get("rms_norm_eps", 1e-6))
+    act = config.get("hidden_act", "silu")
+    bias = bool(config.get("attention_bias", False))
+    count = config.get("num_local_experts") or 0
     shared = MLPSpec(config["shared_intermediate_size"], act)
     experts = MoESpec(
         count,
@@ -186,7 +199,8 @@ def nemotron_h(config: HfConfig) -> DecoderSpec:
     kinds = [_SAME.get(kind, kind) for kind in kinds]
     if unknown := set(kinds) - {"mamba", "attention", "mlp"}:
         raise ValueError(f"Nemotron-H with layers of the kind {unknown.pop()!r} is not supported")
-    norm, bias = NormSpec("rms", config["layer_norm_epsilon"]), bool(config.get("attention_bias", False))
+    norm = NormSpec("rms", config["layer_norm_epsilon"])
+    bias = bool(config.get("attention_bias", False))
     state_space = Mamba2Spec(
         config["hidden_size"],
         config["mamba_num_heads"],
@@ -217,7 +231,8 @@ def nemotron_h(config: HfConfig) -> DecoderSpec:
 
 def falcon_h1(config: HfConfig) -> DecoderSpec:
     """Falcon-H1: every layer has attention and a state-space layer side by side, and multipliers nearly everywhere."""
-    norm, bias = NormSpec("rms", config.get("rms_norm_eps", 1e-5)), bool(config.get("attention_bias", False))
+    norm = NormSpec("rms", config.get("rms_norm_eps", 1e-5))
+    bias = bool(config.get("attention_bias", False))
     of_gate, of_down = config.get("mlp_multipliers") or (1.0, 1.0)
     mlp = MLPSpec(
         config["intermediate_size"],

@@ -5,7 +5,8 @@ from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
 
 
 def nemotron(config: HfConfig) -> DecoderSpec:
-    bias, mlp_bias = bool(config.get("attention_bias", False)), bool(config.get("mlp_bias", False))
+    bias = bool(config.get("attention_bias", False))
+    mlp_bias = bool(config.get("mlp_bias", False))
     config = {"partial_rotary_factor": 0.5, **config}
     norm = NormSpec("layer", config.get("norm_eps", 1e-5), bias=True, offset=1.0)
     mlp = MLPSpec(config["intermediate_size"], config.get("hidden_act", "relu2"), gated=False, bias=mlp_bias)

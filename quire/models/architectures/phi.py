@@ -20,16 +20,15 @@ def phi(config: HfConfig) -> DecoderSpec:
 
 
 def phi3(config: HfConfig) -> DecoderSpec:
-    attention, windows = {"qkv_layout": "concatenated"}, layer_windows(config)
+    attention = {"qkv_layout": "concatenated"}
+    windows = layer_windows(config)
     return decoder_spec(config, attention=attention, names=NAMES["phi3"], windows=windows)
 
 
 def phimoe(config: HfConfig) -> DecoderSpec:
     """Two experts for each token, chosen one after the other."""
-    bias, norm = (
-        bool(config.get("attention_bias", False)),
-        NormSpec("layer", config.get("rms_norm_eps", 1e-5), bias=True),
-    )
+    bias = bool(config.get("attention_bias", False))
+    norm = NormSpec("layer", config.get("rms_norm_eps", 1e-5), bias=True)
     mlp = MoESpec(
         expert_count(config),
         2,

@@ -11,7 +11,8 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert
 
 
 def _windows(config: HfConfig) -> tuple[int | None, ...]:
-    window, first = config.get("sliding_window", 4096), config.get("max_window_layers", 28)
+    window = config.get("sliding_window", 4096)
+    first = config.get("max_window_layers", 28)
     return layer_windows(
         {**config, "sliding_window": window if config.get("use_sliding_window") else None}, lambda i: bool(i >= first)
     )
@@ -19,7 +20,8 @@ def _windows(config: HfConfig) -> tuple[int | None, ...]:
 
 def _mlps(config: HfConfig, normalize: bool, shared: int | None, **differences: Any) -> tuple[MLPSpec | MoESpec, ...]:
     """Every decoder_sparse_step-th layer has experts, unless mlp_only_layers lists it as dense."""
-    act, step = config.get("hidden_act", "silu"), config.get("decoder_sparse_step", 1)
+    act = config.get("hidden_act", "silu")
+    step = config.get("decoder_sparse_step", 1)
     dense = MLPSpec(config["intermediate_size"], act)
     experts = MoESpec(
         expert_count(config),
@@ -47,7 +49,8 @@ def mimo(config: HfConfig) -> DecoderSpec:
 
 
 def qwen3(config: HfConfig, mlp: tuple[MLPSpec | MoESpec, ...] | None = None) -> DecoderSpec:
-    bias, eps = bool(config.get("attention_bias", False)), config.get("rms_norm_eps", 1e-6)
+    bias = bool(config.get("attention_bias", False))
+    eps = config.get("rms_norm_eps", 1e-6)
     config = {"head_dim": 128, **config}  # the default if the config has no head_dim
     attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": NormSpec("rms", eps)}
     return decoder_spec(config, attention=attention, mlp=mlp, names=NAMES["qwen_moe"], windows=_windows(config))

@@ -9,14 +9,17 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
 
 def rwkv7(config: HfConfig) -> DecoderSpec:
     """Recurrent layers and MLPs, both of which also read the token before."""
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    hidden = config["hidden_size"]
+    layers = config["num_hidden_layers"]
     head_dim = config.get("head_dim") or hidden // (config.get("num_heads") or hidden // 64)
     if config.get("attn"):
         raise ValueError("RWKV-7 with layers of attention ('attn' in config.json) is not supported")
     widths = config.get("value_dim") or [hidden]
     if any(width != hidden for width in (widths if isinstance(widths, list) else [widths])):
         raise ValueError(f"RWKV-7 needs values as wide as the stream ({hidden}), and 'value_dim' is {widths}")
-    heads, eps, act = hidden // head_dim, config.get("norm_eps", 1e-5), config.get("hidden_act", "sqrelu")
+    heads = hidden // head_dim
+    eps = config.get("norm_eps", 1e-5)
+    act = config.get("hidden_act", "sqrelu")
     ranks = [config.get(f"{key}_low_rank_dim") or _rank(hidden, head_dim, *rule) for key, rule in _RANKS.items()]
     mixer = RwkvSpec(hidden, heads, heads, head_dim, head_dim, 2, NormSpec("layer", head_dim * eps), *ranks)
     size = config.get("intermediate_size") or -(-int(hidden * (config.get("hidden_ratio") or 4)) // 32) * 32

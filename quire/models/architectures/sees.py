@@ -38,7 +38,8 @@ def _text(config: HfConfig, default: str = "llama") -> DecoderSpec:
 
 def llava(config: HfConfig) -> DecoderSpec:
     """LLaVA-1.5, LLaVA-NeXT, LLaVA-OneVision, and what is built like them: Pixtral and Mistral Small 3.1."""
-    spec, family = _text(config, "mistral"), "llava"
+    spec = _text(config, "mistral")
+    family = "llava"
     if config["vision_config"].get("model_type") == "pixtral":
         family = "pixtral"
     elif config.get("model_type") in ("llava_next", "llava_onevision"):
@@ -50,7 +51,8 @@ def qwen_vl(config: HfConfig) -> DecoderSpec:
     """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, the latter two also with experts. The first configs have the fields
     of the text model beside the others."""
     text = config.get("text_config") or {k: v for k, v in config.items() if k != "vision_config"}
-    vision, kind = config["vision_config"], config.get("model_type", "qwen2_vl")
+    vision = config["vision_config"]
+    kind = config.get("model_type", "qwen2_vl")
     is_deep = kind.startswith("qwen3_vl")
     family = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}.get(kind, kind)
     config = {**config, "text_config": {**text, "model_type": family}}

@@ -5,7 +5,8 @@ from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
 
 
 def stablelm(config: HfConfig) -> DecoderSpec:
-    parallel, eps = bool(config.get("use_parallel_residual", False)), config.get("layer_norm_eps", 1e-5)
+    parallel = bool(config.get("use_parallel_residual", False))
+    eps = config.get("layer_norm_eps", 1e-5)
     names: dict[str, str | None] = {
         f"{k}_norm": f"model.layers.{{i}}.self_attn.{k}_layernorm.norms.{{h}}" for k in "qk"
     }

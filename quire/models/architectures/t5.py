@@ -42,7 +42,8 @@ def _both(config: HfConfig, names: Names, scaled: bool) -> DecoderSpec:
         role: name and name.replace("decoder.", "encoder.").replace("layer.2.", "layer.1.")
         for role, name in names.items()
     }
-    longest, layers = config.get("n_positions") or _TRAINED, config["num_layers"]
+    longest = config.get("n_positions") or _TRAINED
+    layers = config["num_layers"]
     read = _stack(config, layers, longest, mlp, is_causal=False)
     read = replace(read, names={**of_encoder, **dict.fromkeys(_OF_DECODER)})
     written = _stack(config, config.get("num_decoder_layers") or layers, longest, mlp, is_causal=True)

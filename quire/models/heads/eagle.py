@@ -27,10 +27,12 @@ class EagleHead(EagleLayers):
     def __init__(
         self, builder: Builder, config: HfConfig, target: Decoder, has: Callable[[str], bool], max_model_len: int
     ) -> None:
-        size, of_target = config["hidden_size"], target.spec.hidden_size
+        size = config["hidden_size"]
+        of_target = target.spec.hidden_size
         if size != of_target or size != (target.spec.embedding_size or size):
             raise ValueError(f"the EAGLE head has hidden_size={size}, but its target model has {of_target}")
-        self.target, self.embedding = target, target.embedding
+        self.target = target
+        self.embedding = target.embedding
         self.fc = ReplicatedLinear(builder, "fc", 2 * size, size, has("fc.bias"))
         super().__init__(builder, config, has, max_model_len, size)
 

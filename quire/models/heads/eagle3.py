@@ -46,10 +46,13 @@ class Eagle3Head(EagleLayers):
     def __init__(
         self, builder: Builder, config: HfConfig, target: Decoder, has: Callable[[str], bool], max_model_len: int
     ) -> None:
-        options, prefix = settings(config), "layers.{i}."
+        options = settings(config)
+        prefix = "layers.{i}."
         if has("midlayer.hidden_norm.weight"):  # the first publication's name of the only layer
-            options, prefix = {**options, "num_hidden_layers": 1}, "midlayer."
-        size, of_target = options["hidden_size"], target.spec.hidden_size
+            options = {**options, "num_hidden_layers": 1}
+            prefix = "midlayer."
+        size = options["hidden_size"]
+        of_target = target.spec.hidden_size
         taps = tapped_layers(config, target.spec.num_layers) if options.get("use_aux_hidden_state", True) else ()
         expected = (options.get("target_hidden_size") or of_target) if taps else size
         if expected != of_target:
@@ -65,13 +68,15 @@ class Eagle3Head(EagleLayers):
         self.final_norm = norm("norm", size)
         self.norm_before_residual = bool(options.get("norm_before_residual", False))
         self.norm_output = bool(options.get("norm_output", False))
-        self.taps, width = taps, max(1, len(taps)) * of_target
+        self.taps = taps
+        width = max(1, len(taps)) * of_target
         self.fc = ReplicatedLinear(builder, "fc", width, size, has("fc.bias")) if taps else None
         self.input_norm = norm("input_norm", width) if options.get("norm_before_fc") else Norm(builder.kernels)
         count = len(taps) if options.get("fc_norm") else 0
         self.fc_norms = [norm(f"fc_norm.{i}", of_target) for i in range(count)]
 
-        self.embedding, rows = target.embedding, options["vocab_size"]
+        self.embedding = target.embedding
+        rows = options["vocab_size"]
         if has("embed_tokens.weight") or size != (target.spec.embedding_size or of_target):
             if rows < target.vocab_size:
                 raise ValueError(f"the EAGLE-3 head has vocab_size={rows}, but its target has {target.vocab_size}")
@@ -108,7 +113,8 @@ class Eagle3Head(EagleLayers):
         token = next((options[name] for name in names if options.get(name) is not None), None)
         if token is None:
             raise ValueError(f"the EAGLE-3 head has a mask_hidden, but its config.json has none of {', '.join(names)}")
-        states, hidden = builder.parameter(1, 1, width), builder.parameter(size)
+        states = builder.parameter(1, 1, width)
+        hidden = builder.parameter(size)
         builder.part("mask_hidden", states, (width,))
         builder.when_loaded(lambda: hidden.copy_(self._project(states[0])[0]))  # type: ignore[arg-type]
         self.mask = (int(token), hidden)
@@ -141,7 +147,8 @@ class Eagle3Head(EagleLayers):
 
 def settings(config: HfConfig) -> dict[str, Any]:
     """The fields of the config on one level. Heads of `speculators` have those of their layers on a level below."""
-    of_layers, of_eagle = config.get("transformer_layer_config") or {}, config.get("eagle_config") or {}
+    of_layers = config.get("transformer_layer_config") or {}
+    of_eagle = config.get("eagle_config") or {}
     default = {"norm_before_residual": True} if config.get("speculators_model_type") == "eagle3" else {}  # as in vLLM
     return {**default, **config, **of_layers, **of_eagle}
 
@@ -154,7 +161,8 @@ def tapped_layers(config: HfConfig, num_layers: int) -> tuple[int, ...]:
     write them so, and SGLang reads them so. The default are EAGLE's layers, or others if the model is too small for
     them. Raises ValueError if there are no such layers.
     """
-    ids, of_eagle = config.get(LAYER_IDS), (config.get("eagle_config") or {}).get(LAYER_IDS)
+    ids = config.get(LAYER_IDS)
+    of_eagle = (config.get("eagle_config") or {}).get(LAYER_IDS)
     if not ids and of_eagle:
         ids = [i + 1 for i in of_eagle] if min(of_eagle) == 1 else of_eagle
     if not ids:

@@ -46,7 +46,8 @@ class EagleLayers(LayerStack):
             "output_bias": has_part("self_attn.o_proj.bias"),
             "qk_norm": norm if has_part("self_attn.q_norm.weight") else None,
         }
-        activation, mlp_bias = config.get("hidden_act", "silu"), has_part("mlp.gate_proj.bias")
+        activation = config.get("hidden_act", "silu")
+        mlp_bias = has_part("mlp.gate_proj.bias")
         mlp = MLPSpec(config["intermediate_size"], activation, bias=mlp_bias)
         windows = layer_windows(config, lambda i: False)[: config["num_hidden_layers"]]
         spec = decoder_spec(config, attention=attention, mlp=mlp, norm=norm, names=names, windows=windows)

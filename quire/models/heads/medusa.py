@@ -77,8 +77,12 @@ class MedusaHeads:
         token_map: TokenMap | None,
         ignored: tuple[str, ...],
     ) -> None:
-        self.most, self.ignored = num_heads, ignored
-        self.kernels, self.matrix, self.matrices, self.token_map = builder.kernels, matrix, matrices, token_map
+        self.most = num_heads
+        self.ignored = ignored
+        self.kernels = builder.kernels
+        self.matrix = matrix
+        self.matrices = matrices
+        self.token_map = token_map
 
         def linear(heads: Iterable[int], layer: int) -> ColumnParallelLinear:
             parts = [OutputPart(names.layer(i, layer), hidden, 0, hidden) for i in heads]

@@ -44,7 +44,8 @@ class MLPSpeculator:
         self, builder: Builder, drafts: int, vocab_size: int, hidden: int, inner: int, tied: bool, scaled: bool
     ) -> None:
         """inner: the width of the states. scaled: the hidden state is normed first."""
-        self.most, self.kernels = drafts, builder.kernels
+        self.most = drafts
+        self.kernels = builder.kernels
 
         def layers(make: Callable[[str, int], Layer], role: str, first: int = 0) -> list[Layer]:
             if tied:

@@ -54,7 +54,9 @@ class PredictLayer(LayerStack):
         self, builder: Builder, target: Decoder, has: Callable[[str], bool], max_model_len: int, layout: Layout
     ) -> None:
         """Raises ValueError if the checkpoint has no such layer."""
-        spec, prefix, size = target.spec, layout.prefix, target.spec.hidden_size
+        spec = target.spec
+        prefix = layout.prefix
+        size = target.spec.hidden_size
         if not has(f"{prefix}{layout.hidden_norm}.weight"):
             raise ValueError(f"the checkpoint has no layer for multi-token prediction, {prefix}*")
         renamed = prefix + layout.layer
@@ -69,7 +71,8 @@ class PredictLayer(LayerStack):
             rotary=spec.rotary[-1:],
             names=names,
         )
-        self.target, self.hidden_first = target, layout.hidden_first
+        self.target = target
+        self.hidden_first = layout.hidden_first
         self.embedding_norm = make_norm(builder, prefix + layout.embedding_norm, size, spec.norm)
         self.hidden_norm = make_norm(builder, prefix + layout.hidden_norm, size, spec.norm)
         self.projection = ReplicatedLinear(builder, prefix + layout.projection, 2 * size, size)
@@ -86,7 +89,8 @@ class PredictLayer(LayerStack):
         return states[0]
 
     def embed(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        embedding, hidden = self.embedding_norm(self.target.embedding(ids)), self.hidden_norm(hidden)
+        embedding = self.embedding_norm(self.target.embedding(ids))
+        hidden = self.hidden_norm(hidden)
         return self.projection(torch.cat((hidden, embedding) if self.hidden_first else (embedding, hidden), dim=-1))
 
     def forward(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:

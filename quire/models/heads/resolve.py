@@ -20,7 +20,8 @@ def with_files(config: EngineConfig) -> tuple[EngineConfig, Path]:
     unless the user's speculative_config has another model or method. For a model that makes embeddings or scores, the
     options `runner` and `dtype` are completed. Raises ConfigError or ModelNotFoundError.
     """
-    directory, options = model_directory(config.model), config.model
+    directory = model_directory(config.model)
+    options = config.model
     drafter = {} if directory.is_file() else read_json(directory, "config.json")
     if is_pooling_model({**drafter, **options.hf_overrides}, directory, options):
         # As in their checkpoints, since most of these models are small, and few of them were trained in bfloat16.
@@ -49,7 +50,8 @@ def with_files(config: EngineConfig) -> tuple[EngineConfig, Path]:
 
 def _with_drafter(config: EngineConfig) -> EngineConfig:
     """The config with the directory of the drafter instead of its name."""
-    options, model = config.scheduler.speculation, config.model
+    options = config.scheduler.speculation
+    model = config.model
     if options is None or not options.on_device:
         return config
     if options.model is None and options.method not in ("mtp", "replay"):

@@ -17,7 +17,8 @@ class Tower:
         vision = {"model_type": "siglip_vision_model", **config["vision_config"]}
         self.vision = VisionTransformer(builder, "vision_tower", vision, [-1])
         eps = vision.get("layer_norm_eps", 1e-6)
-        width, hidden = self.vision.hidden_size, config["text_config"].get("hidden_size", 2304)
+        width = self.vision.hidden_size
+        hidden = config["text_config"].get("hidden_size", 2304)
         self.post_norm = LayerNorm(builder, "vision_tower.post_layernorm", width, eps)
         self.norm = RMSNorm(builder, "multi_modal_projector.mm_soft_emb_norm", width, eps, offset=1.0)
         self.projection = builder.whole("multi_modal_projector.mm_input_projection_weight", width, hidden)

@@ -15,7 +15,8 @@ class Tower:
     def __init__(self, builder: Builder, spec: MediaSpec) -> None:
         vision = {"image_size": 224, "patch_size": 32, **spec.config["vision_config"], "model_type": "idefics3_vision"}
         self.vision = VisionTransformer(builder, "vision_model", vision, [-1])
-        width, self.factor = self.vision.hidden_size, spec.config.get("scale_factor", 2)
+        width = self.vision.hidden_size
+        self.factor = spec.config.get("scale_factor", 2)
         self.norm = LayerNorm(builder, "vision_model.post_layernorm", width, vision.get("layer_norm_eps", 1e-6))
         hidden = spec.config["text_config"]["hidden_size"]
         name = "connector.modality_projection.proj"
@@ -23,7 +24,8 @@ class Tower:
         self.side = vision["image_size"] // self.vision.patch
 
     def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        pixels, factor = tensors["pixel_values"], self.factor
+        pixels = tensors["pixel_values"]
+        factor = self.factor
         side = pixels.shape[-1] // self.vision.patch
         x = self.norm(self.vision(pixels, self._places(side))[0])
         squares = x.view(len(x), side // factor, factor, side // factor, factor, -1).transpose(2, 3)

@@ -23,8 +23,11 @@ DEFAULTS = {
 
 class Layer:
     def __init__(self, builder: Builder, name: str, config: Config) -> None:
-        hidden, inner, eps = config["hidden_size"], config["intermediate_size"], config["layer_norm_eps"]
-        self.heads, self.activation = config["num_attention_heads"], ACTIVATIONS[config["hidden_act"]]
+        hidden = config["hidden_size"]
+        inner = config["intermediate_size"]
+        eps = config["layer_norm_eps"]
+        self.heads = config["num_attention_heads"]
+        self.activation = ACTIVATIONS[config["hidden_act"]]
         norm: Callable[..., Callable[[Tensor], Tensor]]
         norm = RMSNorm if config.get("norm_type") == "rms_norm" else LayerNorm
         self.norm1, self.norm2 = (norm(builder, f"{name}.layernorm_{at}", hidden, eps) for at in ("before", "after"))
@@ -42,22 +45,24 @@ class Layer:
 
     def __call__(self, x: Tensor) -> Tensor:
         normed = self.norm1(x)
-        q, k = self.q(normed), self.k(normed)
+        q = self.q(normed)
+        k = self.k(normed)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         x = x + self.scale1 * self.out(attend(q, k, self.v(normed), self.heads))
         return x + self.scale2 * self.fc2(self.activation(self.fc1(self.norm2(x))))
 
 
 class Tower:
     def __init__(self, builder: Builder, spec: MediaSpec) -> None:
-        config, name = spec.config, "vision_tower"
+        config = spec.config
+        name = "vision_tower"
         vision = {**DEFAULTS, **config["vision_config"]}
-        width, self.patch = vision["hidden_size"], first(vision.get("patch_size", 14))
-        side, self.factor = (
-            first(vision.get("image_size", 448)) // self.patch,
-            round(1 / config.get("downsample_ratio", 0.5)),
-        )
+        width = vision["hidden_size"]
+        self.patch = first(vision.get("patch_size", 14))
+        side = first(vision.get("image_size", 448)) // self.patch
+        self.factor = round(1 / config.get("downsample_ratio", 0.5))
         self.class_token = builder.whole(f"{name}.embeddings.cls_token", 1, 1, width)
         self.positions = builder.whole(f"{name}.embeddings.position_embeddings", 1, side**2 + 1, width)
         kernel = (self.patch, self.patch)
@@ -69,7 +74,8 @@ class Tower:
         self.norm = None
         if read == count and not vision.get("use_mean_pooling", True):
             self.norm = LayerNorm(builder, f"{name}.layernorm", width, vision["layer_norm_eps"])
-        joined, hidden = width * self.factor**2, config["text_config"]["hidden_size"]
+        joined = width * self.factor**2
+        hidden = config["text_config"]["hidden_size"]
         self.joined_norm = LayerNorm(builder, "multi_modal_projector.layer_norm", joined, 1e-5)
         self.linear_1 = Linear(builder, "multi_modal_projector.linear_1", joined, hidden)
         self.linear_2 = Linear(builder, "multi_modal_projector.linear_2", hidden, hidden)
@@ -84,7 +90,8 @@ class Tower:
             x = layer(x)
         if self.norm is not None:
             x = self.norm(x)
-        x, factor = x[:, 1:], self.factor
+        x = x[:, 1:]
+        factor = self.factor
         squares = x.reshape(count, side // factor, factor, side // factor, factor, -1).transpose(2, 3)
         joined = self.joined_norm(squares.reshape(-1, factor**2 * x.shape[-1]))
         return self.linear_2(self.activation(self.linear_1(joined)))

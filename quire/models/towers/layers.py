@@ -45,7 +45,8 @@ class Linear:
 class LayerNorm:
     def __init__(self, builder: Builder, name: str, size: int, eps: float) -> None:
         self.weight, self.bias = builder.whole(f"{name}.weight", size), builder.whole(f"{name}.bias", size)
-        self.size, self.eps = size, eps
+        self.size = size
+        self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
@@ -54,7 +55,9 @@ class LayerNorm:
 class RMSNorm:
     def __init__(self, builder: Builder, name: str, size: int, eps: float, offset: float = 0.0) -> None:
         """offset: added to the checkpoint's weight."""
-        self.weight, self.eps, self.offset = builder.whole(f"{name}.weight", size), eps, offset
+        self.weight = builder.whole(f"{name}.weight", size)
+        self.eps = eps
+        self.offset = offset
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.float()

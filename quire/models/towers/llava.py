@@ -20,7 +20,8 @@ class Tower:
         )
         self.keeps_class = config.get("vision_feature_select_strategy", "default") != "default"
         self.activation = ACTIVATIONS[config.get("projector_hidden_act", "gelu")]
-        width, hidden = self.vision.hidden_size * len(self.vision.read), config["text_config"]["hidden_size"]
+        width = self.vision.hidden_size * len(self.vision.read)
+        hidden = config["text_config"]["hidden_size"]
         bias = config.get("multimodal_projector_bias", True)
         self.linear_1 = Linear(builder, "multi_modal_projector.linear_1", width, hidden, bias)
         self.linear_2 = Linear(builder, "multi_modal_projector.linear_2", hidden, hidden, bias)

@@ -17,7 +17,8 @@ EPS = 1e-5
 
 class Layer:
     def __init__(self, builder: Builder, name: str, config: Config) -> None:
-        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        hidden = config["hidden_size"]
+        inner = config["intermediate_size"]
         self.heads, self.activation = config["num_attention_heads"], ACTIVATIONS[config.get("hidden_act", "gelu")]
         self.norm1 = RMSNorm(builder, f"{name}.attention_norm", hidden, EPS)
         self.q, self.k, self.v, self.out = (
@@ -61,8 +62,10 @@ class Tower:
         count = vision["num_hidden_layers"]
         read = config.get("vision_feature_layer", -1) % (count + 1)
         layers = [Layer(builder, f"vision_tower.transformer.layers.{i}", vision) for i in range(read)]
-        self.layers, text = layers, config["text_config"]
-        name, bias = "multi_modal_projector", config.get("multimodal_projector_bias", self.merge == 1)
+        self.layers = layers
+        text = config["text_config"]
+        name = "multi_modal_projector"
+        bias = config.get("multimodal_projector_bias", self.merge == 1)
         self.merged_norm = self.merger = None
         if self.merge > 1:
             self.merged_norm = RMSNorm(builder, f"{name}.norm", width, text.get("rms_norm_eps", 1e-6))

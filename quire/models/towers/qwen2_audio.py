@@ -13,7 +13,8 @@ from quire.multimodal.spec import MediaSpec
 
 class Tower:
     def __init__(self, builder: Builder, spec: MediaSpec) -> None:
-        audio, text = spec.config["audio_config"], spec.config["text_config"]
+        audio = spec.config["audio_config"]
+        text = spec.config["text_config"]
         self.encoder = Encoder(builder, audio, "audio_tower")
         self.linear = Linear(builder, "multi_modal_projector.linear", audio["d_model"], text["hidden_size"])
 

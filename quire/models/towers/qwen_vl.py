@@ -25,7 +25,8 @@ class Gated:
 
     def __init__(self, builder: Builder, name: str, hidden: int, inner: int, activation: str) -> None:
         self.gate, self.up = (Linear(builder, f"{name}.{part}_proj", hidden, inner) for part in ("gate", "up"))
-        self.down, self.activation = Linear(builder, f"{name}.down_proj", inner, hidden), ACTIVATIONS[activation]
+        self.down = Linear(builder, f"{name}.down_proj", inner, hidden)
+        self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.gate(x)) * self.up(x))
@@ -36,7 +37,8 @@ class TwoLayers:
 
     def __init__(self, builder: Builder, names: tuple[str, str], sizes: tuple[int, int, int], activation: str) -> None:
         self.first = Linear(builder, names[0], sizes[0], sizes[1])
-        self.second, self.activation = Linear(builder, names[1], sizes[1], sizes[2]), ACTIVATIONS[activation]
+        self.second = Linear(builder, names[1], sizes[1], sizes[2])
+        self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.second(self.activation(self.first(x)))
@@ -46,7 +48,8 @@ class Block:
     def __init__(
         self, builder: Builder, name: str, heads: int, hidden: int, norm: Callable[..., Norm], mlp: Norm
     ) -> None:
-        self.heads, self.mlp = heads, mlp
+        self.heads = heads
+        self.mlp = mlp
         self.norm1, self.norm2 = (norm(builder, f"{name}.norm{i}", hidden, EPS) for i in (1, 2))
         self.qkv = Linear(builder, f"{name}.attn.qkv", hidden, 3 * hidden)
         self.proj = Linear(builder, f"{name}.attn.proj", hidden, hidden)
@@ -54,7 +57,8 @@ class Block:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int]) -> Tensor:
         """x: [patches, hidden]; lengths: of the sequences that attend to themselves."""
         q, k, v = self.qkv(self.norm1(x)).view(len(x), 3, self.heads, -1).unbind(1)  # [patches, heads, dim] each
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
         parts = []
         for sequence in zip(*(torch.split(part, list(lengths)) for part in (q, k, v)), strict=True):
             queries, keys, values = (part.transpose(0, 1)[None] for part in sequence)
@@ -67,7 +71,10 @@ class Merger:
     """Makes one embedding of 2 x 2 patches. joined: whether they are normed as one vector."""
 
     def __init__(self, norm: Norm, mlp: Norm, width: int, joined: bool) -> None:
-        self.norm, self.mlp, self.width, self.joined = norm, mlp, width, joined
+        self.norm = norm
+        self.mlp = mlp
+        self.width = width
+        self.joined = joined
 
     def __call__(self, x: Tensor) -> Tensor:
         x = self.norm(x.view(-1, self.width)) if self.joined else self.norm(x).view(-1, self.width)
@@ -78,21 +85,28 @@ class Tower:
     def __init__(self, builder: Builder, spec: MediaSpec) -> None:
         config: Config = spec.config["vision_config"]
         kind = spec.config.get("model_type", "qwen2_vl")
-        is_first, is_third = kind == "qwen2_vl", kind.startswith("qwen3")
+        is_first = kind == "qwen2_vl"
+        is_third = kind.startswith("qwen3")
         hidden = config.get("embed_dim", 1280) if is_first else config["hidden_size"]
         out = config.get("hidden_size", 3584) if is_first else config["out_hidden_size"]
-        heads, self.merge = config.get("num_heads", 16), config.get("spatial_merge_size", 2)
+        heads = config.get("num_heads", 16)
+        self.merge = config.get("spatial_merge_size", 2)
         inner = int(hidden * config.get("mlp_ratio", 4)) if is_first else config["intermediate_size"]
         activation = config.get("hidden_act", "quick_gelu" if is_first else "gelu_pytorch_tanh" if is_third else "silu")
-        patch, frames = config.get("patch_size", 16 if is_third else 14), config.get("temporal_patch_size", 2)
-        self.patch, self.head_dim, self.frames = patch, hidden // heads, frames
-        kernel, width = (frames, patch, patch), hidden * self.merge**2
+        patch = config.get("patch_size", 16 if is_third else 14)
+        frames = config.get("temporal_patch_size", 2)
+        self.patch = patch
+        self.head_dim = hidden // heads
+        self.frames = frames
+        kernel = (frames, patch, patch)
+        width = hidden * self.merge**2
         self.embedding = Linear(builder, "visual.patch_embed.proj", 3 * frames * patch**2, hidden, is_third, kernel)
         norm: Callable[..., Norm] = RMSNorm if kind == "qwen2_5_vl" else LayerNorm
         self.positions = None
         if is_third:
             count = config.get("num_position_embeddings", 2304)
-            self.positions, self.side = builder.whole("visual.pos_embed.weight", count, hidden), int(count**0.5)
+            self.positions = builder.whole("visual.pos_embed.weight", count, hidden)
+            self.side = int(count**0.5)
         self.blocks = []
         for i in range(config.get("depth", 32)):
             name = f"visual.blocks.{i}"
@@ -131,7 +145,9 @@ class Tower:
         if self.positions is not None:
             x = x + self._learned(row, column, rows, columns).repeat(time, 1).to(x.dtype)
         cos, sin = self._rotation(row.repeat(time), column.repeat(time))
-        frame, order, windows = [rows * columns] * time, None, list[int]()
+        frame = [rows * columns] * time
+        order = None
+        windows = list[int]()
         if self.window is not None:
             order, windows = self._windows(time, rows // self.merge, columns // self.merge)
             order = order.to(x.device)
@@ -166,8 +182,10 @@ class Tower:
         """The table of learned positions, which is square, stretched over the picture: [patches, hidden]."""
         assert self.positions is not None
         total: Tensor | None = None
-        y, x = row * ((self.side - 1) / max(rows - 1, 1)), column * ((self.side - 1) / max(columns - 1, 1))
-        y0, x0 = y.floor(), x.floor()
+        y = row * ((self.side - 1) / max(rows - 1, 1))
+        x = column * ((self.side - 1) / max(columns - 1, 1))
+        y0 = y.floor()
+        x0 = x.floor()
         for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
             index = (y0 + down).clamp(max=self.side - 1) * self.side + (x0 + right).clamp(max=self.side - 1)
             weight = (y - y0 if down else 1 - (y - y0)) * (x - x0 if right else 1 - (x - x0))
@@ -179,7 +197,8 @@ class Tower:
     def _windows(self, time: int, rows: int, columns: int) -> tuple[Tensor, list[int]]:
         """The order of the embeddings, window after window, and the number of patches in each."""
         assert self.window is not None
-        order, lengths = list[Tensor](), list[int]()
+        order = list[Tensor]()
+        lengths = list[int]()
         grid = torch.arange(time * rows * columns).view(time, rows, columns)
         for frame in grid:
             for top in range(0, rows, self.window):

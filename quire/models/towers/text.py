@@ -18,12 +18,15 @@ class Encoder:
     """Encodes one text at a time."""
 
     def __init__(self, model: Decoder, device: torch.device) -> None:
-        self.model, self.device = model, device
+        self.model = model
+        self.device = device
 
     def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """ids: [tokens] -> [tokens, hidden]"""
-        count, device = len(tensors["ids"]), self.device
-        ids, bounds = upload(tensors["ids"].numpy(), device), upload(np.array([0, count], np.int32), device)
+        count = len(tensors["ids"])
+        device = self.device
+        ids = upload(tensors["ids"].numpy(), device)
+        bounds = upload(np.array([0, count], np.int32), device)
         inputs = StepInputs(
             size=StepSize(count, 1),
             longest_prompt=count,

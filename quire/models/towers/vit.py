@@ -12,8 +12,10 @@ from quire.multimodal.families.base import Config
 
 class Layer:
     def __init__(self, builder: Builder, name: str, config: Config, eps: float, activation: str) -> None:
-        hidden, inner = config["hidden_size"], config["intermediate_size"]
-        self.heads, self.activation = config["num_attention_heads"], ACTIVATIONS[activation]
+        hidden = config["hidden_size"]
+        inner = config["intermediate_size"]
+        self.heads = config["num_attention_heads"]
+        self.activation = ACTIVATIONS[activation]
         self.norm1 = LayerNorm(builder, f"{name}.layer_norm1", hidden, eps)
         self.q, self.k, self.v, self.out = (
             Linear(builder, f"{name}.self_attn.{part}", hidden, hidden)
@@ -38,7 +40,8 @@ class VisionTransformer:
         self.is_clip = config.get("model_type", "clip_vision_model") == "clip_vision_model"
         count = config.get("num_hidden_layers", 12)
         sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, **config}
-        hidden, self.patch = sizes["hidden_size"], sizes.get("patch_size", 32 if self.is_clip else 16)
+        hidden = sizes["hidden_size"]
+        self.patch = sizes.get("patch_size", 32 if self.is_clip else 16)
         self.hidden_size = hidden
         eps = sizes.get("layer_norm_eps", 1e-5 if self.is_clip else 1e-6)
         activation = sizes.get("hidden_act", "quick_gelu" if self.is_clip else "gelu_pytorch_tanh")

@@ -23,7 +23,8 @@ _NEVER = float("-inf")
 
 class Layer:
     def __init__(self, builder: Builder, name: str, config: Config) -> None:
-        hidden, inner = config["d_model"], config["encoder_ffn_dim"]
+        hidden = config["d_model"]
+        inner = config["encoder_ffn_dim"]
         self.heads = config["encoder_attention_heads"]
         self.activation = ACTIVATIONS[config.get("activation_function", "gelu")]
         self.norm1 = LayerNorm(builder, f"{name}.self_attn_layer_norm", hidden, 1e-5)
@@ -43,7 +44,8 @@ class Layer:
 
 class Encoder:
     def __init__(self, builder: Builder, config: Config, name: str = "model.encoder") -> None:
-        hidden, bins = config["d_model"], config["num_mel_bins"]
+        hidden = config["d_model"]
+        bins = config["num_mel_bins"]
         self.convolutions = [
             (builder.whole(f"{name}.{conv}.weight", hidden, width, 3), builder.whole(f"{name}.{conv}.bias", hidden))
             for conv, width in (("conv1", bins), ("conv2", hidden))
@@ -97,7 +99,8 @@ class OutputRules(LogitsProcessor):
         return last in self.tasks or last == self.no_timestamps
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
-        index, begins = self.upload(at.index), self.upload(at.index[at.num_output == 0])
+        index = self.upload(at.index)
+        begins = self.upload(at.index[at.num_output == 0])
         logits.index_put_((index[:, None], self.never), self._never)
         logits.index_put_((begins[:, None], self.never_first), self._never)
         for place in self._with_times[at.rows].nonzero()[0].tolist():
@@ -105,7 +108,8 @@ class OutputRules(LogitsProcessor):
 
     def _keep_times(self, logits: Tensor, output: list[int]) -> None:
         """logits: [vocab], changed in place. output: the tokens before the place."""
-        first, times = self.first, [token for token in output if token >= self.first]
+        first = self.first
+        times = [token for token in output if token >= self.first]
         logits[self.no_timestamps] = _NEVER
         if not output:
             logits[:first] = _NEVER

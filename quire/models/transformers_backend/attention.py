@@ -40,7 +40,9 @@ class PagedAttention:
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, soft_cap: float | None, sinks: Tensor | None
     ) -> Tensor:
         """query, key, value: [1, heads or kv_heads, tokens, dim] -> [1, tokens, heads, dim of the values]"""
-        backend, cache, plan = self.backend, self.cache, self.step.plans[self.group]
+        backend = self.backend
+        cache = self.cache
+        plan = self.step.plans[self.group]
         assert backend is not None, "bind the cache first"
         assert cache is not None
         q, k, v = (_rows(x, self.head_dim, backend.shape.dtype) for x in (query, key, value))

@@ -31,7 +31,8 @@ def load_model(
     Quire's attention, and WeightError."""
     name = architecture(description.config)
     try:
-        kind, settings = getattr(transformers, name), settings_of(description.config)
+        kind = getattr(transformers, name)
+        settings = settings_of(description.config)
         if description.pooling is not None or (weights is not None and weights.is_file()):
             raise ValueError("it is a model that pools, or a GGUF file")
         if kind._is_stateful or not kind._supports_attention_backend:

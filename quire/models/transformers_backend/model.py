@@ -36,10 +36,13 @@ class TransformersModel(Model):
     ) -> None:
         self.kernels, self.stage, self.residual_stream = kernels, Stage(range(len(layers))), ResidualStream(group)
         self.vocab_size = self.num_token_ids = network.config.vocab_size
-        self.hidden_size, self.rotary, self.pooler = network.config.hidden_size, [], None
+        self.hidden_size = network.config.hidden_size
+        self.rotary = []
+        self.pooler = None
         self.tensors = dict([*network.named_parameters(), *network.named_buffers()])
         self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
-        self._body, self._head = network.base_model, network
+        self._body = network.base_model
+        self._head = network
         setattr(network, network.base_model_prefix, _Passed())
         shapes = [CacheShape(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers]
         kept = [attention_spec([i], layer.window) for i, layer in enumerate(layers)]

@@ -89,7 +89,9 @@ def probe(body: Any, vocab_size: int, recorder: Recorder, max_model_len: int) ->
     Raises ValueError if it cannot run on Quire's attention.
     """
     draw = torch.Generator().manual_seed(0)
-    last, seen, agrees = _TOKENS - 1, list[Call](), False
+    last = _TOKENS - 1
+    seen = list[Call]()
+    agrees = False
 
     def run(positions: Tensor, **inputs: Tensor) -> tuple[list[Call], Tensor]:
         recorder.calls.clear()
@@ -146,7 +148,8 @@ def _window(function: Callable[..., Tensor], length: int) -> int | None:
 
     function: tells for a sequence, a head, a query and keys which keys the query sees.
     """
-    keys, zero = torch.arange(length), torch.tensor(0)
+    keys = torch.arange(length)
+    zero = torch.tensor(0)
 
     def visible(query: int) -> Tensor:
         return function(zero, zero, torch.tensor(query), keys).expand(length)

@@ -15,8 +15,10 @@ class Pictures(Family):
 
     def __init__(self, config: Config, settings: Config, token: Callable[[int], str]) -> None:
         token_id = config.get("image_token_index", config.get("image_token_id", 262_144))
-        begin, end = token(config.get("boi_token_index", 255_999)), token(config.get("eoi_token_index", 256_000))
-        self.num_embeds, self.settings = config.get("mm_tokens_per_image", 256), settings
+        begin = token(config.get("boi_token_index", 255_999))
+        end = token(config.get("eoi_token_index", 256_000))
+        self.num_embeds = config.get("mm_tokens_per_image", 256)
+        self.settings = settings
         self.kinds = {"image": Kind(begin, token_id)}
         self.text = f"\n\n{begin}{token(token_id) * self.num_embeds}{end}\n\n"
         side = config["vision_config"].get("image_size", 896)

@@ -16,10 +16,13 @@ LONGEST = 4096  # pixels of an edge
 
 class Pictures(Family):
     def __init__(self, config: Config, settings: Config, token: Callable[[int], str]) -> None:
-        token_id, vision = config.get("image_token_id", 128_257), config["vision_config"]
-        self.text, self.settings = token(token_id), settings
+        token_id = config.get("image_token_id", 128_257)
+        vision = config["vision_config"]
+        self.text = token(token_id)
+        self.settings = settings
         self.kinds = {"image": Kind(self.text, token_id)}
-        side, patch = vision.get("image_size", 224), vision.get("patch_size", 32)
+        side = vision.get("image_size", 224)
+        patch = vision.get("patch_size", 32)
         self.tile = (settings.get("max_image_size") or {}).get("longest_edge", side)
         self.longest = (settings.get("size") or {}).get("longest_edge", 4 * self.tile)
         self.of_tile = (self.tile // patch // config.get("scale_factor", 2)) ** 2
@@ -28,10 +31,13 @@ class Pictures(Family):
     def image(self, image: Image.Image) -> Prepared:
         if self.settings.get("do_resize", True):
             image = self._resized(image, *self._fitted(*image.size))
-        tiles, rows, columns = list[Image.Image](), 0, 0
+        tiles = list[Image.Image]()
+        rows = 0
+        columns = 0
         if self.settings.get("do_image_splitting", True):
             image = self._resized(image, *self._in_tiles(*image.size))
-            columns, rows = image.width // self.tile, image.height // self.tile
+            columns = image.width // self.tile
+            rows = image.height // self.tile
             for top in range(0, image.height, self.tile):
                 for left in range(0, image.width, self.tile):
                     tiles.append(image.crop((left, top, left + self.tile, top + self.tile)))
@@ -43,7 +49,8 @@ class Pictures(Family):
         return Prepared({"pixel_values": values}, self._text(rows, columns), len(tiles) * self.of_tile)
 
     def _text(self, rows: int, columns: int) -> str:
-        around, embeds = "<fake_token_around_image>", self.text * self.of_tile
+        around = "<fake_token_around_image>"
+        embeds = self.text * self.of_tile
         lines = [
             "".join(f"{around}<row_{row + 1}_col_{column + 1}>{embeds}" for column in range(columns)) + "\n"
             for row in range(rows)
@@ -55,24 +62,31 @@ class Pictures(Family):
 
     def _fitted(self, width: int, height: int) -> tuple[int, int]:
         """The size with the longest edge that the settings name. The other edge is even."""
-        ratio, longest = width / height, self.longest
+        ratio = width / height
+        longest = self.longest
         if width >= height:
-            width, height = longest, int(longest / ratio)
+            width = longest
+            height = int(longest / ratio)
             height += height % 2
         else:
-            width, height = int(longest * ratio), longest
+            width = int(longest * ratio)
+            height = longest
             width += width % 2
-        width, height = max(width, 1), max(height, 1)
+        width = max(width, 1)
+        height = max(height, 1)
         ratio = width / height
         if width >= height and width > LONGEST:
-            width, height = LONGEST, int(LONGEST / ratio)
+            width = LONGEST
+            height = int(LONGEST / ratio)
         elif height > LONGEST:
-            width, height = int(LONGEST * ratio), LONGEST
+            width = int(LONGEST * ratio)
+            height = LONGEST
         return max(width, 1), max(height, 1)
 
     def _in_tiles(self, width: int, height: int) -> tuple[int, int]:
         """The next larger size that whole tiles cover."""
-        ratio, tile = width / height, self.tile
+        ratio = width / height
+        tile = self.tile
         if width >= height:
             width = math.ceil(width / tile) * tile
             height = math.ceil(int(width / ratio) / tile) * tile

@@ -12,8 +12,10 @@ from quire.multimodal.preprocessing import BICUBIC, CLIP_MEAN, CLIP_STD, normali
 
 class Pictures(Family):
     def __init__(self, config: Config, settings: Config, token: Callable[[int], str]) -> None:
-        token_id, vision = config.get("image_token_id", 151_667), config["vision_config"]
-        self.text, self.settings = token(token_id), settings
+        token_id = config.get("image_token_id", 151_667)
+        vision = config["vision_config"]
+        self.text = token(token_id)
+        self.settings = settings
         self.kinds = {"image": Kind(self.text, token_id), "video": Kind("<video>", token_id)}
         side, patch = (first(vision.get(name, default)) for name, default in (("image_size", 448), ("patch_size", 14)))
         self.side = (settings.get("size") or {}).get("height", side)
@@ -22,8 +24,11 @@ class Pictures(Family):
         self.adjustable = {"min_patches": self.most, "max_patches": self.most, "crop_to_patches": None}
 
     def image(self, image: Image.Image) -> Prepared:
-        settings, tiles, side = self.settings, list[Image.Image](), self.side
-        columns, rows = 1, 1
+        settings = self.settings
+        tiles = list[Image.Image]()
+        side = self.side
+        columns = 1
+        rows = 1
         if settings.get("crop_to_patches", True):
             columns, rows = self._grid(*image.size)
             cut = self._resized(image, columns, rows)
@@ -54,12 +59,14 @@ class Pictures(Family):
         one that is less than twice as large as the picture, in the order of their numbers of tiles."""
         edges = range(1, self.most + 1)
         grids = [(c, r) for c in edges for r in edges if self.least <= c * r <= self.most]
-        best, nearest = (1, 1), float("inf")
+        best = (1, 1)
+        nearest = float("inf")
         for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
             distance = abs(width / height - columns / rows)
             fits = width * height > 0.5 * self.side**2 * columns * rows
             if distance < nearest or (distance == nearest and fits):
-                best, nearest = (columns, rows), distance
+                best = (columns, rows)
+                nearest = distance
         return best
 
 

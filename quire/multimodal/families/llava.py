@@ -12,15 +12,19 @@ from quire.multimodal.preprocessing import BICUBIC, CLIP_MEAN, CLIP_STD, center_
 class Pictures(Family):
     def __init__(self, config: Config, settings: Config, token: Callable[[int], str]) -> None:
         token_id = config.get("image_token_id", config.get("image_token_index", 32_000))
-        self.text, vision = token(token_id), config["vision_config"]
+        self.text = token(token_id)
+        vision = config["vision_config"]
         self.settings, self.kinds = settings, {"image": Kind(self.text, token_id)}
-        side, patch = vision.get("image_size", 336), vision.get("patch_size", 14)
+        side = vision.get("image_size", 336)
+        patch = vision.get("patch_size", 14)
         has_class = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
         keeps_class = has_class and config.get("vision_feature_select_strategy", "default") != "default"
-        self.side, self.num_embeds = side, (side // patch) ** 2 + keeps_class
+        self.side = side
+        self.num_embeds = (side // patch) ** 2 + keeps_class
 
     def image(self, image: Image.Image) -> Prepared:
-        settings, size = self.settings, self.settings.get("size") or {"shortest_edge": self.side}
+        settings = self.settings
+        size = self.settings.get("size") or {"shortest_edge": self.side}
         edge = size if isinstance(size, int) else size.get("shortest_edge")
         target = (size["width"], size["height"]) if edge is None else shortest_edge(image, edge)
         resampling = Image.Resampling(settings.get("resample", BICUBIC))

@@ -52,7 +52,8 @@ class Pictures(Family):
 
     def _fitted(self, image: Image.Image, width: int, height: int) -> Image.Image:
         """The picture, as large as it can be without changing its proportions, in the middle of a black one."""
-        wide, high = width / image.width, height / image.height
+        wide = width / image.width
+        high = height / image.height
         if wide < high:
             inner = width, min(math.ceil(image.height * wide), height)
         else:
@@ -103,9 +104,11 @@ def kept(
         top = (rows - int(round(height * (columns / width), 7))) // 2
     else:
         left = (columns - int(round(width * (rows / height), 7))) // 2
-    rows, columns = rows - 2 * top, columns - 2 * left
+    rows = rows - 2 * top
+    columns = columns - 2 * left
     if most is not None:
         ratio = math.sqrt(rows * columns / (most * per_edge**2))
         if ratio > 1.1:
-            rows, columns = int(rows // ratio), int(columns // ratio)
+            rows = int(rows // ratio)
+            columns = int(columns // ratio)
     return (rows, columns), (top, left)

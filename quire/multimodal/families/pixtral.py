@@ -13,7 +13,8 @@ from quire.multimodal.preprocessing import BICUBIC, CLIP_MEAN, CLIP_STD, normali
 class Pictures(Family):
     def __init__(self, config: Config, settings: Config, token: Callable[[int], str]) -> None:
         token_id = config.get("image_token_id", config.get("image_token_index", 10))
-        self.text, self.settings = token(token_id), settings
+        self.text = token(token_id)
+        self.settings = settings
         self.kinds = {"image": Kind(self.text, token_id)}
         vision = config["vision_config"]
         self.unit = vision.get("patch_size", 16) * config.get("spatial_merge_size", 1)
@@ -24,8 +25,10 @@ class Pictures(Family):
         width, height = image.size
         shrink = max(width / self.longest, height / self.longest)
         if shrink > 1:
-            width, height = max(math.floor(width / shrink), 1), max(math.floor(height / shrink), 1)
-        columns, rows = -(-width // self.unit), -(-height // self.unit)
+            width = max(math.floor(width / shrink), 1)
+            height = max(math.floor(height / shrink), 1)
+        columns = -(-width // self.unit)
+        rows = -(-height // self.unit)
         resampling = Image.Resampling(self.settings.get("resample", BICUBIC))
         image = image.resize((columns * self.unit, rows * self.unit), resampling)
         values = normalized(np.asarray(image), self.settings, CLIP_MEAN, CLIP_STD)

@@ -21,16 +21,19 @@ MOST_STRETCHED = 200  # the proportion of the edges of a picture, above which th
 
 class Pictures(Family):
     def __init__(self, config: Config, settings: Config, token: Callable[[int], str]) -> None:
-        vision, self.settings = config["vision_config"], settings
+        vision = config["vision_config"]
+        self.settings = settings
         kind = config.get("model_type", "qwen2_vl")
         is_third = kind.startswith("qwen3")
         first = 248_053 if kind.startswith("qwen3_5") else 151_652  # start, end, a token that is not used, image, video
-        image_id, video_id = config.get("image_token_id", first + 3), config.get("video_token_id", first + 4)
+        image_id = config.get("image_token_id", first + 3)
+        video_id = config.get("video_token_id", first + 4)
         self.texts = {"image": token(image_id), "video": token(video_id)}
         self.kinds = {"image": Kind(self.texts["image"], image_id)}
         self.around = ("", "")  # what stands around the embeddings of a pair of frames, if times stand between pairs
         if is_third:
-            start, end = config.get("vision_start_token_id", first), config.get("vision_end_token_id", first + 1)
+            start = config.get("vision_start_token_id", first)
+            end = config.get("vision_end_token_id", first + 1)
             self.around = (token(start), token(end))
         self.kinds["video"] = Kind(self.texts["video"].join(self.around), video_id)
         # The encoder is built with these, whatever the settings of the processor say.
@@ -51,7 +54,8 @@ class Pictures(Family):
     def video(self, frames: Frames) -> Prepared:
         """Frames are taken in pairs; the last one is repeated if it has no partner."""
         images = [*frames.images, *[frames.images[-1]] * (-len(frames.images) % self.frames)]
-        timed, count = bool(self.around[0]), len(frames.images)
+        timed = bool(self.around[0])
+        count = len(frames.images)
         size = self._size(*images[0].size, self.limits_of_videos, count if timed else 1)
         cut = [self._patches(image.resize(images[0].size), size) for image in images]
         _, rows, columns = cut[0]
@@ -76,14 +80,16 @@ class Pictures(Family):
     def _patches(self, image: Image.Image, size: tuple[int, int]) -> tuple[Array, int, int]:
         """[patches, 3, patch, patch], those that become one embedding next to each other; rows and columns. size: to
         which the picture is resized."""
-        patch, merge = self.patch, self.merge
+        patch = self.patch
+        merge = self.merge
         if self.settings.get("do_resize", True):
             image = image.resize(size, Image.Resampling(self.settings.get("resample", BICUBIC)))
         values = normalized(np.asarray(image), self.settings, self.mean, self.std)
         _, height, width = values.shape
         if height % (patch * merge) or width % (patch * merge):
             raise MediaError(f"without do_resize, the edges must be multiples of {patch * merge}")
-        rows, columns = height // patch, width // patch
+        rows = height // patch
+        columns = width // patch
         cut = values.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
         return cut.transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3, patch, patch), rows, columns
 
@@ -95,8 +101,10 @@ class Pictures(Family):
             raise MediaError(f"the longer edge of the picture is more than {MOST_STRETCHED} times the other")
         if frames > 1 and min(height, width) < factor:
             scale = max(factor / height, factor / width)
-            height, width = int(height * scale), int(width * scale)
-        h, w = round(height / factor) * factor, round(width / factor) * factor
+            height = int(height * scale)
+            width = int(width * scale)
+        h = round(height / factor) * factor
+        w = round(width / factor) * factor
         time = round(frames / self.frames) * self.frames if frames > 1 else 1
         if time * h * w > most:
             shrink = math.sqrt(frames * height * width / most)
@@ -104,13 +112,16 @@ class Pictures(Family):
             w = max(factor, math.floor(width / shrink / factor) * factor)
         elif time * h * w < least:
             grow = math.sqrt(least / (frames * height * width))
-            h, w = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
+            h = math.ceil(height * grow / factor) * factor
+            w = math.ceil(width * grow / factor) * factor
         return w, h
 
     def rotary_positions(self, token_ids: list[int], placed: Sequence[Placed]) -> Array | None:
         if not placed:
             return None
-        parts, position, token = list[Array](), 0, 0
+        parts = list[Array]()
+        position = 0
+        token = 0
         for start, (time, rows, columns), seconds in self._grids(placed):
             text = np.arange(start - token) + position
             position += start - token

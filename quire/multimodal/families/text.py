@@ -10,7 +10,8 @@ class Texts(Family):
     """It has no media: texts come as prompts, see encoder_prompts.py."""
 
     def __init__(self, config: Config, settings: Config, token: Callable[[int], str]) -> None:
-        self.config, self.kinds = config, {}
+        self.config = config
+        self.kinds = {}
 
     def beginning(self, generation_config: Mapping[str, Any]) -> list[int]:
         """The tokens with which the decoder starts. Raises ValueError if the checkpoint does not say."""

@@ -19,7 +19,8 @@ class Spectra(Family):
         """config: of the encoder."""
         self.positions = config.get("max_source_positions", 1500)
         self.sample_rate, self.hop = settings.get("sampling_rate", 16_000), settings.get("hop_length", 160)
-        self.fft, self.most_samples = settings.get("n_fft", 400), 2 * self.positions * self.hop
+        self.fft = settings.get("n_fft", 400)
+        self.most_samples = 2 * self.positions * self.hop
         self.filters = mel_filters(self.fft, config.get("num_mel_bins", 80), self.sample_rate)
 
     def mel(self, samples: Array) -> Array:

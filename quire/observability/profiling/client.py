@@ -55,7 +55,8 @@ async def stop(client: "CoreClient") -> int:
     """Stop the profile in all cores. Returns how many of them have written their traces. Raises ValueError if none has.
 
     Cores that were lost have lost their part of the profile, which is logged."""
-    restarts, ready = client.restarts, len(client.ready)
+    restarts = client.restarts
+    ready = len(client.ready)
     problems = await _tell(client, stop_order())
     if len(problems) == ready:
         raise ValueError(problems[0])

@@ -24,7 +24,9 @@ class _Running:
     its traces could not be written when the plan had them written. is_written: whether they have been."""
 
     def __init__(self, order: Profile, options: ProfilerConfig) -> None:
-        self.order, self.plan, self.num_steps = order, deque(options.plan), 0
+        self.order = order
+        self.plan = deque(options.plan)
+        self.num_steps = 0
         self.is_recording = self.is_written = False
         self.trace: Trace | None = None  # of the core's own process
         self.ends: list[Callable[[], None]] = []  # of the marks of its stations
@@ -77,7 +79,8 @@ class CoreProfiler:
 
     def _forget(self) -> None:
         self._stop_counting()
-        self._running, self._stop_counting = None, lambda: None
+        self._running = None
+        self._stop_counting = lambda: None
 
     def _count(self, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
         """Called in place of `schedule`."""
@@ -122,7 +125,10 @@ class CoreProfiler:
             return
         for end in running.ends:
             end()
-        trace, running.trace, running.ends, running.is_recording = running.trace, None, [], False
+        trace = running.trace
+        running.trace = None
+        running.ends = []
+        running.is_recording = False
         self._core.busy(PROFILE_SECONDS)  # no thread of this process may be able to send heartbeats meanwhile
         try:
             # The ranks are still patient with this process, since they record.

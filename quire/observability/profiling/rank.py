@@ -15,7 +15,8 @@ class RankProfiler:
     """Records the steps of a rank between the orders of its core, which counts them."""
 
     def __init__(self, runner: Any, rank: int) -> None:
-        self._runner, self._rank = runner, rank
+        self._runner = runner
+        self._rank = rank
         self._trace: Trace | None = None
         self._ends: list[Callable[[], None]] = []  # of the stations' marks
 
@@ -30,6 +31,8 @@ class RankProfiler:
     def _end(self, write: bool) -> None:
         for end in self._ends:
             end()
-        trace, self._trace, self._ends = self._trace, None, []
+        trace = self._trace
+        self._trace = None
+        self._ends = []
         if trace is not None:
             trace.stop(write)

@@ -14,7 +14,8 @@ class _Chain:
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name, self.hidden = owner, name, vars(owner).get(name)
-        self.method, self.watchers = getattr(owner, name), list[Watcher]()
+        self.method = getattr(owner, name)
+        self.watchers = list[Watcher]()
 
     def add(self, watcher: Watcher) -> None:
         self.watchers.append(watcher)

@@ -35,7 +35,8 @@ class TorchTrace:
     def __init__(self, options: ProfilerConfig, name: str) -> None:
         """name: of the file, without its ending. Raises ValueError if the folder cannot be written."""
         check_folder(options)
-        self._options, self._name = options, name
+        self._options = options
+        self._name = name
         self._profile: profile | None = None
 
     def start(self) -> None:
@@ -55,7 +56,8 @@ class TorchTrace:
     def stop(self, write: bool) -> None:
         """Raises OSError if the trace cannot be written. While it is made, the threads of this process stand still for
         seconds."""
-        recorded, self._profile = self._profile, None
+        recorded = self._profile
+        self._profile = None
         if recorded is None:
             return
         if torch.cuda.is_available():

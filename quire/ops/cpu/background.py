@@ -25,7 +25,8 @@ class Background:
     ) -> None:
         """ended: is called once, on another thread. Raises OSError if no process can be started."""
         self.problem, self._ended = "", threading.Event()
-        self._began, self._wake = time.monotonic(), [ended]
+        self._began = time.monotonic()
+        self._wake = [ended]
         order = {"first": first, "then": then, "at_once": at_once, "nice": NICE}
         # Neither the signals of a terminal nor the end of this process reach it.
         self._process = subprocess.Popen(

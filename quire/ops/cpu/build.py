@@ -87,11 +87,13 @@ class UnitLibrary(Library):
     """
 
     def __init__(self, folder: Path | None, flags: Sequence[str]) -> None:
-        self.folder, self.flags = folder, flags
+        self.folder = folder
+        self.flags = flags
         self.units = read_units(SOURCES)
         self._compiler = find_compiler()
         self._version = "*" if self._compiler is None else _version(self._compiler)
-        self._facts, self._names = _facts(flags), dict[str, str]()
+        self._facts = _facts(flags)
+        self._names = dict[str, str]()
         self._files: dict[str, ctypes.CDLL] = {}
         self._lock = threading.RLock()
         self._unit_of = {kernel: unit.name for unit in self.units.values() for kernel in unit.kernels}
@@ -222,7 +224,8 @@ def prepare(units: Iterable[str], may_defer: bool) -> None:
     may_defer: whether the engine may start with PyTorch's operations while the units are compiled in the background;
     `library()` is None until then.
     """
-    _plan.units, _plan.may_defer = (_plan.units or frozenset()) | frozenset(units), may_defer
+    _plan.units = (_plan.units or frozenset()) | frozenset(units)
+    _plan.may_defer = may_defer
     if library.cache_info().currsize and isinstance(found := library(), UnitLibrary):
         found.compile(units)
 
@@ -270,7 +273,8 @@ def find_library() -> Library | None:
     """The kernels if they need not be compiled, else None."""
     if sys.platform not in ("linux", "darwin"):
         return None
-    folder, name = cache_folder(), _chosen[0]
+    folder = cache_folder()
+    name = _chosen[0]
     packaged = _best(PACKAGED) if name == "native" else _find(PACKAGED, _flags(name), "*")
     if packaged is not None or folder is None:
         return packaged
@@ -309,7 +313,8 @@ def _best(folder: Path, is_compiler_better: bool = False) -> Library | None:
 
 def _compiled() -> Library | None:
     """The units that are needed, compiled now; or None, if they are compiled in the background."""
-    flags, folder = _flags(_chosen[0]), cache_folder()
+    flags = _flags(_chosen[0])
+    folder = cache_folder()
     if _plan.background is not None and _plan.background.problem:
         raise BuildError(_plan.background.problem)
     reason = "this user has no home folder"
@@ -356,7 +361,8 @@ def compile_for(name: str, folder: Path) -> Path:
 
     Raises BuildError if there is no compiler or it fails, OSError if the folder is not writable or not trustworthy.
     """
-    compiler, flags = find_compiler(), _flags(name)
+    compiler = find_compiler()
+    flags = _flags(name)
     if compiler is None:
         raise BuildError(_MISSING_COMPILER)
     path = folder / f"{_fingerprint(flags)}-{_version(compiler)}.so"
@@ -379,7 +385,8 @@ recorder = _Recorder()
 
 def kernel(name: str, arguments: str) -> Callable[..., None]:
     """A kernel of `library()`. The library must exist; implementations that call this are chosen only if it does."""
-    function, record = _kernel(name, arguments), recorder.record
+    function = _kernel(name, arguments)
+    record = recorder.record
     return function if record is None else record(name, arguments, function)
 
 

@@ -17,8 +17,12 @@ def on_cpu(target: Target) -> bool:
 
 @reference.rms_norm.implementation("cpu", supports=on_cpu)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    dtype, wide_weight, dims = x.dtype, weight.dtype is torch.float32, x.dim()
-    inner, inner_stride, last = 1, 0, 0
+    dtype = x.dtype
+    wide_weight = weight.dtype is torch.float32
+    dims = x.dim()
+    inner = 1
+    inner_stride = 0
+    last = 0
     if dims == 2:
         (outer, dim), (outer_stride, last) = x.shape, x.stride()
     elif dims == 3:
@@ -46,7 +50,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @reference.add_rms_norm.implementation("cpu", supports=on_cpu)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Overwrites both: residual with the sum, x with the norm."""
-    dtype, wide_weight, to, source = x.dtype, weight.dtype is torch.float32, residual.data_ptr(), x.data_ptr()
+    dtype = x.dtype
+    wide_weight = weight.dtype is torch.float32
+    to = residual.data_ptr()
+    source = x.data_ptr()
     rows, dim = x.shape
     stride, last = x.stride()
     to_stride, to_last = residual.stride()
@@ -74,7 +81,9 @@ def _layer_norm(
 ) -> None:
     """x, out: [rows, dim] or [tokens, heads, dim]. residual: becomes x + residual, which is normed then."""
     is_flat = x.dim() == 2
-    outer, inner, inner_stride = len(x), 1 if is_flat else x.shape[1], 0 if is_flat else x.stride(1)
+    outer = len(x)
+    inner = 1 if is_flat else x.shape[1]
+    inner_stride = 0 if is_flat else x.stride(1)
     kernel("quire_layer_norm", "ipllllpllplpfpi")(
         CODES[x.dtype],
         x.data_ptr(),
@@ -137,9 +146,14 @@ def multiply(x: Tensor, factor: Tensor | float) -> Tensor:
     if x.stride(1) != 1:
         x = x.contiguous()
     out = x.new_empty(rows, dim)
-    number, factors, by_row, by_column, is_wide = 1.0, None, 0, 0, True
+    number = 1.0
+    factors = None
+    by_row = 0
+    by_column = 0
+    is_wide = True
     if isinstance(factor, Tensor):
-        is_row, is_wide = factor.dim() == 1, factor.dtype is torch.float32
+        is_row = factor.dim() == 1
+        is_wide = factor.dtype is torch.float32
         factor = factor.contiguous() if is_row else factor
         factors = factor.data_ptr()
         by_row, by_column = (0, factor.stride(0)) if is_row else (factor.stride(0), 0)
@@ -164,7 +178,9 @@ def multiply(x: Tensor, factor: Tensor | float) -> Tensor:
 
 @reference.lerp.implementation("cpu", supports=on_cpu)
 def lerp(x: Tensor, other: Tensor, weight: Tensor) -> Tensor:
-    x, other, weight = x.contiguous(), other.contiguous(), weight.contiguous()
+    x = x.contiguous()
+    other = other.contiguous()
+    weight = weight.contiguous()
     mixes, weight_rows, dim = weight.shape
     out = x.new_empty(mixes, len(x), dim)
     kernel("quire_lerp", "iipplllplpi")(
@@ -198,7 +214,8 @@ def _gate(activation: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) ->
     rows, width = x.shape
     stride, last = x.stride()
     if last != 1:
-        x, stride = x.contiguous(), width
+        x = x.contiguous()
+        stride = width
     out = x.new_empty(rows, width // 2)
     kernel("quire_gate", "iiffplllpi")(
         CODES[x.dtype],
@@ -272,7 +289,8 @@ def activate(x: Tensor, name: str) -> Tensor:
     rows, dim = x.shape
     stride, last = x.stride()
     if last != 1:
-        x, stride = x.contiguous(), dim
+        x = x.contiguous()
+        stride = dim
     out = x.new_empty(rows, dim)
     kernel("quire_activate", "iiplllpi")(
         CODES[x.dtype],
@@ -293,7 +311,8 @@ def rotary_embedding(
 ) -> tuple[Tensor, Tensor]:
     """Rotates q and k in place."""
     if not (cos.is_contiguous() and sin.is_contiguous()):
-        cos, sin = cos.contiguous(), sin.contiguous()
+        cos = cos.contiguous()
+        sin = sin.contiguous()
     tokens, heads, _ = q.shape
     q_stride, q_head_stride, _ = q.stride()
     k_stride, k_head_stride, _ = k.stride()

@@ -14,7 +14,8 @@ def _dense(x: Tensor) -> Tensor:
 
 @reference.join.implementation("cpu", supports=on_cpu)
 def join(first: Tensor, second: Tensor) -> Tensor:
-    first, second = _dense(first), _dense(second)
+    first = _dense(first)
+    second = _dense(second)
     tokens, heads, dim = first.shape
     out = first.new_empty(tokens, heads, dim + second.shape[2])
     size = first.itemsize
@@ -38,7 +39,8 @@ def join(first: Tensor, second: Tensor) -> Tensor:
 
 @reference.sharpen.implementation("cpu", supports=on_cpu)
 def sharpen(q: Tensor, positions: Tensor, scale: float, length: int, offset: int) -> Tensor:
-    q, positions = _dense(q), positions.contiguous()
+    q = _dense(q)
+    positions = positions.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     kernel("quire_sharpen", "iplllllpfllpi")(
         CODES[q.dtype],

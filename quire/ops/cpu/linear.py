@@ -55,7 +55,8 @@ linear_cpu.pack, linear_cpu.rows = Panels.of, Panels.pick  # type: ignore[attr-d
 def grouped_linear_cpu(x: Tensor, weight: Tensor | Panels, bias: Tensor | None, offsets: Tensor) -> Tensor:
     if isinstance(weight, Panels):
         return _multiply(x, weight, bias, weight.rows // (len(offsets) - 1), offsets)
-    rows, experts = len(x), len(weight)
+    rows = len(x)
+    experts = len(weight)
     out_features, in_features = weight.shape[1:]
     check_width(x.shape[1], in_features)
     if weight.stride(2) != 1 or weight.dtype is not x.dtype:
@@ -121,7 +122,9 @@ def linear_by_head_cpu(x: Tensor, weight: Tensor) -> Tensor:
 @combine_experts.implementation("cpu", supports=on_cpu)
 def combine_experts_cpu(out: Tensor, order: Tensor, weights: Tensor | None) -> Tensor:
     tokens, top_k = (len(out), 1) if weights is None else weights.shape
-    out, order, weights = out.contiguous(), order.contiguous(), None if weights is None else weights.contiguous()
+    out = out.contiguous()
+    order = order.contiguous()
+    weights = None if weights is None else weights.contiguous()
     combined = out.new_empty(tokens, out.shape[1])
     kernel("quire_combine_experts", "ippplllpi")(
         CODES[out.dtype],

@@ -28,7 +28,8 @@ class Panels:
     def of(matrix: Tensor) -> "Panels":
         """Pack a matrix [rows, columns]. Its own memory is reused if its shape allows that."""
         rows, columns = matrix.shape
-        data, padding = matrix, -columns % (4 // matrix.element_size())
+        data = matrix
+        padding = -columns % (4 // matrix.element_size())
         if rows % 16 or padding or not matrix.is_contiguous():
             matrix = torch.nn.functional.pad(matrix, (0, padding)).contiguous()
             data = lasting.empty(-(-rows // 16) * 16, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)

@@ -62,7 +62,8 @@ def cpu_features() -> str:
     libc: Any = ctypes.CDLL(None)
     if sys.platform == "darwin":
         return " ".join(name for name, (*_, known_as) in _ARM_FEATURES.items() if _has(libc, known_as))
-    libc.getauxval.argtypes, libc.getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    libc.getauxval.argtypes = [ctypes.c_ulong]
+    libc.getauxval.restype = ctypes.c_ulong
     entries = {entry: libc.getauxval(entry) for entry in (16, 26)}
     names = [name for name, (entry, bit, _) in _ARM_FEATURES.items() if entries[entry] >> bit & 1]
     return " ".join([*names, *(f"hwcap={bits:#x}" for bits in entries.values())])

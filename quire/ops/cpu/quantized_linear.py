@@ -58,7 +58,8 @@ class QuantizedPanels:
     def pick(self, ids: Tensor) -> QuantizedMatrix:
         """The outputs `ids`."""
         parts = {name: panels.pick(ids) for name, panels in self._panels().items()}
-        form, codes = self.form, parts["codes"]
+        form = self.form
+        codes = parts["codes"]
         if self.bits not in (4, 8):
             wide = codes.new_empty(len(codes), form.codes.shape[1])
             kernel("quire_widen_codes", "ipllipi")(
@@ -89,7 +90,8 @@ class QuantizedPanels:
         )
         if not is_plain:
             return self.pick(ids).dequantize().to(dtype)
-        rows, ids = torch.empty(len(ids), form.in_features, dtype=dtype), ids.contiguous()
+        rows = torch.empty(len(ids), form.in_features, dtype=dtype)
+        ids = ids.contiguous()
         kernel("quire_byte_rows", "ipplllplpi")(
             CODES[dtype],
             self.codes.data.data_ptr(),
@@ -124,7 +126,8 @@ def _in_two_bytes(target: Target) -> bool:
 @quantized_linear.implementation("cpu_dense", supports=on_cpu)
 def quantized_linear_dense(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
     """Dequantizes the weight in each product, for models in float32 and for forms that cannot be in panels."""
-    offsets, parts = torch.tensor([0, len(x)]), []
+    offsets = torch.tensor([0, len(x)])
+    parts = []
     for start, stop, dense in dense_parts(weight, x.dtype):
         part_bias = None if bias is None else bias[None, start:stop]
         parts.append(grouped_linear_cpu(x, dense[None], part_bias, offsets))
@@ -147,7 +150,8 @@ def _multiply(x: Tensor, weight: QuantizedPanels, bias: Tensor | None, outs: int
     rows = x.shape[0]
     stride, last = x.stride()
     if last != 1:
-        x, stride = x.contiguous(), form.in_features
+        x = x.contiguous()
+        stride = form.in_features
     out = x.new_empty(rows, outs)
     inputs = x.data_ptr(), stride, rows, weight.codes.data.data_ptr()
     others = (
@@ -188,7 +192,8 @@ def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix | QuantizedPanels:
     word_inputs = 32 // matrix.bits  # inputs in a word
     if matrix.group % word_inputs and matrix.group < matrix.in_features:
         return matrix
-    bits, codes = min(matrix.bits, matrix.code_bits), matrix.codes.view(torch.uint8)
+    bits = min(matrix.bits, matrix.code_bits)
+    codes = matrix.codes.view(torch.uint8)
     if bits in (2, 3, 5, 6):
         unit = 32 if bits % 2 else 16  # codes in whole words
         width = -(-matrix.in_features // unit) * unit * bits // 8
@@ -205,7 +210,8 @@ def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix | QuantizedPanels:
         bits = matrix.bits
     of_groups = {name: getattr(matrix, name) for name in ("scales", "offsets", "factors")}
     if matrix.codes.is_floating_point() or any(t is not None and t.dtype not in _TYPES for t in of_groups.values()):
-        scales, offsets = matrix.effective_scales(), matrix.effective_offsets()
+        scales = matrix.effective_scales()
+        offsets = matrix.effective_offsets()
         of_groups = {"scales": scales, "offsets": offsets, "factors": None}
     empty: dict[str, Any] = {name: None if t is None else t[:0] for name, t in of_groups.items()}
     form = replace(matrix, codes=matrix.codes[:0], **empty)

@@ -85,7 +85,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        name, kwargs = func._schema.name, kwargs or {}
+        name = func._schema.name
+        kwargs = kwargs or {}
         if name in _NEW:
             like = args[0] if isinstance(args[0], Tensor) else None
             shape = args[0 if like is None else 1] if name != "aten::empty_like" else args[0].shape

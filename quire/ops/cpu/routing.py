@@ -42,9 +42,11 @@ def choose_experts(logits: Tensor, correction_bias: Tensor | None, routing: Rout
 @reference.sort_by_expert.implementation("cpu", supports=on_cpu)
 def sort_by_expert(x: Tensor, experts: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     (tokens, dim), top_k, count = x.shape, experts.shape[1], len(bounds)
-    x, experts = x if x.stride(1) == 1 else x.contiguous(), experts.contiguous()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    experts = experts.contiguous()
     rows = x.new_empty(tokens * top_k, dim)
-    offsets, order = torch.empty(count, dtype=torch.int64), torch.empty(tokens * top_k, dtype=torch.int64)
+    offsets = torch.empty(count, dtype=torch.int64)
+    order = torch.empty(tokens * top_k, dtype=torch.int64)
     kernel("quire_sort_by_expert", "pllplllpppi")(
         x.data_ptr(),
         x.stride(0) * x.itemsize,

@@ -58,13 +58,15 @@ def sample_gumbel(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
 ) -> Tensor:
-    given, logits = logits, reference.scale(logits, temperature, min_p)
+    given = logits
+    logits = reference.scale(logits, temperature, min_p)
     if top_k is not None or top_p is not None:
         logits = keep_top_k_top_p(logits.clone() if logits is given else logits, top_k, top_p)
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     rows, vocab = logits.shape
-    seeds, positions = seeds.contiguous(), positions.contiguous()
+    seeds = seeds.contiguous()
+    positions = positions.contiguous()
     tokens = torch.empty(rows, dtype=torch.int64)
     kernel("quire_sample_gumbel", "plllpppi")(
         logits.data_ptr(),

@@ -43,7 +43,8 @@ class SharedSums(Shortcut):
     def all_gather(self, x: Tensor, out: Tensor) -> bool:
         if x.device.type != "cpu":
             return False
-        x, part = x.contiguous(), -(-len(out) // self.group.size) * out.stride(0) * out.itemsize
+        x = x.contiguous()
+        part = -(-len(out) // self.group.size) * out.stride(0) * out.itemsize
         kernel("quire_gather", "ppllpiil")(x.data_ptr(), out.data_ptr(), part, out.nbytes, *self.place)
         return True
 
@@ -66,7 +67,8 @@ def with_shared_sums(group: Communicator) -> Communicator:
 def _share(group: Communicator) -> mmap.mmap | None:
     """The memory of the ranks. It has no name, so it is gone with the last of them. Rank 0 reserves it, and the others
     find it among the open files of that process. None if this rank cannot have it."""
-    size, memory = group.size * (_ARRIVAL_BYTES + 2 * _SLOT_BYTES), None
+    size = group.size * (_ARRIVAL_BYTES + 2 * _SLOT_BYTES)
+    memory = None
     file = _reserve(size) if group.rank == 0 else None
     process, number = group.broadcast(torch.tensor([os.getpid(), -1 if file is None else file])).tolist()
     with contextlib.suppress(OSError):

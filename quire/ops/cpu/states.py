@@ -184,7 +184,9 @@ def removal_keys(
 
 @reference.add_bonus.implementation("cpu", supports=on_cpu)
 def add_bonus(y: Tensor, weight: Tensor, bias: Tensor, bonus: Tensor, v: Tensor, gate: Tensor) -> Tensor:
-    y, v, gate = y.contiguous(), v.contiguous(), gate.contiguous()
+    y = y.contiguous()
+    v = v.contiguous()
+    gate = gate.contiguous()
     out, (rows, dim) = torch.empty_like(v), y.shape
     kernel("quire_add_bonus", "illlpppppppi")(
         CODES[v.dtype],

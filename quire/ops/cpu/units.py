@@ -74,7 +74,8 @@ _headers: dict[Path, tuple[int, str]] = {}  # texts by path, with the time of th
 
 def _with_headers(folder: Path, text: str) -> dict[str, str]:
     """A source's text under the name "", and those of the headers of this folder that it includes, by name."""
-    texts, found = {"": text}, [text]
+    texts = {"": text}
+    found = [text]
     while found:
         for name in _INCLUDE.findall(found.pop()):
             path = folder / name

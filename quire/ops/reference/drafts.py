@@ -29,7 +29,8 @@ def count_kept(token_ids: Tensor, rows: Tensor, positions: Tensor, sampled: Tens
     places place_start_loc[i] up to place_start_loc[i + 1].
     """
     places = torch.arange(len(rows), device=rows.device)
-    starts, ends = place_start_loc[:-1], place_start_loc[1:]
+    starts = place_start_loc[:-1]
+    ends = place_start_loc[1:]
     request = torch.searchsorted(ends, places, right=True)
     is_accepted = (token_ids[rows, positions + 1] == sampled) & (places + 1 < ends[request])
     first_other = ends.scatter_reduce(0, request, torch.where(is_accepted, len(rows), places), "amin")
@@ -50,9 +51,11 @@ def accept_or_resample(p: Tensor, q: Tensor, drafts: Tensor, seeds: Tensor, outp
     output_positions: [places], int64, as for sample_gumbel. Without a draft, if the draft's probability in softmax(q)
     is 0, and if softmax(q) is NaN, the token is drawn from softmax(p).
     """
-    p, q = p.softmax(-1, torch.float32), q.softmax(-1, torch.float32)
+    p = p.softmax(-1, torch.float32)
+    q = q.softmax(-1, torch.float32)
     index = drafts.clamp(min=0)[:, None]
-    p_draft, q_draft = p.gather(1, index)[:, 0], q.gather(1, index)[:, 0]
+    p_draft = p.gather(1, index)[:, 0]
+    q_draft = q.gather(1, index)[:, 0]
     is_drawn = (drafts >= 0) & (q_draft > 0)
     residual = (p - torch.where(is_drawn[:, None], q, 0)).clamp(min=0)
     uniform = uniform_noise(seeds ^ ACCEPTANCE, output_positions, 1)[:, 0]

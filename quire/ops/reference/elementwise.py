@@ -103,7 +103,8 @@ def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     x: [tokens, 2 * half] -> [tokens, half]; gate = x[:, :half] up to limit, up = x[:, half:] within -limit ... limit.
     """
     gate, up = x.float().chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
 
 
@@ -157,8 +158,10 @@ def rotary_embedding(
 
     def rotate(x: Tensor) -> Tensor:
         half = cos.shape[-1]
-        c, s = cos[:, None, :], sin[:, None, :]
-        turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+        c = cos[:, None, :]
+        s = sin[:, None, :]
+        turned = x[..., : 2 * half].float()
+        rest = x[..., 2 * half :]
         first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
         pairs = (first * c - second * s).to(x.dtype), (second * c + first * s).to(x.dtype)
         return torch.cat([torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, -1), rest], -1)

@@ -36,7 +36,9 @@ def encoder_attention(
         if bias is not None:
             added = bias_of(bias, ahead)
             mask = added if mask is None else added.masked_fill(~mask, float("-inf"))
-            queries, keys, values = queries.float(), keys.float(), values.float()
+            queries = queries.float()
+            keys = keys.float()
+            values = values.float()
         attended = torch.nn.functional.scaled_dot_product_attention(
             queries, keys, values, mask, scale=scale, enable_gqa=True
         )

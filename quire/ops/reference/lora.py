@@ -19,7 +19,8 @@ def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, ranks:
     bounds[p + 1] belong to part p, which has a matrix A of its own (q, k and v in a fused product have). The sums
     are in float32, and rounded once.
     """
-    ends, of_slots = bounds.tolist(), ranks.tolist()
+    ends = bounds.tolist()
+    of_slots = ranks.tolist()
     for slot in sorted({*slots.tolist()}):
         rank = of_slots[slot] if slot >= 0 else 0
         if not rank:

@@ -159,10 +159,12 @@ def quantize(weight: Tensor, bits: int, group: int) -> QuantizedMatrix:
     codes best (least squares) is stored.
     """
     out_features, in_features = weight.shape
-    centre, group = float(1 << (bits - 1)), min(group, in_features)
+    centre = float(1 << (bits - 1))
+    group = min(group, in_features)
     x = torch.nn.functional.pad(weight.float(), (0, -in_features % group)).view(out_features, -1, group)
     extreme = x.gather(-1, x.abs().argmax(-1, keepdim=True))
-    best, least_error = torch.zeros_like(extreme), torch.full_like(extreme, torch.inf)
+    best = torch.zeros_like(extreme)
+    least_error = torch.full_like(extreme, torch.inf)
 
     def codes_for(scale: Tensor) -> Tensor:
         return torch.where(scale != 0, x / scale, 0.0).round_().clamp_(-centre, centre - 1)
@@ -184,7 +186,8 @@ def quantize(weight: Tensor, bits: int, group: int) -> QuantizedMatrix:
 
 def dense_parts(weight: QuantizedMatrix, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
     """Dequantize as many outputs at a time as stay in the cache: (start, stop, weights [stop - start, in])."""
-    step, outputs = max(1, _CHUNK // weight.in_features), weight.out_features
+    step = max(1, _CHUNK // weight.in_features)
+    outputs = weight.out_features
     for start in range(0, outputs, step):
         stop = min(start + step, outputs)
         yield start, stop, weight.rows(start, stop).dequantize().to(dtype)

@@ -58,7 +58,9 @@ def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
     """The weights and ids of two experts by SparseMixer-v2 (arXiv:2409.12136): the best, and the best of the others.
     The weight of each is its share of the softmax over those that are nearly as good; the second choice leaves the
     first out. logits: [tokens, experts]"""
-    weights, experts, left = [], [], logits
+    weights = []
+    experts = []
+    left = logits
     for _ in range(2):
         best, index = left.max(-1, keepdim=True)
         distance = (best - logits) / torch.maximum(logits.abs(), best)

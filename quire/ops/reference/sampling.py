@@ -27,8 +27,12 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     for _ in range(10):
         hi0, lo0 = _multiply(0xD2511F53, c0)
         hi1, lo1 = _multiply(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+        c0 = hi1 ^ c1 ^ k0
+        c1 = lo1
+        c2 = hi0 ^ c3 ^ k1
+        c3 = lo0
+        k0 = (k0 + 0x9E3779B9) & _MASK
+        k1 = (k1 + 0xBB67AE85) & _MASK
     return c0, c1, c2, c3
 
 

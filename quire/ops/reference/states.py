@@ -98,11 +98,15 @@ class StatePlan:
     tokens_per_request: int = 0
 
     def set(self, starts: Tensor, lengths: Tensor, table: Tensor) -> None:
-        self.starts, self.lengths, self.table = starts, lengths, table
+        self.starts = starts
+        self.lengths = lengths
+        self.table = table
         if starts.device.type == "cpu":
             self.step.starts, self.step.lengths, self.step.table = (x.data_ptr() for x in (starts, lengths, table))
-            self.step.table_stride, self.step.requests = table.stride(0), len(lengths)
-            self.step.block_size, self.step.drafts = self.block_size, self.drafts
+            self.step.table_stride = table.stride(0)
+            self.step.requests = len(lengths)
+            self.step.block_size = self.block_size
+            self.step.drafts = self.drafts
             self.step.threads = torch.get_num_threads()
 
     @classmethod
@@ -114,11 +118,14 @@ class StatePlan:
         return plan
 
     def spans(self) -> Iterator[Span]:
-        starts, lengths, table = self.starts.tolist(), self.lengths.tolist(), self.table.tolist()
+        starts = self.starts.tolist()
+        lengths = self.lengths.tolist()
+        table = self.table.tolist()
         for first, stop, end, blocks in zip(starts[:-1], starts[1:], lengths, table, strict=True):
             if first == stop:
                 continue
-            start, size = end - (stop - first), self.block_size
+            start = end - (stop - first)
+            size = self.block_size
             certain = max(start + 1, end - self.drafts)
             pages = [
                 (blocks[index], min((index + 1) * size, certain)) for index in range(start // size, -(-end // size))
@@ -135,7 +142,9 @@ def causal_conv(
 
     x: [tokens, channels]; weight: [width, channels], bias: [channels], float32 -> [tokens, channels] of x's type.
     """
-    out, tail, rows = torch.empty_like(x), len(weight) - 1, pages.inputs.shape[1]
+    out = torch.empty_like(x)
+    tail = len(weight) - 1
+    rows = pages.inputs.shape[1]
     for span in plan.spans():
         text = torch.cat([x.new_zeros(tail, x.shape[1]), x[span.tokens]]).float()  # from position start - tail on
         for back in range(1, min(tail, span.start) + 1):
@@ -224,7 +233,8 @@ def selective_scan(
     with q = C and k = B. q, k: [tokens, key_dim]; v: [tokens, channels]; steps: [tokens, channels], rate: [key_dim,
     channels], skip: [channels], float32 -> [tokens, channels] of v's type.
     """
-    out, sizes = torch.empty_like(v, memory_format=torch.contiguous_format), [*k.shape[1:], *v.shape[1:], len(skip)]
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    sizes = [*k.shape[1:], *v.shape[1:], len(skip)]
 
     def advance(state: Tensor, token: Tensor) -> Tensor:
         key, value, lengths = torch.split(token, sizes)
@@ -248,9 +258,12 @@ def _run(
     """Take the states through the tokens of a step. numbers: [tokens, numbers of a token], as in Pages.behind.
     advance: from a state and a token's numbers to the next state. read: makes the result of a token of the batch."""
     for span in plan.spans():
-        state, number, given = torch.zeros_like(pages.state[0]), span.start, [*numbers[span.tokens]]
+        state = torch.zeros_like(pages.state[0])
+        number = span.start
+        given = [*numbers[span.tokens]]
         if span.start:
-            state, number = pages.state[span.source], int(pages.number[span.source])
+            state = pages.state[span.source]
+            number = int(pages.number[span.source])
             again = [pages.behind[span.source, p % plan.drafts] for p in range(number, span.start)]
             given = [row.clone() for row in again] + given
         first = number
@@ -294,7 +307,8 @@ def removal_keys(
     [n], float32 -> the keys that are added, [tokens, n] of k's type; decay: [tokens, n], float32; scale: [tokens, 2 *
     n], float32; and r * key * bonus: [tokens, n], float32, which the layer sums for each head.
     """
-    decay, rate = torch.exp(-exp(-0.5) * torch.sigmoid(decay.float())), torch.sigmoid(rate.float())
+    decay = torch.exp(-exp(-0.5) * torch.sigmoid(decay.float()))
+    rate = torch.sigmoid(rate.float())
     wide = read.float()
     scale = torch.stack([wide, wide * rate.view(read.shape)], 2).flatten(1)
     k = (k * (1 + (rate - 1) * rate_scale)).to(k.dtype)

@@ -71,7 +71,8 @@ def store_kernel(
     BLOCK: tl.constexpr,
 ):
     """A program for each token and KV head."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     slot = tl.load(slots + token)
     if slot < 0:
         return
@@ -131,7 +132,8 @@ def prepare_kernel(
 ):
     """A program for each token and head. Heads of q and k are normed and rotated in place. Heads of k and v are stored
     in the cache."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = at < dim
     if head < heads:
@@ -146,9 +148,12 @@ def prepare_kernel(
     values = tl.load(x + at, mask=inside, other=0.0)
     if head < heads + kv_heads:
         if INTERLEAVED:
-            pair, is_second, partner = at // 2, at % 2 == 1, at ^ 1
+            pair = at // 2
+            is_second = at % 2 == 1
+            partner = at ^ 1
         else:
-            pair, is_second = at % half, at >= half
+            pair = at % half
+            is_second = at >= half
             partner = tl.where(is_second, at - half, at + half)
         turned = inside & (at < 2 * half)
         other = tl.load(x + partner, mask=turned, other=0.0)
@@ -207,9 +212,13 @@ def _lines(
     whole lines are loaded at once.
     """
     if TURNED:
-        addresses, is_token, is_column = tokens[None, :] + columns[:, None], exists[None, :], (columns < DIM)[:, None]
+        addresses = tokens[None, :] + columns[:, None]
+        is_token = exists[None, :]
+        is_column = (columns < DIM)[:, None]
     else:
-        addresses, is_token, is_column = tokens[:, None] + columns[None, :], exists[:, None], (columns < DIM)[None, :]
+        addresses = tokens[:, None] + columns[None, :]
+        is_token = exists[:, None]
+        is_column = (columns < DIM)[None, :]
     if MASKED and PADDED:
         lines = tl.load(addresses, mask=is_token & is_column, other=0)
     elif MASKED:
@@ -286,9 +295,11 @@ def attend_kernel(
     distance of a key up to `reach`, is added to the scores.
     """
     # The last tiles of a prompt see the most keys. They start first, so that no long one is left at the end.
-    tile, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    split = tl.program_id(2)
     parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    kv_head, part = tl.program_id(1) // parts, tl.program_id(1) % parts
+    kv_head = tl.program_id(1) // parts
+    part = tl.program_id(1) % parts
     request = tile if ONE_TILE else part_of(starts, tile, requests, TOKENS)
     start = tl.load(starts + request)
     count = tl.load(starts + request + 1) - start
@@ -299,7 +310,8 @@ def attend_kernel(
     cached = length - count
 
     rows = tl.arange(0, ROWS)
-    token, in_group = first + rows // HEADS, part * HEADS + rows % HEADS
+    token = first + rows // HEADS
+    in_group = part * HEADS + rows % HEADS
     head = kv_head * GROUP + in_group
     is_row = (rows < TOKENS * HEADS) & (token < count) & (in_group < GROUP)
     position = cached + token
@@ -355,12 +367,15 @@ def attend_kernel(
                 exists = keys < to_key
                 if BY_SLOT:
                     slot = _each(table + keys, exists, phase == 2)
-                    block, slot = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+                    block = slot // BLOCK_SIZE
+                    slot = slot % BLOCK_SIZE
                 else:
                     if KEYS % BLOCK_SIZE == 0:  # tiles begin where blocks begin
-                        column, slot = key // BLOCK_SIZE + in_tile // BLOCK_SIZE, in_tile % BLOCK_SIZE
+                        column = key // BLOCK_SIZE + in_tile // BLOCK_SIZE
+                        slot = in_tile % BLOCK_SIZE
                     else:
-                        column, slot = keys // BLOCK_SIZE, keys % BLOCK_SIZE
+                        column = keys // BLOCK_SIZE
+                        slot = keys % BLOCK_SIZE
                     block = _each(table + column, exists, phase == 2)  # keys that do not exist are read from block 0
                 entry = plane + block.to(tl.int64) * block_stride
                 tokens = entry + slot * DIM
@@ -425,9 +440,12 @@ def attend_kernel(
     shares = 1.0 / tl.where(total > 0, total, 1.0)
     log_sum = tl.where(total > 0, top + tl.log2(total), float("-inf"))
     if SPLIT:
-        to, to_sums, row = partial, partial_lse, row * splits + split
+        to = partial
+        to_sums = partial_lse
+        row = row * splits + split
     else:
-        to, to_sums = out, lse
+        to = out
+        to_sums = lse
         log_sum *= LN_2
     result: tl.constexpr = tl.float32 if SPLIT else dtype
     mask = is_row[:, None] & (main < OUT_DIM)[None, :]
@@ -452,7 +470,8 @@ def merge_kernel(
 ):
     """A program for each token and head. It adds up the partial results, at most MOST, weighted by their sums."""
     row = tl.program_id(0).to(tl.int64) * splits
-    every, columns = tl.arange(0, MOST), tl.arange(0, BLOCK)
+    every = tl.arange(0, MOST)
+    columns = tl.arange(0, BLOCK)
     sums = tl.load(partial_lse + row + every, mask=every < splits, other=float("-inf"))
     top = tl.max(sums)
     total = tl.sum(tl.exp2(sums - top))

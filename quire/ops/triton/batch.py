@@ -108,7 +108,8 @@ def _append_tokens(token_ids, num_tokens, rows, positions, sampled, tokens_strid
 
 @reference.append_tokens.implementation("triton", supports=on_gpu)
 def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:
-    places, block = len(rows), 64
+    places = len(rows)
+    block = 64
     if places:
         _append_tokens[(triton.cdiv(places, block),)](
             token_ids,

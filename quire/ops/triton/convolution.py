@@ -52,7 +52,8 @@ def _convolve(
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
     first, start, end, certain = of_span(starts, lengths, request, drafts)
-    rows, table = WIDTH - 1 + drafts, table + request * table_stride
+    rows = WIDTH - 1 + drafts
+    table = table + request * table_stride
     source = tl.load(table + tl.maximum(start - 1, 0) // block_size, mask=start > 0, other=0).to(tl.int64)
     before = inputs + source * page
     for position in range(start, end):
@@ -106,7 +107,8 @@ def causal_conv(
 
 @triton.jit
 def _time_steps(steps, decay, x, bias, rate, stride, n, least, most, SIZE: tl.constexpr):
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     exists = column < n
     given = tl.load(x + row * stride + column, mask=exists, other=0.0).to(tl.float32)
     given += tl.load(bias + column, mask=exists, other=0.0)

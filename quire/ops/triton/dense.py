@@ -66,18 +66,22 @@ def _dense(
     part: inputs of a part, a multiple of INS. WHOLE: whether ins is a multiple of INS. out: [rows, heads, outs];
     parts: [parts, rows, heads, outs] in float32.
     """
-    tile, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
     band = tile // (BAND * tl.cdiv(outs, OUTS)) * BAND
     height = tl.minimum(tl.cdiv(rows, ROWS) - band, BAND)
     inside = tile - band * tl.cdiv(outs, OUTS)
     at_rows = (band + inside % height) * ROWS + tl.arange(0, ROWS)
     columns = inside // height * OUTS + tl.arange(0, OUTS)
-    is_row, is_column = at_rows < rows, columns < outs
+    is_row = at_rows < rows
+    is_column = columns < outs
     inner = tl.arange(0, INS)
     x_rows = x + head.to(tl.int64) * x_head_stride + at_rows[:, None].to(tl.int64) * x_stride + inner[None, :]
     columns_read = tl.minimum(columns, outs - 1).to(tl.int64)
     weights = weight + head.to(tl.int64) * weight_head_stride + columns_read[None, :] * weight_stride + inner[:, None]
-    first, stop = 0, ins
+    first = 0
+    stop = ins
     if PARTS:
         first = tl.program_id(2) * part
         stop = tl.minimum(first + part, ins)
@@ -107,7 +111,8 @@ def _dense(
 @triton.jit(do_not_specialize=["rows"])
 def _add_parts(out, parts, bias, rows, outs, count, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """out: [rows, outs], the sum of parts: [count, rows, outs], in the order in which `_dense` adds them."""
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < outs
     total = tl.zeros([BLOCK], tl.float32)
     for part in range(count):
@@ -205,7 +210,8 @@ def linear_by_head_triton(x: Tensor, weight: Tensor) -> Tensor:
 @triton.jit
 def _combine(combined, out, places, weights, dim, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     """A program for each token and BLOCK elements. places: [tokens, TOP_K], where each expert's result is in `out`."""
-    token, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < dim
     dtype: tl.constexpr = out.dtype.element_ty
     total = tl.zeros([BLOCK], tl.float32)

@@ -84,7 +84,8 @@ def _mass(logits, stride, vocab, top, total, PART: tl.constexpr):
 @triton.jit
 def _masses(p, q, tops, sums, p_row_stride, p_stride, q_row_stride, q_stride, vocab, parts, PART: tl.constexpr):
     """A program for each part of a row of p, and of q. tops, sums: [2, places, parts]."""
-    place, model = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    place = tl.program_id(0).to(tl.int64)
+    model = tl.program_id(2)
     index = (model * tl.num_programs(0) + place) * parts + tl.program_id(1)
     if model == 0:
         _mass(p + place * p_row_stride, p_stride, vocab, tops + index, sums + index, PART)
@@ -126,7 +127,9 @@ def _accept_or_resample(
 ):
     """A program for each part of a row. If the draft is rejected, it writes the part's best token and that token's
     value, which is max(p - q, 0) divided by exponential noise. Otherwise it writes the draft with the value 0."""
-    place, part, places = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(0)
+    place = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    places = tl.num_programs(0)
     index = place * parts + part
     p += place * p_row_stride
     q += place * q_row_stride

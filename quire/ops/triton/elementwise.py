@@ -138,7 +138,8 @@ def _gate(x, out, stride, half, alpha, limit, KIND: tl.constexpr, BLOCK: tl.cons
 def _gated(kind: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
     if x.stride(1) != 1:
         x = x.contiguous()
-    rows, half = x.shape[0], x.shape[1] // 2
+    rows = x.shape[0]
+    half = x.shape[1] // 2
     out = x.new_empty(rows, half)
     if out.numel():
         block = min(1024, triton.next_power_of_2(half))
@@ -166,7 +167,8 @@ def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
 @triton.jit
 def rotate(first, second, cos, sin, dtype: tl.constexpr):
     """Rotate the pairs (first, second) by their angles; the result is in `dtype`."""
-    a, b = first.to(tl.float32), second.to(tl.float32)
+    a = first.to(tl.float32)
+    b = second.to(tl.float32)
     return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
 
 
@@ -186,7 +188,8 @@ def _rotary(
     BLOCK: tl.constexpr,
 ):
     """A program for each token and head. The heads of q come first."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     if head < heads:
         x = q + token * q_stride + head * q_head_stride
     else:
@@ -194,11 +197,15 @@ def _rotary(
     pair = tl.arange(0, BLOCK)
     inside = pair < half
     if INTERLEAVED:
-        at_first, at_second = 2 * pair, 2 * pair + 1
+        at_first = 2 * pair
+        at_second = 2 * pair + 1
     else:
-        at_first, at_second = pair, pair + half
-    first, second = tl.load(x + at_first, mask=inside, other=0.0), tl.load(x + at_second, mask=inside, other=0.0)
-    c, s = tl.load(cos + token * half + pair, mask=inside), tl.load(sin + token * half + pair, mask=inside)
+        at_first = pair
+        at_second = pair + half
+    first = tl.load(x + at_first, mask=inside, other=0.0)
+    second = tl.load(x + at_second, mask=inside, other=0.0)
+    c = tl.load(cos + token * half + pair, mask=inside)
+    s = tl.load(sin + token * half + pair, mask=inside)
     first, second = rotate(first, second, c, s, first.dtype)
     tl.store(x + at_first, first, mask=inside)
     tl.store(x + at_second, second, mask=inside)
@@ -212,7 +219,8 @@ def rotary_embedding(
     tokens, heads, _ = q.shape
     half = cos.shape[1]
     if tokens:
-        cos, sin = cos.contiguous(), sin.contiguous()
+        cos = cos.contiguous()
+        sin = sin.contiguous()
         _rotary[(tokens, heads + k.shape[1])](
             q,
             k,

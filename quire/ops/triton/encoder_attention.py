@@ -49,20 +49,25 @@ def _attend_whole(
 ):
     """DIM: elements of a head. WIDTH: the same with padding, a power of two. BANDED: whether there is a reach. BIASED:
     whether there are biases, by the distance of a key up to `farthest`."""
-    tile, head = tl.program_id(0), tl.program_id(1)
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
     sequence = part_of(starts, tile, sequences, QUERIES)
-    begin, end = tl.load(starts + sequence), tl.load(starts + sequence + 1)
+    begin = tl.load(starts + sequence)
+    end = tl.load(starts + sequence + 1)
     first = begin + (tile - begin // QUERIES - sequence) * QUERIES
     if first >= end:
         return
-    column, query = tl.arange(0, WIDTH), first + tl.arange(0, QUERIES)
+    column = tl.arange(0, WIDTH)
+    query = first + tl.arange(0, QUERIES)
     inside = column < DIM
     rows = query.to(tl.int64)[:, None]
     exists = (query < end)[:, None] & inside[None, :]
     queries = tl.load(q + rows * q_stride + head * q_head + column[None, :], mask=exists, other=0.0)
-    low, high = begin, end
+    low = begin
+    high = end
     if BANDED:
-        low, high = tl.maximum(begin, first - reach), tl.minimum(end, first + QUERIES + reach)
+        low = tl.maximum(begin, first - reach)
+        high = tl.minimum(end, first + QUERIES + reach)
     largest = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, WIDTH], tl.float32)
@@ -70,7 +75,8 @@ def _attend_whole(
     v += head // group * v_head
     for start in range(low, high, KEYS):
         key = start + tl.arange(0, KEYS)
-        known, places = key < high, key.to(tl.int64)
+        known = key < high
+        places = key.to(tl.int64)
         keys = tl.load(
             k + places[None, :] * k_stride + column[:, None], mask=known[None, :] & inside[:, None], other=0.0
         )
@@ -83,7 +89,8 @@ def _attend_whole(
             seen = seen & (tl.abs(query[:, None] - key[None, :]) <= reach)
         scores = tl.where(seen, scores, -float("inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
-        weights, shrink = tl.exp2(scores - larger[:, None]), tl.exp2(largest - larger)
+        weights = tl.exp2(scores - larger[:, None])
+        shrink = tl.exp2(largest - larger)
         values = tl.load(
             v + places[:, None] * v_stride + column[None, :], mask=known[:, None] & inside[None, :], other=0.0
         )
@@ -100,7 +107,8 @@ def encoder_attention_triton(
 ) -> Tensor:
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     tokens, heads, dim = q.shape
-    out, sequences = torch.empty(q.shape, dtype=q.dtype, device=q.device), len(starts) - 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    sequences = len(starts) - 1
     width = max(16, triton.next_power_of_2(dim))
     is_small = width <= 128 and q.dtype is not torch.float32
     queries, (warps, stages) = 64 if is_small else 32, (4, 2) if width <= 128 else (8, 1)

@@ -92,7 +92,8 @@ def _quantized(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: 
         return _launch(x, None, packed.codes, packed, bias, bounds, "wide", x.dtype, fixed)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, ins = x.shape
-    codes, scales = torch.empty_like(x, dtype=torch.uint8), x.new_empty(rows, dtype=torch.float32)
+    codes = torch.empty_like(x, dtype=torch.uint8)
+    scales = x.new_empty(rows, dtype=torch.float32)
     if rows:
         block = triton.next_power_of_2(ins)
         _rounded[(rows,)](
@@ -145,16 +146,30 @@ def _launch(
     out = x.new_empty(rows, outs, dtype=dtype)
     if not out.numel():
         return out
-    per_word, form, scaling, group = 1, "dense", "none", 1
-    scales, offsets, factors, table = x, None, None, None
+    per_word = 1
+    form = "dense"
+    scaling = "none"
+    group = 1
+    scales = x
+    offsets = None
+    factors = None
+    table = None
     if weight is not None:
-        group, form, scales, offsets = weight.group, "integer", weight.scales, weight.offsets
-        factors, table = weight.factors, weight.table
+        group = weight.group
+        form = "integer"
+        scales = weight.scales
+        offsets = weight.offsets
+        factors = weight.factors
+        table = weight.table
         if weight.bits == 4:
-            per_word, form, codes = 4, "four" if table is None else "table", codes.view(torch.int16)
+            per_word = 4
+            form = "four" if table is None else "table"
+            codes = codes.view(torch.int16)
         if codes.is_floating_point():
-            form, codes = "float8", codes if x_scales is not None else codes.view(torch.uint8)
-    card, length = card_of(x.device), codes.shape[1]
+            form = "float8"
+            codes = codes if x_scales is not None else codes.view(torch.uint8)
+    card = card_of(x.device)
+    length = codes.shape[1]
     tile = tile_of(card, kind, _FIXED_ROWS * experts if fixed else rows, outs, length, experts)
     step = tile.ins
     if weight is not None:

@@ -21,7 +21,8 @@ def part_of(bounds, tile, parts, SIZE: tl.constexpr):
 
     Part i has the rows bounds[i] : bounds[i + 1], and tile bounds[i] // SIZE + i is its first.
     """
-    low, high = 0, parts
+    low = 0
+    high = parts
     while low < high:
         middle = (low + high) // 2
         if tl.load(bounds + middle) // SIZE + middle <= tile:
@@ -116,18 +117,24 @@ def _product(
     first_tile = tl.program_id(0) // (neighbours * blocks) * neighbours
     index = tl.program_id(0) - first_tile * blocks
     count = tl.minimum(tiles - first_tile, neighbours)
-    tile, block, split = first_tile + index % count, index // count, tl.program_id(1)
-    expert, first, stop = tile * 0, tile * ROWS, rows
+    tile = first_tile + index % count
+    block = index // count
+    split = tl.program_id(1)
+    expert = tile * 0
+    first = tile * ROWS
+    stop = rows
     if EXPERTS:
         expert, first, stop = _rows_of(bounds, tile, experts, EXPERTS, ROWS)
         if expert >= experts:
             return
     at_rows = first + tl.arange(0, ROWS)
     columns = block * OUTS + tl.arange(0, OUTS)
-    is_row, is_column = at_rows < stop, columns < outs
+    is_row = at_rows < stop
+    is_column = columns < outs
     weight_rows = (expert * outs + tl.minimum(columns, outs - 1)).to(tl.int64)
     code_rows = codes + weight_rows[:, None] * code_stride
-    scale_rows, offset_rows = scales + weight_rows * scale_stride, offsets + weight_rows * scale_stride
+    scale_rows = scales + weight_rows * scale_stride
+    offset_rows = offsets + weight_rows * scale_stride
     x_rows = x + at_rows[None, :].to(tl.int64) * x_stride
     per_word: tl.constexpr = 4 if FORM == "four" or FORM == "table" else 1
     integers: tl.constexpr = EIGHT and FORM == "integer" and PRECISION != "interpreted"
@@ -137,7 +144,8 @@ def _product(
     sums = tl.zeros([OUTS, ROWS], tl.float32 if in_parts else sum_type)
     if SCALING == "step":  # scales are loaded one step ahead of their use
         at_group = split * span * per_word // GROUP * group_stride
-        next_scale, next_offset = tl.load(scale_rows + at_group), tl.load(offset_rows + at_group)
+        next_scale = tl.load(scale_rows + at_group)
+        next_offset = tl.load(offset_rows + at_group)
     # Many rows share scaled weights. Scaled products of them would need more registers than there are.
     scales_products: tl.constexpr = SCALING == "quarters" and ROWS <= 32
     if scales_products:
@@ -149,7 +157,8 @@ def _product(
         else:
             stored = tl.load(code_rows + place[None, :], mask=(place < length)[None, :], other=0.0)
         if SCALING == "step":
-            scale, offset = next_scale, next_offset
+            scale = next_scale
+            offset = next_offset
             at_group = tl.minimum(begin + INS, length - 1) * per_word // GROUP * group_stride
             next_scale = tl.load(scale_rows + at_group)
             if OFFSETS:

@@ -45,7 +45,9 @@ def _shrink(
 ):
     """A program for TOKENS tokens and a part. result: [tokens, parts, rank], float32."""
     part = tl.program_id(1)
-    row, of_rank, columns = tl.arange(0, 16), tl.arange(0, RANK), tl.arange(0, INPUTS)
+    row = tl.arange(0, 16)
+    of_rank = tl.arange(0, RANK)
+    columns = tl.arange(0, INPUTS)
     token = tl.program_id(0).to(tl.int64) * TOKENS + row
     slot_of = tl.load(slots + token, mask=(row < TOKENS) & (token < tokens), other=-1)
     slot = _next_slot(slot_of, 1 << 40)
@@ -93,17 +95,21 @@ def _expand(
 ):
     """A program for TOKENS tokens and OUTPUTS outputs, which may belong to several parts."""
     begin = tl.program_id(1) * OUTPUTS
-    row, of_rank, output = tl.arange(0, 16), tl.arange(0, RANK), begin + tl.arange(0, OUTPUTS)
+    row = tl.arange(0, 16)
+    of_rank = tl.arange(0, RANK)
+    output = begin + tl.arange(0, OUTPUTS)
     token = tl.program_id(0).to(tl.int64) * TOKENS + row
     slot_of = tl.load(slots + token, mask=(row < TOKENS) & (token < tokens), other=-1)
     slot = _next_slot(slot_of, 1 << 40)
     while slot >= 0:
         used = tl.load(ranks + slot)
         if used > 0:
-            mine, ranked = slot_of == slot, of_rank < used
+            mine = slot_of == slot
+            ranked = of_rank < used
             sums = tl.zeros([16, OUTPUTS], tl.float32)
             for part in range(parts):
-                start, stop = tl.load(bounds + part), tl.load(bounds + part + 1)
+                start = tl.load(bounds + part)
+                stop = tl.load(bounds + part + 1)
                 if (start < begin + OUTPUTS) & (stop > begin):
                     given = tl.load(
                         shrunk + (token[:, None] * parts + part) * rank + of_rank[None, :],
@@ -132,7 +138,9 @@ def add_lora_triton(
     if not tokens:
         return out
     group = 1 if tokens <= _FEW else 16
-    width, groups, kind = max(triton.next_power_of_2(rank), 16), triton.cdiv(tokens, group), precision(x.dtype)
+    width = max(triton.next_power_of_2(rank), 16)
+    groups = triton.cdiv(tokens, group)
+    kind = precision(x.dtype)
     shrunk = torch.empty(tokens, parts, rank, dtype=torch.float32, device=x.device)
     _shrink[(groups, parts)](
         shrunk,

@@ -32,7 +32,9 @@ def pack(matrix: QuantizedMatrix) -> PackedMatrix:
     if isinstance(matrix, PackedMatrix):  # of several matrices that were packed before they were concatenated
         offsets = None if matrix.offsets is None else _by_group(matrix.offsets)
         return replace(matrix, scales=_by_group(matrix.scales), offsets=offsets)
-    codes, ins, run = matrix.codes, matrix.in_features, 1
+    codes = matrix.codes
+    ins = matrix.in_features
+    run = 1
     if codes.dtype is torch.uint8 and matrix.bits == 8 and matrix.offsets is None:
         codes = (codes ^ 128).view(torch.int8)
     if matrix.bits == 4:
@@ -40,9 +42,13 @@ def pack(matrix: QuantizedMatrix) -> PackedMatrix:
         single = torch.nn.functional.pad(matrix.single_codes(), (0, -ins % (4 * run)))
         first, second, third, fourth = single.view(len(codes), -1, 4, run).unbind(2)  # from a word's lowest bits
         codes = torch.stack([first | second << 4, third | fourth << 4], dim=-1).flatten(1)
-    scales, offsets, factors = matrix.scales, matrix.offsets, matrix.factors
+    scales = matrix.scales
+    offsets = matrix.offsets
+    factors = matrix.factors
     if factors is not None and factors.shape[1:].numel() != 1:
-        scales, offsets, factors = matrix.effective_scales(), matrix.effective_offsets(), None
+        scales = matrix.effective_scales()
+        offsets = matrix.effective_offsets()
+        factors = None
     return PackedMatrix(
         codes.contiguous(),
         _by_group(scales),
@@ -66,7 +72,8 @@ def words_of(table: tuple[float, ...], dtype: torch.dtype) -> tuple[int, ...]:
 
 def _run_of(matrix: QuantizedMatrix) -> int:
     """The run of a PackedMatrix with 4 bits."""
-    group, ins = matrix.group, matrix.in_features
+    group = matrix.group
+    ins = matrix.in_features
     if group % 16 == 0 and group % 128 and 4 * group <= ins and matrix.offsets is None:
         return group
     return next((run for run in (8, 4) if group % (4 * run) == 0 and ins % (4 * run) == 0), 1)

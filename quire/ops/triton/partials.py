@@ -26,8 +26,11 @@ def _merge_partials(
     BLOCK: tl.constexpr,
 ):
     """A program for each token and head. lses: [PARTS, rows]."""
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    token, head, inside = row // heads, row % heads, columns < dim
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    token = row // heads
+    head = row % heads
+    inside = columns < dim
     top = tl.load(sinks + head) if SINKS else float("-inf")
     for part in tl.static_range(PARTS):
         top = tl.maximum(top, tl.load(lses + part * rows + row))
@@ -51,7 +54,8 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> t
         outs = outs.contiguous()
     parts, tokens, heads, dim = outs.shape
     lses = lses.contiguous()
-    out, lse = outs.new_empty(tokens, heads, dim), lses.new_empty(tokens, heads)
+    out = outs.new_empty(tokens, heads, dim)
+    lse = lses.new_empty(tokens, heads)
     if tokens:
         _merge_partials[(tokens * heads,)](
             out,

@@ -48,25 +48,33 @@ def _select(
     noise: seeds and positions. limits: min_p, top_k, top_p.
     """
     rows, vocab = logits.shape
-    device, parts, groups = logits.device, triton.cdiv(vocab, _PART), _PART // _GROUP
-    out, bounds = torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, device=device)
+    device = logits.device
+    parts = triton.cdiv(vocab, _PART)
+    groups = _PART // _GROUP
+    out = torch.empty(rows, dtype=torch.int64, device=device)
+    bounds = torch.empty(rows, device=device)
     if not rows:
         return out, bounds
     best = torch.empty(rows, parts, device=device)
     best_token = torch.empty(rows, parts, dtype=torch.int32, device=device)
     seeds, positions = noise or (out, out)
-    scaled, is_truncated = temperature is not None, any(limit is not None for limit in limits)
+    scaled = temperature is not None
+    is_truncated = any(limit is not None for limit in limits)
     divisors = bounds if temperature is None else temperature
     size = (logits.stride(0), logits.stride(1), vocab, parts)
     width = triton.next_power_of_2(parts)
-    cutoffs, values, tokens = best_token, best, best_token
+    cutoffs = best_token
+    values = best
+    tokens = best_token
     if is_truncated:
         pairs = zip(limits, _no_limits(device), strict=True)
         given = [neutral if limit is None else limit for limit, neutral in pairs]
         strides = [int(limit is not None) for limit in limits]
         cutoffs = torch.empty(rows, dtype=torch.int32, device=device)
-        tops, masses = torch.empty(rows, device=device), torch.empty(rows, device=device)
-        sums, group_tops = torch.empty(rows, parts, device=device), torch.empty(rows, parts, groups, device=device)
+        tops = torch.empty(rows, device=device)
+        masses = torch.empty(rows, device=device)
+        sums = torch.empty(rows, parts, device=device)
+        group_tops = torch.empty(rows, parts, groups, device=device)
         values = torch.empty(rows, parts, _PART, device=device)
         tokens = torch.empty(rows, parts, _PART, dtype=torch.int32, device=device)
         _survey[(rows, parts)](

@@ -66,7 +66,8 @@ def _survey(
     GROUP: tl.constexpr,
 ):
     """A program for each part of a row: the largest logit of each group, and the sum of exp(logit - the part's top)."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     divisor = tl.load(temperature + row) if SCALED else 1.0
     groups: tl.constexpr = PART // GROUP
     group = tl.arange(0, groups)
@@ -157,7 +158,8 @@ def _gather(
 ):
     """A program for each part of a row. Without a cutoff it writes the part's best token and that token's value, with
     noise. With a cutoff it writes the candidates in the order of their tokens, and to best_token their number."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     index = row * parts + part
     line = logits + row * row_stride
     divisor = tl.load(temperature + row) if SCALED else 1.0

@@ -118,8 +118,10 @@ def _prepare(
     PART: elements of keys and values that are taken at a time. LEVELS: CHUNK is 2^LEVELS."""
     PARTS: tl.constexpr = 2 * CHUNK if REMOVAL else CHUNK
     KINDS: tl.constexpr = 4 if REMOVAL else 3
-    slot, head = tl.program_id(0), tl.program_id(1)
-    low, high = 0, requests
+    slot = tl.program_id(0)
+    head = tl.program_id(1)
+    low = 0
+    high = requests
     while low < high:
         middle = (low + high) // 2
         if _slots(tl.load(starts + middle), middle, block_size, CHUNK) <= slot:
@@ -132,28 +134,39 @@ def _prepare(
     is_first_part = number <= _number(certain - 1, block_size, CHUNK)
     skipped = _number(certain, block_size, CHUNK) - _number(certain - 1, block_size, CHUNK) - 1
     number = tl.where(is_first_part, number, number + skipped)
-    chunks, i = tl.cdiv(block_size, CHUNK), tl.arange(0, CHUNK)
+    chunks = tl.cdiv(block_size, CHUNK)
+    i = tl.arange(0, CHUNK)
     begin = number // chunks * block_size + number % chunks * CHUNK
     low = tl.maximum(begin, tl.where(is_first_part, start, certain))
     high = tl.minimum(tl.where(is_first_part, certain, end), (number // chunks + 1) * block_size)
     high = tl.minimum(high, begin + CHUNK)
     if (end - start > SHORT) & (low < high):
-        position, group = begin + i, head // ratio
-        valid, at = (position >= low) & (position < high), first + position - start
-        is_before, is_behind = valid & (position > low), valid & (position < high - 1)
-        of_head, same, below = at * heads + head, i[:, None] == i[None, :], i[:, None] > i[None, :]
+        position = begin + i
+        group = head // ratio
+        valid = (position >= low) & (position < high)
+        at = first + position - start
+        is_before = valid & (position > low)
+        is_behind = valid & (position < high - 1)
+        of_head = at * heads + head
+        same = i[:, None] == i[None, :]
+        below = i[:, None] > i[None, :]
         bits = tl.where(below, i[:, None] ^ i[None, :], 0)  # the first one is the level of a pair
-        queries, all_keys = q + at[:, None] * q_stride + group * q_head, k + at[:, None] * k_stride + group * k_head
+        queries = q + at[:, None] * q_stride + group * q_head
+        all_keys = k + at[:, None] * k_stride + group * k_head
         removing = scale + at[:, None] * scale_stride + head * 2 * KEY_DIM
-        change, found = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-        added, read = change, found
+        change = tl.zeros([CHUNK, CHUNK], tl.float32)
+        found = tl.zeros([CHUNK, CHUNK], tl.float32)
+        added = change
+        read = found
         for part in range(0, KEY_DIM, PART):
             element = part + tl.arange(0, PART)
-            inside, column = valid[:, None] & (element < KEY_DIM)[None, :], element[None, :]
+            inside = valid[:, None] & (element < KEY_DIM)[None, :]
+            column = element[None, :]
             query = tl.load(queries + column, mask=inside, other=0.0).to(tl.float32)
             key = tl.load(all_keys + column, mask=inside, other=0.0).to(tl.float32)
             if BY_CHANNEL:
-                reading, writing = key, key
+                reading = key
+                writing = key
                 if REMOVAL:
                     reading = tl.load(removing + column, mask=inside, other=0.0)
                     writing = tl.load(removing + KEY_DIM + column, mask=inside, other=0.0)
@@ -194,10 +207,12 @@ def _prepare(
         if DELTA or BY_CHANNEL:
             for part in range(0, KEY_DIM, PART):
                 element = part + tl.arange(0, PART)
-                inside, column = valid[:, None] & (element < KEY_DIM)[None, :], element[None, :]
+                inside = valid[:, None] & (element < KEY_DIM)[None, :]
+                column = element[None, :]
                 key = tl.load(all_keys + column, mask=inside, other=0.0).to(tl.float32)
                 into = _products(_decays(decay, of_head, element, valid, KEY_DIM, BY_CHANNEL), CHUNK, False)
-                reading, into_reading = key, into
+                reading = key
+                into_reading = into
                 if BY_CHANNEL:
                     query = tl.load(queries + column, mask=inside, other=0.0).to(tl.float32)
                     rest = _to_last(_decays(decay, of_head + heads, element, is_behind, KEY_DIM, True), i, CHUNK)
@@ -274,14 +289,18 @@ def _scan_chunks(
     """A program takes COLUMNS columns of one head's state through the chunks of a span."""
     PARTS: tl.constexpr = 2 * CHUNK if REMOVAL else CHUNK
     KINDS: tl.constexpr = 4 if REMOVAL else 3
-    request, head = tl.program_id(0), tl.program_id(1)
-    i, element = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    i = tl.arange(0, CHUNK)
+    element = tl.arange(0, KEYS)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    known, exists = element < KEY_DIM, column < value_dim
+    known = element < KEY_DIM
+    exists = column < value_dim
     first, start, end, certain = of_span(starts, lengths, request, drafts)
     if end - start > SHORT:
         table += request * table_stride
-        group, stored = head // ratio, known[:, None] & exists[None, :]
+        group = head // ratio
+        stored = known[:, None] & exists[None, :]
         place = (head * KEY_DIM + element)[:, None] * value_dim + column[None, :]
         matrix = resume(
             state,
@@ -315,7 +334,8 @@ def _scan_chunks(
             for begin in range(low - low % block_size % CHUNK, high, CHUNK):
                 valid = (begin + i >= low) & (begin + i < high)
                 at = first + begin - start + i
-                of_head, inside = at * heads + head, valid[:, None] & known[None, :]
+                of_head = at * heads + head
+                inside = valid[:, None] & known[None, :]
                 if BY_CHANNEL:
                     places = decayed + (of_head * (KINDS * KEY_DIM))[:, None] + element[None, :]
                     query = tl.load(places, mask=inside, other=0.0)

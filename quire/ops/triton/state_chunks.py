@@ -58,7 +58,9 @@ def scan(
     rule: str,
 ) -> Tensor:
     out, (tokens, heads, value_dim), key_dim = v.new_empty(v.shape), v.shape, k.shape[2]
-    by_channel, removes, solves = decay.shape[1] > heads, rule == "removal", rule != "plain"
+    by_channel = decay.shape[1] > heads
+    removes = rule == "removal"
+    solves = rule != "plain"
     keys = max(16, triton.next_power_of_2(key_dim))
     # Bytes of shared memory that _scan_chunks takes for a chunk, as compiled for sm_80 and sm_90. The next chunk
     # is loaded ahead where it fits.
@@ -69,7 +71,8 @@ def scan(
         made = [torch.empty(tokens, heads, size, dtype=torch.float32, device=v.device) for size in sizes]
         slots = tokens // _CHUNK + tokens // plan.block_size + 4 * len(plan.lengths)  # as in _slots
         strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), scale.stride(0)
-        ratio, numbers = heads // k.shape[1], precision(v.dtype)
+        ratio = heads // k.shape[1]
+        numbers = precision(v.dtype)
         _prepare[slots, heads](
             *made,
             q,

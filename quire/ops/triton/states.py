@@ -21,7 +21,8 @@ _ALL = 2**30  # more tokens than a span has
 @triton.jit
 def of_span(starts, lengths, request, drafts):
     """First token in the flat batch, positions of the first one and behind the last one, and how far all is certain."""
-    first, end = tl.load(starts + request), tl.load(lengths + request)
+    first = tl.load(starts + request)
+    end = tl.load(lengths + request)
     start = end - (tl.load(starts + request + 1) - first)
     return first.to(tl.int64), start, end, tl.maximum(start + 1, end - drafts)
 
@@ -73,15 +74,20 @@ def resume(
     """The state before a span: what the page keeps, taken through the tokens that were computed before, but were not
     certain then. place: [keys, columns], in the states of a page; inside: which of these elements exist. speed: of
     decays in a selective scan."""
-    known, exists = i < KEY_DIM, column < value_dim
+    known = i < KEY_DIM
+    exists = column < value_dim
     source = tl.load(table + tl.maximum(start - 1, 0) // block_size, mask=start > 0, other=0).to(tl.int64)
     matrix = tl.load(state + source * page + place, mask=inside & (place * 0 + start > 0), other=0.0)
-    at_v, per_head = heads // ratio * KEY_DIM, KEY_DIM if BY_CHANNEL else 1
+    at_v = heads // ratio * KEY_DIM
+    per_head = KEY_DIM if BY_CHANNEL else 1
     at_decay = at_v + heads * value_dim
-    at_scale, group = at_decay + (0 if SELECTIVE else heads * per_head), head // ratio
-    of_scale, scaled = column if SELECTIVE else column * 0 + head, exists
+    at_scale = at_decay + (0 if SELECTIVE else heads * per_head)
+    group = head // ratio
+    of_scale = column if SELECTIVE else column * 0 + head
+    scaled = exists
     if REMOVAL:
-        of_scale, scaled = head * 2 * KEY_DIM + i, known
+        of_scale = head * 2 * KEY_DIM + i
+        scaled = known
     for position in range(tl.load(number + source * page, mask=start > 0, other=start), start):
         row = behind + source * page + (position % drafts) * token
         key = tl.load(row + group * KEY_DIM + i, mask=known, other=0.0)
@@ -151,19 +157,26 @@ def _scan(
     """most: tokens of a span that is computed here. KEYS: KEY_DIM with padding. BY_CHANNEL: whether each element of a
     key decays for itself. SELECTIVE: decay has a rate for each element of the state, and scale and skip have an element
     for each of its columns. REMOVAL: scale has the keys that read and write what is removed."""
-    request, head = tl.program_id(0), tl.program_id(1)
-    i, column = tl.arange(0, KEYS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    known, exists = i < KEY_DIM, column < value_dim
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    i = tl.arange(0, KEYS)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    known = i < KEY_DIM
+    exists = column < value_dim
     inside = known[:, None] & exists[None, :]
     first, start, end, certain = of_span(starts, lengths, request, drafts)
     is_short = end - start <= most
-    start, end = tl.where(is_short, start, 0), tl.where(is_short, end, 0)
+    start = tl.where(is_short, start, 0)
+    end = tl.where(is_short, end, 0)
     table += request * table_stride
     place = (head * KEY_DIM + i)[:, None] * value_dim + column[None, :]
-    group, per_head = head // ratio, KEY_DIM if BY_CHANNEL else 1
-    of_scale, scaled = column if SELECTIVE else column * 0 + head, exists
+    group = head // ratio
+    per_head = KEY_DIM if BY_CHANNEL else 1
+    of_scale = column if SELECTIVE else column * 0 + head
+    scaled = exists
     if REMOVAL:
-        of_scale, scaled = head * 2 * KEY_DIM + i, known
+        of_scale = head * 2 * KEY_DIM + i
+        scaled = known
     speed = tl.load(decay + place, mask=inside, other=0.0) if SELECTIVE else 0.0
     matrix = resume(
         state,
@@ -241,10 +254,13 @@ def _keep(
     SIZE: tl.constexpr,
 ):
     """Store the tokens behind the states of pages, and how far these reach, when all programs of _scan have ended."""
-    request, e = tl.program_id(0), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    request = tl.program_id(0)
+    e = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     first, start, end, certain = of_span(starts, lengths, request, drafts)
-    is_k, is_v = e < at_v, (e >= at_v) & (e < at_decay)
-    is_decay, is_scale = (e >= at_decay) & (e < at_scale), (e >= at_scale) & (e < token)
+    is_k = e < at_v
+    is_v = (e >= at_v) & (e < at_decay)
+    is_decay = (e >= at_decay) & (e < at_scale)
+    is_scale = (e >= at_scale) & (e < token)
     for block_index in range(start // block_size, tl.cdiv(end, block_size)):
         block = tl.load(table + request * table_stride + block_index).to(tl.int64)
         reached = tl.minimum((block_index + 1) * block_size, certain)
@@ -306,7 +322,8 @@ def scan_spans(
     key_heads, key_dim = k.shape[1:]
     # The numbers of each head's, see StateShape.
     decays, scales = (0, value_dim) if rule == "selective" else (part.shape[1] // heads for part in (decay, scale))
-    requests, page = len(plan.lengths), pages.state.stride(0)
+    requests = len(plan.lengths)
+    page = pages.state.stride(0)
     at_v = key_heads * key_dim
     at_decay = at_v + heads * value_dim
     at_scale = at_decay + heads * decays
@@ -393,8 +410,10 @@ def _gated_norm(
     GATE_FIRST: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
-    column, exists = tl.program_id(1) * size + i, i < size
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, SIZE)
+    column = tl.program_id(1) * size + i
+    exists = i < size
     y = tl.load(x + row * x_stride + column, mask=exists, other=0.0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + column, mask=exists, other=0.0).to(tl.float32)
     factor = _sigmoid(g) * (g if SILU else 1.0)

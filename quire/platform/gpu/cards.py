@@ -49,7 +49,8 @@ class Card:
         return {"maxnreg": min(most, 255)} if self.backend == "cuda" else {}
 
 
-_KIB, _GIB = 2**10, 2**30
+_KIB = 2**10
+_GIB = 2**30
 
 CARDS = {
     "sm_80": Card("NVIDIA A100", "cuda", 80, 108, 163 * _KIB, 164 * _KIB, 80 * _GIB),

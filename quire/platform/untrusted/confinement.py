@@ -15,7 +15,9 @@ import sys
 
 from quire.platform.untrusted.limits import Limits
 
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_PR_SET_PDEATHSIG = 1
+_PR_SET_SECCOMP = 22
+_PR_SET_NO_NEW_PRIVS = 38
 # Half of what a thread has, so that what did not overflow here does not do so in the process that uses the result.
 _STACK = 4 << 20
 
@@ -130,8 +132,12 @@ def _deny_system_calls() -> None:
 
 def _filter(architecture: int, calls: dict[str, int]) -> bytes:
     """A BPF program over struct seccomp_data {int nr; u32 arch; ...}: deny `calls`, and calls of other ABIs."""
-    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
-    allow, deny = 0x7FFF0000, 0x00050000 | errno.EPERM
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    give = 0x06
+    allow = 0x7FFF0000
+    deny = 0x00050000 | errno.EPERM
     count = len(calls)
     lines = [(load, 0, 0, 4), (equal, 0, count + 3, architecture), (load, 0, 0, 0)]
     lines.append((at_least, count + 1, 0, 0x40000000))  # the x32 ABI has other numbers

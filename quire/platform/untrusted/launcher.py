@@ -104,7 +104,8 @@ class _Launcher:
                 call = resolve(function)
                 prepared = [self._prepared[key]] if key else []
                 gc.freeze()  # so that a job's collections leave the shared pages alone
-                launcher, pid = os.getpid(), os.fork()
+                launcher = os.getpid()
+                pid = os.fork()
             except Exception as error:
                 self._report("failed", identity, error_text(error)[:_TEXT])
                 return

@@ -28,7 +28,10 @@ class UntrustedPool:
     def __init__(
         self, slots: int = SLOTS, places: int = PLACES, queue: int = QUEUE, idle_seconds: float = IDLE_SECONDS
     ) -> None:
-        self.slots, self.places, self.idle_seconds, self._queue = slots, places, idle_seconds, queue
+        self.slots = slots
+        self.places = places
+        self.idle_seconds = idle_seconds
+        self._queue = queue
         self._lock = threading.Lock()
         self._new: list[Job] = []  # submitted, and not seen by the thread
         self._count = self._bytes = 0  # unfinished jobs, and their arguments
@@ -95,7 +98,8 @@ class UntrustedPool:
 
     def take(self) -> list[Job]:
         with self._lock:
-            new, self._new = self._new, []
+            new = self._new
+            self._new = []
             return new
 
     def retire(self, force: bool = False) -> bool:

@@ -60,7 +60,10 @@ class Job:
     def __init__(
         self, identity: int, function: str, data: bytes, limits: Limits, preparation: Preparation | None
     ) -> None:
-        self.identity, self.function, self.limits, self.preparation = identity, function, limits, preparation
+        self.identity = identity
+        self.function = function
+        self.limits = limits
+        self.preparation = preparation
         self.to_send = memoryview(HEADER.pack(len(data)) + data)
         self.received = bytearray()
         self.size: int | None = None  # bytes of the answer
@@ -94,7 +97,8 @@ class Service:
     """What a pool's thread does while there are jobs. It alone uses the launcher."""
 
     def __init__(self, pool: Jobs, wake: socket.socket) -> None:
-        self._pool, self._wake = pool, wake
+        self._pool = pool
+        self._wake = wake
         self._selector = selectors.DefaultSelector()
         self._selector.register(wake, selectors.EVENT_READ, None)
         self._launcher: subprocess.Popen[bytes] | None = None
@@ -181,7 +185,8 @@ class Service:
         return float("inf") if is_preparing else job.deadline
 
     def _share_slots(self, now: float) -> None:
-        slots, places = self._pool.slots, self._pool.places
+        slots = self._pool.slots
+        places = self._pool.places
         for job in self._running[:]:
             may_others_run = bool(self._stopped) if not self._waiting else len(self._jobs) < places
             if may_others_run and now >= _slice_end(job):
@@ -218,7 +223,8 @@ class Service:
 
     def _kill(self, job: Job, failure: Exception) -> None:
         """It keeps its place until the launcher reports its end."""
-        job.failure, job.killed = failure, time.monotonic()
+        job.failure = failure
+        job.killed = time.monotonic()
         self._order("signal", job.identity, int(signal.SIGKILL))
         self._leave_slot(job)
         _fail(job, failure)
@@ -300,7 +306,8 @@ class Service:
 
     def _end_launcher(self) -> None:
         """End it and all its jobs, which the caller has to answer."""
-        launcher, control = self._launcher, self._control
+        launcher = self._launcher
+        control = self._control
         if launcher is None or control is None:
             return
         self._selector.unregister(control)
@@ -406,7 +413,8 @@ class Service:
                 if began is not None and job.preparation is not None and job.preparation.key == identity:
                     job.deadline += now - max(began, job.submitted)
         elif (job := self._jobs[identity]) is not None and name == "started":
-            job.pid, job.resumed = fields[0], now
+            job.pid = fields[0]
+            job.resumed = now
             job.next_look = now + job.limits.slice_seconds
         else:
             del self._jobs[identity]

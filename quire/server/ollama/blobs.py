@@ -63,7 +63,8 @@ async def upload(digest: str, request: Request) -> Response:
 
 async def _receive(request: Request, path: Path) -> None:
     """Write the body to a file that appears when it is complete. Raises ApiError."""
-    digest, waiting = hashlib.sha256(), bytearray()
+    digest = hashlib.sha256()
+    waiting = bytearray()
 
     def write(data: bytes) -> None:
         _check_room(path.parent, len(data))

@@ -41,7 +41,8 @@ class Downloads:
 
     async def run(self, *arguments: str) -> asyncio.subprocess.Process:
         """Start a command of `quire` that uses the hub's cache."""
-        token, folder = self._options.hf_token, self._options.download_dir
+        token = self._options.hf_token
+        folder = self._options.download_dir
         if folder is not None:
             arguments = (*arguments, "--download-dir", folder)
         return await asyncio.create_subprocess_exec(
@@ -88,7 +89,8 @@ class _Download:
         self._followers += 1
         try:
             while True:
-                is_done, news = self.task.done(), self._news
+                is_done = self.task.done()
+                news = self._news
                 for number, line in sorted(self._lines.values(), key=lambda entry: entry[0]):
                     if number > seen:
                         seen = number

@@ -67,7 +67,8 @@ async def _vectors(
     """The embedding of each text, and the number of their tokens. Raises ApiError."""
     dimensions = truncate = None
     if isinstance(body, EmbedRequest):
-        dimensions, truncate = body.dimensions, body.truncate
+        dimensions = body.dimensions
+        truncate = body.truncate
     fields: dict[str, Any] = {"model": body.model, "use_activation": normalized}
     fields |= {"truncate_prompt_tokens": None if truncate is False else -1, "dimensions": dimensions}
     translated = validated(EmbeddingRequest, fields)

@@ -119,7 +119,9 @@ _STREAM = stream_answers(dict[str, Any], dict[str, str], LineStream.media_type)
 @router.post("/api/generate", responses=_STREAM, response_model=None)
 async def answer_prompt(body: GenerateRequest, request: Request) -> Response:
     server: Server = request.app.state.server
-    uses_template, suffix, prompt = not (body.raw or body.suffix), body.suffix, body.prompt
+    uses_template = not (body.raw or body.suffix)
+    suffix = body.suffix
+    prompt = body.prompt
     reply = Reply(body.accepted(request), is_chat=False, has_context=uses_template)
     if not prompt:
         return await _load(reply, body, server)
@@ -247,7 +249,8 @@ def _end(answering: Answering) -> dict[str, Any]:
     """How the answer ended, with counts of tokens and times in nanoseconds."""
     assert answering.output is not None
     assert answering.output.metrics is not None
-    times, usage = answering.output.metrics, answering.meter.usage
+    times = answering.output.metrics
+    usage = answering.meter.usage
     return {
         "done": True,
         "done_reason": "length" if answering.answers[0].finish_reason == "length" else "stop",

@@ -74,7 +74,8 @@ class CreateRequest(NamedModel):
     stream: bool | None = Field(None, description="Default: true.")
 
     def unsupported(self) -> tuple[str, str] | None:
-        given, refused = self.model_extra or {}, TABLES["ollama"]["create_refused"]
+        given = self.model_extra or {}
+        refused = TABLES["ollama"]["create_refused"]
         if self.template and is_go_template(self.template):
             return "template", GO_TEMPLATE
         return next(((name, why) for name, why in refused.items() if given.get(name)), None)
@@ -136,7 +137,8 @@ async def delete(body: DeleteRequest, request: Request) -> Response:
 async def copy(body: CopyRequest, request: Request) -> Response:
     """Give the served model, or one that was created, another name."""
     check_allowed(request)
-    source, name = _source(body.source, request, "source"), _new_name(body.destination, request, "destination")
+    source = _source(body.source, request, "source")
+    name = _new_name(body.destination, request, "destination")
     state: State = request.app.state.ollama
     state.library.write(msgspec.structs.replace(source, name=name))
     return Response()

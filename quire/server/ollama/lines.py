@@ -20,7 +20,9 @@ class LineStream(EventStream):
     """Lines of JSON, among which clients expect nothing else: an idle stream gets parts without text."""
 
     media_type = "application/x-ndjson"
-    before_error, after_error, done = b"", b"\n", b""
+    before_error = b""
+    after_error = b"\n"
+    done = b""
 
 
 def line(part: Line) -> bytes:

@@ -38,7 +38,8 @@ OllamaMessages = Annotated[list[OllamaMessage], Field(fail_fast=True)]
 
 def openai_messages(messages: Iterable[OllamaMessage]) -> Iterator[dict[str, Any]]:
     """Ollama's results of tools follow the order of the calls, which need no ids."""
-    numbers, waiting = count(), deque[str]()
+    numbers = count()
+    waiting = deque[str]()
     for message in messages:
         calls = []
         for call in message.tool_calls or ():

@@ -77,7 +77,8 @@ def _cards(request: Request, facts: Facts) -> Iterator[dict[str, Any]]:
         if name in created:
             continue
         adapter = server.adapters.by_name.get(name)
-        details, digest = facts.details, facts.digest
+        details = facts.details
+        digest = facts.digest
         if adapter is not None:
             details = {**details, "parent_model": adapter.parent}
             digest = derived_digest(digest, adapter.adapter.path)
@@ -98,7 +99,9 @@ def _card(name: str, size: int, modified_at: str, digest: str, details: dict[str
 async def show(body: ShowRequest, request: Request) -> Response:
     server: Server = request.app.state.server
     name = body.accepted(request)
-    frontend, facts, created = server.llm.frontend, await _facts(request), body.created
+    frontend = server.llm.frontend
+    facts = await _facts(request)
+    created = body.created
     template = (created and created.template) or frontend.given_chat_template or frontend.tokenizer.chat_template or ""
     recommended = server.llm.processor.generation_config
     parameters = {_RECOMMENDED[field]: value for field, value in recommended.items() if field in _RECOMMENDED}

@@ -14,7 +14,8 @@ LATEST = ":latest"
 class State:
     def __init__(self, llm: AsyncLLM, model_names: list[str]) -> None:
         options = llm.config.model
-        self._llm, self._names = llm, model_names
+        self._llm = llm
+        self._names = model_names
         self.base = canonical(options.model)
         self.library = CreatedModels(options.download_dir)
         self.downloads = Downloads(options)

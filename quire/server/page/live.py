@@ -61,7 +61,8 @@ class Live:
     async def _look(self) -> None:
         viewer = ""
         while self._viewers and not self._is_ending():
-            is_whole, self._starts_over = self._starts_over, False
+            is_whole = self._starts_over
+            self._starts_over = False
             if is_whole:
                 viewer = f"{os.getpid()}-{next(self._numbers)}"
             try:

@@ -57,7 +57,8 @@ async def events(request: Request) -> Response:
 async def about(request: Request) -> dict[str, Any]:
     """What the page has to know about the server."""
     server = request.app.state.server
-    parallel, llm = server.llm.config.parallel, server.llm
+    parallel = server.llm.config.parallel
+    llm = server.llm
     return {
         "version": __version__,
         "models": server.names,

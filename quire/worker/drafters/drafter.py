@@ -56,16 +56,21 @@ class DraftInputs:
     def __init__(self, staging: Staging, groups: int) -> None:
         """groups: the number of the drafter's KV groups."""
         batch = staging.batch
-        self.staging, self.groups = staging, groups
-        self.block_size, self.longest = batch.block_size, batch.max_model_len
+        self.staging = staging
+        self.groups = groups
+        self.block_size = batch.block_size
+        self.longest = batch.max_model_len
         self.group = shared_group(batch.kv_specs)
 
     def of(self, step: SampledStep, missed: Tensor | None = None) -> StepInputs:
         """The inputs of a forward over the same tokens as the target's. missed: see `uniform`."""
         inputs = step.inputs
-        slots, seq_lens, table = inputs.slot_mapping[self.group], inputs.seq_lens, inputs.block_tables[self.group]
+        slots = inputs.slot_mapping[self.group]
+        seq_lens = inputs.seq_lens
+        table = inputs.block_tables[self.group]
         if missed is not None:
-            tokens, requests = len(step.token_rows), len(step.rows)
+            tokens = len(step.token_rows)
+            requests = len(step.rows)
             entries = inputs.positions[:tokens] - missed[step.token_rows]
             blocks = self.staging.state.block_tables[self.group, step.token_rows, entries // self.block_size]
             slots, seq_lens = slots.clone(), seq_lens.clone()  # padding may follow
@@ -84,7 +89,8 @@ class DraftInputs:
         """The inputs of a forward over `count` tokens of each request, of which the first is at the positions `first`
         [requests]. ids: [requests * count]. width: the most tokens of a request, with these. missed: [rows], how many
         tokens the drafter has not seen. Its entries lie side by side, so the cache is so much shorter than the text."""
-        requests, device = len(first), first.device
+        requests = len(first)
+        device = first.device
         positions = (first[:, None] + torch.arange(count, device=device)).clamp_(max=width - 1)
         entries = positions if missed is None else positions - missed[step.rows, None]
         blocks = -(-width // self.block_size)
@@ -95,7 +101,8 @@ class DraftInputs:
         extra: dict[str, Any] = {}
         if isinstance(step.inputs, SectionedInputs):  # drafts have the rotary offset of the last token that was kept
             offsets = step.inputs.rotary_offsets.index_select(1, step.last_kept())
-            inputs_class, extra = SectionedInputs, {"rotary_offsets": offsets.repeat_interleave(count, 1)}
+            inputs_class = SectionedInputs
+            extra = {"rotary_offsets": offsets.repeat_interleave(count, 1)}
         return inputs_class(
             size=StepSize(requests * count, requests, count),
             input_ids=ids,

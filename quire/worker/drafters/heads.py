@@ -22,7 +22,8 @@ class HeadLayers:
     """The layers of a head, as the part of a model that Forward calls."""
 
     def __init__(self, head: ChainHead) -> None:
-        self.head, self.rotary = head, head.rotary
+        self.head = head
+        self.rotary = head.rotary
 
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
@@ -51,7 +52,10 @@ class ChainDrafter(Drafter):
     ) -> None:
         """eager: a forward that computes no more than the wanted tokens need. most_tokens: of a step. hidden_size,
         dtype: of the target model."""
-        self.head, self.forward, self.eager, self.state = head, forward, eager, staging.state
+        self.head = head
+        self.forward = forward
+        self.eager = eager
+        self.state = staging.state
         self.inputs = DraftInputs(staging, len(head.kv_specs))
         self.sampling = DraftSampling(sampler, staging, head.token_ids)
         # How many tokens of each row the head has missed. It may miss none if a window takes old blocks from requests,
@@ -75,8 +79,10 @@ class ChainDrafter(Drafter):
         missed = None
         if self._missed[step.flat.rows].any():
             missed = self._upload({"missed": self._missed.copy()})["missed"]
-        inputs, head = self.inputs.of(step, missed), self.head
-        tokens, last = len(step.token_rows), step.last_kept()
+        inputs = self.inputs.of(step, missed)
+        head = self.head
+        tokens = len(step.token_rows)
+        last = step.last_kept()
         if not head.taps:
             assert step.hidden is not None
             hidden = head.combine([step.hidden])
@@ -91,7 +97,8 @@ class ChainDrafter(Drafter):
         hidden = self.forward.layers(x, inputs, last)
         self.sampling.begin(step)
         drafts = [self.sampling.choose(head.logits(hidden), 0)]
-        first, width = inputs.positions[last] + 1, self.inputs.width(step, count)
+        first = inputs.positions[last] + 1
+        width = self.inputs.width(step, count)
         if head.mask is not None and count > 1:
             return self._at_once(step, drafts[0], first, count, width, missed)
         for number in range(1, count):

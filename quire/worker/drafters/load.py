@@ -39,7 +39,9 @@ class DrafterParts:
         group: Communicator,
         backends_of: Callable[[Cached], list[CacheBackend]],
     ) -> None:
-        self.options, self.config, self.target = options, config, target
+        self.options = options
+        self.config = config
+        self.target = target
         self.part: Cached | StateHead
         if options.method == "draft_model":
             device = target.kernels.target.device

@@ -35,7 +35,10 @@ class ModelDrafter(Drafter):
     ) -> None:
         """most_tokens: of a forward. mask: the token that stands for what is not known yet, None to guess one token
         after the other."""
-        self.model, self.forward, self.staging, self.mask = model, forward, staging, mask
+        self.model = model
+        self.forward = forward
+        self.staging = staging
+        self.mask = mask
         self.inputs = DraftInputs(staging, len(model.kv_specs))
         vocab = staging.batch.vocab_size
         ids = torch.arange(model.vocab_size, device=staging.device.torch_device)
@@ -74,7 +77,8 @@ class ModelDrafter(Drafter):
         self.sampling.begin(step)
         if self.mask is not None:
             return self._at_once(step, count, self.mask)
-        state, width = self.staging.state, self.inputs.width(step, count)
+        state = self.staging.state
+        width = self.inputs.width(step, count)
         first = (state.num_tokens[step.rows] - 2).clamp_(min=0)
         ids = state.token_ids[step.rows[:, None], first[:, None] + torch.arange(2, device=first.device)].long()
         hidden = self._forward(step, first, ids, width)[1::2]
@@ -88,7 +92,8 @@ class ModelDrafter(Drafter):
     def _at_once(self, step: SampledStep, count: int, mask: int) -> Tensor:
         """All drafts from one forward. In the places of this step's drafts, the draft model has seen masks, so those
         that were accepted are computed again."""
-        state, recent = self.staging.state, 1 + int(step.flat.num_places.max())
+        state = self.staging.state
+        recent = 1 + int(step.flat.num_places.max())
         lengths = state.num_tokens[step.rows][:, None]
         first = (lengths - recent).clamp_(min=0)
         numbers = torch.arange(recent + count - 1, device=first.device)
@@ -110,7 +115,8 @@ class ModelDrafter(Drafter):
         """Find out how many tokens of new rows are in the prefix cache, computed by the draft model, too. The target
         model may have computed them when no drafts were wanted."""
         batch = self.staging.batch
-        tables, size = batch.block_tables[self.inputs.group], batch.block_size
+        tables = batch.block_tables[self.inputs.group]
+        size = batch.block_size
         if (missing := int(tables[flat.rows].max()) + 1 - len(self._is_complete)) > 0:
             self._is_complete = np.pad(self._is_complete, (0, missing))
         self._is_complete[tables[flat.token_rows, flat.positions // size]] = False  # they get other tokens
@@ -123,7 +129,8 @@ class ModelDrafter(Drafter):
 
     def _cover(self, rows: Ints, ends: Ints) -> None:
         """The draft model has computed the tokens of rows[i] up to ends[i]."""
-        tables, size = self.staging.batch.block_tables[self.inputs.group], self.staging.batch.block_size
+        tables = self.staging.batch.block_tables[self.inputs.group]
+        size = self.staging.batch.block_size
         first = self._covered[rows] // size
         blocks = Spans.of(rows, first, np.maximum(ends // size - first, 0))  # by their number in the row
         self._is_complete[tables[blocks.token_rows, blocks.positions]] = True
@@ -138,4 +145,5 @@ class ModelDrafter(Drafter):
             inputs = self.staging.stage_spans(spans, self.inputs.group, self.inputs.groups)
             inputs.input_ids.clamp_(max=self.model.vocab_size - 1)
             self.forward.layers(self.forward.embed(inputs), inputs, inputs.positions.new_zeros(1))
-            covered, counts = covered + now, counts - now
+            covered = covered + now
+            counts = counts - now

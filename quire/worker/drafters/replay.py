@@ -17,7 +17,8 @@ class ReplayedCounts:
     """
 
     def __init__(self, options: SpeculativeOptions, staging: Staging) -> None:
-        self.staging, most = staging, options.num_speculative_tokens
+        self.staging = staging
+        most = options.num_speculative_tokens
         rates = [*options.acceptance_rates, *most * options.acceptance_rates[-1:]][:most]
         self.rates = torch.tensor([*rates, 0.0], device=staging.device.torch_device)  # no draft follows the last place
 

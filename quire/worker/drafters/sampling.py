@@ -24,14 +24,18 @@ class DraftSampling:
 
     def __init__(self, sampler: Sampler, staging: Staging, token_ids: Tensor | None = None) -> None:
         """token_ids: the target model's ids of the columns of the logits, None if they are the same."""
-        self.sampler, self.staging, self.token_ids = sampler, staging, token_ids
+        self.sampler = sampler
+        self.staging = staging
+        self.token_ids = token_ids
         self._place = np.full(len(staging.batch.num_tokens), -1, np.int64)  # of a row in _logits, -1 if it has none
         self._logits: list[Tensor] = []  # by number of the draft, [requests that are verified by the rule, vocab]
         self._first: Tensor | None = None  # of these requests, the position of the first draft
 
     def begin(self, step: SampledStep) -> None:
         """Begin to draw the drafts behind a step."""
-        rows, batch, state = step.flat.rows, self.staging.batch, self.staging.state
+        rows = step.flat.rows
+        batch = self.staging.batch
+        state = self.staging.state
         arrays = batch.sampling(rows, batch.num_tokens[rows])
         random = batch.temperature[rows] > 0
         # A row that does not sample gets no drafts; earlier ones that it keeps are verified by comparison.
@@ -81,7 +85,9 @@ class DraftSampling:
             "owners": self._place[flat.place_rows[places]],
         }
         tensors = self.staging.device.upload(arrays)
-        rows, following, owners = rows[tensors["places"]], positions[tensors["places"]] + 1, tensors["owners"]
+        rows = rows[tensors["places"]]
+        following = positions[tensors["places"]] + 1
+        owners = tensors["owners"]
         logits = torch.stack(self._logits)[following - self._first[owners], owners]
         drafts = self.staging.state.token_ids[rows, following].long()
         return Proposals(tensors["among_random"], logits, drafts)
