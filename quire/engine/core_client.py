@@ -112,6 +112,15 @@ class _Connection:
             reader.cancel()
 
 
+def start_cores(config: EngineConfig, directory: Path) -> Cores:
+    """Start the cores of this machine, and listen for those of others. Raises ConfigError."""
+    if not config.layout.elsewhere:
+        return Cores(config, directory)
+    from quire.engine.remote_cores import RemoteCores  # imports what takes long, which other servers do not need
+
+    return Cores(config, directory, others=RemoteCores(config, directory))
+
+
 class CoreClient:
     """Sends requests to the cores, and passes their outputs to the sink that `start` is given. Cores are numbered from
     0; core 0 is replica `first` of all replicas.
@@ -138,7 +147,7 @@ class CoreClient:
         self.directory = directory
         self.index = index
         self.since_start = since_start
-        self._processes = processes or Cores(config, directory)
+        self._processes = processes or start_cores(config, directory)
         self._sink: Sink = lambda core, outputs, stats: None
         self._context = zmq.asyncio.Context()
         self._unfinished: dict[str, _Unfinished] = {}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -27,9 +27,6 @@ from quire.observability.logging import log_options, logger
 from quire.platform.folders import private_folder
 from quire.platform.stacks import collect_stacks
 
-if TYPE_CHECKING:
-    from quire.engine.remote_cores import RemoteCores
-
 SILENCE_SECONDS = 5.0  # a core that sends no heartbeat for this long is considered lost
 SILENT_START_SECONDS = 60.0  # the same while the core starts: imports can block its heartbeat thread for long
 MAX_FAILED_STARTS = 3  # failed starts in a row, after which a core is given up
@@ -39,6 +36,18 @@ _reports = msgspec.msgpack.Decoder(messages.CoreReport)
 
 
 _Remote = tuple[str, bytes] | None  # where cores take orders from other machines, see `run_core`
+
+
+class OtherMachines(Meetings, Protocol):
+    """The cores of other machines. fellows: the replicas of this machine, if they share experts."""
+
+    fellows: Fellows | None
+
+    async def run(self, tell: Callable[[CoreEvent], None]) -> None:
+        """Report what becomes of the cores until all are given up."""
+
+    def close(self) -> None:
+        """Leave the other machines alone."""
 
 
 class _Process:
@@ -239,25 +248,27 @@ class Cores:
     """
 
     def __init__(
-        self, config: EngineConfig, directory: Path, remote: _Remote = None, meetings: Meetings | None = None
+        self,
+        config: EngineConfig,
+        directory: Path,
+        remote: _Remote = None,
+        meetings: Meetings | None = None,
+        others: OtherMachines | None = None,
     ) -> None:
         """directory: the model's directory or GGUF file. remote: see `run_core`. meetings: who says where replicas
-        meet that share experts, if it is another machine; the cores are started when it has said so."""
+        meet that share experts, if it is another machine; the cores are started when it has said so. others: the cores
+        of other machines, if this one has the server."""
         self.config = config
         self.directory = directory
         self._context = zmq.asyncio.Context()
         layout = config.layout
-        self._remote: RemoteCores | None = None
-        if layout.elsewhere:
-            from quire.engine import remote_cores  # imports what takes long, which other servers need only later
-
-            self._remote = remote_cores.RemoteCores(config, directory)
+        self._others = others
         self.fellows: Fellows | None = None
         if config.parallel.shares_experts:
             everyone = layout.served or layout.here
-            self.fellows = Fellows(layout.here, everyone, meetings or self._remote or LocalMeetings())
-            if self._remote is not None:
-                self._remote.fellows = self.fellows
+            self.fellows = Fellows(layout.here, everyone, meetings or others or LocalMeetings())
+            if others is not None:
+                others.fellows = self.fellows
         self._replicas = [
             _Replica(self._context, rank, config, directory, remote, self.fellows) for rank in layout.here
         ]
@@ -276,7 +287,7 @@ class Cores:
     async def run(self, tell: Callable[[CoreEvent], None]) -> None:
         """Replace lost cores until all are given up. Cancel it to end the cores. tell: is called with each event."""
         everyone = [replica.run(tell) for replica in self._replicas]
-        await asyncio.gather(*everyone, *([] if self._remote is None else [self._remote.run(tell)]))
+        await asyncio.gather(*everyone, *([] if self._others is None else [self._others.run(tell)]))
 
     def kill(self) -> None:
         """End the processes at once."""
@@ -284,6 +295,6 @@ class Cores:
             if replica.process is not None:
                 replica.process.kill()
                 replica.process = None
-        if self._remote is not None:
-            self._remote.close()
+        if self._others is not None:
+            self._others.close()
         self._context.destroy(linger=0)

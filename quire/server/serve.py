@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.config import ConfigError, EngineConfig, ServerConfig
-from quire.engine.core_client import CoreClient
-from quire.engine.cores import Cores
+from quire.engine.core_client import CoreClient, start_cores
 from quire.models.heads.resolve import with_files
 from quire.server.listening import listening_socket, raise_descriptor_limit
 
@@ -27,7 +26,7 @@ def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -
     with contextlib.closing(listening_socket(config)) as listening:
         raise_descriptor_limit(engine_config.scheduler.max_num_seqs * len(engine_config.layout.served))
         if config.api_server_count > 1:
-            cores = Cores(*with_files(engine_config))
+            cores = start_cores(*with_files(engine_config))
             try:
                 from quire.server.processes import ApiProcesses
 

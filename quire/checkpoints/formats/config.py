@@ -10,13 +10,11 @@ import torch
 from quire.checkpoints.formats.integers import AWQ, GPTQ, PackedIntegers
 from quire.checkpoints.formats.scaled import ScaledBytes
 from quire.checkpoints.formats.scheme import Scheme
+from quire.checkpoints.formats.settings import SchemeOf, Settings, check_field, group_size_of
 from quire.checkpoints.formats.tables import BITSANDBYTES_BLOCK, MODELOPT_NVFP4, MXFP4, NVFP4, TableCodes
 from quire.checkpoints.formats.ternary import Ternary
 from quire.config import ConfigError
 from quire.layers.linear import DenseWeight, LinearMethod
-
-Settings = Mapping[str, Any]
-SchemeOf = Callable[[str], Scheme | None]  # by the name of a layer
 
 # Tensors of quantized checkpoints that Quire does not need: activations and the KV cache keep the model's type, the
 # zero points of symmetric weights are known, and GPTQ writes biases of zeros where the model has none.
@@ -134,24 +132,6 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
         elif any(f".{pattern}." in f".{n}." for n in names):
             return True
     return False
-
-
-def check_field(settings: Settings, field: str, accepted: Iterable[Any], default: Any = None) -> Any:
-    """The field's value. Raises ValueError if it is none of those that are accepted."""
-    value = settings.get(field, default)
-    accepted = tuple(accepted)
-    if value not in accepted:
-        listed = ", ".join(map(repr, accepted))
-        raise ValueError(f"quantization_config has {field}={value!r}, which is not supported; supported: {listed}")
-    return value
-
-
-def group_size_of(settings: Settings, field: str = "group_size") -> int:
-    """Inputs that share a scale, -1 for all. Raises ValueError if the field's value is something else."""
-    value = settings.get(field, -1)
-    if not isinstance(value, int) or value < -1:
-        raise ValueError(f"quantization_config has {field}={value!r}, which is no number of inputs")
-    return value
 
 
 def _block(settings: Settings, field: str) -> tuple[int, int]:

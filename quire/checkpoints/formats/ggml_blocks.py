@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.checkpoints.errors import WeightError
-from quire.checkpoints.formats.gguf import Decoder, fields, half
+from quire.checkpoints.formats.ggml_fields import Decoder, fields, half
 from quire.checkpoints.formats.packing import integer_matrix, pack_pairs
 from quire.ops.reference.quantized import QuantizedMatrix
 from quire.platform.extras import install_command

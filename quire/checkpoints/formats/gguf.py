@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.checkpoints.formats.ggml_fields import Decoder, fields, half
 from quire.checkpoints.formats.gguf_types import TensorType
 from quire.checkpoints.formats.packing import integer_matrix, narrow
 from quire.checkpoints.formats.scheme import Groups, Piece, Scheme, slot
@@ -20,20 +21,6 @@ from quire.layers.linear import LinearShape, LinearWeight, dense_weight
 from quire.layers.specs import OutputPart
 from quire.ops.cpu.gguf_blocks import can_decode, decode_blocks
 from quire.ops.reference.quantized import QuantizedMatrix
-
-
-def fields(x: Tensor, run: int, bits: int, count: int) -> Tensor:
-    """Unpack `count` fields of `bits` bits from each byte. [..., bytes] -> [..., bytes * count]
-
-    Of each `run` bytes, the lowest fields of all bytes come first, then the next fields of all bytes.
-    """
-    shifts = torch.arange(0, bits * count, bits, dtype=torch.uint8, device=x.device)[:, None]
-    return (x.reshape(*x.shape[:-1], -1, 1, run) >> shifts & ((1 << bits) - 1)).flatten(-3)
-
-
-def half(x: Tensor, offset: int) -> Tensor:
-    """The float16 at byte `offset` of each block: [out, blocks]"""
-    return x[..., offset : offset + 2].contiguous().view(torch.float16)[..., 0]
 
 
 def _matrix(codes: Tensor, bits: int, scales: Tensor, offsets: Tensor | None = None) -> QuantizedMatrix:
@@ -93,7 +80,6 @@ def _q6_k(x: Tensor) -> QuantizedMatrix:
 
 
 # From bytes [out, blocks, bytes of a block] to a matrix [out, in].
-Decoder = Callable[[Tensor], QuantizedMatrix]
 
 # By type: the dtype of a float, or the decoder.
 _DECODERS: dict[str, torch.dtype | Decoder] = {

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.checkpoints.formats.config import SchemeOf, Settings, check_field
 from quire.checkpoints.formats.packing import integer_matrix, narrow
 from quire.checkpoints.formats.scheme import Groups, Scheme, slot
+from quire.checkpoints.formats.settings import SchemeOf, Settings, check_field
 from quire.layers.build import Builder
 from quire.layers.linear import LinearShape
 from quire.layers.specs import OutputPart

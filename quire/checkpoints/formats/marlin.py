@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.checkpoints.formats.config import SchemeOf, Settings, check_field, group_size_of
 from quire.checkpoints.formats.packing import integer_matrix, unpack
 from quire.checkpoints.formats.scheme import Groups, Scheme, slot
+from quire.checkpoints.formats.settings import SchemeOf, Settings, check_field, group_size_of
 from quire.layers.build import Builder
 from quire.layers.linear import LinearShape
 from quire.layers.specs import OutputPart

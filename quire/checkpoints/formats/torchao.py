@@ -10,10 +10,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quire.checkpoints.errors import WeightError
-from quire.checkpoints.formats.config import SchemeOf, Settings
 from quire.checkpoints.formats.packing import integer_matrix, narrow, unpack
 from quire.checkpoints.formats.scaled import ScaledBytes
 from quire.checkpoints.formats.scheme import Groups, Scheme, slot
+from quire.checkpoints.formats.settings import SchemeOf, Settings
 from quire.checkpoints.weights import Checkpoint, SafetensorsCheckpoint, check_shape
 from quire.layers.build import Builder, WeightSlot
 from quire.layers.linear import DenseWeight, LinearMethod, LinearShape
