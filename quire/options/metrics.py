@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.options.declaration import ConfigError, option
 
-# vLLM's names of groups of histograms; metrics/engine.toml says which have which.
+# vLLM's names of groups of histograms; observability/engine.toml says which have which.
 FAMILIES = (
     "request_latency",
     "time_to_first_token",

@@ -82,7 +82,7 @@ def test_a_quantized_matrix_means_what_its_description_says():
 
 
 def test_an_input_may_have_several_columns_of_which_one_is_not_zero():
-    """So that a rank's parts of groups become groups of one size (quantization/integers.py)."""
+    """So that a rank's parts of groups become groups of one size (checkpoints/formats/integers.py)."""
     torch.manual_seed(0)
     dense, codes = torch.zeros(8, 24), torch.full((8, 32), 128, dtype=torch.uint8)
     order = torch.cat([torch.randperm(24), torch.tensor([3, 3, 0, 23, 9, 9, 9, 1])])

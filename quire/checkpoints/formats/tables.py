@@ -123,7 +123,7 @@ class TableCodes(Scheme):
         return matrix
 
 
-BITSANDBYTES_BLOCK = 64  # weights that share a scale; see loading/bitsandbytes.py
+BITSANDBYTES_BLOCK = 64  # weights that share a scale; see checkpoints/bitsandbytes.py
 MXFP4 = TableCodes("e2m1", 32, torch.uint8)
 NVFP4 = TableCodes("e2m1", 16, torch.float8_e4m3fn, whole_scale="weight_global_scale", divides=True)
 MODELOPT_NVFP4 = TableCodes("e2m1", 16, torch.float8_e4m3fn, codes="weight", whole_scale="weight_scale_2")
