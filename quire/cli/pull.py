@@ -15,6 +15,7 @@ from quire.cli.model import complete_models
 from quire.cli.models.short_names import short_name_of
 from quire.cli.models.words import size_text
 from quire.config import ModelConfig
+from quire.messages.errors import error_text
 
 HELP = "download a model, and say first how fast it would run here"
 
@@ -54,7 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     except HubUnreachableError as error:
         if complete_snapshot(name, revision, folder) is None:
             raise
-        print(f"{name} is in the cache already. Whether there is a newer commit is not known, since {error}.")
+        print(
+            f"{name} is in the cache already. Whether there is a newer commit is not known, since {error_text(error)}."
+        )
         return 0
     missing = remote.missing(folder_of(remote.name, folder))
     if weight_files(remote.needed) and not missing:

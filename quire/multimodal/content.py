@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
+from quire.messages.errors import error_text
 from quire.multimodal.decoding import Encoded
 from quire.multimodal.fetch import MOST_BYTES, fetch
 from quire.multimodal.pictures import MediaError, picture
@@ -100,7 +101,7 @@ class Sources:
                 return Encoded("audio", (self._read(part.source),), self._sample_rate)
             return Encoded("image", (self._read(part.source),), io=self._io)
         except MediaError as error:
-            raise MediaError(f"{part.where}: {error}") from error
+            raise MediaError(f"{part.where}: {error_text(error)}") from error
 
     def _video(self, url: str) -> Encoded:
         if url.startswith("data:video/jpeg;base64,"):  # single frames, as vLLM takes them

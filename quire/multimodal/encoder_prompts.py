@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.messages.errors import error_text
 from quire.messages.media import Buffer, EncoderLimits, MediaItem, MediaPlace
 from quire.messages.sampling_params import SamplingParams
 from quire.multimodal.pictures import MediaError
@@ -61,7 +62,7 @@ class EncoderPrompts:
         try:
             self._limits.check([item.place])
         except ValueError as error:
-            raise MediaError(f"{name}: {error}") from error
+            raise MediaError(f"{name}: {error_text(error)}") from error
         start: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
         return EncoderPrompt(text, token_ids, {**start, **self._decoder(decoder)}, [item])
 

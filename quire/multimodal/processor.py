@@ -131,7 +131,7 @@ class MediaProcessor:
         try:
             return _prepare(family, part.modality, value.decode() if isinstance(value, Encoded) else value)
         except MediaError as error:
-            raise MediaError(f"{part.where}: {error}") from error
+            raise MediaError(f"{part.where}: {error_text(error)}") from error
 
     # `prepare` in steps, for servers: they decode in worker processes, and not twice what was used before.
 
@@ -148,7 +148,7 @@ class MediaProcessor:
             value = self.result(encoded, job)
             prepared = _prepare(self.family(kwargs), part.modality, value)
         except MediaError as error:
-            raise MediaError(f"{part.where}: {error}") from error
+            raise MediaError(f"{part.where}: {error_text(error)}") from error
         self._cache.put(encoded.key(kwargs), prepared)
         return prepared
 
@@ -259,7 +259,7 @@ class MediaProcessor:
         try:
             self.limits.check(item.place for item in media)
         except ValueError as error:
-            raise MediaError(str(error)) from error
+            raise MediaError(error_text(error)) from error
 
     def embeddings(self, value: Any) -> Expanded:
         """A prompt of embeddings. value: a tensor or an array [tokens, hidden], or the base64 text of one. Raises
@@ -269,7 +269,7 @@ class MediaProcessor:
         try:
             found = decode_embeddings(value) if isinstance(value, str) else buffer_of(value)
         except MediaError as error:
-            raise MediaError(f"prompt_embeds: {error}") from error
+            raise MediaError(f"prompt_embeds: {error_text(error)}") from error
         (count, hidden), media = found.shape, []
         if hidden != self._embeds_size:
             raise MediaError(f"prompt_embeds has vectors of {hidden} numbers, and the model's have {self._embeds_size}")

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from quire.messages.errors import error_text
 from quire.router.errors import RouteError, overloaded
 from quire.server.arrival import Arrival, BodyTimeoutError
 
@@ -55,7 +56,7 @@ class HeldBody:
         try:
             message = await arrival.next(receive)
         except BodyTimeoutError as error:
-            raise RouteError(408, str(error), "body_timeout", {"Connection": "close"}) from None
+            raise RouteError(408, error_text(error), "body_timeout", {"Connection": "close"}) from None
         if message["type"] == "http.disconnect":
             raise ClientLeft
         return message

@@ -12,6 +12,7 @@ from uuid import uuid4
 import aiohttp
 import msgspec
 
+from quire.messages.errors import error_text
 from quire.observability.logging import logger
 from quire.router.call import Call
 from quire.router.client import OVERLOADED, NotTaken, not_taken, send
@@ -173,7 +174,11 @@ class Prefill:
         backend.metrics.count_retry(reason)
         fields = {"request_id": self._call.request_id, "backend": backend.url, "reason": reason}
         logger.warning(
-            "Request %s: prefill at %s: %s", self._call.request_id, backend.url, failure, extra={"fields": fields}
+            "Request %s: prefill at %s: %s",
+            self._call.request_id,
+            backend.url,
+            error_text(failure),
+            extra={"fields": fields},
         )
 
     async def _send(self, backend: Backend, visit: Visit, body: bytes) -> None:

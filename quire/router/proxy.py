@@ -178,7 +178,7 @@ class Proxy:
                     "Request %s: %s: %s; trying again",
                     answer.name,
                     backend.url,
-                    error,
+                    error_text(error),
                     extra=answer.fields(backend=backend.url, reason=error.reason),
                 )
             else:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.messages.errors import error_text
 from quire.server.arrival import Arrival, BodyTimeoutError
 from quire.server.errors import ApiError, error_response, path_in
 from quire.server.middleware import header
@@ -172,7 +173,7 @@ class BodyLimit:
                 message: Message = await arrival.next(receive)
             except BodyTimeoutError as error:
                 headers = {"Connection": "close"}
-                raise ApiError(408, str(error), code="body_timeout", headers=headers) from None
+                raise ApiError(408, error_text(error), code="body_timeout", headers=headers) from None
             received += len(message.get("body", b""))
             if not is_streamed:
                 held.grow(received)

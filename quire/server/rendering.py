@@ -51,7 +51,7 @@ def _is_of_template(frontend: Frontend, error: BaseException) -> bool:
     """Whether the text of an error that a template has raised is a constant of the server's template, and so no part
     of the conversation."""
     templates = (frontend.given_chat_template, *frontend.tokenizer.chat_templates.values())
-    return any(str(error) in template for template in templates if template is not None)
+    return any(error_text(error) in template for template in templates if template is not None)
 
 
 def _begin(

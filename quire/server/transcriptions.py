@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 from quire.engine.processor import Prompt, PromptFields
+from quire.messages.errors import error_text
 from quire.messages.outputs import CompletionOutput
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured_outputs import StructuredOutputsParams
@@ -213,13 +214,13 @@ class _Transcription:
         try:
             beginning = speech.beginning(body.prompt, server.llm.max_model_len // MOST_ROOM - 8)
         except ValueError as error:
-            raise ApiError(400, str(error), param="prompt") from error
+            raise ApiError(400, error_text(error), param="prompt") from error
         held: HeldBody = request.state.body
         async with server.media.sounds:
             try:
                 samples = await held.unless_left(server.media.sound(data))
             except ValueError as error:
-                raise ApiError(400, f"file: {error}", param="file") from error
+                raise ApiError(400, f"file: {error_text(error)}", param="file") from error
             made = cls(call, body, task, speech, samples)
             made.language = language
             await made._listen(beginning)

@@ -62,7 +62,9 @@ class WeightCache:
         except FileNotFoundError:
             return False
         except ValueError as error:
-            logger.warning("The kept weights in %s are damaged, and are made anew: %s", self._folder.path, error)
+            logger.warning(
+                "The kept weights in %s are damaged, and are made anew: %s", self._folder.path, error_text(error)
+            )
             self._folder.delete(self._key)
             return False
         except OSError as error:

@@ -7,6 +7,7 @@ from fastapi import Request
 from pydantic import Field, PrivateAttr, field_validator
 
 from quire.checkpoints.created import CreatedModel
+from quire.messages.errors import error_text
 from quire.server.fields import TABLES, fail
 from quire.server.generation import Server
 from quire.server.ollama.state import State
@@ -91,7 +92,7 @@ class KeptModel(NamedModel):
             if value is not None and value != "":
                 seconds_of(value)
         except ValueError as error:
-            raise fail("keep_alive", str(error)) from error
+            raise fail("keep_alive", error_text(error)) from error
         return None if value == "" else value
 
     @property
