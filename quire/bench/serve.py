@@ -208,56 +208,77 @@ class Target:
 
 
 async def _read_stream(stream: aiohttp.StreamReader, outcome: Outcome) -> None:
-    """Read server-sent events into the outcome.
-
-    An event contains tokens if it has a choice and its usage has grown. If it has no usage, it contains tokens if it
-    has text.
-    """
-    last = 0.0
-    finished = False
-    counted = None
-    text = []
+    """Read server-sent events into the outcome."""
+    events = _Events(outcome)
     rest = b""
     async for piece in stream.iter_any():
         now = time.perf_counter() - outcome.start
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            payload = line[5:].strip()
-            if payload == b"[DONE]":
-                finished = True
-                continue
-            chunk = _decode(payload)
-            if chunk.error is not None:
-                outcome.error = f"error in the stream: {chunk.error}"
-            new_text = ""
-            for choice in chunk.choices:
-                outcome.latency = now
-                new_text += _text(choice)
-                finished |= choice.finish_reason is not None
-                if choice.finish_reason in ("error", "abort"):
-                    outcome.error = outcome.error or f"the server ended it with finish_reason {choice.finish_reason!r}"
-            text.append(new_text)
-            has_tokens = bool(new_text)
-            if chunk.usage is not None and chunk.usage.completion_tokens is not None:
-                outcome.prompt_len = chunk.usage.prompt_tokens or outcome.prompt_len
-                has_tokens = bool(chunk.choices) and chunk.usage.completion_tokens > (counted or 0)
-                counted = chunk.usage.completion_tokens
-            if has_tokens and not last:
-                outcome.ttft = last = now
-            elif has_tokens:
-                outcome.itls.append(now - last)
-                last = now
-    num_events = len(outcome.itls) + (last > 0)
-    outcome.text = "".join(text)
-    outcome.output_len = num_events if counted is None else counted
-    if not num_events:  # the tokens have no text, and the server counts them only at the end
-        outcome.ttft = outcome.latency
-    if not finished:
-        outcome.error = outcome.error or "the stream ended before the answer did"
-    elif not outcome.output_len:
-        outcome.error = outcome.error or _NO_TOKENS
+            if line.startswith(b"data:"):
+                events.read(line[5:].strip(), now)
+    events.close()
+
+
+class _Events:
+    """Adds the events of a stream to an outcome.
+
+    An event contains tokens if it has a choice and its usage has grown. If it has no usage, it contains tokens if it
+    has text.
+    """
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self._last = 0.0  # when the last event with tokens came
+        self._finished = False
+        self._counted: int | None = None  # tokens, by the usage
+        self._text: list[str] = []
+
+    def read(self, payload: bytes, now: float) -> None:
+        if payload == b"[DONE]":
+            self._finished = True
+            return
+        outcome = self._outcome
+        chunk = _decode(payload)
+        if chunk.error is not None:
+            outcome.error = f"error in the stream: {chunk.error}"
+        new_text = self._read_choices(chunk.choices, now)
+        self._text.append(new_text)
+        has_tokens = bool(new_text)
+        if chunk.usage is not None and chunk.usage.completion_tokens is not None:
+            outcome.prompt_len = chunk.usage.prompt_tokens or outcome.prompt_len
+            has_tokens = bool(chunk.choices) and chunk.usage.completion_tokens > (self._counted or 0)
+            self._counted = chunk.usage.completion_tokens
+        if has_tokens and not self._last:
+            outcome.ttft = self._last = now
+        elif has_tokens:
+            outcome.itls.append(now - self._last)
+            self._last = now
+
+    def _read_choices(self, choices: list[_Choice], now: float) -> str:
+        """Returns their text."""
+        outcome = self._outcome
+        text = ""
+        for choice in choices:
+            outcome.latency = now
+            text += _text(choice)
+            self._finished |= choice.finish_reason is not None
+            if choice.finish_reason in ("error", "abort"):
+                outcome.error = outcome.error or f"the server ended it with finish_reason {choice.finish_reason!r}"
+        return text
+
+    def close(self) -> None:
+        """Called at the end of the stream."""
+        outcome = self._outcome
+        num_events = len(outcome.itls) + (self._last > 0)
+        outcome.text = "".join(self._text)
+        outcome.output_len = num_events if self._counted is None else self._counted
+        if not num_events:  # the tokens have no text, and the server counts them only at the end
+            outcome.ttft = outcome.latency
+        if not self._finished:
+            outcome.error = outcome.error or "the stream ended before the answer did"
+        elif not outcome.output_len:
+            outcome.error = outcome.error or _NO_TOKENS
 
 
 def _text(choice: _Choice) -> str:
