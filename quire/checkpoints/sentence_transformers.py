@@ -59,13 +59,8 @@ def read_sentence_transformer(directory: Path) -> SentenceTransformer | None:
     ModelNotFoundError for a file that cannot be read."""
     if directory.is_file() or not (directory / "modules.json").is_file():
         return None
-    try:
-        modules = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
-        parts = [(str(module["type"]).rpartition(".")[2], _inside(directory, module["path"])) for module in modules]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModelNotFoundError(f"{directory}/modules.json cannot be read: {error_text(error)}") from error
     found: dict[str, Any] = {}
-    for kind, folder in parts:
+    for kind, folder in _parts(directory):
         config = read_json(folder, "config.json")
         if kind in ("Transformer", "MLMTransformer"):
             settings = read_json(folder, "sentence_bert_config.json")
@@ -86,6 +81,15 @@ def read_sentence_transformer(directory: Path) -> SentenceTransformer | None:
     return SentenceTransformer(
         **found, prompts=texts.get("prompts") or {}, default_prompt=texts.get("default_prompt_name")
     )
+
+
+def _parts(directory: Path) -> list[tuple[str, Path]]:
+    """The kind and the folder of each part."""
+    try:
+        modules = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
+        return [(str(module["type"]).rpartition(".")[2], _inside(directory, module["path"])) for module in modules]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelNotFoundError(f"{directory}/modules.json cannot be read: {error_text(error)}") from error
 
 
 def _inside(directory: Path, path: str) -> Path:
