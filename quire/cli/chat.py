@@ -8,13 +8,14 @@ from quire.cli.conversation import Messages, load, save
 from quire.cli.flags import engine_options
 from quire.cli.model import add_model
 from quire.cli.sampling import PARAMETERS, add_text_flags, sampling_options
-from quire.cli.terminal import Terminal
+from quire.cli.terminal import Answer, Terminal
 from quire.messages.errors import error_text
 from quire.parsing.events import Content, Event, Reasoning
 from quire.parsing.reasoning import REASONING
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
+    from quire.messages.outputs import CompletionOutput
 
 HELP = "talk to a model in the terminal"
 _COMMANDS = """
@@ -92,11 +93,15 @@ class Chat:
     def take(self, text: str) -> bool:
         """Answer a message or run a command. Returns False if the conversation is over."""
         message = text.strip()
-        if not text.startswith("/") or ("\n" in message and not message.startswith("/system")):
-            if message:
-                self._answer(message)
-            return True
-        command, _, argument = message.partition(" ")
+        if text.startswith("/") and ("\n" not in message or message.startswith("/system")):
+            return self._run_command(message)
+        if message:
+            self._answer(message)
+        return True
+
+    def _run_command(self, line: str) -> bool:
+        """Returns False if the conversation is over."""
+        command, _, argument = line.partition(" ")
         argument = argument.strip()
         match command:
             case "/bye" | "/exit" | "/quit":
@@ -124,33 +129,10 @@ class Chat:
     def _answer(self, message: str) -> None:
         """Stream the answer to the terminal. A message that cannot be answered is dropped from the conversation."""
         self._messages.append({"role": "user", "content": message})
-        reason = None
         try:
             prompt = self._llm.frontend.render_chat(self._all_messages())
-            name = self._llm.frontend.reasoning
-            params = self._params
-            shown = 0
-            format = None if name is None else REASONING[name]
-            parser = None if format is None else format.make(format.is_open(prompt))
-            if format is not None and format.needs_special_tokens:
-                params = params.clone(skip_special_tokens=False)
             with self._terminal.answer() as answer:
-                for output in self._llm.stream(prompt, params, add_special_tokens=False):
-                    completion = output.outputs[0]
-                    text = completion.text[shown:]
-                    shown = len(completion.text)
-                    events: list[Event] = [Content(text)]
-                    if parser is not None:
-                        events = parser.feed(text) + (parser.finish() if output.finished else [])
-                    for event in events:
-                        if isinstance(event, Reasoning | Content):
-                            answer.show(event.text, isinstance(event, Reasoning))
-                    self._num_tokens = len(output.prompt_token_ids) + len(completion.token_ids)
-                    reason = completion.finish_reason
-                    if reason == "error":
-                        raise ValueError(str(completion.stop_reason))
-                    if self._terminal.stopped:
-                        break
+                completion = self._stream(prompt, answer)
         except ValueError as error:
             self._messages.pop()
             self._terminal.say(f"This cannot be answered: {error_text(error)}")
@@ -159,13 +141,44 @@ class Chat:
             self._messages.append({"role": "assistant", "content": answer.text})
         else:
             self._messages.pop()
-        if reason == "length":
-            limit = self._params.max_tokens
-            if limit is not None and len(completion.token_ids) >= limit:
-                cause = "max_tokens is reached; /set max_tokens N allows more"
-            else:
-                cause = "the context is reached; /clear starts over"
-            self._terminal.say(f"[The answer was cut off: {cause}.]\n")
+        if completion is not None and completion.finish_reason == "length":
+            self._explain_cut(completion)
+
+    def _stream(self, prompt: str, answer: Answer) -> "CompletionOutput | None":
+        """Write the answer as it grows, until it ends or the user stops it. Returns it as far as it came. Raises
+        ValueError if it ends in an error."""
+        name = self._llm.frontend.reasoning
+        params = self._params
+        shown = 0
+        format = None if name is None else REASONING[name]
+        parser = None if format is None else format.make(format.is_open(prompt))
+        if format is not None and format.needs_special_tokens:
+            params = params.clone(skip_special_tokens=False)
+        completion = None
+        for output in self._llm.stream(prompt, params, add_special_tokens=False):
+            completion = output.outputs[0]
+            text = completion.text[shown:]
+            shown = len(completion.text)
+            events: list[Event] = [Content(text)]
+            if parser is not None:
+                events = parser.feed(text) + (parser.finish() if output.finished else [])
+            for event in events:
+                if isinstance(event, Reasoning | Content):
+                    answer.show(event.text, isinstance(event, Reasoning))
+            self._num_tokens = len(output.prompt_token_ids) + len(completion.token_ids)
+            if completion.finish_reason == "error":
+                raise ValueError(str(completion.stop_reason))
+            if self._terminal.stopped:
+                break
+        return completion
+
+    def _explain_cut(self, completion: "CompletionOutput") -> None:
+        limit = self._params.max_tokens
+        if limit is not None and len(completion.token_ids) >= limit:
+            cause = "max_tokens is reached; /set max_tokens N allows more"
+        else:
+            cause = "the context is reached; /clear starts over"
+        self._terminal.say(f"[The answer was cut off: {cause}.]\n")
 
     def _all_messages(self) -> Messages:
         return [*([{"role": "system", "content": self._system}] if self._system else []), *self._messages]
