@@ -186,10 +186,7 @@ def _explained(name: str, revision: str | None, token: Any) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError as error:
-        access = "the given hf_token has no access"
-        if not isinstance(token, str):
-            access = "give a token with hf_token or in the environment as HF_TOKEN"
-        message = f"model {name!r} is gated: accept its licence at {ENDPOINT}/{name}; {access}"
+        message = f"model {name!r} is gated: accept its licence at {ENDPOINT}/{name}; {_missing_access(token)}"
         raise ModelNotFoundError(message) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelNotFoundError(f"the hub has no model {name!r}, or it is private and needs hf_token") from error
@@ -208,6 +205,12 @@ def _explained(name: str, revision: str | None, token: Any) -> Iterator[None]:
             raise
         # The library's HTTP client has errors of its own, and another version has another client.
         raise HubUnreachableError(f"the hub ({ENDPOINT}) cannot be reached: {_first_line(error)}") from error
+
+
+def _missing_access(token: Any) -> str:
+    if isinstance(token, str):
+        return "the given hf_token has no access"
+    return "give a token with hf_token or in the environment as HF_TOKEN"
 
 
 def _first_line(error: Exception) -> str:
