@@ -31,18 +31,21 @@ def run(arguments: argparse.Namespace) -> int:
     options = engine_options(arguments)
     name: str | None = arguments.model
     if name is None:
-        if arguments.json:
-            print(json.dumps({"status": "success"}))
-            return 0
-        print("The bundled model comes with Quire; there is nothing to download.")
+        bundled = "The bundled model comes with Quire; there is nothing to download."
+        print(json.dumps({"status": "success"}) if arguments.json else bundled)
         return 0
     if local_model(name) is not None:
         raise ValueError(f"{name} is a local file or folder, which comes before a model of that name on the hub")
     revision, folder, token = (options.get(key) for key in ("revision", "download_dir", "hf_token"))
-    if arguments.json:
-        if arguments.dry_run:
-            raise ValueError("dry_run and --json exclude each other")
-        return _print_progress(name, revision, folder, token)
+    if not arguments.json:
+        return _pull(name, revision, folder, token, arguments.dry_run)
+    if arguments.dry_run:
+        raise ValueError("dry_run and --json exclude each other")
+    return _print_progress(name, revision, folder, token)
+
+
+def _pull(name: str, revision: str | None, folder: str | None, token: Any, dry_run: bool) -> int:
+    """Describe the model, and download what the cache lacks."""
     from quire.checkpoints.format_names import weight_files
     from quire.cli.models import report
     from quire.cli.models.cache import cache_folder, complete_snapshot, folder_of
@@ -74,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"nothing is downloaded, since Quire cannot run this model: {facts.problem}")
     print(f"\n{report.on_this_machine(facts, this_machine())}", flush=True)
     check_place(cache_folder(folder), size)
-    if arguments.dry_run:
+    if dry_run:
         return 0
     with progress_bars(shown=sys.stderr.isatty()), _ended_by_ctrl_c():
         path = resolve(remote.full_name, revision, folder, token)
