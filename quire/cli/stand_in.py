@@ -86,6 +86,21 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func = aten.new_empty.default
             args = (args[0], (0, args[0].dim()))
             kwargs = {"dtype": torch.int64}
+        on_host = self._copy_to_host(func, args, kwargs, target)
+        if on_host is not None:
+            return on_host
+        if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
+            func = aten.empty_like.default
+            kwargs = {"dtype": kwargs.get("dtype"), "device": target}
+        with self.shapes:
+            result = func(*args, **kwargs)
+        if func.namespace == "aten":
+            self.device.launched(str(func), {"args": args, **kwargs}, result=result)
+        return result
+
+    def _copy_to_host(self, func: Any, args: Any, kwargs: Any, target: torch.device | None) -> Any:
+        """The result of an operation that brings values to the host: zeros. None if it is no such operation."""
+        aten = torch.ops.aten
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             self.device.waits += not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
             return args[0].zero_()
@@ -98,14 +113,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten._local_scalar_dense.default:
             self.device.waits += 1
             return args[0].dtype.is_floating_point and 0.0
-        if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
-            func = aten.empty_like.default
-            kwargs = {"dtype": kwargs.get("dtype"), "device": target}
-        with self.shapes:
-            result = func(*args, **kwargs)
-        if func.namespace == "aten":
-            self.device.launched(str(func), {"args": args, **kwargs}, result=result)
-        return result
+        return None
 
 
 class _Pointer:
