@@ -156,17 +156,23 @@ class Head:
             now = time.monotonic()
             if now >= beat_due:
                 beat_due = now + BEAT_SECONDS
-                for session in list(self._sessions.values()):
-                    self._tell(session.identity, Beat())
-            stopped, last_tick = now - last_tick, now  # this process may have been stopped
-            for session in list(self._sessions.values()):
-                if stopped > _LONG_TICK_SECONDS:
-                    session.heard_at += stopped
-                elif now - session.heard_at > SILENCE_SECONDS:
-                    self._lose(session, f"it has been silent for {SILENCE_SECONDS:.0f} s")
-        for session in self._sessions.values():
-            self._tell(session.identity, Leave("the head has ended"))
+                self._tell_all(Beat())
+            self._lose_silent(now, since_last_tick=now - last_tick)
+            last_tick = now
+        self._tell_all(Leave("the head has ended"))
         self._close()
+
+    def _tell_all(self, message: ToNode) -> None:
+        for session in list(self._sessions.values()):
+            self._tell(session.identity, message)
+
+    def _lose_silent(self, now: float, since_last_tick: float) -> None:
+        """Lose the nodes that have been silent for too long. If this process was stopped itself, they get that time."""
+        for session in list(self._sessions.values()):
+            if since_last_tick > _LONG_TICK_SECONDS:
+                session.heard_at += since_last_tick
+            elif now - session.heard_at > SILENCE_SECONDS:
+                self._lose(session, f"it has been silent for {SILENCE_SECONDS:.0f} s")
 
     def _close(self) -> None:
         self._failures.close()

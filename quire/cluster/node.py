@@ -43,6 +43,7 @@ class Node:
         self._outbox = Outbox(self._context)
         self._socket: zmq.Socket[bytes]
         self._is_open = True
+        self._has_begun = False  # the session
 
     def run(self, member: Member) -> None:
         """Join, and take part until `stop` is called. Raises ConfigError if the head refuses."""
@@ -75,14 +76,14 @@ class Node:
         poller: Any = zmq.Poller()
         for readable in (self._socket, self._outbox.socket, failures.socket):
             poller.register(readable, zmq.POLLIN)
-        has_begun = False
+        self._has_begun = False
         heard_at = 0.0
         beat_due = 0.0
         try:
             while self._is_open:
                 if time.monotonic() >= beat_due:
-                    beat_due = time.monotonic() + (BEAT_SECONDS if has_begun else _ASK_AGAIN_SECONDS)
-                    self._tell(Beat() if has_begun else self._join)
+                    beat_due = time.monotonic() + (BEAT_SECONDS if self._has_begun else _ASK_AGAIN_SECONDS)
+                    self._tell(Beat() if self._has_begun else self._join)
                 ready = dict(poller.poll(_TICK_MILLISECONDS))
                 if failures.socket in ready:
                     failures.report(
@@ -91,31 +92,38 @@ class Node:
                         self._address,
                     )
                 if self._outbox.socket in ready:
-                    name, body = self._outbox.get()
-                    self._is_open = bool(name)
-                    if has_begun:
-                        self._tell(Payload(body) if name else Leave("it was told to end"))
+                    self._forward(*self._outbox.get())
                 now = time.monotonic()
                 if self._socket in ready:
                     message = self._receive()
                     heard_at = now
-                    if isinstance(message, Refused):
-                        raise ConfigError(message.reason)
-                    if isinstance(message, Welcome):
-                        has_begun = True
-                        logger.info("Joined the head at %s", self._address)
-                        member.begin(message.body)
-                    elif isinstance(message, Payload) and has_begun:
-                        member.received(message.body)
-                    elif isinstance(message, Leave):
+                    if isinstance(message, Leave):
                         logger.warning("The session with the head at %s has ended: %s", self._address, message.reason)
                         return
-                elif has_begun and now - heard_at > SILENCE_SECONDS:
+                    self._handle(message, member)
+                elif self._has_begun and now - heard_at > SILENCE_SECONDS:
                     logger.warning("The head at %s has been silent for %.0f s", self._address, SILENCE_SECONDS)
                     return
         finally:
-            if has_begun:
+            if self._has_begun:
                 member.end()
+
+    def _forward(self, name: bytes, body: bytes) -> None:
+        """Send the head what a thread has put into the outbox. An empty name is the last."""
+        self._is_open = bool(name)
+        if self._has_begun:
+            self._tell(Payload(body) if name else Leave("it was told to end"))
+
+    def _handle(self, message: ToNode | None, member: Member) -> None:
+        """Raises ConfigError if the head refuses."""
+        if isinstance(message, Refused):
+            raise ConfigError(message.reason)
+        if isinstance(message, Welcome):
+            self._has_begun = True
+            logger.info("Joined the head at %s", self._address)
+            member.begin(message.body)
+        elif isinstance(message, Payload) and self._has_begun:
+            member.received(message.body)
 
     def _tell(self, message: Join | Beat | Payload | Leave) -> None:
         self._socket.send(msgspec.msgpack.encode(message))
