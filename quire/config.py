@@ -216,16 +216,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         layout = self.layout  # raises ConfigError
         if self.parallel.shares_experts:
-            if self.cluster.distributed_executor_backend == "ray":
-                raise ConfigError(
-                    "enable_expert_parallel: Ray cannot place ranks of replicas that share them; leave "
-                    "distributed_executor_backend out"
-                )
-            if not self.cluster.headless and len(layout.served) < self.parallel.data_parallel_size:
-                raise ConfigError(
-                    "enable_expert_parallel: replicas that share experts need one server for all; "
-                    "give the other machines headless"
-                )
+            self._check_shared_experts(layout)
         kv_dtype = self.cache.kv_cache_dtype
         dtype = self.model.dtype_name
         if kv_dtype in ("bfloat16", "float16") and kv_dtype != dtype:
@@ -252,6 +243,18 @@ class EngineConfig:
             raise ConfigError(
                 "batch_invariant and torch_compile exclude each other: what torch.compile generates "
                 "depends on the sizes of the batch; leave one of the two out"
+            )
+
+    def _check_shared_experts(self, layout: Layout) -> None:
+        if self.cluster.distributed_executor_backend == "ray":
+            raise ConfigError(
+                "enable_expert_parallel: Ray cannot place ranks of replicas that share them; leave "
+                "distributed_executor_backend out"
+            )
+        if not self.cluster.headless and len(layout.served) < self.parallel.data_parallel_size:
+            raise ConfigError(
+                "enable_expert_parallel: replicas that share experts need one server for all; "
+                "give the other machines headless"
             )
 
     def _check_compression(self) -> None:
