@@ -85,13 +85,6 @@ def beam_steps(
     """
     ends = frozenset() if params.ignore_eos else eos_token_ids
     sampling = SamplingParams(max_tokens=1, logprobs=2 * params.beam_width, temperature=params.temperature)
-
-    def score(beam: BeamSearchSequence) -> float:
-        return beam.cum_logprob / math.pow(max(len(beam.logprobs), 1), params.length_penalty)
-
-    def best(beams: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
-        return sorted(beams, key=score, reverse=True)[: params.beam_width]
-
     searches = []
     for token_ids, salt in prompts:
         longest = min(len(token_ids) + params.max_tokens, max_model_len)
@@ -114,9 +107,18 @@ def beam_steps(
                         search.completed.append(longer)
                     else:
                         candidates.append(longer)
-            search.beams = best(candidates)
-            search.completed = best(search.completed)  # worse ones can never be returned
+            search.beams = _best(candidates, params)
+            search.completed = _best(search.completed, params)  # worse ones can never be returned
     for search in searches:
         for beam in search.beams:
             beam.finish_reason = "length"
-    return [BeamSearchOutput(best(search.completed + search.beams)) for search in searches]
+    return [BeamSearchOutput(_best(search.completed + search.beams, params)) for search in searches]
+
+
+def _best(beams: list[BeamSearchSequence], params: BeamSearchParams) -> list[BeamSearchSequence]:
+    """Best first; at most beam_width."""
+
+    def score(beam: BeamSearchSequence) -> float:
+        return beam.cum_logprob / math.pow(max(len(beam.logprobs), 1), params.length_penalty)
+
+    return sorted(beams, key=score, reverse=True)[: params.beam_width]
