@@ -15,6 +15,7 @@ from quire.engine.core import EngineCore
 from quire.engine.fingerprint import cache_fingerprint
 from quire.engine.machine import Machine
 from quire.engine.tiers import make_tiers
+from quire.executor.base import Executor
 from quire.executor.choice import make_executor, uses_gpu
 from quire.executor.threads import limit_threads
 from quire.kv.hashing import hash_root
@@ -177,11 +178,7 @@ def make_core(
     check_backend(config.sampling.structured_outputs_config)
     if spec.has_states:
         _check_states(config)
-    compression = None
-    if (compressing := config.cache.compression) is not None:
-        check_compression(spec, max_model_len)
-        compression = Compression(compressing, config.cache.block_size)
-        compression.check(limits)
+    compression = _compression(config, spec, max_model_len, limits)
     check_context([] if spec.is_encoder else [part.cache_shape(group) for _, part in spec.cached], config.parallel)
     threads = limit_threads(len(config.layout.here), config.kernels.threads, machine.threads)
     machine.log(threads, limits.max_num_batched_tokens)
@@ -190,37 +187,12 @@ def make_core(
     if config.model.max_model_len == -1:
         limits = _fitting(limits, kv)
         max_model_len = limits.max_model_len
-
-    def load_grammars() -> Loaded:
-        # The text side is not imported before it is needed: a core in a process of its own is ready earlier.
-        from quire.checkpoints.hub import tokenizer_directory
-        from quire.checkpoints.metadata import load_tokenizer
-        from quire.engine.frontend import generation_config
-        from quire.engine.processor import end_of_sequence
-        from quire.platform.untrusted.pool import shared_pool
-        from quire.structured.vocabulary import Vocabulary
-        from quire.structured.workers import GrammarCompiler
-
-        options = config.model
-        tokenizer = load_tokenizer(tokenizer_directory(options, directory))
-        eos_token_ids = end_of_sequence(tokenizer, generation_config(options, directory))
-        vocabulary = Vocabulary(tokenizer, spec.vocab_size, eos_token_ids)
-        libraries = config.sampling.structured_outputs_config
-        compiler = GrammarCompiler(libraries, vocabulary, shared_pool(), _PATIENCE if has_one_user else None)
-        return Loaded(load_backend(libraries, vocabulary), compiler, eos_token_ids)
-
     fingerprint = partial(cache_fingerprint, config, directory, kv.layout)
     adapters = None
     if config.lora.enable_lora:
         adapters = AdapterGate(executor, config.lora.max_loras, config.lora.num_in_memory)
     try:
-        speculation = None
-        if options := config.scheduler.speculation:
-            proposer = None if options.on_device else make_proposer(options)
-            lengths = DraftLengths(options.num_speculative_tokens, executor.step_costs)
-            stay = limits.depth > 1 and limits.stages == 1
-            longest = options.max_model_len or limits.max_model_len
-            speculation = Speculation(proposer, lengths, stay, longest)
+        speculation = _speculation(config, limits, executor)
         described = fingerprint()
         tiers = make_tiers(config, kv, hash_root(described))
         scheduler = Scheduler(
@@ -230,7 +202,7 @@ def make_core(
             kv.block_size,
             config.cache.enable_prefix_caching and bool(kv.specs),
             described,
-            grammars=GrammarGate(load_grammars),
+            grammars=GrammarGate(partial(_load_grammars, config, directory, spec, has_one_user)),
             vocab_size=spec.vocab_size,
             speculation=speculation,
             adapters=adapters,
@@ -260,8 +232,56 @@ def make_core(
     core = EngineCore(scheduler, executor, lockstep, kv_events, fingerprint, config.cache.pinned_prefix_share)
     if rank == config.layout.here[0]:  # one replica measures
         core.measurement = machine.measurement
-    if not kv.specs:
-        return core
+    if kv.specs:
+        _log_kv_cache(kv, scheduler, max_model_len)
+    return core
+
+
+def _compression(
+    config: EngineConfig, spec: DecoderSpec, max_model_len: int, limits: SchedulerLimits
+) -> Compression | None:
+    """Raises ConfigError if the model or the limits do not allow the compression that the options ask for."""
+    options = config.cache.compression
+    if options is None:
+        return None
+    check_compression(spec, max_model_len)
+    compression = Compression(options, config.cache.block_size)
+    compression.check(limits)
+    return compression
+
+
+def _speculation(config: EngineConfig, limits: SchedulerLimits, executor: Executor) -> Speculation | None:
+    """Raises ConfigError for a proposer that cannot be made."""
+    options = config.scheduler.speculation
+    if options is None:
+        return None
+    proposer = None if options.on_device else make_proposer(options)
+    lengths = DraftLengths(options.num_speculative_tokens, executor.step_costs)
+    stay = limits.depth > 1 and limits.stages == 1
+    longest = options.max_model_len or limits.max_model_len
+    return Speculation(proposer, lengths, stay, longest)
+
+
+def _load_grammars(config: EngineConfig, directory: Path, spec: DecoderSpec, has_one_user: bool) -> Loaded:
+    # The text side is not imported before it is needed: a core in a process of its own is ready earlier.
+    from quire.checkpoints.hub import tokenizer_directory
+    from quire.checkpoints.metadata import load_tokenizer
+    from quire.engine.frontend import generation_config
+    from quire.engine.processor import end_of_sequence
+    from quire.platform.untrusted.pool import shared_pool
+    from quire.structured.vocabulary import Vocabulary
+    from quire.structured.workers import GrammarCompiler
+
+    options = config.model
+    tokenizer = load_tokenizer(tokenizer_directory(options, directory))
+    eos_token_ids = end_of_sequence(tokenizer, generation_config(options, directory))
+    vocabulary = Vocabulary(tokenizer, spec.vocab_size, eos_token_ids)
+    libraries = config.sampling.structured_outputs_config
+    compiler = GrammarCompiler(libraries, vocabulary, shared_pool(), _PATIENCE if has_one_user else None)
+    return Loaded(load_backend(libraries, vocabulary), compiler, eos_token_ids)
+
+
+def _log_kv_cache(kv: KVCacheSize, scheduler: Scheduler, max_model_len: int) -> None:
     room = scheduler.kv.room(max_model_len)
     logger.info(
         "KV cache: %.2f GiB, %s blocks of %d tokens, room for %s tokens: %.1f requests of the full %s tokens "
@@ -274,7 +294,6 @@ def make_core(
         f"{max_model_len:,}",
         100 * scheduler.kv.kept_share(max_model_len),
     )
-    return core
 
 
 def _check_states(config: EngineConfig) -> None:
