@@ -355,17 +355,20 @@ class EngineCore:
             self._sleep(command)
         elif isinstance(command, Profile):
             self._profile(command)
-        elif isinstance(command, WakeUp) and not self._asleep:
-            pass
         elif isinstance(command, WakeUp):
-            self.executor.change(command)
-            self._asleep -= {name for name in ("weights", "kv_cache") if getattr(command, name)}
-            if not self._asleep:
-                self._resume()
+            self._end_sleep(command)
         else:
             self.executor.change(command)
             self._new_weights = Path(command.directory)
         return []
+
+    def _end_sleep(self, command: WakeUp) -> None:
+        if not self._asleep:
+            return
+        self.executor.change(command)
+        self._asleep -= {name for name in ("weights", "kv_cache") if getattr(command, name)}
+        if not self._asleep:
+            self._resume()
 
     def exchange(self, order: TrainerOrder) -> Future[None]:
         """Have all ranks exchange something with a trainer, while steps run."""
