@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -33,6 +34,8 @@ from quire.platform.stacks import FOLDER_VARIABLE, offer_stacks
 
 if TYPE_CHECKING:  # the parent of the process imports this file, too
     from quire.engine.core import EngineCore
+
+    _Context = zmq.Context[zmq.Socket[bytes]]
 
 HEARTBEAT_SECONDS = 1.0
 JOURNAL = "on-trial"  # a file in the core's folder with the id of the request that is on trial, see TrialGate
@@ -67,34 +70,16 @@ def run_core(
     share experts, None for a replica that shares none. listener: the socket of that place, if this core provides it.
     memory: a file of the parent for blocks in CPU memory, which a core that replaces this one finds there.
     """
-    if memory:
-        os.environ[MEMORY_VARIABLE] = memory  # for this process and those of its ranks
-    leave_end_to_parent()
-    configure_logging(*log)
-    os.environ[FOLDER_VARIABLE] = str(folder)
-    offer_stacks(folder, f"core {rank}")
-    from tqdm import tqdm
-
-    tqdm.set_lock(threading.RLock())  # tqdm's own lock is shared between processes; a killed process would leak it
+    _prepare(folder, rank, log, memory)
     context = zmq.Context()
-    inbox = context.socket(zmq.ROUTER)
-    outbox = context.socket(zmq.PUSH)
-    for connection in (inbox, outbox):
-        connection.setsockopt(zmq.LINGER, 1000)  # milliseconds to send the last messages
-        connection.set_hwm(0)
-    inbox.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that has gone is an error
-    inbox.bind(core_address(folder))
-    outbox.connect(f"ipc://{folder}/reports")
+    inbox, outbox = _connect(context, folder)
+    report = partial(_send, outbox)
     admission = None
     address = ""
     if remote is not None:
         secret = ClusterSecret(remote[1])
         admission = Admission(context, secret)
         address = secret.listen(inbox, remote[0])  # clients of this machine need no keys
-
-    def report(message: CoreReport) -> None:
-        outbox.send(msgspec.msgpack.encode(message))
-
     watched: list[Progress] = []  # the core's, when it takes orders
     threading.Thread(target=_beat, args=(context, folder, watched), name="heartbeat", daemon=True).start()
     core = None
@@ -112,17 +97,8 @@ def run_core(
             os.environ.update(interface_variables(place.host))
         core = make_core(config, directory, describe(directory, config.model).max_model_len, place, rank)
         core.trials.journal = folder / JOURNAL
-
-        def be_busy(seconds: float, progress: Progress = core.progress) -> None:
-            progress.stop()
-            report(messages.Busy(seconds))
-
-        core.busy = be_busy
-        kv = core.scheduler.kv
-        limits = core.scheduler.limits
-        tokens = int(kv.room(limits.max_model_len) * limits.max_model_len)
-        is_reference = core.executor.runs_reference
-        report(messages.CoreReady(kv.pool.num_usable, tokens, limits.max_model_len, address, is_reference))
+        core.busy = partial(_report_busy, core.progress, report)
+        report(_ready(core, address))
         watched.append(core.progress)
         _serve(core, inbox, report)
     except EngineDeadError as error:
@@ -142,7 +118,50 @@ def run_core(
         skip_last_collection()
 
 
-def _beat(context: "zmq.Context[zmq.Socket[bytes]]", folder: Path, watched: list[Progress]) -> None:
+def _prepare(folder: Path, rank: int, log: LogOptions, memory: str) -> None:
+    """Set up this process: its end, log, environment and locks."""
+    if memory:
+        os.environ[MEMORY_VARIABLE] = memory  # for this process and those of its ranks
+    leave_end_to_parent()
+    configure_logging(*log)
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    offer_stacks(folder, f"core {rank}")
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())  # tqdm's own lock is shared between processes; a killed process would leak it
+
+
+def _connect(context: "_Context", folder: Path) -> tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]:
+    """The socket for clients' orders, and that for reports to the parent."""
+    inbox = context.socket(zmq.ROUTER)
+    outbox = context.socket(zmq.PUSH)
+    for connection in (inbox, outbox):
+        connection.setsockopt(zmq.LINGER, 1000)  # milliseconds to send the last messages
+        connection.set_hwm(0)
+    inbox.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that has gone is an error
+    inbox.bind(core_address(folder))
+    outbox.connect(f"ipc://{folder}/reports")
+    return inbox, outbox
+
+
+def _send(outbox: "zmq.Socket[bytes]", message: CoreReport) -> None:
+    outbox.send(msgspec.msgpack.encode(message))
+
+
+def _report_busy(progress: Progress, report: Callable[[CoreReport], None], seconds: float) -> None:
+    progress.stop()
+    report(messages.Busy(seconds))
+
+
+def _ready(core: "EngineCore", address: str) -> messages.CoreReady:
+    kv = core.scheduler.kv
+    limits = core.scheduler.limits
+    tokens = int(kv.room(limits.max_model_len) * limits.max_model_len)
+    is_reference = core.executor.runs_reference
+    return messages.CoreReady(kv.pool.num_usable, tokens, limits.max_model_len, address, is_reference)
+
+
+def _beat(context: "_Context", folder: Path, watched: list[Progress]) -> None:
     """Send the parent a heartbeat every second, and end this process when the parent has ended."""
     beats = Beats()
     parent = parent_process()
@@ -222,26 +241,13 @@ class _Clients:
 
     def obey(self, client: bytes, order: messages.CoreOrder) -> None:
         """Carry out an order. Requests that cannot run are reported as failed."""
-        refused = []
+        refused: list[EngineCoreOutput] = []
         if isinstance(order, messages.Connect):
-            before = self._addresses.get(order.client, b"")
-            if before in self._num_received:
-                self._forget(before)
-            if order.client:
-                self._addresses[order.client] = client
-            self._num_received[client] = 0
-            if order.every_step:
-                self._see_every_step.add(client)
+            self._connect(client, order)
         elif client not in self._num_received:
             logger.warning("An order of a client that has not said who it is was dropped")
         elif isinstance(order, messages.AddRequests):
-            self._num_received[client] += len(order.requests)
-            for request in order.requests:
-                self._owners[request.request_id] = client
-                try:
-                    self._core.add_request(request)
-                except ValueError as error:
-                    refused.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error_text(error)))
+            refused = self._add(client, order)
         elif isinstance(order, messages.AbortRequests):
             self._abort(order.request_ids)
         elif isinstance(order, messages.CarryOut):
@@ -250,6 +256,28 @@ class _Clients:
             self._core.reset_prefix_cache(order.external)
         if refused or not self._core.has_unfinished:
             self.report(refused)
+
+    def _connect(self, client: bytes, order: messages.Connect) -> None:
+        before = self._addresses.get(order.client, b"")
+        if before in self._num_received:
+            self._forget(before)
+        if order.client:
+            self._addresses[order.client] = client
+        self._num_received[client] = 0
+        if order.every_step:
+            self._see_every_step.add(client)
+
+    def _add(self, client: bytes, order: messages.AddRequests) -> list[EngineCoreOutput]:
+        """Returns the failures of requests that cannot run."""
+        refused = []
+        self._num_received[client] += len(order.requests)
+        for request in order.requests:
+            self._owners[request.request_id] = client
+            try:
+                self._core.add_request(request)
+            except ValueError as error:
+                refused.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error_text(error)))
+        return refused
 
     def _carry_out(self, client: bytes, order: messages.CarryOut) -> None:
         done = messages.CarriedOut(order.number)
