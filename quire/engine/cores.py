@@ -166,12 +166,9 @@ class _Replica:
                 self._silence = 0.0
                 died = await self._listen(process, tell)
                 patience = 0.0 if died.silent else PATIENCE_SECONDS
-                is_own = True
-                if self._fellows is not None:
-                    is_own = self._fellows.lost is None
-                elif culprit := process.on_trial():
-                    died.culprit = culprit
-                    self._failed_starts = 0
+                is_own = self._fellows is None or self._fellows.lost is None
+                if self._fellows is None:
+                    self._name_culprit(died, process)
                 given_up = died.by_user or not self._was_ready or self._failed_starts >= MAX_FAILED_STARTS
                 given_up = self._lost(died, given_up, tell)
                 if died.silent and is_own:
@@ -190,6 +187,12 @@ class _Replica:
                     self.process = None
             if self._fellows is not None and not given_up:
                 await self._fellows.end()
+
+    def _name_culprit(self, died: CoreDied, process: _Process) -> None:
+        """If a request was on trial, the core was lost because of it, and would start again."""
+        if culprit := process.on_trial():
+            died.culprit = culprit
+            self._failed_starts = 0
 
     def _lost(self, died: CoreDied, given_up: bool, tell: Callable[[CoreEvent], None]) -> bool:
         """Report a loss. Returns whether the core is given up."""
@@ -217,19 +220,25 @@ class _Replica:
                     return CoreDied(f"its process has been silent for {patience:.0f} s", silent=True)
                 continue
             report = _reports.decode(await process.reports.recv())
-            self._silence = min(self._silence, 0.0)
-            if isinstance(report, CoreReady):
-                self._is_ready = self._was_ready = True
-                tell(CoreUp(self.rank, report.address or process.address, report))
-            elif isinstance(report, messages.FirstOutput):
-                self._failed_starts = 0
-            elif isinstance(report, messages.Busy):
-                self._silence = -report.seconds
-            elif isinstance(report, messages.Heartbeat):
-                if problem := self._watchdog.problem(report):
-                    return CoreDied(problem, silent=True)
-            elif isinstance(report, CoreDied):
-                return report
+            if (died := self._handle(report, process.address, tell)) is not None:
+                return died
+
+    def _handle(self, report: messages.CoreReport, address: str, tell: Callable[[CoreEvent], None]) -> CoreDied | None:
+        """Returns why the core is lost, if the report shows that it is."""
+        self._silence = min(self._silence, 0.0)
+        if isinstance(report, CoreReady):
+            self._is_ready = self._was_ready = True
+            tell(CoreUp(self.rank, report.address or address, report))
+        elif isinstance(report, messages.FirstOutput):
+            self._failed_starts = 0
+        elif isinstance(report, messages.Busy):
+            self._silence = -report.seconds
+        elif isinstance(report, messages.Heartbeat):
+            if problem := self._watchdog.problem(report):
+                return CoreDied(problem, silent=True)
+        elif isinstance(report, CoreDied):
+            return report
+        return None
 
     def _tell_to_end(self, address: str) -> None:
         socket = self._context.socket(zmq.DEALER)
