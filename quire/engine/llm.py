@@ -449,12 +449,7 @@ class LLM:
         if self.core.stats.is_sleeping:
             raise ValueError("the engine sleeps; call wake_up")
         try:
-            for request in requests:
-                self.output_processor.add(request)
-                if self._metrics is not None:
-                    self._metrics.add(request.core_requests)
-                for core_request in request.core_requests:
-                    self.core.add_request(core_request)
+            self._queue(requests)
             running = {request.request_id for request in requests}
             deltas = {r.request_id: DeltaReader() for r in requests if r.params.output_kind is RequestOutputKind.DELTA}
             while running:
@@ -472,12 +467,24 @@ class LLM:
                             raise BusyError(reason)
                     yield deltas[request_id].read(output) if request_id in deltas else output
         finally:  # an error, Ctrl-C, or a caller that stopped reading
-            for request in requests:
-                aborted = self.output_processor.abort(request.core_requests)
-                self.core.abort_requests(aborted)
-                if self._metrics is not None:
-                    self._metrics.abort(aborted)
-                self._grown.pop(request.request_id, None)
+            self._withdraw(requests)
+
+    def _queue(self, requests: list[ProcessedRequest]) -> None:
+        for request in requests:
+            self.output_processor.add(request)
+            if self._metrics is not None:
+                self._metrics.add(request.core_requests)
+            for core_request in request.core_requests:
+                self.core.add_request(core_request)
+
+    def _withdraw(self, requests: list[ProcessedRequest]) -> None:
+        """Abort those that have not finished, and drop outputs that nobody has read."""
+        for request in requests:
+            aborted = self.output_processor.abort(request.core_requests)
+            self.core.abort_requests(aborted)
+            if self._metrics is not None:
+                self._metrics.abort(aborted)
+            self._grown.pop(request.request_id, None)
 
     def _step(self) -> None:
         """One step for all requests. Several streams may be open at once; each takes its own outputs from `_grown`."""
