@@ -327,16 +327,7 @@ class Processor:
         for plugin in self.plugins:
             plugin.validate_params(params)
         if not self.in_process:
-            if params.logits_processors:
-                raise ValueError(
-                    "logits_processors are functions of this process, but the model runs in others; write "
-                    "a plugin (option logits_processors), or use a single rank"
-                )
-            try:
-                msgspec.msgpack.encode(params.extra_args)
-            except (TypeError, ValueError, OverflowError, RecursionError) as error:
-                message = f"extra_args cannot be sent to the processes of the model: {error_text(error)}"
-                raise ValueError(message) from error
+            _check_can_be_sent(params)
 
     def _kept_tokens(self, params: SamplingParams) -> int | None:
         """How many tokens truncate_prompt_tokens keeps; -1 keeps as many as leave room for max_tokens of output."""
@@ -473,3 +464,17 @@ def _end(sequence: Any, length: int | None, last: bool) -> Any:
     if length is None:
         return sequence
     return sequence[-length:] if last else sequence[:length]
+
+
+def _check_can_be_sent(params: SamplingParams) -> None:
+    """Raises ValueError for parameters that cannot go to the processes of the model."""
+    if params.logits_processors:
+        raise ValueError(
+            "logits_processors are functions of this process, but the model runs in others; write "
+            "a plugin (option logits_processors), or use a single rank"
+        )
+    try:
+        msgspec.msgpack.encode(params.extra_args)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        message = f"extra_args cannot be sent to the processes of the model: {error_text(error)}"
+        raise ValueError(message) from error
