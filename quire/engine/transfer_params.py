@@ -38,22 +38,27 @@ def read_transfer(
     if len(params.transfer_id) > _LONGEST_ID:
         raise ValueError(f"{_NAME}: transfer_id may have at most {_LONGEST_ID} characters")
     if params.do_remote_prefill:
-        if not params.transfer_id:
-            raise ValueError(f"{_NAME}: do_remote_prefill needs the transfer_id of the prompt at the other engine")
-        try:
-            address = ipaddress.ip_address(params.remote_host)
-        except ValueError:
-            raise ValueError(f"{_NAME}: remote_host must be an IP address, got {params.remote_host!r}") from None
-        networks = None if options is None else options.producers
-        if networks is not None and not any(address in network for network in networks):
-            raise ValueError(
-                f"{_NAME}: remote_host {params.remote_host} is not one of the producers that this server may connect to"
-            )
-        if not 1 <= params.remote_port <= 65535:
-            raise ValueError(f"{_NAME}: remote_port must be from 1 to 65535, got {params.remote_port}")
+        _check_producer(params, options)
     if not params.do_remote_prefill and not params.do_remote_decode:
         return None
     return msgspec.structs.replace(params, transfer_id=params.transfer_id or request_id)
+
+
+def _check_producer(params: TransferParams, options: KVTransferOptions | None) -> None:
+    """Raises ValueError if the engine that has the prompt is not given, or may not be asked."""
+    if not params.transfer_id:
+        raise ValueError(f"{_NAME}: do_remote_prefill needs the transfer_id of the prompt at the other engine")
+    try:
+        address = ipaddress.ip_address(params.remote_host)
+    except ValueError:
+        raise ValueError(f"{_NAME}: remote_host must be an IP address, got {params.remote_host!r}") from None
+    networks = None if options is None else options.producers
+    if networks is not None and not any(address in network for network in networks):
+        raise ValueError(
+            f"{_NAME}: remote_host {params.remote_host} is not one of the producers that this server may connect to"
+        )
+    if not 1 <= params.remote_port <= 65535:
+        raise ValueError(f"{_NAME}: remote_port must be from 1 to 65535, got {params.remote_port}")
 
 
 def offer(params: TransferParams | None, options: KVTransferOptions | None) -> dict[str, Any] | None:
