@@ -33,6 +33,7 @@ from quire.platform.stacks import FOLDER_VARIABLE, offer_stacks
 from quire.platform.untrusted.limits import BusyError, WorkerError
 
 if TYPE_CHECKING:
+    from quire.parallel.mesh import Mesh
     from quire.worker.worker import Worker
 
 SILENCE_SECONDS = 10.0  # the rank ends after so long without a message from the executor
@@ -76,27 +77,11 @@ def _work(link: Link, start: messages.Start, rank: int, secret: bytes) -> None:
     lean_torch.prepare()
     import torch  # imported late: it takes seconds, during which heartbeats are sent already
 
-    from quire.models.load import resolve_dtype
-    from quire.ops.cpu.shared_sums import with_shared_sums
-    from quire.parallel.mesh import connect_store, join
-    from quire.parallel.symmetric_sums import with_symmetric_sums
-    from quire.worker.device import on_gpu
     from quire.worker.stage_runner import StageRunner
     from quire.worker.worker import Worker
 
     torch.set_num_threads(start.num_threads)
-    kind = "cuda" if on_gpu(start.config.kernels.device) else "cpu"
-    first = start.replica * start.sizes.replica  # the rank of this replica's first one in the mesh
-    machine = frozenset(first + other for other, of in enumerate(start.machines) if of == start.machines[rank])
-    start_of_neighbours, count = start.neighbours
-    neighbours = range(first + start_of_neighbours, first + start_of_neighbours + count)
-    store = None if start.sizes.world == 1 else connect_store(start.meeting, secret, start.generation)
-    mesh = join(start.sizes, first + rank, "", 0, kind, store, neighbours, machine)
-    if machine.issuperset(next(group for group in start.sizes.groups("tp") if first + rank in group)):
-        if kind == "cpu":
-            mesh = replace(mesh, tp=with_shared_sums(mesh.tp))
-        elif not start.config.parallel.disable_custom_all_reduce:
-            mesh = replace(mesh, tp=with_symmetric_sums(mesh.tp, mesh.device(kind), resolve_dtype(start.config.model)))
+    mesh = _join(start, rank, secret)
     reports = mesh.tp.rank == mesh.cp.rank == 0 and mesh.pp.rank == mesh.pp.size - 1
     worker = Worker(start.config, Path(start.directory), start.max_model_len, mesh)
     link.send(messages.encode(messages.Ready(worker.kv_cache, worker.step_costs)))
@@ -114,21 +99,51 @@ def _work(link: Link, start: messages.Start, rank: int, secret: bytes) -> None:
         elif isinstance(order, messages.Take):
             assert isinstance(worker.runner, StageRunner)
             worker.runner.take(order.step_id, order.sampled_token_ids)
-        elif isinstance(order, Change):
-            if isinstance(order, Profile):  # while a trace is written, no heartbeats may be sent, here or by the core
-                link.send(messages.encode(messages.Busy()))
-                link.expect_within(PROFILE_SECONDS if order.step == "start" else SILENCE_SECONDS)
-            link.send(messages.encode(messages.Changed(_change(worker, order))))
-        elif isinstance(order, messages.LoadAdapter):
-            assert worker.runner.adapters is not None
-            _begin(link, order.key, partial(worker.runner.adapters.load, order.key, order.path))
-        elif isinstance(order, TrainerOrder):
-            _begin(link, order.key, partial(worker.residence.exchange, order))
-        elif isinstance(order, Transfer):
-            assert worker.transfers is not None
-            worker.transfers.submit(order).add_done_callback(partial(_report_transfer, link, order.number))
-        elif isinstance(order, messages.DropAdapter) and worker.runner.adapters is not None:
-            worker.runner.adapters.drop(order.key)
+        else:
+            _obey(link, worker, order)
+
+
+def _join(start: messages.Start, rank: int, secret: bytes) -> "Mesh":
+    """Meet the other ranks."""
+    from quire.models.load import resolve_dtype
+    from quire.ops.cpu.shared_sums import with_shared_sums
+    from quire.parallel.mesh import connect_store, join
+    from quire.parallel.symmetric_sums import with_symmetric_sums
+    from quire.worker.device import on_gpu
+
+    kind = "cuda" if on_gpu(start.config.kernels.device) else "cpu"
+    first = start.replica * start.sizes.replica  # the rank of this replica's first one in the mesh
+    machine = frozenset(first + other for other, of in enumerate(start.machines) if of == start.machines[rank])
+    start_of_neighbours, count = start.neighbours
+    neighbours = range(first + start_of_neighbours, first + start_of_neighbours + count)
+    store = None if start.sizes.world == 1 else connect_store(start.meeting, secret, start.generation)
+    mesh = join(start.sizes, first + rank, "", 0, kind, store, neighbours, machine)
+    if not machine.issuperset(next(group for group in start.sizes.groups("tp") if first + rank in group)):
+        return mesh
+    if kind == "cpu":
+        return replace(mesh, tp=with_shared_sums(mesh.tp))
+    if start.config.parallel.disable_custom_all_reduce:
+        return mesh
+    return replace(mesh, tp=with_symmetric_sums(mesh.tp, mesh.device(kind), resolve_dtype(start.config.model)))
+
+
+def _obey(link: Link, worker: "Worker", order: messages.Order) -> None:
+    """Carry out an order that is not part of a step."""
+    if isinstance(order, Change):
+        if isinstance(order, Profile):  # while a trace is written, no heartbeats may be sent, here or by the core
+            link.send(messages.encode(messages.Busy()))
+            link.expect_within(PROFILE_SECONDS if order.step == "start" else SILENCE_SECONDS)
+        link.send(messages.encode(messages.Changed(_change(worker, order))))
+    elif isinstance(order, messages.LoadAdapter):
+        assert worker.runner.adapters is not None
+        _begin(link, order.key, partial(worker.runner.adapters.load, order.key, order.path))
+    elif isinstance(order, TrainerOrder):
+        _begin(link, order.key, partial(worker.residence.exchange, order))
+    elif isinstance(order, Transfer):
+        assert worker.transfers is not None
+        worker.transfers.submit(order).add_done_callback(partial(_report_transfer, link, order.number))
+    elif isinstance(order, messages.DropAdapter) and worker.runner.adapters is not None:
+        worker.runner.adapters.drop(order.key)
 
 
 def _change(worker: "Worker", change: Change) -> str | None:
