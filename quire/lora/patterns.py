@@ -38,21 +38,26 @@ def values_by_module(field: str, patterns: Any, modules: Sequence[str]) -> dict[
         ends = (".".join(parts[start:]) for start in range(len(parts)))
         if found := [names[end] for end in ends if end in names]:
             first[module] = min(found)
-    expressions = [(index, key) for index, key in enumerate(keys) if key not in names]
-    if expressions:
-        try:
-            indices = shared_pool().run(
-                "quire.lora.patterns:first_matches", [key for _, key in expressions], list(modules), limits=_LIMITS
-            )
-        except LimitExceededError as error:
-            raise ValueError(f"{field} takes too long to match: {error_text(error)}") from error
-        except ValueError as error:
-            raise ValueError(f"{field} has {error_text(error)}") from error
-        for module, found_at in zip(modules, indices, strict=True):
-            if found_at is not None:
-                index = expressions[found_at][0]
-                first[module] = min(index, first.get(module, index))
+    expressions = {index: key for index, key in enumerate(keys) if key not in names}
+    for module, index in _matches(field, expressions, modules).items():
+        first[module] = min(index, first.get(module, index))
     return {module: patterns[keys[index]] for module, index in first.items()}
+
+
+def _matches(field: str, expressions: Mapping[int, str], modules: Sequence[str]) -> dict[str, int]:
+    """The index of the first regular expression that matches, by module. Raises ValueError, with the field's name."""
+    if not expressions:
+        return {}
+    try:
+        found = shared_pool().run(
+            "quire.lora.patterns:first_matches", list(expressions.values()), list(modules), limits=_LIMITS
+        )
+    except LimitExceededError as error:
+        raise ValueError(f"{field} takes too long to match: {error_text(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"{field} has {error_text(error)}") from error
+    indices = list(expressions)
+    return {module: indices[at] for module, at in zip(modules, found, strict=True) if at is not None}
 
 
 def first_matches(patterns: Sequence[str], modules: Sequence[str]) -> list[int | None]:
