@@ -51,6 +51,12 @@ class RepetitionDetectionParams(msgspec.Struct, omit_defaults=True, forbid_unkno
             raise ValueError(f"repetition_detection: min_count must be at least 2, got {self.min_count}.")
 
 
+_STRUCTS: dict[str, type] = {
+    "repetition_detection": RepetitionDetectionParams,
+    "structured_outputs": StructuredOutputsParams,
+}
+
+
 class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Sampling parameters of a request. Raises ValueError or TypeError for a wrong value, naming the field.
 
@@ -159,6 +165,28 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return self.prompt_logprobs is None and not self.skip_reading_prefix_cache
 
     def _check_types(self) -> None:
+        self._check_numbers()
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}.")
+        self._check_texts()
+        for name, kind in _STRUCTS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind | None):
+                raise TypeError(f"{name} must be {kind.__name__}, got {type(value).__name__}.")
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+            if not all(isinstance(v, int) and not isinstance(v, bool) for v in getattr(self, name) or ()):
+                raise TypeError(f"{name} must contain only integers, got {getattr(self, name)}.")
+        self._check_compression()
+        self._check_dicts()
+        for token_id in self.stop_token_ids or ():
+            _check_size("stop_token_ids", token_id)
+        if not all(callable(processor) for processor in self.logits_processors or ()):
+            raise TypeError("logits_processors must contain only functions; plugins are given to the engine.")
+
+    def _check_numbers(self) -> None:
         for name in (*_INTEGERS, *_OPTIONAL_INTEGERS, *_NUMBERS):
             value = getattr(self, name)
             kinds = (int, float) if name in _NUMBERS else int
@@ -168,24 +196,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                 kind = "a number" if name in _NUMBERS else "an integer"
                 raise TypeError(f"{name} must be {kind}, got {type(value).__name__}.")
             _check_size(name, value)
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}.")
+
+    def _check_texts(self) -> None:
         if not all(isinstance(s, str) for s in self.stop_strings):
             raise TypeError(f"stop must be a string or a list of strings, got {self.stop}.")
         if isinstance(self.bad_words, str) or not all(isinstance(word, str) for word in self.bad_words or ()):
             raise TypeError(f"bad_words must be a list of strings, got {self.bad_words!r}.")
-        if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
-            kind = type(self.repetition_detection).__name__
-            raise TypeError(f"repetition_detection must be RepetitionDetectionParams, got {kind}.")
-        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
-            kind = type(self.structured_outputs).__name__
-            raise TypeError(f"structured_outputs must be StructuredOutputsParams, got {kind}.")
-        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
-            if not all(isinstance(v, int) and not isinstance(v, bool) for v in getattr(self, name) or ()):
-                raise TypeError(f"{name} must contain only integers, got {getattr(self, name)}.")
+
+    def _check_compression(self) -> None:
         compression = self.kv_compression
         has_ratio = isinstance(compression, dict) and set(compression) == {"ratio"}
         if not has_ratio and not isinstance(compression, bool | None):
@@ -193,6 +211,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         ratio = compression["ratio"] if isinstance(compression, dict) else 1
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 1 <= ratio <= 1024:
             raise ValueError(f"kv_compression: ratio must be a number from 1 to 1024, got {ratio!r}.")
+
+    def _check_dicts(self) -> None:
         for name in ("logit_bias", "extra_args"):
             if not isinstance(getattr(self, name), dict | None):
                 raise TypeError(f"{name} must be a dict, got {type(getattr(self, name)).__name__}.")
@@ -200,10 +220,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             if not isinstance(token_id, int) or not isinstance(bias, int | float):
                 raise TypeError(f"logit_bias must map integer token ids to numbers, got {token_id!r}: {bias!r}.")
             _check_size("logit_bias", bias)
-        for token_id in self.stop_token_ids or ():
-            _check_size("stop_token_ids", token_id)
-        if not all(callable(processor) for processor in self.logits_processors or ()):
-            raise TypeError("logits_processors must contain only functions; plugins are given to the engine.")
 
     def _check_ranges(self) -> None:
         _check(self.n >= 1, "n must be at least 1", self.n)
