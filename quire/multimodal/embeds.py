@@ -10,6 +10,8 @@ import binascii
 import json
 import pickletools
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from math import prod
 from typing import Any, NamedTuple
@@ -22,9 +24,6 @@ from quire.multimodal.pictures import MediaError
 CHUNK = 256  # embeddings of an item: the unit in which prefixes of other prompts are shared
 _TYPES = {"FloatStorage": ("float32", 4), "HalfStorage": ("float16", 2), "BFloat16Storage": ("bfloat16", 2)}
 _SAFE_TYPES = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_NUMBERS = {"BININT", "BININT1", "BININT2", "LONG1"}
-_TEXTS = {"BINUNICODE", "SHORT_BINUNICODE"}
 
 
 class _Name(NamedTuple):
@@ -128,44 +127,89 @@ def _buffer(dtype: str, width: int, shape: list[int], data: bytes) -> Buffer:
 
 def _interpret(pickled: bytes) -> Any:
     """What a pickle builds, with its calls as data. Raises MediaError for operations that no dense tensor needs."""
-    stack = list[Any]()
-    marks = list[int]()
-    memo = dict[int, Any]()
+    machine = _Machine()
     for operation, argument, _ in pickletools.genops(pickled):
-        name = operation.name
-        if name in ("PROTO", "FRAME"):
-            continue
-        if name == "STOP":
-            return stack.pop()
-        if name == "GLOBAL":
-            stack.append(_Name(*str(argument).split(" ", 1)))
-        elif name == "STACK_GLOBAL":
-            attribute = stack.pop()
-            module = stack.pop()
-            stack.append(_Name(module, attribute))
-        elif name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name in _NUMBERS or name in _TEXTS:
-            stack.append(argument)
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[int(argument or 0)] = stack[-1]
-        elif name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[int(argument or 0)])
-        elif name == "MARK":
-            marks.append(len(stack))
-        elif name == "EMPTY_TUPLE":
-            stack.append(())
-        elif name == "TUPLE" or name in ("TUPLE1", "TUPLE2", "TUPLE3"):
-            start = marks.pop() if name == "TUPLE" else len(stack) - int(name[-1])
-            stack[start:] = [tuple(stack[start:])]
-        elif name == "BINPERSID":
-            pass  # what is on the stack names a storage
-        elif name == "REDUCE":
-            arguments = stack.pop()
-            function = stack.pop()
-            stack.append(_Call(function, arguments))
-        else:
-            raise MediaError(f"the file of torch.save has something else than one dense tensor ({name})")
+        if operation.name == "STOP":
+            return machine.stack.pop()
+        if operation.name not in _OPERATIONS:
+            raise MediaError(f"the file of torch.save has something else than one dense tensor ({operation.name})")
+        _OPERATIONS[operation.name](machine, argument)
     raise MediaError("the file of torch.save is incomplete")
+
+
+class _Machine:
+    """The state of a pickle that is being read."""
+
+    def __init__(self) -> None:
+        self.stack = list[Any]()
+        self._marks = list[int]()
+        self._memo = dict[int, Any]()
+
+    def ignore(self, argument: Any) -> None: ...
+
+    def push(self, argument: Any) -> None:
+        self.stack.append(argument)
+
+    def push_name(self, argument: Any) -> None:
+        self.stack.append(_Name(*str(argument).split(" ", 1)))
+
+    def make_name(self, argument: Any) -> None:
+        attribute = self.stack.pop()
+        module = self.stack.pop()
+        self.stack.append(_Name(module, attribute))
+
+    def put(self, argument: Any) -> None:
+        self._memo[int(argument or 0)] = self.stack[-1]
+
+    def memoize(self, argument: Any) -> None:
+        self._memo[len(self._memo)] = self.stack[-1]
+
+    def get(self, argument: Any) -> None:
+        self.stack.append(self._memo[int(argument or 0)])
+
+    def mark(self, argument: Any) -> None:
+        self._marks.append(len(self.stack))
+
+    def make_tuple_from_mark(self, argument: Any) -> None:
+        self._make_tuple(self._marks.pop())
+
+    def make_tuple(self, argument: Any, size: int) -> None:
+        self._make_tuple(len(self.stack) - size)
+
+    def _make_tuple(self, start: int) -> None:
+        self.stack[start:] = [tuple(self.stack[start:])]
+
+    def call(self, argument: Any) -> None:
+        arguments = self.stack.pop()
+        function = self.stack.pop()
+        self.stack.append(_Call(function, arguments))
+
+
+_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    "PROTO": _Machine.ignore,
+    "FRAME": _Machine.ignore,
+    "BINPERSID": _Machine.ignore,  # what is on the stack names a storage
+    "NONE": lambda machine, _: machine.push(None),
+    "NEWTRUE": lambda machine, _: machine.push(True),
+    "NEWFALSE": lambda machine, _: machine.push(False),
+    "BININT": _Machine.push,
+    "BININT1": _Machine.push,
+    "BININT2": _Machine.push,
+    "LONG1": _Machine.push,
+    "BINUNICODE": _Machine.push,
+    "SHORT_BINUNICODE": _Machine.push,
+    "GLOBAL": _Machine.push_name,
+    "STACK_GLOBAL": _Machine.make_name,
+    "BINPUT": _Machine.put,
+    "LONG_BINPUT": _Machine.put,
+    "MEMOIZE": _Machine.memoize,
+    "BINGET": _Machine.get,
+    "LONG_BINGET": _Machine.get,
+    "MARK": _Machine.mark,
+    "TUPLE": _Machine.make_tuple_from_mark,
+    "EMPTY_TUPLE": partial(_Machine.make_tuple, size=0),
+    "TUPLE1": partial(_Machine.make_tuple, size=1),
+    "TUPLE2": partial(_Machine.make_tuple, size=2),
+    "TUPLE3": partial(_Machine.make_tuple, size=3),
+    "REDUCE": _Machine.call,
+}
