@@ -122,17 +122,7 @@ class ClusterConfig:
         count = on_each // ranks
         start = self.node_rank * on_each // ranks
         if self.data_parallel_external_lb or self.data_parallel_rank is not None:
-            if self.headless or self.data_parallel_hybrid_lb or self.data_parallel_size_local not in (None, 1):
-                raise ConfigError(
-                    "data_parallel_external_lb and data_parallel_rank: each server has one replica; "
-                    "leave headless, data_parallel_hybrid_lb and data_parallel_size_local out"
-                )
-            if self.data_parallel_rank is None and self.nnodes == 1:
-                raise ConfigError(
-                    "data_parallel_external_lb: say which replica this server has, with data_parallel_rank"
-                )
-            rank = start if self.data_parallel_rank is None else self.data_parallel_rank
-            return Layout(range(rank, rank + 1), range(rank, rank + 1))
+            return self._single_replica(start)
         if self.data_parallel_backend == "ray":
             return Layout(range(replicas), range(0))
         if self.data_parallel_size_local is not None:
@@ -146,6 +136,18 @@ class ClusterConfig:
             here = range(start, start + count)
             return Layout(range(0) if self.headless else here, here)
         return Layout(range(replicas), range(count))
+
+    def _single_replica(self, start: int) -> Layout:
+        """A server with one replica: that of data_parallel_rank, or the first of this machine."""
+        if self.headless or self.data_parallel_hybrid_lb or self.data_parallel_size_local not in (None, 1):
+            raise ConfigError(
+                "data_parallel_external_lb and data_parallel_rank: each server has one replica; "
+                "leave headless, data_parallel_hybrid_lb and data_parallel_size_local out"
+            )
+        if self.data_parallel_rank is None and self.nnodes == 1:
+            raise ConfigError("data_parallel_external_lb: say which replica this server has, with data_parallel_rank")
+        rank = start if self.data_parallel_rank is None else self.data_parallel_rank
+        return Layout(range(rank, rank + 1), range(rank, rank + 1))
 
     def _spanning(self, replicas: int, machines: int, rest: int) -> Layout:
         """The layout of a replica that several machines share."""

@@ -36,25 +36,32 @@ def read_compilation(given: Any) -> dict[str, Any]:
         raise ConfigError(f"compilation_config must be a JSON object, got {value!r}")
     options: dict[str, Any] = {}
     for name, field in value.items():
-        if field is None:
-            continue
-        if name in ("mode", "level"):
-            if not isinstance(field, int | str) or isinstance(field, bool) or field not in _MODES:
-                modes = ", ".join(str(mode) for mode in _MODES if isinstance(mode, int))
-                raise ConfigError(f"compilation_config: {name} must be one of {modes}, got {field!r}")
-            options["torch_compile"] = _MODES[field]
-        elif name == "cudagraph_mode" or name == "use_cudagraph":
-            if field in ("NONE", "none", 0, False):
-                options["enforce_eager"] = True
-        elif name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size"):
-            options[name] = field
-        elif name == "pass_config":
-            options |= _passes(field)
-        elif name in _OTHERS:
-            _logger.warning("compilation_config: %s has no effect: see torch_compile and enforce_eager", name)
-        else:
-            raise ConfigError(f"compilation_config has no field {name!r}")
+        if field is not None:
+            options |= _options(name, field)
     return options
+
+
+def _options(name: str, value: Any) -> dict[str, Any]:
+    """Those that a field sets."""
+    if name in ("mode", "level"):
+        return {"torch_compile": _compiles(name, value)}
+    if name in ("cudagraph_mode", "use_cudagraph"):
+        return {"enforce_eager": True} if value in ("NONE", "none", 0, False) else {}
+    if name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size"):
+        return {name: value}
+    if name == "pass_config":
+        return _passes(value)
+    if name not in _OTHERS:
+        raise ConfigError(f"compilation_config has no field {name!r}")
+    _logger.warning("compilation_config: %s has no effect: see torch_compile and enforce_eager", name)
+    return {}
+
+
+def _compiles(name: str, mode: Any) -> bool:
+    if not isinstance(mode, int | str) or isinstance(mode, bool) or mode not in _MODES:
+        modes = ", ".join(str(mode) for mode in _MODES if isinstance(mode, int))
+        raise ConfigError(f"compilation_config: {name} must be one of {modes}, got {mode!r}")
+    return _MODES[mode]
 
 
 def _passes(given: Any) -> dict[str, Any]:

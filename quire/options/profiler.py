@@ -48,17 +48,7 @@ class ProfilerConfig:
                 raise ConfigError(f"profiler_config has no field {name!r}: {', '.join(known)}")
             check_type(f"profiler_config: {name}", value, known[name])
         options = cls(**given)
-        if options.profiler not in (None, "torch", "cuda"):
-            raise ConfigError(f"profiler_config: profiler must be 'torch' or 'cuda', got {options.profiler!r}")
-        if options.profiler == "torch" and not options.torch_profiler_dir:
-            raise ConfigError("profiler_config: profiler 'torch' needs torch_profiler_dir, the folder for its traces")
-        if options.profiler != "torch" and options.torch_profiler_dir:
-            raise ConfigError("profiler_config: torch_profiler_dir needs profiler to be 'torch'")
-        if "://" in options.torch_profiler_dir:
-            raise ConfigError(
-                "profiler_config: torch_profiler_dir must be a folder, and cannot be the address "
-                f"{options.torch_profiler_dir!r}"
-            )
+        options._check_profiler()
         for name in _NOT_SUPPORTED:
             if getattr(options, name):
                 raise ConfigError(f"profiler_config: {name} is not supported by Quire yet")
@@ -69,6 +59,20 @@ class ProfilerConfig:
             return options
         folder = os.path.abspath(os.path.expanduser(options.torch_profiler_dir))
         return cls(**{**given, "torch_profiler_dir": folder})
+
+    def _check_profiler(self) -> None:
+        """Raises ConfigError if there is no such profiler, or if it does not go with torch_profiler_dir."""
+        if self.profiler not in (None, "torch", "cuda"):
+            raise ConfigError(f"profiler_config: profiler must be 'torch' or 'cuda', got {self.profiler!r}")
+        if self.profiler == "torch" and not self.torch_profiler_dir:
+            raise ConfigError("profiler_config: profiler 'torch' needs torch_profiler_dir, the folder for its traces")
+        if self.profiler != "torch" and self.torch_profiler_dir:
+            raise ConfigError("profiler_config: torch_profiler_dir needs profiler to be 'torch'")
+        if "://" in self.torch_profiler_dir:
+            raise ConfigError(
+                "profiler_config: torch_profiler_dir must be a folder, and cannot be the address "
+                f"{self.torch_profiler_dir!r}"
+            )
 
     @property
     def plan(self) -> list[tuple[int, str]]:

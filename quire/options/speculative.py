@@ -76,44 +76,56 @@ class SpeculativeOptions:
             kind = _KINDS.get(known[name], (str,))
             if type(value) not in kind:
                 raise ConfigError(f"speculative_config: {name} has the wrong type: {value!r}")
-        values = dict(given)
-        if values.get("method") == "replay":
-            if not values.get("acceptance_rates"):
-                raise ConfigError("speculative_config: replay needs acceptance_rates, one for each place of a draft")
-            if values.get("model") or values.get("draft_method"):
-                values["method"] = values.pop("draft_method", None)
-        method = values.get("method")
-        model = values.get("model", "")
-        if model in ("ngram", "[ngram]"):
-            method = "ngram"
-        if method is None and _IMPORT_PATH.fullmatch(model):
-            method = "custom_class"
-        values["method"] = _OTHER_NAMES.get(str(method), method)
-        if method is not None and values["method"] not in METHODS:
-            raise ConfigError(f"speculative_config: method must be one of {', '.join(METHODS)}, got {method!r}")
-        if values["method"] == "ngram":
-            longest = values.get("prompt_lookup_max") or values.get("prompt_lookup_min") or 5
-            values["prompt_lookup_max"] = longest
-            values["prompt_lookup_min"] = values.get("prompt_lookup_min") or longest
-        if values["method"] == "suffix":
-            values.setdefault("num_speculative_tokens", values.get("suffix_decoding_max_tree_depth", 24))
-        if values["method"] == "custom_class" and not model:
-            raise ConfigError("speculative_config: custom_class needs model, the import path of the class")
-        options = cls(**values)
-        rates = options.acceptance_rates
-        if not all(type(rate) in (float, int) and 0 <= rate <= 1 for rate in rates) or (
-            rates and not options.on_device
-        ):
+        options = cls(**_with_method(given))
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        """Raises ConfigError for a value out of range."""
+        rates = self.acceptance_rates
+        if not all(type(rate) in (float, int) and 0 <= rate <= 1 for rate in rates) or (rates and not self.on_device):
             message = "speculative_config: acceptance_rates must be numbers from 0 to 1, and not for host methods"
             raise ConfigError(message)
-        fewest = int(not options.on_device)  # 0 leaves it to the head's config
-        if not fewest <= options.num_speculative_tokens <= _MOST_DRAFTS:
+        fewest = int(not self.on_device)  # 0 leaves it to the head's config
+        if not fewest <= self.num_speculative_tokens <= _MOST_DRAFTS:
             raise ConfigError(
                 f"speculative_config: num_speculative_tokens must be from 1 to {_MOST_DRAFTS}, got "
-                f"{options.num_speculative_tokens}"
+                f"{self.num_speculative_tokens}"
             )
-        if options.max_model_len is not None and options.max_model_len < 1:
-            raise ConfigError(f"speculative_config: max_model_len must be at least 1, got {options.max_model_len}")
-        if not 1 <= max(options.prompt_lookup_min, 1) <= max(options.prompt_lookup_max, 1):
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError(f"speculative_config: max_model_len must be at least 1, got {self.max_model_len}")
+        if not 1 <= max(self.prompt_lookup_min, 1) <= max(self.prompt_lookup_max, 1):
             raise ConfigError("speculative_config: prompt_lookup_min must be at least 1 and at most prompt_lookup_max")
-        return options
+
+
+def _with_method(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with the method by Quire's name, and with the defaults that depend on it. Raises ConfigError."""
+    values = dict(given)
+    if values.get("method") == "replay":
+        if not values.get("acceptance_rates"):
+            raise ConfigError("speculative_config: replay needs acceptance_rates, one for each place of a draft")
+        if values.get("model") or values.get("draft_method"):
+            values["method"] = values.pop("draft_method", None)
+    model = values.get("model", "")
+    given_method = _method(values.get("method"), model)
+    values["method"] = method = _OTHER_NAMES.get(str(given_method), given_method)
+    if given_method is not None and method not in METHODS:
+        raise ConfigError(f"speculative_config: method must be one of {', '.join(METHODS)}, got {given_method!r}")
+    if method == "ngram":
+        longest = values.get("prompt_lookup_max") or values.get("prompt_lookup_min") or 5
+        values["prompt_lookup_max"] = longest
+        values["prompt_lookup_min"] = values.get("prompt_lookup_min") or longest
+    if method == "suffix":
+        values.setdefault("num_speculative_tokens", values.get("suffix_decoding_max_tree_depth", 24))
+    if method == "custom_class" and not model:
+        raise ConfigError("speculative_config: custom_class needs model, the import path of the class")
+    return values
+
+
+def _method(given: str | None, model: str) -> str | None:
+    """The method that is given, or that the model implies."""
+    if model in ("ngram", "[ngram]"):
+        return "ngram"
+    if given is None and _IMPORT_PATH.fullmatch(model):
+        return "custom_class"
+    return given
