@@ -14,14 +14,10 @@ _JSON = {"(": "{", ")": "}"}
 
 def braced_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     """Reads a header with the name, and an object with bare keys, and with format.quote around strings."""
-    found = yield from reader.before(("{", "(", *format.end), _LONGEST_HEADER)
-    header = re.fullmatch(format.header, found[0].strip()) if found else None
-    if header is None:
+    name = yield from _begin(reader, format)
+    if name is None:
         return
-    reader.call(header["name"])
-    if (yield from reader.space()) not in _CLOSERS:
-        return reader.arguments("{}")
-    parameters = types.get(header["name"], {})
+    parameters = types.get(name, {})
     closers = ""  # of the objects and lists that are open
     separator = ""
     while (char := (yield from reader.space())) and not (yield from reader.before(format.end, 0)):
@@ -37,13 +33,11 @@ def braced_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]
         elif char in ")]}":
             return  # it closes something else
         else:
-            key = None
-            if closers[-1:] in ("}", ")"):
-                key = yield from _key(reader, format)
-                if key is None:
-                    return
-                separator += f"{json_text(key)}: "
-            reader.arguments(separator)
+            has_key = closers[-1:] in ("}", ")")
+            key = (yield from _key(reader, format)) if has_key else ""
+            if key is None:
+                return
+            reader.arguments(f"{separator}{json_text(key)}: " if has_key else separator)
             separator = ", "
             char = yield from reader.space()
             if char and char in _CLOSERS:
@@ -52,9 +46,22 @@ def braced_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]
                 closers += _CLOSERS[char]
                 separator = ""
             else:
-                allowed = parameters.get(key, ALL_TYPES) if key is not None and len(closers) == 1 else ALL_TYPES
+                allowed = parameters.get(key, ALL_TYPES) if has_key and len(closers) == 1 else ALL_TYPES
                 if not (yield from _value(reader, format, closers[-1], allowed)):
                     return
+
+
+def _begin(reader: Reader, format: ToolFormat) -> Steps[str | None]:
+    """Reads the header, and begins the call. Returns its name, None if no arguments follow."""
+    found = yield from reader.before(("{", "(", *format.end), _LONGEST_HEADER)
+    header = re.fullmatch(format.header, found[0].strip()) if found else None
+    if header is None:
+        return None
+    reader.call(header["name"])
+    if (yield from reader.space()) in _CLOSERS:
+        return header["name"]
+    reader.arguments("{}")
+    return None
 
 
 def _key(reader: Reader, format: ToolFormat) -> Steps[str | None]:

@@ -192,48 +192,87 @@ def json_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
 def _json_call(reader: Reader, format: ToolFormat, known: Types | None = None) -> Steps[bool]:
     """Reads an object that is a call. Whether it is one, and complete. known: the functions that it may name, if only
     they are calls."""
-    is_bare = bool(format.bare) or known is not None
-    name: Any = None
-    early: list[str] = []  # arguments that come before the name
-    num_calls = reader.num_calls
-    separator = "{"
-    while (yield from reader.literal(separator)):
-        if (yield from reader.space()) != '"':
-            return False
-        key = parsed((yield from reader.whole_value())[0])
-        yield from reader.space()
-        if not isinstance(key, str) or not (yield from reader.literal(":")):
-            return False
-        yield from reader.space()
-        if not format.names:
-            if not _is_name(key):
+    return _JSONCall(reader, format, known).read()
+
+
+class _JSONCall:
+    """An object that may be a call, as far as it has been read."""
+
+    def __init__(self, reader: Reader, format: ToolFormat, known: Types | None) -> None:
+        self._reader = reader
+        self._format = format
+        self._known = known
+        self._is_bare = bool(format.bare) or known is not None
+        self._name: Any = None
+        self._early: list[str] = []  # arguments that come before the name
+        self._num_calls = reader.num_calls
+
+    def read(self) -> Steps[bool]:
+        reader = self._reader
+        format = self._format
+        separator = "{"
+        while (yield from reader.literal(separator)):
+            key = yield from _json_key(reader)
+            if key is None or not (format.names or _is_name(key)):
                 return False
-            reader.call(key)
-            is_complete = yield from _arguments(reader, reader.arguments)
-        elif key in format.arguments and num_calls == reader.num_calls:
-            if name:
-                reader.call(name)
-            is_complete = yield from _arguments(reader, reader.arguments if name else early.append)
-        elif key in format.names and not name:
-            name = parsed((yield from reader.whole_value())[0])
-            is_complete = _is_name(name) and (known is None or name in known)
-            if early and is_complete:
-                reader.call(name)
-                reader.arguments("".join(early))
-        elif is_bare and key not in _OTHER_KEYS and num_calls == reader.num_calls:
-            reader.give_up()
-            return (yield from reader.value(reader.content, depth=1)) and False  # what is in it is no call either
+            if (say := self._sink(key)) is not None:
+                is_complete = yield from _arguments(reader, say)
+            elif key in format.names and not self._name:
+                is_complete = yield from self._read_name()
+            elif self._is_bare and key not in _OTHER_KEYS and not self._has_begun:
+                reader.give_up()
+                return (yield from reader.value(reader.content, depth=1)) and False  # what is in it is no call either
+            else:
+                is_complete = (yield from reader.whole_value())[1]
+            if not is_complete:
+                return False
+            separator = ","
+            if (yield from reader.space()) == "}":
+                break
+        if self._name and not self._has_begun and not self._is_bare and (yield from reader.space()) == "}":
+            reader.call(self._name)
+            reader.arguments("{}")
+        return self._has_begun and (yield from reader.literal("}"))
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether it is a call, which the reader has passed on."""
+        return self._num_calls < self._reader.num_calls
+
+    def _sink(self, key: str) -> Callable[[str], None] | None:
+        """What takes the value of a key that has arguments, None for another key. The call begins if its name is
+        known."""
+        if not self._format.names:
+            name = key
+        elif key in self._format.arguments and not self._has_begun:
+            name = self._name
         else:
-            is_complete = (yield from reader.whole_value())[1]
-        if not is_complete:
-            return False
-        separator = ","
-        if (yield from reader.space()) == "}":
-            break
-    if name and num_calls == reader.num_calls and not is_bare and (yield from reader.space()) == "}":
-        reader.call(name)
-        reader.arguments("{}")
-    return num_calls < reader.num_calls and (yield from reader.literal("}"))
+            return None
+        if not name:
+            return self._early.append
+        self._reader.call(name)
+        return self._reader.arguments
+
+    def _read_name(self) -> Steps[bool]:
+        reader = self._reader
+        self._name = parsed((yield from reader.whole_value())[0])
+        is_complete = _is_name(self._name) and (self._known is None or self._name in self._known)
+        if self._early and is_complete:
+            reader.call(self._name)
+            reader.arguments("".join(self._early))
+        return is_complete
+
+
+def _json_key(reader: Reader) -> Steps[str | None]:
+    """Reads a key up to its value. None if there is none."""
+    if (yield from reader.space()) != '"':
+        return None
+    key = parsed((yield from reader.whole_value())[0])
+    yield from reader.space()
+    if not isinstance(key, str) or not (yield from reader.literal(":")):
+        return None
+    yield from reader.space()
+    return key
 
 
 def _is_name(value: Any) -> bool:

@@ -32,20 +32,12 @@ def element_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None
     separator = "{"
     name = ""
     values: list[str] = []  # of the elements of this name: JSON
-
-    def flush() -> None:
-        nonlocal separator
-        if values:
-            reader.arguments(f"{separator}{json_text(name)}: {_one_or_list(values)}")
-            separator = ", "
-            values.clear()
-
     while (marker := (yield from reader.until((opening, *format.end), reader.content))) == opening:
         tag = yield from _tag(reader)
         if tag is None or tag.startswith("/"):
             break
         if tag != name:
-            flush()
+            separator = _flush(reader, separator, name, values)
         name = tag
         allowed = parameters.get(name)
         if allowed == STRING and not values:
@@ -58,9 +50,18 @@ def element_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None
             if element is None:
                 break
             values.append(_json(element, allowed.schema if isinstance(allowed, SchemaTypes) else None))
-    flush()
+    separator = _flush(reader, separator, name, values)
     if marker in format.end:
         reader.arguments("{}" if separator == "{" else "}")
+
+
+def _flush(reader: Reader, separator: str, name: str, values: list[str]) -> str:
+    """Writes the values of a name, if there are any, and clears them. Returns what separates them from the next."""
+    if not values:
+        return separator
+    reader.arguments(f"{separator}{json_text(name)}: {_one_or_list(values)}")
+    values.clear()
+    return ", "
 
 
 def _element(reader: Reader, name: str, opening: str, closing: str) -> Steps[_Element | None]:
