@@ -13,6 +13,7 @@ MAX_DEPTH = 50  # levels of subschemas
 
 KEYWORDS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("keywords.toml").read_text(encoding="utf-8"))
 _SINGLE, _LISTS, _MAPS, _COUNTS, _OTHER, _FOREIGN = (keywords.split() for keywords in KEYWORDS["kinds"].values())
+_SUBSCHEMAS = {*_SINGLE, *_LISTS, *_MAPS}
 
 Schema = dict[str, Any] | bool
 
@@ -26,6 +27,14 @@ def _check_value(keyword: str, value: Any) -> None:
     holds, words = _VALUES.get(keyword, (lambda value: True, ""))
     if not holds(value):
         raise ValueError(f"the keyword {keyword!r} must be {words}, got {json.dumps(value):.80}")
+
+
+def _check_may_be_ignored(keyword: str, value: Any) -> None:
+    """Raises UnsupportedError for a keyword without which other documents would be valid."""
+    if keyword in _FOREIGN:
+        raise UnsupportedError(f"the keyword {keyword!r} is not supported")
+    if keyword == "$schema" and "json-schema.org" not in str(value):
+        raise UnsupportedError(f"the dialect {value!r:.80} is not supported")
 
 
 def _is_number(value: Any) -> bool:
@@ -91,14 +100,7 @@ class References:
             raise UnsupportedError(f"the schema is nested too deeply: at most {MAX_DEPTH} levels are supported")
         if not isinstance(schema, dict):
             return
-        if isinstance(identifier := schema.get("$id"), str):
-            base = urldefrag(urljoin(base, identifier)).url
-            self._resources[base] = schema
-        for keyword in ("$anchor", "$dynamicAnchor"):
-            if isinstance(anchor := schema.get(keyword), str):
-                self._anchors[f"{base}#{anchor}"] = (schema, base)
-                if keyword == "$dynamicAnchor":
-                    self._dynamic.add(f"{base}#{anchor}")
+        base = self._register(schema, base)
         for keyword, value in schema.items():
             if keyword in _SINGLE:
                 self._index(value, base, depth + 1)
@@ -109,12 +111,21 @@ class References:
                 for item in value.values():
                     self._index(item, base, depth + 1)
 
+    def _register(self, schema: dict[str, Any], base: str) -> str:
+        """Note a schema's own identifiers. Returns the URI of its resource."""
+        if isinstance(identifier := schema.get("$id"), str):
+            base = urldefrag(urljoin(base, identifier)).url
+            self._resources[base] = schema
+        for keyword in ("$anchor", "$dynamicAnchor"):
+            if isinstance(anchor := schema.get(keyword), str):
+                self._anchors[f"{base}#{anchor}"] = (schema, base)
+                if keyword == "$dynamicAnchor":
+                    self._dynamic.add(f"{base}#{anchor}")
+        return base
+
     def _convert(self, schema: Any, base: str, scope: tuple[str, ...], depth: int) -> Schema:
         """A schema with names instead of references. scope: the URIs of the resources on the way to it."""
-        self._count += 1
-        if self._count > MAX_SCHEMAS or depth > MAX_DEPTH:
-            message = f"the schema is too large: at most {MAX_SCHEMAS} subschemas and {MAX_DEPTH} levels are supported"
-            raise UnsupportedError(message)
+        self._count_subschema(depth)
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
@@ -125,30 +136,38 @@ class References:
         result: dict[str, Any] = {}
         references: list[Schema] = []
         for keyword, value in schema.items():
-            if keyword in _SINGLE:
-                result[keyword] = self._convert(value, base, scope, depth + 1)
-            elif keyword in _LISTS:
-                if not isinstance(value, list):
-                    raise ValueError(f"{keyword} must be a list of schemas")
-                result[keyword] = [self._convert(item, base, scope, depth + 1) for item in value]
-            elif keyword in _MAPS:
-                if not isinstance(value, dict):
-                    raise ValueError(f"{keyword} must be an object of schemas")
-                result[keyword] = {name: self._convert(item, base, scope, depth + 1) for name, item in value.items()}
-            elif keyword in ("$ref", "$dynamicRef"):
+            if keyword in ("$ref", "$dynamicRef"):
                 references.append({"$ref": self._name(str(value), keyword, base, scope)})
+            elif keyword in _SUBSCHEMAS:
+                result[keyword] = self._convert_all(keyword, value, base, scope, depth + 1)
             elif keyword in _COUNTS or keyword in _OTHER:
                 _check_value(keyword, value)
                 result[keyword] = int(value) if keyword in _COUNTS else value
-            elif keyword in _FOREIGN:
-                raise UnsupportedError(f"the keyword {keyword!r} is not supported")
-            elif keyword == "$schema" and "json-schema.org" not in str(value):
-                raise UnsupportedError(f"the dialect {value!r:.80} is not supported")
+            else:
+                _check_may_be_ignored(keyword, value)
         if references and not result and len(references) == 1:
             return references[0]
         if references:
             result["allOf"] = [*result.get("allOf", []), *references]
         return result
+
+    def _count_subschema(self, depth: int) -> None:
+        self._count += 1
+        if self._count > MAX_SCHEMAS or depth > MAX_DEPTH:
+            message = f"the schema is too large: at most {MAX_SCHEMAS} subschemas and {MAX_DEPTH} levels are supported"
+            raise UnsupportedError(message)
+
+    def _convert_all(self, keyword: str, value: Any, base: str, scope: tuple[str, ...], depth: int) -> Any:
+        """The value of a keyword that consists of subschemas."""
+        if keyword in _SINGLE:
+            return self._convert(value, base, scope, depth)
+        if keyword in _LISTS:
+            if not isinstance(value, list):
+                raise ValueError(f"{keyword} must be a list of schemas")
+            return [self._convert(item, base, scope, depth) for item in value]
+        if not isinstance(value, dict):
+            raise ValueError(f"{keyword} must be an object of schemas")
+        return {name: self._convert(item, base, scope, depth) for name, item in value.items()}
 
     def _name(self, reference: str, keyword: str, base: str, scope: tuple[str, ...]) -> str:
         """The name of the definition to which a reference leads."""

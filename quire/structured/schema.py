@@ -9,7 +9,7 @@ keyword that libraries do not know is replaced by a stricter constraint in the k
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations, product
 from typing import Any
 
@@ -67,11 +67,7 @@ class _Rewriting:
         if isinstance(schema, bool):
             return schema
         if "$ref" in schema:
-            name = schema["$ref"]
-            if name not in self._definitions:
-                self._definitions[name] = True  # until it is rewritten
-                self._pending.append(name)
-            return {"$ref": f"#/$defs/{name}"}
+            return self._reference(schema["$ref"])
         if "unevaluatedProperties" in schema or "unevaluatedItems" in schema:
             return self._schema({"$any": list(self._evaluated(schema))})
         result = {keyword: schema[keyword] for keyword in _KNOWN if keyword in schema}
@@ -80,6 +76,26 @@ class _Rewriting:
             stricter = _FORMATS.get(name, {"format": name})
             extra += [stricter] if stricter.keys() & {"pattern"} and "pattern" in result else []
             result = {**stricter, **result}
+        result |= self._members(schema)
+        for keyword, rewrite in _REWRITES.items():
+            if keyword in schema:
+                extra += rewrite(self, schema)
+        extra += schema.get("allOf", [])
+        if "propertyNames" in schema:
+            _restrict_names(result, self._names(schema["propertyNames"]))
+        if "anyOf" in schema:
+            result["anyOf"] = [self._schema(item) for item in schema["anyOf"]]
+        return self._all(result, extra, [schema["$any"]] if "$any" in schema else [])
+
+    def _reference(self, name: str) -> Schema:
+        if name not in self._definitions:
+            self._definitions[name] = True  # until it is rewritten
+            self._pending.append(name)
+        return {"$ref": f"#/$defs/{name}"}
+
+    def _members(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """The keywords for the properties of an object and the items of an array."""
+        result: dict[str, Any] = {}
         for keyword in ("properties", "patternProperties"):
             if len(schema.get(keyword, ())) > _MAX_PROPERTIES:
                 raise UnsupportedError(f"an object has too many properties: at most {_MAX_PROPERTIES} are supported")
@@ -92,16 +108,11 @@ class _Rewriting:
             result.setdefault("additionalProperties", False)
         if "prefixItems" in schema:
             result["prefixItems"] = [self._schema(item) for item in schema["prefixItems"]]
-        for keyword, rewrite in _REWRITES.items():
-            if keyword in schema:
-                extra += rewrite(self, schema)
-        extra += schema.get("allOf", [])
-        if "propertyNames" in schema:
-            _restrict_names(result, self._names(schema["propertyNames"]))
-        if "anyOf" in schema:
-            result["anyOf"] = [self._schema(item) for item in schema["anyOf"]]
-        alternatives: list[list[Schema]] = [item["$any"] for item in extra if isinstance(item, dict) and "$any" in item]
-        alternatives += [schema["$any"]] if "$any" in schema else []
+        return result
+
+    def _all(self, result: dict[str, Any], extra: list[Schema], alternatives: list[list[Schema]]) -> Schema:
+        """What matches a rewritten schema, further ones, and one of each alternatives."""
+        alternatives = [item["$any"] for item in extra if isinstance(item, dict) and "$any" in item] + alternatives
         conjuncts = [self._schema(item) for item in extra if not (isinstance(item, dict) and "$any" in item)]
         conjuncts += [self._any(choices) for choices in alternatives]
         if False in conjuncts:
@@ -364,37 +375,48 @@ def _equal(first: Any, second: Any) -> bool:
 def _failures(schema: dict[str, Any]) -> Iterator[Schema]:
     """Ways in which a document fails a keyword of the schema. Keywords without a simple way are left out."""
     for keyword, value in schema.items():
-        if keyword == "type":
-            names = [value] if isinstance(value, str) else value
-            numeric = {"number", "integer"} if {"number", "integer"} & set(names) else set()
-            yield {"type": [name for name in TYPES if name not in {*names, *numeric}]}
-        elif keyword in ("const", "enum"):
-            yield from _other_values([value] if keyword == "const" else value)
-        elif keyword in KEYWORDS["opposites"]:
+        if keyword in KEYWORDS["opposites"]:
             name, opposite, change = KEYWORDS["opposites"][keyword]
             if value + change >= 0 or name == "number":
                 yield {"type": name, opposite: value + change}
-        elif keyword == "required":
-            yield from ({"type": "object", "properties": {name: False}} for name in value)
-        elif keyword == "properties":
-            for name, item in value.items():
-                yield {"type": "object", "required": [name], "properties": {name: {"not": item}}}
-        elif keyword == "prefixItems":
-            for index, item in enumerate(value):
-                yield {"type": "array", "minItems": index + 1, "prefixItems": [True] * index + [{"not": item}]}
-        elif keyword == "items":
-            first = len(schema.get("prefixItems", ()))
-            yield {"type": "array", "minItems": first + 1, "prefixItems": [True] * first + [{"not": value}]}
-        elif keyword == "contains" and schema.get("minContains", 1) == 1:
-            yield {"type": "array", "items": {"not": value}}
-        elif keyword == "not":
-            yield value
-        elif keyword == "dependentRequired":
-            for name, others in value.items():
-                yield from ({"required": [name], **_absent_of_object(other)} for other in others)
-        elif keyword == "dependentSchemas":
-            for name, dependent in value.items():
-                yield {"type": "object", "required": [name], "not": dependent}
+        elif keyword in _FAILURES:
+            yield from _FAILURES[keyword](value, schema)
+
+
+def _other_types(value: str | list[str], schema: dict[str, Any]) -> Iterator[Schema]:
+    names = [value] if isinstance(value, str) else value
+    numeric = {"number", "integer"} if {"number", "integer"} & set(names) else set()
+    yield {"type": [name for name in TYPES if name not in {*names, *numeric}]}
+
+
+def _wrong_properties(properties: dict[str, Schema], schema: dict[str, Any]) -> Iterator[Schema]:
+    for name, item in properties.items():
+        yield {"type": "object", "required": [name], "properties": {name: {"not": item}}}
+
+
+def _wrong_prefix(items: list[Schema], schema: dict[str, Any]) -> Iterator[Schema]:
+    for index, item in enumerate(items):
+        yield {"type": "array", "minItems": index + 1, "prefixItems": [True] * index + [{"not": item}]}
+
+
+def _wrong_item(item: Schema, schema: dict[str, Any]) -> Iterator[Schema]:
+    first = len(schema.get("prefixItems", ()))
+    yield {"type": "array", "minItems": first + 1, "prefixItems": [True] * first + [{"not": item}]}
+
+
+def _no_such_item(item: Schema, schema: dict[str, Any]) -> Iterator[Schema]:
+    if schema.get("minContains", 1) == 1:
+        yield {"type": "array", "items": {"not": item}}
+
+
+def _missing_dependents(dependents: dict[str, list[str]], schema: dict[str, Any]) -> Iterator[Schema]:
+    for name, others in dependents.items():
+        yield from ({"required": [name], **_absent_of_object(other)} for other in others)
+
+
+def _wrong_dependents(dependents: dict[str, Schema], schema: dict[str, Any]) -> Iterator[Schema]:
+    for name, dependent in dependents.items():
+        yield {"type": "object", "required": [name], "not": dependent}
 
 
 def _absent_of_object(name: str) -> dict[str, Any]:
@@ -446,3 +468,18 @@ def _restrict_names(schema: dict[str, Any], names: dict[str, Any]) -> None:
         listed |= {name: False for name in listed if not matches(name)}
     if not listed:
         del schema["properties"]
+
+
+_FAILURES: dict[str, Callable[[Any, dict[str, Any]], Iterable[Schema]]] = {  # by keyword
+    "type": _other_types,
+    "const": lambda value, schema: _other_values([value]),
+    "enum": lambda values, schema: _other_values(values),
+    "required": lambda names, schema: [_absent_of_object(name) for name in names],
+    "properties": _wrong_properties,
+    "prefixItems": _wrong_prefix,
+    "items": _wrong_item,
+    "contains": _no_such_item,
+    "not": lambda allowed, schema: [allowed],
+    "dependentRequired": _missing_dependents,
+    "dependentSchemas": _wrong_dependents,
+}
