@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher, regex_to_lark
@@ -12,7 +13,6 @@ from quire.messages.errors import error_text
 
 _TEXT = r"/(.|\n)*/"
 _MAX_RULES = 4_000
-_REPEATS = {"optional": "?", "star": "*", "plus": "+"}
 
 
 def structural_tag(
@@ -79,34 +79,38 @@ class _Lark:
         kind = _text(item, "type", path)
         if item.get("excludes"):
             raise ValueError(f"structural_tag: {path}.excludes is not supported")
-        if kind == "const_string":
-            return self._literal(_text(item, "value", path))
-        if kind == "json_schema":
-            return self._rule(f"%json {json.dumps(self._schema(_schema(item, path)))}")
-        if kind == "regex":
-            return self._rule(f"/{regex_to_lark(_text(item, 'pattern', path), '')}/")
-        if kind == "grammar":
-            grammar = as_lark(_text(item, "grammar", path))
-            self.parts.append({"name": f"part{len(self.parts)}", "lark_grammar": grammar})
-            return f"@{self.parts[-1]['name']}"
-        if kind == "any_text":
-            return self._rule(_TEXT)
-        if kind in ("sequence", "or"):
-            self.is_free = True
-            separator = " " if kind == "sequence" else " | "
-            elements = enumerate(_objects(item, "elements", path))
-            return self._rule(separator.join(self.expression(e, f"{path}.elements[{i}]") for i, e in elements))
-        if kind in _REPEATS:
-            self.is_free = True
-            content = self.expression(_object(item, "content", path), f"{path}.content")
-            return self._rule(f"({content}){_REPEATS[kind]}")
-        if kind == "tag":
-            return self._tag(item, path)
-        if kind == "triggered_tags":
-            return self._triggered(item, path)
-        if kind == "tags_with_separator":
-            return self._separated(item, path)
-        raise ValueError(f"structural_tag: {path}.type {kind!r:.80} is not supported")
+        if kind not in _EXPRESSIONS:
+            raise ValueError(f"structural_tag: {path}.type {kind!r:.80} is not supported")
+        return _EXPRESSIONS[kind](self, item, path)
+
+    # ---- expressions by type
+
+    def _const_string(self, item: dict[str, Any], path: str) -> str:
+        return self._literal(_text(item, "value", path))
+
+    def _json_schema(self, item: dict[str, Any], path: str) -> str:
+        return self._rule(f"%json {json.dumps(self._schema(_schema(item, path)))}")
+
+    def _regex(self, item: dict[str, Any], path: str) -> str:
+        return self._rule(f"/{regex_to_lark(_text(item, 'pattern', path), '')}/")
+
+    def _grammar(self, item: dict[str, Any], path: str) -> str:
+        grammar = as_lark(_text(item, "grammar", path))
+        self.parts.append({"name": f"part{len(self.parts)}", "lark_grammar": grammar})
+        return f"@{self.parts[-1]['name']}"
+
+    def _any_text(self, item: dict[str, Any], path: str) -> str:
+        return self._rule(_TEXT)
+
+    def _joined(self, item: dict[str, Any], path: str, separator: str) -> str:
+        self.is_free = True
+        elements = enumerate(_objects(item, "elements", path))
+        return self._rule(separator.join(self.expression(e, f"{path}.elements[{i}]") for i, e in elements))
+
+    def _repeated(self, item: dict[str, Any], path: str, sign: str) -> str:
+        self.is_free = True
+        content = self.expression(_object(item, "content", path), f"{path}.content")
+        return self._rule(f"({content}){sign}")
 
     def _tag(self, tag: dict[str, Any], path: str) -> str:
         return self._rule(f"{self._literal(_text(tag, 'begin', path))} {self._content(tag, path)}")
@@ -165,6 +169,23 @@ class _Lark:
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {expression}")
         return name
+
+
+_EXPRESSIONS: dict[str, Callable[[_Lark, dict[str, Any], str], str]] = {  # by type
+    "const_string": _Lark._const_string,
+    "json_schema": _Lark._json_schema,
+    "regex": _Lark._regex,
+    "grammar": _Lark._grammar,
+    "any_text": _Lark._any_text,
+    "sequence": partial(_Lark._joined, separator=" "),
+    "or": partial(_Lark._joined, separator=" | "),
+    "optional": partial(_Lark._repeated, sign="?"),
+    "star": partial(_Lark._repeated, sign="*"),
+    "plus": partial(_Lark._repeated, sign="+"),
+    "tag": _Lark._tag,
+    "triggered_tags": _Lark._triggered,
+    "tags_with_separator": _Lark._separated,
+}
 
 
 # ---- fields, whose errors name them
