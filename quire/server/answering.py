@@ -163,19 +163,13 @@ class Answering:
         custom_names = body.custom_names
         reasoning = server.llm.frontend.reasoning
         tool_parser = server.tool_parser if tools else None
-        changes: dict[str, Any] = {}
         custom = body.forced_custom_tool
-        strict = _strict_calls(server, body, tools, choice or "auto") if custom is None else None
+        strict = None
         if custom is not None:
-            changes["structured_outputs"] = custom.constraint
-        elif strict is not None:
-            changes["structured_outputs"] = {"structural_tag": strict}
-        elif choice is not None:
-            schema = forced_calls_schema(tools, choice, body.parallel_tool_calls is not False)
-            changes["structured_outputs"] = {"json": schema}
-        elif tools and tool_parser is None:
-            message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
-            raise ApiError(400, f"tools: {message}: this model's chat template tells no format of calls", param="tools")
+            changes: dict[str, Any] = {"structured_outputs": custom.constraint}
+        else:
+            strict = _strict_calls(server, body, tools, choice or "auto")
+            changes = _constraint_of_calls(body, tools, choice, strict, tool_parser)
         ids = _ANY_IDS
         if choice is not None and tool_parser is not None:
             num_earlier = sum(len(message.tool_calls or ()) for message in body.messages)
@@ -267,6 +261,26 @@ class Answering:
         if isinstance(event, Content):  # of an answer that must consist of calls, it is one that was cut off
             return not self._is_forced
         return event.index == 0 or self.body.parallel_tool_calls is not False
+
+
+def _constraint_of_calls(
+    body: ChatRequest,
+    tools: Sequence[Mapping[str, Any]],
+    choice: str | Mapping[str, Any] | None,
+    strict: str | None,
+    tool_parser: str | None,
+) -> dict[str, Any]:
+    """The sampling parameters with the constraint that makes an answer consist of calls, if one does. strict: see
+    `_strict_calls`. Raises ApiError for tools whose calls could not be told from text."""
+    if strict is not None:
+        return {"structured_outputs": {"structural_tag": strict}}
+    if choice is not None:
+        schema = forced_calls_schema(tools, choice, body.parallel_tool_calls is not False)
+        return {"structured_outputs": {"json": schema}}
+    if tools and tool_parser is None:
+        message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+        raise ApiError(400, f"tools: {message}: this model's chat template tells no format of calls", param="tools")
+    return {}
 
 
 def _strict_calls(
