@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.processor import Processor, PromptFields
 from quire.messages.errors import error_text
+from quire.multimodal.content import MediaPart
 from quire.platform.untrusted.limits import BusyError
 from quire.server.errors import ApiError
 from quire.server.messages import MEDIA_PARTS
@@ -64,15 +65,7 @@ class MediaLoader:
         A picture of a few bytes may take hundreds of MB when it is decoded. So only what the encoder reads is kept of
         it, and the items that come after those that fill the context are not decoded.
         """
-        processor = self._media
-        try:
-            if processor is None:
-                raise ValueError(f"{_first_part(messages)}: this model takes text only")
-            rest, parts = processor.split(messages)
-            for modality in {part.modality for part in parts}:
-                processor.check_count(modality, sum(part.modality == modality for part in parts))
-        except ValueError as error:
-            raise _refusal(error) from error
+        rest, parts = self._split(messages)
         found = ChatMedia(rest, kwargs)
         size = 0
         most = self._llm.max_model_len
@@ -100,6 +93,18 @@ class MediaLoader:
                 if not job.cancel():
                     job.exception()  # asyncio would log that nobody has read it
         return found
+
+    def _split(self, messages: list[Any]) -> tuple[list[Any], list[MediaPart]]:
+        """The messages with placeholders for their media, and the media."""
+        try:
+            if self._media is None:
+                raise ValueError(f"{_first_part(messages)}: this model takes text only")
+            rest, parts = self._media.split(messages)
+            for modality in {part.modality for part in parts}:
+                self._media.check_count(modality, sum(part.modality == modality for part in parts))
+        except ValueError as error:
+            raise _refusal(error) from error
+        return rest, parts
 
     async def _prepare(self, part: Any, kwargs: dict[str, Any] | None) -> Any:
         """An item, fetched and preprocessed in threads, and decoded by a job, which ends if the task is cancelled."""
