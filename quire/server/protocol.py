@@ -284,10 +284,9 @@ class CompletionRequest(Generation):
             return "best_of", "should be at least n"
         if self.stream and self.num_generated > (self.n or 1):
             return "best_of", "above n cannot be streamed"
-        if self.suffix:
-            for name in ("echo", "prompt_embeds", "truncate_prompt_tokens"):
-                if getattr(self, name):
-                    return name, "cannot be used with suffix"
+        for name in ("echo", "prompt_embeds", "truncate_prompt_tokens"):
+            if self.suffix and getattr(self, name):
+                return name, "cannot be used with suffix"
         if self.logprob_token_ids is not None and (self.logprobs is None or self.max_tokens == 0):
             return "logprob_token_ids", "needs logprobs, and a max_tokens above 0"
         if self.prompt_embeds and self.echo:
