@@ -1,7 +1,7 @@
 """Builds the model of this rank: spec, layers, weights."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +22,7 @@ from quire.checkpoints.weights import Checkpoint, load_dummy, load_weights, open
 from quire.config import ConfigError, EngineConfig, ModelConfig
 from quire.layers.build import Builder
 from quire.layers.deep_ep import open_buffer
+from quire.layers.linear import LinearMethod
 from quire.layers.lora import AdapterSlots
 from quire.layers.specs import MoESpec
 from quire.models.decoder import Decoder
@@ -31,6 +32,7 @@ from quire.models.model import Model
 from quire.models.pooler import Pooler
 from quire.models.spec import DecoderSpec
 from quire.models.stages import choose_stage
+from quire.multimodal.spec import MediaSpec
 from quire.ops import Kernels, Target
 from quire.ops.cpu.build import find_compiler, is_deferred
 from quire.ops.memory import lasting
@@ -127,42 +129,19 @@ def load_model(
     """
     lasting.seal()  # the memory of what was loaded before may be given back as a whole, and so may that of this model
     description = describe(directory, config.model)
-    spec = description.spec
     check_format(config.model.quantization, description.config, directory.is_file())
     target = Target(device, resolve_dtype(config.model), config.kernels.batch_invariant)
     if config.model.model_impl == "transformers":
         is_dummy = config.model.load_format == "dummy" and weights is None
         source = None if is_dummy else weights or directory
         return _transformers_model(description, config, max_model_len, target, mesh, source)
-    checkpoint: Checkpoint | None = None
-    if directory.is_file():
-        checkpoint = gguf = GgufCheckpoint(gguf_tensors(read_gguf(directory)))
-        method_of = gguf.linear_method()
-        shape_of = gguf.shape_of
-    elif config.model.load_format == "dummy" and weights is None:
-        method_of = quantization_method(description.config)
-        is_dense = quantization_kind(description.config) is None
-        shape_of = lambda name: () if is_dense else None  # noqa: E731  # quantized experts have tensors of their own
-    else:
-        files = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or directory)
-        checkpoint = presented(files, description.config)
-        shape_of = files.shape_of
-        method_of = checkpoint.linear_method() or quantization_method(description.config, checkpoint.has)
+    stored = _open(directory, config, description, weights)
+    checkpoint = stored.checkpoint
+    spec = description.spec
     if spec.tie_embeddings is None and checkpoint is not None:
         spec = replace(spec, tie_embeddings=not checkpoint.has(f"{spec.names['lm_head']}.weight"))
     prepare_kernels(config, spec, description.config, directory.is_file(), target, mesh)
-    kernels = Kernels(target, config.kernels.kernels)
-    if config.model.torch_compile:
-        if device.type == "cpu" and find_compiler() is None:
-            raise ConfigError("torch_compile needs a C++ compiler; install g++, or leave torch_compile out")
-        kernels.hide_from_compiler()
-    experts = _expert_ranks(config, spec, mesh, device, adapters)
-    stream = (DividedStream if config.parallel.enable_sequence_parallel else ResidualStream)(mesh.tp)
-    option = config.model.quantization
-    if option == "fp8" and quantization_kind(description.config) is not None:
-        option = None  # it is the checkpoint's format, whose dense layers remain dense
-    quantizer = quantizer_of(option, spec.names)
-    builder = Builder(kernels, mesh.tp, method_of, quantizer, adapters, experts, stream, shape_of)
+    builder = _builder(config, description, spec, stored, target, mesh, adapters)
     stage = None
     elsewhere = set[str]()
     if mesh.pp.size > 1:
@@ -170,14 +149,7 @@ def load_model(
         stage, elsewhere = choose_stage(builder, spec, config.parallel, mesh.pp.rank, drafts)
     model = Decoder(builder, spec, max_model_len, stage)
     if spec.media is not None:
-        towers = import_module(f"quire.models.towers.{spec.media.family}")
-        model.tower = towers.make(builder if model.stage.layers.start == 0 else builder.elsewhere, spec.media)
-        if hasattr(towers, "output_rules"):
-            model.output_rules = partial(towers.output_rules, directory, spec.media)
-        if device.type == "cuda":
-            from quire.multimodal.samples import largest_items
-
-            model.largest_items = partial(largest_items, spec.media, directory, config.multimodal)
+        _add_tower(model, builder, spec.media, directory, config)
     elsewhere |= builder.tensors_elsewhere
     if adapters is not None:
         adapters.elsewhere = {name.rpartition(".")[0] for name in elsewhere}
@@ -186,14 +158,76 @@ def load_model(
         model.pooler = Pooler(builder, description.pooling.pooler, None if checkpoint is None else folder)
     if checkpoint is None:
         load_dummy(builder, show_progress)
-    else:
-        tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()
-        ignored = (*spec.ignored, *extra_tensors(description.config), *tied)
-        model.parts = parts_of(checkpoint, builder)
-        if weights is None and not is_deferred():  # new weights are used once, and so are those of a first minute
-            model.weight_cache = open_cache(config, directory, builder)
-        builder.is_restored = model.weight_cache is not None and model.weight_cache.restore()
-        load_weights(checkpoint, builder, ignored, show_progress, elsewhere)
-        if model.weight_cache is not None and not builder.is_restored:
-            model.weight_cache.keep()
+        return model
+    tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()
+    ignored = (*spec.ignored, *extra_tensors(description.config), *tied)
+    model.parts = parts_of(checkpoint, builder)
+    if weights is None and not is_deferred():  # new weights are used once, and so are those of a first minute
+        model.weight_cache = open_cache(config, directory, builder)
+    builder.is_restored = model.weight_cache is not None and model.weight_cache.restore()
+    load_weights(checkpoint, builder, ignored, show_progress, elsewhere)
+    if model.weight_cache is not None and not builder.is_restored:
+        model.weight_cache.keep()
     return model
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The weights as they are stored. checkpoint: None for random ones. method_of, shape_of: see Builder."""
+
+    checkpoint: Checkpoint | None
+    method_of: Callable[[str], LinearMethod]
+    shape_of: Callable[[str], tuple[int, ...] | None]
+
+
+def _open(
+    directory: Path, config: EngineConfig, description: ModelDescription, weights: Path | Checkpoint | None
+) -> _Stored:
+    """Open a GGUF file, random weights, or a checkpoint in any other format."""
+    if directory.is_file():
+        gguf = GgufCheckpoint(gguf_tensors(read_gguf(directory)))
+        return _Stored(gguf, gguf.linear_method(), gguf.shape_of)
+    if config.model.load_format == "dummy" and weights is None:
+        is_dense = quantization_kind(description.config) is None
+        shape = () if is_dense else None  # quantized experts have tensors of their own
+        return _Stored(None, quantization_method(description.config), lambda name: shape)
+    files = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or directory)
+    checkpoint = presented(files, description.config)
+    method_of = checkpoint.linear_method() or quantization_method(description.config, checkpoint.has)
+    return _Stored(checkpoint, method_of, files.shape_of)
+
+
+def _builder(
+    config: EngineConfig,
+    description: ModelDescription,
+    spec: DecoderSpec,
+    stored: _Stored,
+    target: Target,
+    mesh: Mesh,
+    adapters: AdapterSlots | None,
+) -> Builder:
+    """Raises ConfigError if the options do not fit the model or this machine."""
+    kernels = Kernels(target, config.kernels.kernels)
+    if config.model.torch_compile:
+        if target.device.type == "cpu" and find_compiler() is None:
+            raise ConfigError("torch_compile needs a C++ compiler; install g++, or leave torch_compile out")
+        kernels.hide_from_compiler()
+    experts = _expert_ranks(config, spec, mesh, target.device, adapters)
+    stream = (DividedStream if config.parallel.enable_sequence_parallel else ResidualStream)(mesh.tp)
+    option = config.model.quantization
+    if option == "fp8" and quantization_kind(description.config) is not None:
+        option = None  # it is the checkpoint's format, whose dense layers remain dense
+    quantizer = quantizer_of(option, spec.names)
+    return Builder(kernels, mesh.tp, stored.method_of, quantizer, adapters, experts, stream, stored.shape_of)
+
+
+def _add_tower(model: Decoder, builder: Builder, media: MediaSpec, directory: Path, config: EngineConfig) -> None:
+    """Build the encoder of pictures or sounds. Its parameters are on the first stage of a pipeline."""
+    towers = import_module(f"quire.models.towers.{media.family}")
+    model.tower = towers.make(builder if model.stage.layers.start == 0 else builder.elsewhere, media)
+    if hasattr(towers, "output_rules"):
+        model.output_rules = partial(towers.output_rules, directory, media)
+    if builder.device.type == "cuda":
+        from quire.multimodal.samples import largest_items
+
+        model.largest_items = partial(largest_items, media, directory, config.multimodal)
