@@ -167,25 +167,12 @@ class Link:
 
     def _step(self) -> bool:
         """Wait for something for a moment, and handle it. Returns False at the end."""
-        poller: Any = zmq.Poller()
-        poller.register(self._outbox.socket, zmq.POLLIN)
-        if self._server is not None:
-            poller.register(self._server, zmq.POLLIN)
-            poller.register(self._failures.socket, zmq.POLLIN)
-        for line in self._lines.values():
-            poller.register(line.socket, zmq.POLLIN)
-        ready = dict(poller.poll(_TICK_MILLISECONDS))
+        ready = self._wait()
         while self._outbox.socket.poll(0):
             name, body = self._outbox.get()
             if not name:
                 return False
-            if name[:1] == b"p":
-                self._send(name[1:].decode(), body)
-            elif name[:1] == b"b":
-                if (doubtful := self._lines.get(name[1:].decode())) is not None:
-                    doubtful.beat_due = 0.0
-            elif self._server is not None:
-                self._answer(self._server, name[1:], body)
+            self._pass_on(name, body)
         if self._server is not None and self._server in ready:
             self._hear_consumers(self._server)
         if self._server is not None and self._failures.socket in ready:
@@ -195,6 +182,27 @@ class Link:
                 self._hear_producer(address, line)
         self._look_at_time()
         return True
+
+    def _wait(self) -> dict[Any, int]:
+        """The sockets that can be read, after a moment at most."""
+        poller: Any = zmq.Poller()
+        poller.register(self._outbox.socket, zmq.POLLIN)
+        if self._server is not None:
+            poller.register(self._server, zmq.POLLIN)
+            poller.register(self._failures.socket, zmq.POLLIN)
+        for line in self._lines.values():
+            poller.register(line.socket, zmq.POLLIN)
+        return dict(poller.poll(_TICK_MILLISECONDS))
+
+    def _pass_on(self, name: bytes, body: bytes) -> None:
+        """Send what the core has put into the outbox: to a producer ("p"), as a beat ("b"), or to a consumer."""
+        if name[:1] == b"p":
+            self._send(name[1:].decode(), body)
+        elif name[:1] == b"b":
+            if (doubtful := self._lines.get(name[1:].decode())) is not None:
+                doubtful.beat_due = 0.0
+        elif self._server is not None:
+            self._answer(self._server, name[1:], body)
 
     def _send(self, address: str, body: bytes) -> None:
         now = time.monotonic()

@@ -218,16 +218,7 @@ class PeerStore(Store):
         self, link: "_Link", plan: Plan, order: Transfer, indices: range, targets: Sequence[int], blocks: Blocks
     ) -> None:
         """Read these of the order's blocks, on as many threads as there are sources. Returns when all have ended."""
-        by_group: dict[int, list[tuple[int, int]]] = {}
-        for index, target in zip(indices, targets, strict=True):
-            by_group.setdefault(order.keys[index][0], []).append((order.slots[index], target))
-        work: dict[Source, list[tuple[Pairs, list[Run]]]] = {}
-        for group, pairs in by_group.items():
-            for number, runs in plan[group].items():
-                sources = link.sources[number]
-                for place, source in enumerate(sources):
-                    if part := pairs[place :: len(sources)]:
-                        work.setdefault(source, []).append((part, runs))
+        work = _shares(link, plan, order, indices, targets)
 
         def read(source: Source) -> None:
             for pairs, runs in work[source]:
@@ -301,3 +292,20 @@ class _Link:
 
     def _all(self) -> Iterator[Source]:
         return chain(*list(self.sources.values()), list(self.clocks.values()))
+
+
+def _shares(
+    link: _Link, plan: Plan, order: Transfer, indices: range, targets: Sequence[int]
+) -> dict[Source, list[tuple[Pairs, list[Run]]]]:
+    """What to read from each source: if a rank has several, each gets an equal share of the blocks."""
+    by_group: dict[int, list[tuple[int, int]]] = {}
+    for index, target in zip(indices, targets, strict=True):
+        by_group.setdefault(order.keys[index][0], []).append((order.slots[index], target))
+    shares: dict[Source, list[tuple[Pairs, list[Run]]]] = {}
+    for group, pairs in by_group.items():
+        for number, runs in plan[group].items():
+            sources = link.sources[number]
+            for place, source in enumerate(sources):
+                if part := pairs[place :: len(sources)]:
+                    shares.setdefault(source, []).append((part, runs))
+    return shares
