@@ -1,6 +1,6 @@
 """The embeddings of pictures: encodes them, keeps them for the scheduler, and puts them into steps."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,16 @@ from quire.ops.memory import upload
 from quire.worker.input_batch import FlatBatch, InputBatch
 
 AXES = 3  # time, height, width
+
+
+@dataclass
+class _Placed:
+    """What a step takes from the cache. parts: embeddings. indices: of their tokens in the step. spans: of items whose
+    tokens see each other."""
+
+    parts: list[Tensor] = field(default_factory=list)
+    indices: list[Array] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
 
 
 class MediaInputs:
@@ -83,39 +93,40 @@ class MediaInputs:
             flat.extra_inputs["crossed"] = self._crossed[flat.rows]
         if not self._places:
             return flat
-        parts = list[Tensor]()
-        indices = list[Array]()
-        spans = list[tuple[int, int]]()
+        placed = _Placed()
         for request, row in enumerate(flat.rows.tolist()):
-            if row not in self._places:
-                continue
-            first = int(flat.query_start_loc[request])
-            end = int(flat.seq_lens[request])
-            start = end - (int(flat.query_start_loc[request + 1]) - first)
-            for place in self._places[row]:
-                if place.crossed and start == 0:
-                    self._store(row, place)
-                for begin, count in place.spans:
-                    lowest = min(max(start - place.start - begin, 0), count)
-                    highest = min(max(end - place.start - begin, 0), count)
-                    if lowest == highest:
-                        continue
-                    skipped = sum(c for b, c in place.spans if b < begin)
-                    if self._is_first:
-                        parts.append(self._embeds[place.key][skipped + lowest : skipped + highest])
-                    in_step = first + place.start + begin - start
-                    indices.append(np.arange(in_step + lowest, in_step + highest))
-                    if place.whole:
-                        spans.append((in_step + lowest, in_step + highest))
-            if end >= self._places[row][-1].end:
-                del self._places[row]
-        if not indices:
+            if row in self._places:
+                self._place_request(flat, request, row, placed)
+        if not placed.indices:
             return flat
         hidden = self.hidden_size
-        tokens = upload(np.concatenate(indices), self.device)
-        embeds = torch.cat(parts) if parts else torch.empty(0, hidden)
+        tokens = upload(np.concatenate(placed.indices), self.device)
+        embeds = torch.cat(placed.parts) if placed.parts else torch.empty(0, hidden)
         levels = [embeds[:, i : i + hidden] for i in range(hidden, embeds.shape[1], hidden)]
-        return replace(flat, media=StepMedia(tokens, embeds[:, :hidden], levels, spans))
+        return replace(flat, media=StepMedia(tokens, embeds[:, :hidden], levels, placed.spans))
+
+    def _place_request(self, flat: FlatBatch, request: int, row: int, placed: _Placed) -> None:
+        """Add the embeddings that a request needs in this step."""
+        first = int(flat.query_start_loc[request])
+        end = int(flat.seq_lens[request])
+        start = end - (int(flat.query_start_loc[request + 1]) - first)
+        for place in self._places[row]:
+            if place.crossed and start == 0:
+                self._store(row, place)
+            for begin, count in place.spans:
+                lowest = min(max(start - place.start - begin, 0), count)
+                highest = min(max(end - place.start - begin, 0), count)
+                if lowest == highest:
+                    continue
+                skipped = sum(c for b, c in place.spans if b < begin)
+                if self._is_first:
+                    placed.parts.append(self._embeds[place.key][skipped + lowest : skipped + highest])
+                in_step = first + place.start + begin - start
+                placed.indices.append(np.arange(in_step + lowest, in_step + highest))
+                if place.whole:
+                    placed.spans.append((in_step + lowest, in_step + highest))
+        if end >= self._places[row][-1].end:
+            del self._places[row]
 
     def _store(self, row: int, place: MediaPlace) -> None:
         """Fill the row's blocks of cross-attention, before its first tokens read them."""
