@@ -78,7 +78,9 @@ class OutputProcessor:
             self._sequences[core_request.request_id] = sequence
         return output
 
-    def process(self, outputs: list[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
+    def process(  # noqa: C901, PLR0912  # its loop runs for each token: a call costs more than a branch
+        self, outputs: list[EngineCoreOutput]
+    ) -> tuple[list[RequestOutput], list[str]]:
         """Apply a step's outputs. Returns the changed requests and the ids of core requests that a stop string ended.
 
         A request with FINAL_ONLY is returned when it has finished, any other one every stream_interval tokens.

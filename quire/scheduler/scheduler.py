@@ -258,7 +258,7 @@ class Scheduler:
         may_read = request.source.reads_prefix_cache or len(request.token_ids) > request.num_prompt_tokens
         return may_read and self.kv.enable_prefix_caching and not request.num_kept_blocks
 
-    def _take(self, request: Request, budget: int, step: SchedulerOutput, requests: list[Request]) -> int | None:
+    def _take(self, request: Request, budget: int, step: SchedulerOutput, requests: list[Request]) -> int | None:  # noqa: C901  # runs for each token
         """Put a request that has a row into the step, with up to `budget` tokens and slots for them in the KV cache.
 
         Returns the number of tokens: 0 if the request has nothing to compute until tokens in flight are known. Returns
@@ -313,7 +313,7 @@ class Scheduler:
             request.num_retired_tokens -= again
         return count
 
-    def update(self, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def update(self, output: ModelRunnerOutput) -> list[EngineCoreOutput]:  # noqa: C901, PLR0912  # as for _take
         """Retire the oldest submitted step: append the sampled tokens to its requests, and finish and free requests.
 
         If the worker skipped that step, it also skips all later steps of the same epoch. Then all submitted steps are

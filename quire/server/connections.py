@@ -185,7 +185,7 @@ class _WithH11(_Guarded, H11Protocol):
             super().send_400_response(msg)
 
 
-def _with_httptools() -> Any:
+def _with_httptools() -> Any:  # noqa: C901  # all methods of the class in it are counted
     """The class for httptools. Raises ImportError if that is not installed."""
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 

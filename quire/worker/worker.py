@@ -67,7 +67,9 @@ class Worker:
 
     drafter: "DrafterParts | None" = None
 
-    def __init__(self, config: EngineConfig, directory: Path, max_model_len: int, mesh: Mesh) -> None:
+    def __init__(  # noqa: C901, PLR0912, PLR0915  # assembles the rank's engine, part by part, in the order of memory
+        self, config: EngineConfig, directory: Path, max_model_len: int, mesh: Mesh
+    ) -> None:
         """Raises ConfigError if the KV cache does not fit into memory, if the model cannot use its type, or if ranks
         would share a GPU that cannot."""
         self._config = config
