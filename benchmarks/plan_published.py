@@ -16,10 +16,10 @@ from statistics import median
 
 from benchmarks.gpu.shapes import SHAPES
 from quire.models.registry import spec_of
-from quire.planner.counted import Counted
 from quire.planner.devices import DEVICES
 from quire.planner.layout import Layout, Stages
 from quire.planner.memory import EngineOptions, kv_groups, memory_of
+from quire.planner.roofline import RooflineTimes
 from quire.planner.simulate import Replica, simulate
 from quire.planner.sizes import Footprint, parameters_of
 from quire.planner.traffic import Arrival, Traffic
@@ -113,7 +113,7 @@ def counted(row: Published) -> float:
     memory = memory_of(footprint, layout, device, options, None)
     limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len, depth=2)
     groups = kv_groups(Stages(footprint, layout).parts[0], options.max_model_len)
-    times = Counted(footprint, layout, device, None, row.kv_element_bytes)
+    times = RooflineTimes(footprint, layout, device, None, row.kv_element_bytes)
     count = row.requests or 4 * row.concurrency
     traffic = Traffic([Arrival(0.0, row.prompt, row.output) for _ in range(count)])
     run = simulate(traffic, Replica(limits, memory.blocks, groups, 16), times)

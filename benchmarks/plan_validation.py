@@ -25,12 +25,12 @@ from benchmarks.gpu.shapes import SHAPES, write_config
 from quire.checkpoints.hub import bundled_model
 from quire.cli.models.facts import facts_of
 from quire.engine.llm import LLM
-from quire.planner.counted import Counted
 from quire.planner.devices import DEVICES
 from quire.planner.fitted import VERSION, Fit, Fitted, Sample, shape_of
 from quire.planner.layout import Layout
 from quire.planner.measure import StepClock, machine_name, measure
 from quire.planner.memory import kv_groups
+from quire.planner.roofline import RooflineTimes
 from quire.planner.simulate import Replica, simulate
 from quire.planner.traffic import Arrival, Traffic
 
@@ -81,7 +81,7 @@ def check(model: str, seconds: float) -> None:
         llm = LLM(str(path), load_format="auto" if config is None else "dummy", **OPTIONS, **options)
         footprint = facts_of(path).footprint
     assert footprint is not None
-    times = Counted(footprint, Layout(), DEVICES["H100"])
+    times = RooflineTimes(footprint, Layout(), DEVICES["H100"])
     rng = random.Random(1)
     samples = list[Sample]()
     checked = {name: Checked([], [], []) for name in WORKLOADS}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.expect [--cards H200 H100] [--json FILE] [--docs docs/gpu.md]
 
-The engine runs on a stand-in device (quire/cli/stand_in.py). Each launch of a step is turned into its work
+The engine runs on a stand-in device (quire/cli/simulated_gpu.py). Each launch of a step is turned into its work
 (launches.py), and its work into seconds (model.py). A model is traced with one and with two layers; the difference is
 a layer, and counts as often as the model has layers.
 """

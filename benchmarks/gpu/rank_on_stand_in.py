@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-from quire.cli.stand_in import stand_in
+from quire.cli.simulated_gpu import stand_in
 from quire.platform.gpu.cards import CARDS
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The stand-in for a GPU (quire/cli/stand_in.py), with a record of what the engine launches and compiles."""
+"""The stand-in for a GPU (quire/cli/simulated_gpu.py), with a record of what the engine launches and compiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from quire.cli import stand_in as plain
+from quire.cli import simulated_gpu as plain
 from quire.platform.gpu.cards import Card
 
 
@@ -24,7 +24,7 @@ class Launch:
 
 
 @dataclass
-class TracedStandIn(plain.StandIn):
+class TracedStandIn(plain.SimulatedGpu):
     """compilations: one line for each kernel that Triton compiled or read from its cache. launches: filled while
     `traced` is entered."""
 
@@ -72,7 +72,7 @@ class _Graph:
 
 @contextlib.contextmanager
 def stand_in(card: Card, count: int = 1) -> Iterator[TracedStandIn]:
-    """As quire.cli.stand_in.stand_in."""
+    """As quire.cli.simulated_gpu.stand_in."""
     import triton
 
     device = TracedStandIn(card)

@@ -134,7 +134,7 @@ def compile_for_gpu(
             f"Triton, which compiles kernels for GPUs, cannot be imported ({error_text(error)}); install the version "
             "of the machine with the GPU, for example with: pip install triton==3.6.0"
         ) from error
-    from quire.cli.stand_in import stand_in
+    from quire.cli.simulated_gpu import stand_in
     from quire.models.description import describe
     from quire.models.heads.resolve import with_files
     from quire.parallel.mesh import Communicator, Mesh

@@ -11,8 +11,8 @@ from quire._version import __version__
 from quire.messages.errors import error_text
 from quire.observability.logging import configure_logging, log_options, logger
 from quire.platform import lean_torch
-from quire.platform.ending import end_on_signals
 from quire.platform.garbage import skip_last_collection
+from quire.platform.termination import end_on_signals
 
 lean_torch.prepare()
 atexit.register(skip_last_collection)

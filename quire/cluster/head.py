@@ -69,7 +69,7 @@ class Head:
     """Listens on host:port for nodes that bring members with the given numbers. Each connection is a session: the node
     has shown that it agrees with the head, and both send heartbeats. Raises ConfigError if it cannot listen.
 
-    It also has the store at which the members meet, see parallel/meeting.py.
+    It also has the store at which the members meet, see parallel/rendezvous_store.py.
 
     facts: what a node must agree with, by name, see `executor/agreement.py`. noun: what the members are.
     """

@@ -21,7 +21,7 @@ from quire.executor.threads import limit_threads
 from quire.kv.hashing import hash_root
 from quire.kv.specs import KVCacheSize
 from quire.lora.gate import AdapterGate
-from quire.messages.engine import MeetingPlace
+from quire.messages.engine import RendezvousPlace
 from quire.models.description import describe
 from quire.models.spec import DecoderSpec
 from quire.observability.logging import logger
@@ -158,7 +158,7 @@ def make_core(
     config: EngineConfig,
     directory: Path,
     max_model_len: int,
-    place: MeetingPlace | None = None,
+    place: RendezvousPlace | None = None,
     rank: int = 0,
     *,
     has_one_user: bool = False,

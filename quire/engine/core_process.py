@@ -24,13 +24,13 @@ from quire.engine.progress import Beats, Progress
 from quire.kv.tiers import MEMORY_VARIABLE
 from quire.messages import engine as messages
 from quire.messages.changes import Look, Pause, TrainerOrder
-from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, MeetingPlace
+from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, RendezvousPlace
 from quire.messages.errors import EngineDeadError, error_text
 from quire.observability.logging import LogOptions, configure_logging, logger
 from quire.platform import lean_torch
-from quire.platform.ending import leave_end_to_parent
 from quire.platform.garbage import skip_last_collection
 from quire.platform.stacks import FOLDER_VARIABLE, offer_stacks
+from quire.platform.termination import leave_end_to_parent
 
 if TYPE_CHECKING:  # the parent of the process imports this file, too
     from quire.engine.core import EngineCore
@@ -58,7 +58,7 @@ def run_core(
     directory: Path,
     log: LogOptions,
     remote: tuple[str, bytes] | None = None,
-    place: MeetingPlace | None = None,
+    place: RendezvousPlace | None = None,
     listener: socket.socket | None = None,
     memory: str = "",
 ) -> None:

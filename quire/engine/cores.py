@@ -16,8 +16,8 @@ import zmq.asyncio
 
 from quire.config import ConfigError, EngineConfig
 from quire.engine.core_process import JOURNAL, PATIENCE_SECONDS, core_address, run_core
-from quire.engine.fellows import Fellows, LocalMeetings, Meetings
 from quire.engine.progress import Watchdog
+from quire.engine.replica_group import LocalRendezvous, Rendezvous, ReplicaGroup
 from quire.engine.trials import read_journal
 from quire.kv.kept_memory import KeptMemory
 from quire.messages import engine as messages
@@ -38,10 +38,10 @@ _reports = msgspec.msgpack.Decoder(messages.CoreReport)
 _Remote = tuple[str, bytes] | None  # where cores take orders from other machines, see `run_core`
 
 
-class OtherMachines(Meetings, Protocol):
-    """The cores of other machines. fellows: the replicas of this machine, if they share experts."""
+class OtherMachines(Rendezvous, Protocol):
+    """The cores of other machines. replica_group: the replicas of this machine, if they share experts."""
 
-    fellows: Fellows | None
+    replica_group: ReplicaGroup | None
 
     async def run(self, tell: Callable[[CoreEvent], None]) -> None:
         """Report what becomes of the cores until all are given up."""
@@ -65,7 +65,7 @@ class _Process:
         config: EngineConfig,
         directory: Path,
         remote: _Remote,
-        fellows: Fellows | None,
+        replica_group: ReplicaGroup | None,
         memory: str,
     ) -> None:
         folder = private_folder("quire-", longest=_SOCKET_PATH - len("/reports"))
@@ -87,7 +87,7 @@ class _Process:
                 directory,
                 log_options(),
                 remote,
-                *(() if fellows is None else fellows.meetings.place(rank)),
+                *(() if replica_group is None else replica_group.rendezvous.place(rank)),
             ),
             kwargs={"memory": memory},
         )
@@ -122,7 +122,7 @@ def _end(processes: list[BaseProcess], folder: Path) -> None:
 
 
 class _Replica:
-    """One core and those that replace it. fellows: of a replica that shares experts with others."""
+    """One core and those that replace it. replica_group: of a replica that shares experts with others."""
 
     def __init__(
         self,
@@ -131,13 +131,13 @@ class _Replica:
         config: EngineConfig,
         directory: Path,
         remote: _Remote,
-        fellows: Fellows | None,
+        replica_group: ReplicaGroup | None,
     ) -> None:
         self._memory = KeptMemory(config)
         self._context = context
-        self._arguments = (context, rank, config, directory, remote, fellows, self._memory.path)
+        self._arguments = (context, rank, config, directory, remote, replica_group, self._memory.path)
         self.rank = rank
-        self._fellows = fellows
+        self._replica_group = replica_group
         self.process: _Process | None = None
         self._is_ready = self._was_ready = False
         self._silence = 0.0  # seconds; negative if the core may be silent for longer
@@ -159,15 +159,15 @@ class _Replica:
             process = None
             patience = PATIENCE_SECONDS
             try:
-                if self._fellows is not None:
-                    await self._fellows.meetings.begin()
+                if self._replica_group is not None:
+                    await self._replica_group.rendezvous.begin()
                 process = self.launch()
                 self._failed_starts += 1
                 self._silence = 0.0
                 died = await self._listen(process, tell)
                 patience = 0.0 if died.silent else PATIENCE_SECONDS
-                is_own = self._fellows is None or self._fellows.lost is None
-                if self._fellows is None:
+                is_own = self._replica_group is None or self._replica_group.lost is None
+                if self._replica_group is None:
                     self._name_culprit(died, process)
                 given_up = died.by_user or not self._was_ready or self._failed_starts >= MAX_FAILED_STARTS
                 given_up = self._lost(died, given_up, tell)
@@ -185,8 +185,8 @@ class _Replica:
                 if process is not None:
                     await process.close(patience)
                     self.process = None
-            if self._fellows is not None and not given_up:
-                await self._fellows.end()
+            if self._replica_group is not None and not given_up:
+                await self._replica_group.end()
 
     def _name_culprit(self, died: CoreDied, process: _Process) -> None:
         """If a request was on trial, the core was lost because of it, and would start again."""
@@ -196,20 +196,20 @@ class _Replica:
 
     def _lost(self, died: CoreDied, given_up: bool, tell: Callable[[CoreEvent], None]) -> bool:
         """Report a loss. Returns whether the core is given up."""
-        if self._fellows is not None:
-            given_up = self._fellows.lose(self.rank, died, given_up, tell)
+        if self._replica_group is not None:
+            given_up = self._replica_group.lose(self.rank, died, given_up, tell)
         if self._was_ready:
             fate = "it is given up" if given_up else "starting another"
             logger.error("Engine core %d was lost: %s; %s", self.rank, died.reason, fate)
-        if self._fellows is None:
+        if self._replica_group is None:
             tell(CoreLost(self.rank, died, given_up))
         return given_up
 
     async def _listen(self, process: _Process, tell: Callable[[CoreEvent], None]) -> CoreDied:
         """Handle the core's reports until it is lost. Returns the reason."""
         while True:
-            if self._fellows is not None and self._fellows.lost is not None:
-                return self._fellows.lost[0]
+            if self._replica_group is not None and self._replica_group.lost is not None:
+                return self._replica_group.lost[0]
             began = time.monotonic()
             if not await process.reports.poll(timeout=250):
                 if not process.process.is_alive():
@@ -261,10 +261,10 @@ class Cores:
         config: EngineConfig,
         directory: Path,
         remote: _Remote = None,
-        meetings: Meetings | None = None,
+        rendezvous: Rendezvous | None = None,
         others: OtherMachines | None = None,
     ) -> None:
-        """directory: the model's directory or GGUF file. remote: see `run_core`. meetings: who says where replicas
+        """directory: the model's directory or GGUF file. remote: see `run_core`. rendezvous: who says where replicas
         meet that share experts, if it is another machine; the cores are started when it has said so. others: the cores
         of other machines, if this one has the server."""
         self.config = config
@@ -272,17 +272,17 @@ class Cores:
         self._context = zmq.asyncio.Context()
         layout = config.layout
         self._others = others
-        self.fellows: Fellows | None = None
+        self.replica_group: ReplicaGroup | None = None
         if config.parallel.shares_experts:
             everyone = layout.served or layout.here
-            self.fellows = Fellows(layout.here, everyone, meetings or others or LocalMeetings())
+            self.replica_group = ReplicaGroup(layout.here, everyone, rendezvous or others or LocalRendezvous())
             if others is not None:
-                others.fellows = self.fellows
+                others.replica_group = self.replica_group
         self._replicas = [
-            _Replica(self._context, rank, config, directory, remote, self.fellows) for rank in layout.here
+            _Replica(self._context, rank, config, directory, remote, self.replica_group) for rank in layout.here
         ]
         try:
-            for replica in self._replicas if meetings is None else ():
+            for replica in self._replicas if rendezvous is None else ():
                 replica.launch()
         except ConfigError:
             self.kill()

@@ -12,12 +12,12 @@ from quire.cluster.node import Node
 from quire.cluster.secret import ClusterSecret, tcp_address
 from quire.config import EngineConfig
 from quire.engine.cores import Cores
-from quire.engine.fellows import Meetings
+from quire.engine.replica_group import Rendezvous
 from quire.executor.agreement import facts, versions
-from quire.messages.engine import Begin, CoreDied, CoreEvent, CoreUp, MeetingPlace
+from quire.messages.engine import Begin, CoreDied, CoreEvent, CoreUp, RendezvousPlace
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
-from quire.platform.ending import end_if_told, end_signals
+from quire.platform.termination import end_if_told, end_signals
 
 _orders = msgspec.msgpack.Decoder(Begin)
 
@@ -37,7 +37,7 @@ def run_headless(config: EngineConfig, directory: Path) -> int:
     return asyncio.run(HeadlessCores(config, directory, secret).run())
 
 
-class AnnouncedMeetings(Meetings):
+class AnnouncedRendezvous(Rendezvous):
     """Replicas that share experts meet at the server's machine, which says which generation of them to start."""
 
     def __init__(self, address: str, secret: bytes, host: str) -> None:
@@ -55,9 +55,9 @@ class AnnouncedMeetings(Meetings):
         self._news.set()
         return is_new and self.generation not in (-1, self._ended)
 
-    def place(self, replica: int) -> tuple[MeetingPlace, None]:
+    def place(self, replica: int) -> tuple[RendezvousPlace, None]:
         self.generation = self._announced
-        return MeetingPlace(replica, self._address, self._host, self._secret, self.generation, is_head=True), None
+        return RendezvousPlace(replica, self._address, self._host, self._secret, self.generation, is_head=True), None
 
     def end(self) -> None:
         self._ended = self.generation
@@ -87,10 +87,10 @@ class HeadlessCores:
         )
         join_address = tcp_address(resolve(options.head_address), options.data_parallel_rpc_port)
         self._node = Node(secret, join_address, join)
-        self._meetings: AnnouncedMeetings | None = None
+        self._rendezvous: AnnouncedRendezvous | None = None
         if config.parallel.shares_experts:
-            self._meetings = AnnouncedMeetings(join_address, secret.secret, host)
-        self._cores = Cores(config, directory, (host, secret.secret), self._meetings)
+            self._rendezvous = AnnouncedRendezvous(join_address, secret.secret, host)
+        self._cores = Cores(config, directory, (host, secret.secret), self._rendezvous)
         self._up: dict[int, CoreUp] = {}
         self._loop: asyncio.AbstractEventLoop
 
@@ -121,8 +121,8 @@ class HeadlessCores:
             self._up[event.rank] = event
         else:
             self._up.pop(event.rank, None)
-        if self._meetings is not None:
-            event.generation = self._meetings.generation
+        if self._rendezvous is not None:
+            event.generation = self._rendezvous.generation
         self._node.send(msgspec.msgpack.encode(event))
 
     # ---- in a session with the server, on the node's thread
@@ -141,10 +141,12 @@ class HeadlessCores:
         self._loop.call_soon_threadsafe(self._begin, generation)
 
     def _begin(self, generation: int) -> None:
-        fellows = self._cores.fellows
-        if self._meetings is None or fellows is None or not self._meetings.announce(generation):
+        replica_group = self._cores.replica_group
+        if self._rendezvous is None or replica_group is None or not self._rendezvous.announce(generation):
             return
-        fellows.lose(fellows.here.start, CoreDied("the replicas begin again", silent=True), False, self._told)
+        replica_group.lose(
+            replica_group.here.start, CoreDied("the replicas begin again", silent=True), False, self._told
+        )
 
     def end(self) -> None:
         """Requests end when the cores find that their clients have gone."""

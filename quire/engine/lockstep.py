@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 
 from quire.cluster.secret import Admission, ClusterSecret
 from quire.engine.core import Lockstep
-from quire.messages.engine import MeetingPlace
+from quire.messages.engine import RendezvousPlace
 from quire.parallel.mesh import connect_store
 
 STEPS_TO_AGREE = 32
@@ -28,7 +28,7 @@ _HELLO = b""  # other messages are numbers of waves
 class Waves(Lockstep):
     """One core's part. It counts the steps that it is told of; those of all cores have equal numbers."""
 
-    def __init__(self, place: MeetingPlace, size: int) -> None:
+    def __init__(self, place: RendezvousPlace, size: int) -> None:
         """size: the number of cores."""
         self._store = store = connect_store(place.address, place.secret, place.generation)
         self._secret, self._context = ClusterSecret(place.key), zmq.Context()

@@ -17,7 +17,7 @@ from quire.config import ConfigError, EngineConfig
 from quire.executor.ray_cluster import Actors, RayCluster, portable, resources, unpacked, uses_gpus
 from quire.messages.errors import error_text
 from quire.observability.logging import LogOptions, configure_logging, log_options, logger
-from quire.platform.ending import leave_end_to_parent
+from quire.platform.termination import leave_end_to_parent
 
 _ALONE: dict[str, float] = {"memory": 1 << 20}  # what a core needs whose ranks are actors themselves: bytes
 _AGAIN_SECONDS = 2.0  # between the end of an actor and the next one of its replica

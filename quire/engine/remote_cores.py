@@ -12,10 +12,10 @@ from quire.cluster.addresses import own_address, resolve
 from quire.cluster.head import Head, named
 from quire.cluster.secret import ClusterSecret
 from quire.config import ConfigError, EngineConfig
-from quire.engine.fellows import Fellows, Meetings
 from quire.engine.ray_cores import RayReplicas
+from quire.engine.replica_group import Rendezvous, ReplicaGroup
 from quire.executor.agreement import facts, versions
-from quire.messages.engine import Begin, CoreDied, CoreEvent, CoreLost, CoreUp, MeetingPlace
+from quire.messages.engine import Begin, CoreDied, CoreEvent, CoreLost, CoreUp, RendezvousPlace
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
 
@@ -23,12 +23,12 @@ JOIN_SECONDS = 600.0  # a core whose machine has not been there for so long is g
 _events = msgspec.msgpack.Decoder(CoreEvent)
 
 
-class RemoteCores(Meetings):
+class RemoteCores(Rendezvous):
     """Listens for headless machines, and passes on what they report. When one is lost, its cores are lost; when it has
     joined again, its cores are there again.
 
     Replicas that share experts meet at the head's store. It tells all machines which generation of them to start.
-    fellows: the replicas of this machine, if they share experts.
+    replica_group: the replicas of this machine, if they share experts.
     """
 
     def __init__(self, config: EngineConfig, directory: Path) -> None:
@@ -52,7 +52,7 @@ class RemoteCores(Meetings):
             self._close_ray()
             raise
         self._host = own_address(host)
-        self.fellows: Fellows | None = None
+        self.replica_group: ReplicaGroup | None = None
         self._generation = secrets.randbits(40) if config.parallel.shares_experts else 0  # another server has others
         self._joined_members: set[range] = set()
         self._absent_since = dict.fromkeys(self._ranks, time.monotonic())
@@ -123,11 +123,13 @@ class RemoteCores(Meetings):
             self._given_up.discard(rank)
 
     def _announce(self, members: range) -> None:
-        if self.fellows is not None:
+        if self.replica_group is not None:
             self._head.send(members, msgspec.msgpack.encode(Begin(self._generation)))
 
     def _received(self, event: CoreEvent) -> None:
-        if event.generation != self._generation or (self.fellows is not None and self.fellows.lost is not None):
+        if event.generation != self._generation or (
+            self.replica_group is not None and self.replica_group.lost is not None
+        ):
             return  # of replicas that are to end
         if isinstance(event, CoreLost):
             self._lose(event.rank, event.died, event.given_up)
@@ -148,15 +150,15 @@ class RemoteCores(Meetings):
         self._up.pop(rank, None)
         if given_up:
             self._given_up.add(rank)
-        if self.fellows is None:
+        if self.replica_group is None:
             self._tell(CoreLost(rank, died, given_up))
         else:
-            self.fellows.lose(rank, died, given_up, self._tell)
+            self.replica_group.lose(rank, died, given_up, self._tell)
 
     # ---- where replicas meet that share experts
 
-    def place(self, replica: int) -> tuple[MeetingPlace, None]:
-        return MeetingPlace(
+    def place(self, replica: int) -> tuple[RendezvousPlace, None]:
+        return RendezvousPlace(
             replica, self._head.address, self._host, self._secret.secret, self._generation, is_head=True
         ), None
 

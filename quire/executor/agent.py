@@ -19,7 +19,7 @@ from quire.executor.local_ranks import END_SECONDS, LocalRanks
 from quire.executor.threads import limit_threads
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
-from quire.platform.ending import end_if_told, end_signals
+from quire.platform.termination import end_if_told, end_signals
 
 _orders = msgspec.msgpack.Decoder(messages.ForRanks)
 _begins = msgspec.msgpack.Decoder(messages.Begin)

@@ -6,7 +6,7 @@ from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.executor.multiproc import MultiprocExecutor
 from quire.executor.uniproc import UniprocExecutor
-from quire.messages.engine import MeetingPlace
+from quire.messages.engine import RendezvousPlace
 from quire.worker.device import on_gpu
 
 
@@ -21,7 +21,7 @@ def uses_gpu(config: EngineConfig) -> bool:
 
 
 def make_executor(
-    config: EngineConfig, directory: Path, max_model_len: int, place: MeetingPlace | None = None
+    config: EngineConfig, directory: Path, max_model_len: int, place: RendezvousPlace | None = None
 ) -> Executor:
     """The executor that the options ask for, with the model loaded. Raises ConfigError or ValueError.
 

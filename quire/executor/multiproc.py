@@ -18,7 +18,7 @@ from quire.executor.base import Executor
 from quire.executor.local_ranks import END_SECONDS, HOST, LocalRanks
 from quire.executor.ranks import Ranks
 from quire.messages.changes import Change, TrainerOrder
-from quire.messages.engine import MeetingPlace
+from quire.messages.engine import RendezvousPlace
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
 from quire.observability.logging import log_options
@@ -36,7 +36,7 @@ class MultiprocExecutor(Executor):
     """
 
     def __init__(
-        self, config: EngineConfig, directory: Path, max_model_len: int, place: MeetingPlace | None = None
+        self, config: EngineConfig, directory: Path, max_model_len: int, place: RendezvousPlace | None = None
     ) -> None:
         """place: where the replicas meet that share experts, None for a replica that shares none. Raises ValueError if
         the options do not fit the model, RuntimeError if a rank fails otherwise."""
@@ -61,7 +61,7 @@ class MultiprocExecutor(Executor):
         store = None
         if place is None:
             store = open_meeting(HOST)
-            place = MeetingPlace(0, f"{HOST}:{store.port}", HOST)
+            place = RendezvousPlace(0, f"{HOST}:{store.port}", HOST)
         here = LocalRanks(everyone, self._ranks)
         self._ranks.groups.append(here)
         start = messages.Start(

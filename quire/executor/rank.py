@@ -138,7 +138,7 @@ def _obey(link: Link, worker: "Worker", order: messages.Order) -> None:
         assert worker.runner.adapters is not None
         _begin(link, order.key, partial(worker.runner.adapters.load, order.key, order.path))
     elif isinstance(order, TrainerOrder):
-        _begin(link, order.key, partial(worker.residence.exchange, order))
+        _begin(link, order.key, partial(worker.resident_memory.exchange, order))
     elif isinstance(order, Transfer):
         assert worker.transfers is not None
         worker.transfers.submit(order).add_done_callback(partial(_report_transfer, link, order.number))

@@ -10,7 +10,7 @@ from pathlib import Path
 from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.messages.changes import Change, TrainerOrder
-from quire.messages.engine import MeetingPlace
+from quire.messages.engine import RendezvousPlace
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
 from quire.ops.cpu import build
@@ -37,7 +37,7 @@ class UniprocExecutor(Executor):
     """Calls the worker directly. On a CPU, the forward is done when `submit` returns."""
 
     def __init__(
-        self, config: EngineConfig, directory: Path, max_model_len: int, place: MeetingPlace | None = None
+        self, config: EngineConfig, directory: Path, max_model_len: int, place: RendezvousPlace | None = None
     ) -> None:
         """place: where the replicas meet that share experts, None for a replica that shares none."""
         mesh = Mesh()
@@ -88,7 +88,7 @@ class UniprocExecutor(Executor):
         self._worker.change(change)
 
     def exchange(self, order: TrainerOrder) -> Future[None]:
-        return self._loader.submit(self._worker.residence.exchange, order)
+        return self._loader.submit(self._worker.resident_memory.exchange, order)
 
     def transfer(self, order: Transfer) -> Future[list[int]]:
         assert self._transfers is not None

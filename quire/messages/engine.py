@@ -194,7 +194,7 @@ class StepOutputs(msgspec.Struct, array_like=True):
 # ---- between processes: the reports of a core to the process that started it
 
 
-class MeetingPlace(msgspec.Struct, frozen=True, array_like=True):
+class RendezvousPlace(msgspec.Struct, frozen=True, array_like=True):
     """Where the ranks of replicas meet that share experts. replica: the number of this one. address, generation: of a
     store, see `connect_store`. host: the address of this machine that others reach. key: who knows it may wake the
     cores. is_head: whether the store is that of a cluster's head, whose secret is the key then."""

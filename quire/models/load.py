@@ -39,7 +39,7 @@ from quire.ops.memory import lasting
 from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Mesh
 from quire.parallel.residual_stream import DividedStream, ResidualStream
-from quire.parallel.turns import Halves, Turns
+from quire.parallel.step_halves import Halves, WholeStep
 
 
 def resolve_dtype(options: ModelConfig) -> torch.dtype:
@@ -75,7 +75,7 @@ def _expert_ranks(
         replicated,
         redundant if options.enable_eplb else 0,
         options.enable_eplb,
-        Halves() if options.enable_dbo else Turns(),
+        Halves() if options.enable_dbo else WholeStep(),
         buffer,
     )
 

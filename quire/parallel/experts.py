@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.parallel.mesh import Communicator
-from quire.parallel.turns import Turns
+from quire.parallel.step_halves import WholeStep
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ExpertRanks:
     replicated: bool
     redundant: int = 0
     measures: bool = False
-    turns: Turns = Turns()
+    turns: WholeStep = WholeStep()
     buffer: Any = None
 
     def first_slots(self, experts: int) -> list[int]:

@@ -233,9 +233,9 @@ def connect_store(address: str, secret: bytes = b"", generation: int = 0) -> Sto
     generation: of the ranks that meet at the head, whose keys nobody else sees.
     """
     if secret:
-        from quire.parallel.meeting import Meeting  # zmq need not be there without a cluster
+        from quire.parallel.rendezvous_store import RendezvousStore  # zmq need not be there without a cluster
 
-        return Meeting.at(address, secret, generation)
+        return RendezvousStore.at(address, secret, generation)
     host, _, port = address.rpartition(":")
     return TCPStore(host, int(port), is_master=False)
 

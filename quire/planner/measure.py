@@ -16,10 +16,10 @@ from quire.engine.llm import LLM
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import SchedulerOutput
-from quire.planner.counted import Counted
 from quire.planner.devices import DEVICES
 from quire.planner.fitted import VERSION, Fit, Fitted, Sample, shape_of
 from quire.planner.layout import Layout
+from quire.planner.roofline import RooflineTimes
 from quire.planner.sizes import Footprint
 from quire.planner.work import StepWork, Window, step_work
 from quire.platform.limits import processors
@@ -141,7 +141,9 @@ def measured_fit(model: str | None, options: dict[str, Any], footprint: Footprin
     fixed = {"async_scheduling": False, "enable_prefix_caching": False, "wait_for_kernels": True}
     llm = LLM(model, **{**fixed, **options})
     try:
-        times = Counted(footprint, Layout(), DEVICES["H100"])  # counts what the fit weighs, which no device matters to
+        times = RooflineTimes(
+            footprint, Layout(), DEVICES["H100"]
+        )  # counts what the fit weighs, which no device matters to
         samples = measure(llm, times.windows, seconds)
         limits = llm.core.scheduler.limits
         kv = llm.core.scheduler.kv

@@ -14,10 +14,10 @@ from threading import Thread
 import numpy as np
 
 from quire.bench.slo import METRICS, Limit
-from quire.planner.counted import Counted, StepTimes
 from quire.planner.devices import Device
 from quire.planner.layout import Layout, Stages
 from quire.planner.memory import EngineOptions, Memory, kv_groups, memory_of
+from quire.planner.roofline import RooflineTimes, StepTimes
 from quire.planner.simulate import Replica, Run, simulate
 from quire.planner.sizes import Footprint
 from quire.planner.traffic import Traffic
@@ -105,7 +105,7 @@ class Task:
     def times(self, layout: Layout) -> StepTimes:
         if self.fitted is not None:
             return self.fitted[0]
-        return Counted(self.footprint, layout, self.device, self.quantization, self.options.kv_element_bytes)
+        return RooflineTimes(self.footprint, layout, self.device, self.quantization, self.options.kv_element_bytes)
 
     def memory(self, layout: Layout) -> Memory:
         memory = memory_of(self.footprint, layout, self.device, self.options, self.quantization)

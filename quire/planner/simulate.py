@@ -14,7 +14,7 @@ from quire.kv.specs import ModelKVSpec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput
-from quire.planner.counted import StepTimes
+from quire.planner.roofline import StepTimes
 from quire.planner.traffic import Traffic
 from quire.planner.work import StepWork, step_work
 from quire.scheduler.limits import SchedulerLimits

@@ -13,7 +13,7 @@ from quire.router.config import RouteConfig
 from quire.router.metrics import BackendMetrics, RouteMetrics
 
 if TYPE_CHECKING:
-    from quire.router.cached import CachedPrefixes
+    from quire.router.prefix_index import CachedPrefixes
 
 
 class Backend:

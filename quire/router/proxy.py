@@ -24,7 +24,7 @@ from quire.server.access_log import AccessLog
 from quire.server.tracing import route_of
 
 if TYPE_CHECKING:
-    from quire.router.cached import Tokens
+    from quire.router.prefix_index import Tokens
     from quire.server.spans import ServerSpan, Tracing
 
 Send = Callable[[Any], Awaitable[None]]

@@ -35,7 +35,7 @@ async def _serve(config: RouteConfig, server_config: ServerConfig, listening: so
     tracing = begin_tracing(server_config.otlp_traces_endpoint, "quire-route")
     cached = None
     if config.policy == "cached":
-        from quire.router.cached import CachedPrefixes, Tokens, listen
+        from quire.router.prefix_index import CachedPrefixes, Tokens, listen
 
         cached = CachedPrefixes([server for server, *_ in config.streams])
     fleet = Fleet(config, metrics, cached=cached)

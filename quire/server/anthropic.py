@@ -13,7 +13,6 @@ from typing_extensions import TypedDict
 
 from quire.observability.logging import logger
 from quire.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
-from quire.server.answering import Answer, Answering
 from quire.server.anthropic_blocks import AnyTool, HostedTool, InputMessage, Text, TextBlock, Tool, system_message
 from quire.server.bodies import HeldBody
 from quire.server.errors import ApiError, bad_value, json_response
@@ -22,6 +21,7 @@ from quire.server.generation import Server
 from quire.server.messages import Message
 from quire.server.protocol import Body, ChatRequest, Rendering
 from quire.server.routing import StrictRoute, answers, stream_answers, validated
+from quire.server.running_chat import Answer, RunningChat
 from quire.server.streams import EventStream
 
 
@@ -231,16 +231,16 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         body.max_tokens = server.longest_output(body.max_tokens)
     chat = await _chat(body, server, request.state.body)
     del body  # it may be large
-    answering = await Answering.begin(request, chat, "msg")
+    running_chat = await RunningChat.begin(request, chat, "msg")
     if chat.stream:
-        return await MessageStream.begin(_stream(answering), answering.call.keep_alive_interval)
-    [answer] = await answering.collect()
-    return json_response(_message(answering, _content(answer), _stop(answer)))
+        return await MessageStream.begin(_stream(running_chat), running_chat.call.keep_alive_interval)
+    [answer] = await running_chat.collect()
+    return json_response(_message(running_chat, _content(answer), _stop(answer)))
 
 
-def _usage(answering: Answering) -> dict[str, Any]:
+def _usage(running_chat: RunningChat) -> dict[str, Any]:
     """Every key of Anthropic's, of which typed clients need all: null or 0 for what only Anthropic has."""
-    usage = answering.meter.usage
+    usage = running_chat.meter.usage
     details = usage.get("completion_tokens_details") or {}
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
@@ -266,18 +266,20 @@ def _stop(answer: Answer) -> tuple[str, str | None]:
     return _STOP_REASONS.get(reason, "end_turn"), None
 
 
-def _message(answering: Answering, content: list[dict[str, Any]], stop: tuple[str | None, str | None]) -> MessageAnswer:
+def _message(
+    running_chat: RunningChat, content: list[dict[str, Any]], stop: tuple[str | None, str | None]
+) -> MessageAnswer:
     return {
-        "id": answering.call.id,
+        "id": running_chat.call.id,
         "type": "message",
         "role": "assistant",
-        "model": answering.call.model,
+        "model": running_chat.call.model,
         "content": content,
         "stop_reason": stop[0],
         "stop_sequence": stop[1],
         "stop_details": None,
         "container": None,
-        "usage": _usage(answering),
+        "usage": _usage(running_chat),
     }
 
 
@@ -296,18 +298,18 @@ def _content(answer: Answer) -> list[dict[str, Any]]:
     return content
 
 
-async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
+async def _stream(running_chat: RunningChat) -> AsyncGenerator[bytes]:
     index, block, begun = -1, "", False  # the open content block
-    async with aclosing(answering.pieces()) as steps:
+    async with aclosing(running_chat.pieces()) as steps:
         async for pieces in steps:
             events = []
             if not begun:
                 begun = True
-                message = _message(answering, [], (None, None))
+                message = _message(running_chat, [], (None, None))
                 message["usage"]["output_tokens"] = 0
                 events = [_event("message_start", message=message), _event("ping")]
             for event in (event for piece in pieces for event in piece.events):
-                kind, start, delta = _block(event, answering.answers[0])
+                kind, start, delta = _block(event, running_chat.answers[0])
                 if start is not None and (kind != block or kind == "tool_use"):
                     events += [_event("content_block_stop", index=index)] if block else []
                     index = index + 1
@@ -317,10 +319,10 @@ async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
                     events.append(_event("content_block_delta", index=index, delta=delta))
             if events:
                 yield b"".join(events)
-    reason, sequence = _stop(answering.answers[0])
+    reason, sequence = _stop(running_chat.answers[0])
     delta = {"stop_reason": reason, "stop_sequence": sequence}
     end = _event("content_block_stop", index=index) if block else b""
-    yield end + _event("message_delta", delta=delta, usage=_usage(answering)) + _event("message_stop")
+    yield end + _event("message_delta", delta=delta, usage=_usage(running_chat)) + _event("message_stop")
 
 
 def _block(event: Event, answer: Answer) -> tuple[str, dict[str, Any] | None, dict[str, str | None] | None]:

@@ -8,13 +8,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.parsing.events import Content, Event, Reasoning, ToolCall
-from quire.server.answering import Answer, Answering, FunctionCall, Piece
 from quire.server.errors import ApiError, json_response
 from quire.server.logprobs import prompt_logprobs
 from quire.server.messages import text_of
 from quire.server.protocol import ChatRequest
 from quire.server.responses import AssistantMessage, ChatChoice, ChatResponse, ChatToolCall
 from quire.server.routing import StrictRoute, stream_answers
+from quire.server.running_chat import Answer, FunctionCall, Piece, RunningChat
 from quire.server.streams import EventStream
 from quire.server.usage import Chunks
 
@@ -25,35 +25,37 @@ router = APIRouter(route_class=StrictRoute)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     if body.tools == []:
         raise ApiError(400, "tools should have at least one tool, or be left out", param="tools")
-    answering = await Answering.begin(request, body, "chatcmpl")
+    running_chat = await RunningChat.begin(request, body, "chatcmpl")
     if body.stream:
-        return await EventStream.begin(_stream(answering), answering.call.keep_alive_interval)
-    answers = await answering.collect()
-    choices = [_choice(answering, answer) for answer in answers]
+        return await EventStream.begin(_stream(running_chat), running_chat.call.keep_alive_interval)
+    answers = await running_chat.collect()
+    choices = [_choice(running_chat, answer) for answer in answers]
     return json_response(
-        answering.call.answer("chat.completion", choices, answering.meter, **_prompt_keys(answering, whole=True))
+        running_chat.call.answer(
+            "chat.completion", choices, running_chat.meter, **_prompt_keys(running_chat, whole=True)
+        )
     )
 
 
-async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
-    call = answering.call
-    meter = answering.meter
-    body = answering.body
+async def _stream(running_chat: RunningChat) -> AsyncGenerator[bytes]:
+    call = running_chat.call
+    meter = running_chat.meter
+    body = running_chat.body
     chunks = Chunks(call, call.head("chat.completion.chunk"))
     begun = False
-    async with aclosing(answering.pieces()) as steps:
+    async with aclosing(running_chat.pieces()) as steps:
         async for pieces in steps:
-            choices = [choice for piece in pieces for choice in _deltas(answering, piece)]
+            choices = [choice for piece in pieces for choice in _deltas(running_chat, piece)]
             events = []
             if not begun:
                 begun = True
                 indices = range(body.n or 1)
-                extra = _prompt_keys(answering)
+                extra = _prompt_keys(running_chat)
                 for index in indices:
-                    first = _delta(index, {"role": _role(answering), "content": ""})
+                    first = _delta(index, {"role": _role(running_chat), "content": ""})
                     events.append(chunks.event(first, meter, at_start=True, **extra))
                     extra = {}
-                if echo := _echo(answering):
+                if echo := _echo(running_chat):
                     echoed = [_delta(index, {"content": echo}) for index in indices]
                     events += [chunks.event(choice, meter, at_start=True) for choice in echoed]
             events += [chunks.event(choice, meter) for choice in choices]
@@ -63,10 +65,10 @@ async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
         yield last
 
 
-def _prompt_keys(answering: Answering, whole: bool = False) -> dict[str, Any]:
+def _prompt_keys(running_chat: RunningChat, whole: bool = False) -> dict[str, Any]:
     """The fields about the prompt, in a whole answer and in the first chunk of a stream."""
-    output = answering.output
-    body = answering.body
+    output = running_chat.output
+    body = running_chat.body
     assert output is not None
     places = None if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs)
     return {
@@ -76,31 +78,33 @@ def _prompt_keys(answering: Answering, whole: bool = False) -> dict[str, Any]:
     }
 
 
-def _role(answering: Answering) -> str:
+def _role(running_chat: RunningChat) -> str:
     """The role of the answer: the last message's role if the prompt continues that message, as in vLLM."""
-    body = answering.body
-    return body.messages[-1].role if body.add_generation_prompt is False else answering.call.server.config.response_role
+    body = running_chat.body
+    return (
+        body.messages[-1].role if body.add_generation_prompt is False else running_chat.call.server.config.response_role
+    )
 
 
-def _echo(answering: Answering) -> str:
+def _echo(running_chat: RunningChat) -> str:
     """What the answer begins with: the text of the last message, if that was asked for and has the answer's role."""
-    body = answering.body
+    body = running_chat.body
     last = body.messages[-1]
-    if not body.echo or last.role != _role(answering) or last.content is None:
+    if not body.echo or last.role != _role(running_chat) or last.content is None:
         return ""
     return last.content if isinstance(last.content, str) else "\n".join(map(text_of, last.content))
 
 
-def _choice(answering: Answering, answer: Answer) -> ChatChoice:
+def _choice(running_chat: RunningChat, answer: Answer) -> ChatChoice:
     """A choice of a whole answer. Where there is no content, it is null if the model called tools by itself, or if its
     format of thinking is known; otherwise "", as in vLLM."""
     completion = answer.completion
     assert completion is not None
-    content = _echo(answering) + (answer.content or "")
-    may_be_null = answer.tool_calls or answering.call.server.llm.frontend.reasoning is not None
-    empty = None if may_be_null and answering.body.forced_choice is None else ""
+    content = _echo(running_chat) + (answer.content or "")
+    may_be_null = answer.tool_calls or running_chat.call.server.llm.frontend.reasoning is not None
+    empty = None if may_be_null and running_chat.body.forced_choice is None else ""
     message = AssistantMessage(
-        role=_role(answering),
+        role=_role(running_chat),
         content=content or empty,
         refusal=None,
         annotations=None,
@@ -110,37 +114,37 @@ def _choice(answering: Answering, answer: Answer) -> ChatChoice:
     )
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning
-    if answer.tool_calls and answering.body.answers_functions:
+    if answer.tool_calls and running_chat.body.answers_functions:
         message["function_call"] = _function_call(answer.tool_calls[0])
     elif answer.tool_calls:
         message["tool_calls"] = [_tool_call(call) for call in answer.tool_calls]
     return ChatChoice(
         index=answer.index,
         message=message,
-        logprobs=answering.logprobs(completion),
-        finish_reason=_finish_reason(answering, answer),
+        logprobs=running_chat.logprobs(completion),
+        finish_reason=_finish_reason(running_chat, answer),
         stop_reason=completion.stop_reason,
-        token_ids=completion.token_ids if answering.body.return_token_ids else None,
+        token_ids=completion.token_ids if running_chat.body.return_token_ids else None,
         routed_experts=None,
         weight_versions=None,
     )
 
 
-def _deltas(answering: Answering, piece: Piece) -> list[dict[str, Any]]:
+def _deltas(running_chat: RunningChat, piece: Piece) -> list[dict[str, Any]]:
     """A chunk's choice for each event of a piece. Logprobs and token ids are in the first, how it ended in the last."""
     completion = piece.completion
-    body = answering.body
+    body = running_chat.body
     answer = piece.answer
     deltas = [_delta(answer.index, _event_delta(event, answer, body.answers_functions)) for event in piece.events]
     if not deltas and (completion.finish_reason or body.logprobs or body.return_token_ids):
         deltas = [_delta(answer.index, {} if answer.tool_calls else {"content": ""})]
     if deltas:
-        deltas[0]["logprobs"] = answering.logprobs(completion)
+        deltas[0]["logprobs"] = running_chat.logprobs(completion)
         for delta in deltas:
             delta["token_ids"] = None
         deltas[0]["token_ids"] = completion.token_ids if body.return_token_ids else None
         if completion.finish_reason is not None:
-            deltas[-1] |= {"finish_reason": _finish_reason(answering, answer), "stop_reason": completion.stop_reason}
+            deltas[-1] |= {"finish_reason": _finish_reason(running_chat, answer), "stop_reason": completion.stop_reason}
     return deltas
 
 
@@ -162,14 +166,14 @@ def _event_delta(event: Event, answer: Answer, as_function: bool) -> dict[str, A
     return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
 
 
-def _finish_reason(answering: Answering, answer: Answer) -> str | None:
+def _finish_reason(running_chat: RunningChat, answer: Answer) -> str | None:
     """As OpenAI and vLLM do, "stop" and not "tool_calls" if the request named the tool."""
     reason = answer.finish_reason
     if reason != "tool_calls":
         return reason
-    if answering.body.named_tool is not None:
+    if running_chat.body.named_tool is not None:
         return "stop"
-    return "function_call" if answering.body.answers_functions else reason
+    return "function_call" if running_chat.body.answers_functions else reason
 
 
 def _tool_call(call: FunctionCall) -> ChatToolCall:

@@ -16,7 +16,7 @@ import uvicorn
 
 from quire.config import ServerConfig
 from quire.observability.logging import logger
-from quire.platform.ending import end_if_told, end_signals
+from quire.platform.termination import end_if_told, end_signals
 from quire.server.connections import limited_protocol
 from quire.server.listening import Acceptor
 from quire.server.warning_limit import WarningLimit

@@ -18,8 +18,8 @@ from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreUp
 from quire.messages.errors import EngineDeadError, error_text
 from quire.observability.exposition import SHARED_FOLDER
 from quire.observability.logging import LogOptions, configure_logging, log_options, logger
-from quire.platform.ending import end_if_told, end_signals
 from quire.platform.folders import private_folder
+from quire.platform.termination import end_if_told, end_signals
 from quire.server.process_metrics import write_pid
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 
 from quire.parsing.events import Content, Event, Reasoning, ToolCall
-from quire.server.answering import Answer
 from quire.server.response_items import PREFIXES, Item, encrypted
 from quire.server.response_store import new_id
 from quire.server.response_tools import Named, shell_action
+from quire.server.running_chat import Answer
 
 
 class Events(list[bytes]):

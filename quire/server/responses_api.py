@@ -14,7 +14,6 @@ from starlette.types import Message
 from quire.config import ServerConfig
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
-from quire.server.answering import Answering, Piece
 from quire.server.bodies import HeldBody
 from quire.server.errors import ApiError, api_error, json_response
 from quire.server.fields import TABLES
@@ -26,6 +25,7 @@ from quire.server.response_store import MissingResponseError, Record, StoreError
 from quire.server.response_tools import echoed
 from quire.server.responses import Usage
 from quire.server.routing import StrictRoute, answers, stream_answers
+from quire.server.running_chat import Piece, RunningChat
 from quire.server.streams import EventStream
 
 REFRESH_SECONDS = 2.0  # between a server's signs that it still runs a background response
@@ -116,10 +116,10 @@ class Run:
     """
 
     def __init__(
-        self, responses: Responses, answering: Answering, record: Record, owner: str, body: ResponsesRequest
+        self, responses: Responses, running_chat: RunningChat, record: Record, owner: str, body: ResponsesRequest
     ) -> None:
         self.responses = responses
-        self.answering = answering
+        self.running_chat = running_chat
         self.record = record
         self.owner = owner
         self.is_background = bool(record.response["background"])
@@ -141,10 +141,10 @@ class Run:
         ApiError, EngineDeadError. A later one, and one in the background, is the end of the response."""
         begun = self.is_background
         try:
-            async with aclosing(self.answering.pieces()) as steps:
+            async with aclosing(self.running_chat.pieces()) as steps:
                 async for pieces in steps:
                     if self.is_cancelled:
-                        self.answering.call.abort()
+                        self.running_chat.call.abort()
                     if not begun:
                         self.events.make("response.created", response=self.response)
                     if not begun or self.response["status"] == "queued":
@@ -205,7 +205,7 @@ class Run:
 
     def cancel(self) -> None:
         self.is_cancelled = True
-        self.answering.call.abort()
+        self.running_chat.call.abort()
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
         """The events of a background response behind the one of that number, until the last one."""
@@ -222,21 +222,21 @@ class Run:
                 return
 
     def _add(self, piece: Piece) -> None:
-        scored = self.answering.logprobs(piece.completion)
+        scored = self.running_chat.logprobs(piece.completion)
         logprobs: list[Any] = [] if scored is None else list(scored["content"])
         for event in piece.events:
             self._output.add(event, piece.answer, logprobs)
             logprobs = []
 
     async def _end(self, error: ApiError | None) -> None:
-        [answer] = self.answering.answers
+        [answer] = self.running_chat.answers
         response = self.response
         reason = answer.finish_reason
         status = "completed"
         if error is not None:
             code = "server_error" if error.status_code >= 500 else "invalid_prompt"
             status, response["error"] = "failed", {"code": code, "message": error.detail}
-            self.answering.call.summary.error = error
+            self.running_chat.call.summary.error = error
         elif self.is_cancelled or reason == "abort":
             status = "cancelled"
         elif reason == "length":
@@ -244,7 +244,7 @@ class Run:
         else:
             response["completed_at"] = int(time.time())
         self._output.close("completed" if status == "completed" else "incomplete")
-        response |= {"status": status, "output": self._output.items, "usage": _usage(self.answering.meter.usage)}
+        response |= {"status": status, "output": self._output.items, "usage": _usage(self.running_chat.meter.usage)}
         if response["store"] and (error is None or error.status_code != 499):
             await self._store()
         self.events.make(_last_event(status), response=response)
@@ -259,7 +259,7 @@ class Run:
                 self.response["status"] = "cancelled"
         except StoreError as error:
             self.response["store"] = False
-            logger.error("Request %s: its response was not stored: %s", self.answering.call.name, error_text(error))
+            logger.error("Request %s: its response was not stored: %s", self.running_chat.call.name, error_text(error))
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def _replay(record: Record, after: int) -> list[bytes]:
     return events[after + 1 :] or events[-1:]
 
 
-def _new_response(server: Server, body: ResponsesRequest, answering: Answering) -> dict[str, Any]:
+def _new_response(server: Server, body: ResponsesRequest, running_chat: RunningChat) -> dict[str, Any]:
     """A response that has no output yet, with its parameters as given or by default."""
     sampling = server.llm.processor.default_sampling_params(chat=True)
     default = {
@@ -304,9 +304,9 @@ def _new_response(server: Server, body: ResponsesRequest, answering: Answering) 
     return {
         "id": body.request_id or new_id("resp"),
         "object": "response",
-        "created_at": answering.call.created,
+        "created_at": running_chat.call.created,
         "status": status,
-        "model": answering.call.model,
+        "model": running_chat.call.model,
         "output": [],
         **default,
         **body.model_dump(include=set(default), by_alias=True, exclude_none=True),
@@ -335,10 +335,10 @@ async def _answer(body: ResponsesRequest, request: Request) -> Response:
     items = body.items()
     chat = await request.state.body.run(body.chat, [*earlier, *items])
     body.drop_prompt()
-    answering = await Answering.begin(Request(request.scope, _never) if body.background else request, chat, "resp")
-    response = _new_response(request.app.state.server, body, answering)
-    answering.call.id = answering.call.summary.response_id = response["id"]
-    run = Run(responses, answering, Record(response, items if response["store"] else []), owner, body)
+    running_chat = await RunningChat.begin(Request(request.scope, _never) if body.background else request, chat, "resp")
+    response = _new_response(request.app.state.server, body, running_chat)
+    running_chat.call.id = running_chat.call.summary.response_id = response["id"]
+    run = Run(responses, running_chat, Record(response, items if response["store"] else []), owner, body)
     if body.background:
         run.log = request.app.state.server.log.later(request.scope)
         await run.start()

@@ -16,7 +16,7 @@ from quire.layers.step_inputs import StepInputs, StepSize
 from quire.models.model import Model
 from quire.parallel.mesh import Communicator
 from quire.parallel.pipeline import Pipe
-from quire.parallel.turns import Halves
+from quire.parallel.step_halves import Halves
 from quire.worker.forward import Forward
 
 

@@ -30,7 +30,7 @@ from quire.ops import Kernels
 from quire.ops.memory import keep_what_is_freed
 from quire.parallel.mesh import Mesh
 from quire.parallel.pipeline import Pipe
-from quire.parallel.turns import Halves
+from quire.parallel.step_halves import Halves
 from quire.platform.limits import free_on_host
 from quire.sampling.sampler import Sampler
 from quire.worker import memory
@@ -48,7 +48,7 @@ from quire.worker.media import MediaInputs
 from quire.worker.model_runner import ModelRunner
 from quire.worker.overlap import OverlappedForward
 from quire.worker.pooling_runner import PoolingRunner
-from quire.worker.residence import Residence
+from quire.worker.resident_memory import ResidentMemory
 from quire.worker.runner import Runner
 from quire.worker.stage_runner import StageRunner
 from quire.worker.staging import Staging
@@ -99,7 +99,9 @@ class Worker:
             adapters = slots if lora.enable_lora else None
             load = partial(load_model, directory, config, max_model_len, device, mesh, mesh.rank == 0)
             model = load(adapters)
-        self.residence = Residence(model, config, directory, lambda weights: load(weights=weights), mesh.replica.rank)
+        self.resident_memory = ResidentMemory(
+            model, config, directory, lambda weights: load(weights=weights), mesh.replica.rank
+        )
         backends_of = partial(_backends, config, _block_size(config, model.kernels, mesh, model), model.kernels, mesh)
         with memory.explained("the drafter's weights", device):
             speculation = config.scheduler.speculation
@@ -187,7 +189,7 @@ class Worker:
             free -= config.cache.kv_offloading_bytes * block_bytes // sum(rank_bytes)
         num_blocks = replica.minimum(memory.num_blocks(config, free, block_bytes, useful, device))
         self.kv_memory = self._allocate(num_blocks, block_bytes)
-        self.residence.know(self.kv_memory, forward)
+        self.resident_memory.know(self.kv_memory, forward)
         if config.cache.kv_cache_pretouch:
             self.kv_memory.blocks.zero_()
         if device.type == "cpu":
@@ -221,7 +223,7 @@ class Worker:
             self._profiler.obey(change)
         else:
             self.runner.was_finite = False  # the weights may be others
-            self.residence.change(change)
+            self.resident_memory.change(change)
 
     def _model_runner(
         self,

@@ -24,7 +24,7 @@ from quire.config import ConfigError, EngineConfig
 from quire.engine.llm import LLM
 from quire.ops.cpu.build import library
 from quire.platform.folders import cache_folder
-from quire.worker.residence import _tensors
+from quire.worker.resident_memory import _tensors
 from support.checkpoints import FAMILIES, write_checkpoint
 from support.engines import generate, logits_of_ranks, make_llm, runner_of, runners_of_ranks, tokens_of
 from support.gguf_files import write_gguf

@@ -15,7 +15,7 @@ import pytest
 
 from quire.config import ConfigError
 from quire.engine.async_llm import AsyncLLM
-from quire.messages.engine import MeetingPlace
+from quire.messages.engine import RendezvousPlace
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.parallel.mesh import open_meeting
@@ -140,8 +140,8 @@ def test_waves_of_two_cores(monkeypatch):
     store = open_meeting("127.0.0.1")
     waves: list[Any] = [None, None]
 
-    def place(replica: int) -> MeetingPlace:
-        return MeetingPlace(replica, f"127.0.0.1:{store.port}", "127.0.0.1", b"a" * 32)
+    def place(replica: int) -> RendezvousPlace:
+        return RendezvousPlace(replica, f"127.0.0.1:{store.port}", "127.0.0.1", b"a" * 32)
 
     def join(replica: int) -> None:
         waves[replica] = lockstep.Waves(place(replica), 2)

@@ -12,7 +12,7 @@ from quire.engine.client import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.messages.engine import EngineCoreRequest
 from quire.ops.registry import OPS
-from quire.parallel.turns import Halves
+from quire.parallel.step_halves import Halves
 from quire.scheduler.scheduler import Scheduler
 from support.checkpoints import ALL_VARIANTS
 from support.engines import GREEDY, MAX_MODEL_LEN, generate, make_llm, tokens_of

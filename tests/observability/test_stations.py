@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.engine.observation import observer
-from quire.observability.profiling.stations import watch
+from quire.observability.profiling.watched_calls import watch
 from support.checkpoints import Checkpoints
 from support.engines import make_llm
 

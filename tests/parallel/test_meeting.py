@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.parallel.meeting import Meeting
+from quire.parallel.rendezvous_store import RendezvousStore
 from support.cluster import SECRET, listening
 from support.waiting import LONGEST
 
@@ -18,7 +18,7 @@ TESTS = Path(__file__).parents[1]
 # Two ranks on each of two machines: each prints a sum over all ranks, one over its tensor group, and what is where.
 PROGRAM = """
 import os, sys, torch
-from quire.parallel.meeting import Meeting
+from quire.parallel.rendezvous_store import Meeting
 from quire.parallel.mesh import join
 from quire.parallel.sizes import MeshSizes
 from support.cluster import SECRET
@@ -46,7 +46,7 @@ def test_ranks_meet_at_the_store_of_the_head():
 
 def test_the_store_does_what_torchs_stores_do():
     with listening() as head:
-        store, other = Meeting(SECRET, head.head.address), Meeting(SECRET, head.head.address)
+        store, other = RendezvousStore(SECRET, head.head.address), RendezvousStore(SECRET, head.head.address)
         store.set("text", "value")
         other.set("bytes", b"\0\xff")
         assert other.get("text") == b"value"

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from quire.checkpoints.hub import bundled_model
 from quire.cli.models.facts import facts_of
 from quire.kv.specs import attention_spec
-from quire.planner.counted import Counted
 from quire.planner.devices import DEVICES
 from quire.planner.layout import Layout
 from quire.planner.measure import StepClock
 from quire.planner.memory import kv_groups
+from quire.planner.roofline import RooflineTimes
 from quire.planner.simulate import Replica, Run, simulate
 from quire.planner.traffic import PIECE, Arrival, Traffic
 from quire.planner.work import StepWork, Window
@@ -185,7 +185,7 @@ def test_the_steps_are_those_of_a_real_engine():
     )
     footprint = facts_of(bundled_model()).footprint
     assert footprint is not None
-    windows = Counted(footprint, Layout(), DEVICES["H100"]).windows
+    windows = RooflineTimes(footprint, Layout(), DEVICES["H100"]).windows
     clock, rng = StepClock(llm, windows), random.Random(3)
     arrivals = [Arrival(0.0, rng.randint(1, 150), rng.randint(1, 40)) for _ in range(20)]
     for arrival in arrivals:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.planner.counted import Counted
 from quire.planner.devices import DEVICES
 from quire.planner.fitted import VERSION, Fit, Fitted, Sample, read_fit, shape_of, write_fit
 from quire.planner.layout import Layout
+from quire.planner.roofline import RooflineTimes
 from quire.planner.work import StepWork, pairs, step_work
 
 H100 = DEVICES["H100"]
@@ -47,13 +47,13 @@ def prompt(tokens: int, start: int = 0) -> StepWork:
 
 
 def test_one_token_takes_the_time_to_read_the_weights(llama):
-    (seconds,) = Counted(llama, Layout(), H100).stages([decode(1)])
+    (seconds,) = RooflineTimes(llama, Layout(), H100).stages([decode(1)])
     least = llama.weights(None)[1] / H100.weight_bandwidth
     assert least < seconds < 1.15 * least
 
 
 def test_a_prompt_takes_the_time_of_its_products(llama):
-    times = Counted(llama, Layout(), H100)
+    times = RooflineTimes(llama, Layout(), H100)
     (seconds,) = times.stages([prompt(8192)])
     head = llama.parameters.output
     products = 2 * (llama.parameters.active - llama.parameters.embedding - head) * 8192 / H100.products("bf16")
@@ -62,7 +62,7 @@ def test_a_prompt_takes_the_time_of_its_products(llama):
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(4), Layout(1, 4), Layout(2, 2)])
 def test_more_work_takes_longer(llama, layout):
-    times = Counted(llama, layout, H100)
+    times = RooflineTimes(llama, layout, H100)
     growing = [decode(1), decode(1, 8), decode(500, 8), decode(5000, 8), decode(5000, 64)]
     seconds = [sum(times.stages([work])) for work in growing]
     assert seconds == sorted(seconds)
@@ -71,50 +71,50 @@ def test_more_work_takes_longer(llama, layout):
 
 
 def test_ranks_share_the_work_and_pay_for_exchanges(llama):
-    one, two, eight = (Counted(llama, Layout(tp), H100) for tp in (1, 2, 8))
+    one, two, eight = (RooflineTimes(llama, Layout(tp), H100) for tp in (1, 2, 8))
     work = decode(1000, 16)
     assert one.explain(work)["exchanges"] == 0
     assert 0 < two.explain(work)["exchanges"] < 1e-3
     assert 1.3 < one.stages([work])[0] / two.stages([work])[0] < 2
     assert eight.stages([work])[0] < two.stages([work])[0]
-    slow = Counted(llama, Layout(8), DEVICES["L4"])
+    slow = RooflineTimes(llama, Layout(8), DEVICES["L4"])
     assert slow.explain(prompt(8192))["exchanges"] > eight.explain(prompt(8192))["exchanges"] * 10
 
 
 def test_the_parts_of_a_step_add_up(llama):
-    times = Counted(llama, Layout(2, 2), H100)
+    times = RooflineTimes(llama, Layout(2, 2), H100)
     for work in (decode(700, 5), prompt(300)):
         assert sum(times.explain(work).values()) == pytest.approx(sum(times.stages([work])))
     assert len(times.stages([decode(1)])) == 2
 
 
 def test_fewer_bits_are_read_faster(llama):
-    plain, int8, int4 = (Counted(llama, Layout(), H100, q).stages([decode(1)])[0] for q in (None, "int8", "int4"))
+    plain, int8, int4 = (RooflineTimes(llama, Layout(), H100, q).stages([decode(1)])[0] for q in (None, "int8", "int4"))
     assert int4 < int8 < plain
     assert (
-        Counted(llama, Layout(), H100, "int8").stages([prompt(8000)])[0]
-        < 0.7 * Counted(llama, Layout(), H100).stages([prompt(8000)])[0]
+        RooflineTimes(llama, Layout(), H100, "int8").stages([prompt(8000)])[0]
+        < 0.7 * RooflineTimes(llama, Layout(), H100).stages([prompt(8000)])[0]
     )
 
 
 def test_few_tokens_read_few_experts(mixture):
-    times = Counted(mixture, Layout(), H100)
+    times = RooflineTimes(mixture, Layout(), H100)
     one, many = times.explain(decode(1))["experts"], times.explain(decode(1, 256))["experts"]
     assert one == pytest.approx(many * 8 / 128, rel=0.05)
-    shared = Counted(mixture, Layout(1, 1, 8, True), H100)
+    shared = RooflineTimes(mixture, Layout(1, 1, 8, True), H100)
     alone, together = (shared.stages([decode(1, 32)] * n)[0] for n in (1, 8))
     assert alone < together  # tokens of the others come to a rank's experts
     assert shared.stages([decode(1, 32)] * 8)[0] < times.stages([decode(1, 32)])[0]
 
 
 def test_steps_without_graphs_keep_the_host_busy(mixture):
-    captured, launched = Counted(mixture, Layout(), H100), Counted(mixture, Layout(1, 1, 2, True), H100)
+    captured, launched = RooflineTimes(mixture, Layout(), H100), RooflineTimes(mixture, Layout(1, 1, 2, True), H100)
     assert captured.host([decode(1)]) < 0.3e-3 < 2e-3 < launched.host([decode(1)] * 2)
-    assert Counted(mixture, Layout(), DEVICES["EPYC-9654"]).host([decode(1)]) == 0.0
+    assert RooflineTimes(mixture, Layout(), DEVICES["EPYC-9654"]).host([decode(1)]) == 0.0
 
 
 def test_layers_with_a_window_read_less(windows, llama):
-    narrow, wide = (Counted(footprint, Layout(), H100) for footprint in (windows, llama))
+    narrow, wide = (RooflineTimes(footprint, Layout(), H100) for footprint in (windows, llama))
     assert narrow.windows == (100,)
     short, long = (step_work([n] * 64, [1] * 64, 64, narrow.windows) for n in (100, 8000))
     assert narrow.stages([short]) == narrow.stages([long])

@@ -14,9 +14,9 @@ import pytest
 
 from quire.config import ConfigError
 from quire.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from quire.router.cached import CachedPrefixes
 from quire.router.call import Call
 from quire.router.config import RouteConfig
+from quire.router.prefix_index import CachedPrefixes
 from support.route import Proxy
 from support.server import request
 from support.server_process import Server

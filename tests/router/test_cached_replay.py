@@ -16,9 +16,9 @@ import zmq
 from quire.engine.kv_events import KVEventPublisher
 from quire.messages.kv_events import END_OF_REPLAY, AllBlocksCleared, BlockStored, KVEventBatch
 from quire.options.kv_events import KVEventOptions, of_rank
-from quire.router import cached
-from quire.router.cached import CachedPrefixes, listen
+from quire.router import prefix_index as cached
 from quire.router.call import Call
+from quire.router.prefix_index import CachedPrefixes, listen
 from support.waiting import LONGEST, eventually_async
 
 SIZE = 4

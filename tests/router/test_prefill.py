@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from support.route import Proxy, Received, StandIn, stand_ins
+from support.route import Proxy, Received, SimulatedGpu, stand_ins
 from support.server import eventually
 from support.waiting import LONGEST
 
@@ -25,14 +25,14 @@ PORT = 14579
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[list[StandIn]]:
+def servers() -> Iterator[list[SimulatedGpu]]:
     """Two that answer, and two that compute prompts."""
     with stand_ins(4) as servers:
         yield servers
 
 
 @pytest.fixture(scope="module")
-def proxy(servers: list[StandIn]) -> Iterator[Proxy]:
+def proxy(servers: list[SimulatedGpu]) -> Iterator[Proxy]:
     *decoders, first, second = servers
     options = ("--prefill", f"{first.url}=10.0.0.9:7000", "--prefill-url", second.url)
     with Proxy(*(server.url for server in decoders), options=options) as proxy:
@@ -40,7 +40,7 @@ def proxy(servers: list[StandIn]) -> Iterator[Proxy]:
 
 
 @pytest.fixture(autouse=True)
-def _all_answer(servers: list[StandIn], proxy: Proxy) -> Iterator[None]:
+def _all_answer(servers: list[SimulatedGpu], proxy: Proxy) -> Iterator[None]:
     yield
     for server in servers:
         server.received.clear()
@@ -49,19 +49,19 @@ def _all_answer(servers: list[StandIn], proxy: Proxy) -> Iterator[None]:
     proxy.wait_for_backends(4)
 
 
-def received(servers: list[StandIn]) -> list[Received]:
+def received(servers: list[SimulatedGpu]) -> list[Received]:
     return [request for server in servers for request in server.received]
 
 
-def decodes(servers: list[StandIn]) -> list[Received]:
+def decodes(servers: list[SimulatedGpu]) -> list[Received]:
     return received(servers[:2])
 
 
-def prefills(servers: list[StandIn]) -> list[Received]:
+def prefills(servers: list[SimulatedGpu]) -> list[Received]:
     return received(servers[2:])
 
 
-def all_reply(servers: list[StandIn], reply: Any) -> None:
+def all_reply(servers: list[SimulatedGpu], reply: Any) -> None:
     for server in servers:
         server.reply = reply
 
@@ -70,7 +70,7 @@ def params_of(request: Received) -> Any:
     return json.loads(request.body).get(PARAMS)
 
 
-def hold(servers: list[StandIn]) -> tuple[threading.Semaphore, threading.Event]:
+def hold(servers: list[SimulatedGpu]) -> tuple[threading.Semaphore, threading.Event]:
     """Let servers answer nothing. The first tells of requests that arrive, the second of one whose client left."""
     arrived, left = threading.Semaphore(0), threading.Event()
 
@@ -84,7 +84,7 @@ def hold(servers: list[StandIn]) -> tuple[threading.Semaphore, threading.Event]:
     return arrived, left
 
 
-def meet(servers: list[StandIn]) -> None:
+def meet(servers: list[SimulatedGpu]) -> None:
     """Let both servers of each request wait for each other, and then answer with their names."""
     both = threading.Barrier(2)
     all_reply(servers, lambda h: (both.wait(LONGEST), h.send(h.server.url.encode())))
@@ -169,7 +169,7 @@ def meet(servers: list[StandIn]) -> None:
     ],
 )
 def test_a_prefill_server_computes_the_prompt_while_another_answers(
-    proxy: Proxy, servers: list[StandIn], path, given, prefill
+    proxy: Proxy, servers: list[SimulatedGpu], path, given, prefill
 ):
     meet(servers)
     answer = proxy.post(path, given, X_Request_Id="mine", Authorization="Bearer key", OpenAI_Organization="o")
@@ -195,7 +195,7 @@ def test_a_prefill_server_computes_the_prompt_while_another_answers(
     assert (decoded.path, prefilled.path) == (path, path)
 
 
-def test_each_request_has_an_id_of_its_own_and_servers_take_turns(proxy: Proxy, servers: list[StandIn]):
+def test_each_request_has_an_id_of_its_own_and_servers_take_turns(proxy: Proxy, servers: list[SimulatedGpu]):
     meet(servers)
     for _ in range(4):
         assert proxy.post("/v1/completions", BODY, X_Request_Id="x" * 128).status == 200
@@ -222,7 +222,7 @@ def test_each_request_has_an_id_of_its_own_and_servers_take_turns(proxy: Proxy, 
         ("/tokenize", {**BODY, PARAMS: {"do_remote_prefill": True}}),
     ],
 )
-def test_other_requests_go_to_one_server_as_they_are(proxy: Proxy, servers: list[StandIn], path, body):
+def test_other_requests_go_to_one_server_as_they_are(proxy: Proxy, servers: list[SimulatedGpu], path, body):
     assert proxy.post(path, body).status == 200
     assert not prefills(servers)
     [request] = decodes(servers)
@@ -230,20 +230,20 @@ def test_other_requests_go_to_one_server_as_they_are(proxy: Proxy, servers: list
 
 
 @pytest.mark.parametrize("prompt", [[PROMPT], [1] * 600, [[1] * 600]])
-def test_one_prompt_may_have_any_form(proxy: Proxy, servers: list[StandIn], prompt):
+def test_one_prompt_may_have_any_form(proxy: Proxy, servers: list[SimulatedGpu], prompt):
     meet(servers)
     assert proxy.post("/v1/completions", {"prompt": prompt}).status == 200
     assert json.loads(prefills(servers)[0].body)["prompt"] == prompt
 
 
-def test_bodies_that_are_not_parsed_go_to_one_server(proxy: Proxy, servers: list[StandIn]):
+def test_bodies_that_are_not_parsed_go_to_one_server(proxy: Proxy, servers: list[SimulatedGpu]):
     for body in (b'{"prompt": "' + b"a" * (9 << 20) + b'"}', b'{"prompt"' * 200, b"a" * 2000):
         assert proxy.request("POST", "/v1/completions", body).status == 200
         assert body in [request.body for request in decodes(servers)]
     assert not prefills(servers)
 
 
-def test_the_options_of_prefill(servers: list[StandIn]):
+def test_the_options_of_prefill(servers: list[SimulatedGpu]):
     options = ("--prefill", servers[2].url.replace("127.0.0.1", "localhost"), "--prefill-min-bytes", "20")
     with Proxy(servers[0].url, options=options) as proxy:
         meet(servers)
@@ -256,14 +256,14 @@ def test_the_options_of_prefill(servers: list[StandIn]):
         assert len(prefills(servers)) == 1
 
 
-def test_without_prefill_servers_a_clients_own_parameters_arrive(servers: list[StandIn]):
+def test_without_prefill_servers_a_clients_own_parameters_arrive(servers: list[SimulatedGpu]):
     body = {**BODY, PARAMS: {"do_remote_prefill": True, "transfer_id": "mine"}}
     with Proxy(servers[0].url) as proxy:
         proxy.post("/v1/completions", body)
     assert decodes(servers)[0].body == json.dumps(body).encode()
 
 
-def test_a_long_answer_of_a_prefill_server_is_not_read_to_its_end(proxy: Proxy, servers: list[StandIn]):
+def test_a_long_answer_of_a_prefill_server_is_not_read_to_its_end(proxy: Proxy, servers: list[SimulatedGpu]):
     ended = threading.Event()
 
     def pour(handler: Any) -> None:
@@ -312,7 +312,7 @@ def wait_for_the_second(handler: Any) -> None:
         (lambda h: (h.begin_chunks(), h.send_chunk(b"{"), h.cut()), "lost"),
     ],
 )
-def test_another_prefill_server_is_asked_if_one_fails(proxy: Proxy, servers: list[StandIn], fail, reason):
+def test_another_prefill_server_is_asked_if_one_fails(proxy: Proxy, servers: list[SimulatedGpu], fail, reason):
     """The decode server is as good as before: it gets the request again, and is neither lost nor unhealthy."""
     servers[2].reply = fail
     all_reply(servers[:2], wait_for_the_second)
@@ -333,7 +333,7 @@ def test_another_prefill_server_is_asked_if_one_fails(proxy: Proxy, servers: lis
 
 @pytest.mark.parametrize("fail", [lambda h: h.cut(), lambda h: h.send(b"", 503)])
 def test_the_server_that_answers_computes_the_prompt_if_all_prefill_servers_fail(
-    proxy: Proxy, servers: list[StandIn], fail
+    proxy: Proxy, servers: list[SimulatedGpu], fail
 ):
     all_reply(servers[2:], fail)
     all_reply(servers[:2], wait_for_plain)
@@ -342,7 +342,7 @@ def test_the_server_that_answers_computes_the_prompt_if_all_prefill_servers_fail
     assert [request.body for request in decodes(servers) if not params_of(request)] == [json.dumps(BODY).encode()]
 
 
-def test_at_most_one_more_prefill_server_than_retries_is_asked(servers: list[StandIn]):
+def test_at_most_one_more_prefill_server_than_retries_is_asked(servers: list[SimulatedGpu]):
     all_reply(servers[1:], lambda h: h.send(b"", 503))
     servers[0].reply = wait_for_plain
     prefill = ("--prefill", *(server.url for server in servers[1:]))
@@ -352,7 +352,7 @@ def test_at_most_one_more_prefill_server_than_retries_is_asked(servers: list[Sta
 
 
 @pytest.mark.parametrize("status", [400, 404])
-def test_the_server_that_answers_tells_of_the_clients_mistakes(proxy: Proxy, servers: list[StandIn], status):
+def test_the_server_that_answers_tells_of_the_clients_mistakes(proxy: Proxy, servers: list[SimulatedGpu], status):
     all_reply(servers[2:], lambda h: h.send(b"from a prefill server", status))
 
     def reply(handler: Any) -> None:
@@ -368,7 +368,7 @@ def test_the_server_that_answers_tells_of_the_clients_mistakes(proxy: Proxy, ser
     assert proxy.counted("retries_total", kind="prefill", reason="refused") >= 1
 
 
-def test_a_prefill_that_fails_within_the_answer_changes_nothing(proxy: Proxy, servers: list[StandIn]):
+def test_a_prefill_that_fails_within_the_answer_changes_nothing(proxy: Proxy, servers: list[SimulatedGpu]):
     failing, failed = threading.Event(), threading.Event()
     all_reply(servers[2:], lambda h: (failing.wait(LONGEST), h.cut()))
 
@@ -393,8 +393,8 @@ def test_a_prefill_that_fails_within_the_answer_changes_nothing(proxy: Proxy, se
 
 
 @pytest.mark.slow
-def test_prefill_servers_that_refuse_connections_leave_and_come_back(servers: list[StandIn]):
-    producer = StandIn()
+def test_prefill_servers_that_refuse_connections_leave_and_come_back(servers: list[SimulatedGpu]):
+    producer = SimulatedGpu()
     servers[0].reply = wait_for_plain
     options = ("--prefill", producer.url, "--health-check-interval", "60")
     with Proxy(servers[0].url, options=options) as proxy:
@@ -405,7 +405,7 @@ def test_prefill_servers_that_refuse_connections_leave_and_come_back(servers: li
         assert proxy.counted("retries_total", kind="prefill", reason="unreachable") == 1
         assert proxy.get("/health")[0] == 200
     with Proxy(servers[0].url, options=("--prefill", producer.url)) as proxy:
-        again = StandIn(producer.server_port)
+        again = SimulatedGpu(producer.server_port)
         proxy.wait_for_backends(2)
         meet([servers[0], again])
         proxy.post("/v1/completions", BODY)
@@ -414,7 +414,7 @@ def test_prefill_servers_that_refuse_connections_leave_and_come_back(servers: li
 
 
 @pytest.mark.slow
-def test_prefill_servers_that_are_not_healthy_or_full_are_not_asked(servers: list[StandIn]):
+def test_prefill_servers_that_are_not_healthy_or_full_are_not_asked(servers: list[SimulatedGpu]):
     servers[0].reply = wait_for_plain
     options = ("--prefill", servers[2].url, "--max-connections", "1")
     with Proxy(servers[0].url, options=options) as proxy, ThreadPoolExecutor(1) as pool:
@@ -437,7 +437,7 @@ def test_prefill_servers_that_are_not_healthy_or_full_are_not_asked(servers: lis
 
 
 @pytest.mark.slow
-def test_a_prefill_server_that_does_not_respond_is_given_up(servers: list[StandIn]):
+def test_a_prefill_server_that_does_not_respond_is_given_up(servers: list[SimulatedGpu]):
     servers[0].reply = wait_for_plain
     with stand_ins(1) as [silent]:
         options = ("--prefill", silent.url, "--health-check-timeout", "2")
@@ -452,7 +452,7 @@ def test_a_prefill_server_that_does_not_respond_is_given_up(servers: list[StandI
 # ---- the end of a prefill
 
 
-def test_a_prefill_is_cancelled_when_the_answer_has_ended(proxy: Proxy, servers: list[StandIn]):
+def test_a_prefill_is_cancelled_when_the_answer_has_ended(proxy: Proxy, servers: list[SimulatedGpu]):
     arrived, left = hold(servers[2:])
     all_reply(servers[:2], lambda h: (arrived.acquire(timeout=LONGEST), h.send(b"early")))
     assert proxy.post("/v1/completions", BODY).body == b"early"
@@ -460,7 +460,7 @@ def test_a_prefill_is_cancelled_when_the_answer_has_ended(proxy: Proxy, servers:
     eventually(lambda: proxy.counted("requests_in_flight") == 0)
 
 
-def test_a_prefill_is_cancelled_when_the_client_leaves(proxy: Proxy, servers: list[StandIn]):
+def test_a_prefill_is_cancelled_when_the_client_leaves(proxy: Proxy, servers: list[SimulatedGpu]):
     arrived, left = hold(servers[2:])
     begun, decode_left = hold(servers[:2])
     connection = HTTPConnection(*proxy.host_and_port, timeout=LONGEST)
@@ -473,7 +473,7 @@ def test_a_prefill_is_cancelled_when_the_client_leaves(proxy: Proxy, servers: li
     eventually(lambda: proxy.counted("requests_in_flight") == 0)
 
 
-def test_a_request_whose_decode_server_is_lost_gets_another_prefill(proxy: Proxy, servers: list[StandIn]):
+def test_a_request_whose_decode_server_is_lost_gets_another_prefill(proxy: Proxy, servers: list[SimulatedGpu]):
     arrived, left = hold(servers[2:])
     servers[0].reply = lambda h: (arrived.acquire(timeout=LONGEST), h.cut())
     servers[1].reply = lambda h: (arrived.acquire(timeout=LONGEST), h.send(b"here"))
@@ -485,7 +485,7 @@ def test_a_request_whose_decode_server_is_lost_gets_another_prefill(proxy: Proxy
     assert left.wait(LONGEST)
 
 
-def test_requests_that_no_decode_server_answers_are_errors(proxy: Proxy, servers: list[StandIn]):
+def test_requests_that_no_decode_server_answers_are_errors(proxy: Proxy, servers: list[SimulatedGpu]):
     all_reply(servers[:2], lambda h: h.cut())
     answer = proxy.post("/v1/completions", BODY)
     assert (answer.status, answer.error["code"]) == (502, "backend_lost")
@@ -495,7 +495,7 @@ def test_requests_that_no_decode_server_answers_are_errors(proxy: Proxy, servers
 # ---- the rest
 
 
-def test_the_same_prefix_goes_to_the_same_prefill_server(servers: list[StandIn]):
+def test_the_same_prefix_goes_to_the_same_prefill_server(servers: list[SimulatedGpu]):
     meet(servers)
     prefill = ("--prefill", servers[2].url, servers[3].url)
     with Proxy(*(s.url for s in servers[:2]), options=("--policy", "prefix", *prefill)) as proxy:
@@ -507,7 +507,7 @@ def test_the_same_prefix_goes_to_the_same_prefill_server(servers: list[StandIn])
     assert most >= 11
 
 
-def test_metrics_tell_the_kinds_of_servers_apart(servers: list[StandIn]):
+def test_metrics_tell_the_kinds_of_servers_apart(servers: list[SimulatedGpu]):
     with Proxy(servers[0].url, options=("--prefill", servers[2].url)) as proxy:
         of_prefill = {"kind": "prefill", "backend": servers[2].url}
         of_decode = {"kind": "backend", "backend": servers[0].url}

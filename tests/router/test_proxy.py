@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from support.route import Proxy, StandIn, stand_ins
+from support.route import Proxy, SimulatedGpu, stand_ins
 from support.server import eventually
 from support.waiting import LONGEST
 
@@ -23,20 +23,20 @@ BODY = {"prompt": "Once upon a time", "max_tokens": 5}
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[list[StandIn]]:
+def servers() -> Iterator[list[SimulatedGpu]]:
     with stand_ins(2) as servers:
         yield servers
 
 
 @pytest.fixture(scope="module")
-def proxy(servers: list[StandIn]) -> Iterator[Proxy]:
+def proxy(servers: list[SimulatedGpu]) -> Iterator[Proxy]:
     options = ("--session-header", "X-Session-ID", "--session-field", "user", "--max-body-bytes", "3M")
     with Proxy(*(server.url for server in servers), options=options) as proxy:
         yield proxy
 
 
 @pytest.fixture(autouse=True)
-def _both_answer(servers: list[StandIn], proxy: Proxy) -> Iterator[None]:
+def _both_answer(servers: list[SimulatedGpu], proxy: Proxy) -> Iterator[None]:
     yield
     for server in servers:
         server.received.clear()
@@ -45,12 +45,12 @@ def _both_answer(servers: list[StandIn], proxy: Proxy) -> Iterator[None]:
     proxy.wait_for_backends(2)
 
 
-def all_reply(servers: list[StandIn], reply: Any) -> None:
+def all_reply(servers: list[SimulatedGpu], reply: Any) -> None:
     for server in servers:
         server.reply = reply
 
 
-def received(servers: list[StandIn]) -> list[Any]:
+def received(servers: list[SimulatedGpu]) -> list[Any]:
     return [request for server in servers for request in server.received]
 
 
@@ -79,7 +79,7 @@ def read_all(raw: socket.socket) -> bytes:
 # ---- what is passed on
 
 
-def test_method_path_query_and_body_arrive_as_they_were_sent(proxy: Proxy, servers: list[StandIn]):
+def test_method_path_query_and_body_arrive_as_they_were_sent(proxy: Proxy, servers: list[SimulatedGpu]):
     path = "/v1/files/a%2Fb%20c?purpose=batch&after=%C3%A9"
     body = b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\n\x00\xff\r\n--b--\r\n'
     for method in ("POST", "PUT", "DELETE"):
@@ -92,7 +92,7 @@ def test_method_path_query_and_body_arrive_as_they_were_sent(proxy: Proxy, serve
         assert request.headers["content-type"] == "multipart/form-data; boundary=b"
 
 
-def test_headers_of_requests(proxy: Proxy, servers: list[StandIn]):
+def test_headers_of_requests(proxy: Proxy, servers: list[SimulatedGpu]):
     proxy.request(
         "GET",
         "/v1/models",
@@ -116,7 +116,7 @@ def test_headers_of_requests(proxy: Proxy, servers: list[StandIn]):
     assert not {"x-private", "te", "user-agent", "accept", "content-length", "transfer-encoding"} & set(headers)
 
 
-def test_headers_of_answers(proxy: Proxy, servers: list[StandIn]):
+def test_headers_of_answers(proxy: Proxy, servers: list[SimulatedGpu]):
     packed = gzip.compress(b"{}")
     all_reply(
         servers,
@@ -138,7 +138,7 @@ def test_headers_of_answers(proxy: Proxy, servers: list[StandIn]):
     assert not {"keep-alive", "x-private"} & set(answer.headers)
 
 
-def test_answers_without_bodies(proxy: Proxy, servers: list[StandIn]):
+def test_answers_without_bodies(proxy: Proxy, servers: list[SimulatedGpu]):
     all_reply(servers, lambda h: h.send(b"abc"))
     answer = proxy.request("HEAD", "/v1/models")
     assert (answer.status, answer.headers["content-length"], answer.body) == (200, "3", b"")
@@ -148,7 +148,7 @@ def test_answers_without_bodies(proxy: Proxy, servers: list[StandIn]):
     assert proxy.request("GET", "/").headers["location"] == "/elsewhere"
 
 
-def test_chunks_are_passed_on_as_they_come(proxy: Proxy, servers: list[StandIn]):
+def test_chunks_are_passed_on_as_they_come(proxy: Proxy, servers: list[SimulatedGpu]):
     go_on = threading.Semaphore(0)
     events = [f"data: {number}\n\n".encode() for number in range(5)]
 
@@ -170,7 +170,7 @@ def test_chunks_are_passed_on_as_they_come(proxy: Proxy, servers: list[StandIn])
         )
 
 
-def test_requests_and_connections_are_kept_apart(proxy: Proxy, servers: list[StandIn]):
+def test_requests_and_connections_are_kept_apart(proxy: Proxy, servers: list[SimulatedGpu]):
     all_reply(servers, lambda h: h.send(h.path.encode()))
     with ThreadPoolExecutor(16) as pool:
         paths = [f"/v1/{number}" for number in range(200)]
@@ -181,7 +181,7 @@ def test_requests_and_connections_are_kept_apart(proxy: Proxy, servers: list[Sta
 # ---- bodies
 
 
-def test_large_bodies_arrive_whole_and_too_large_ones_are_refused(proxy: Proxy, servers: list[StandIn]):
+def test_large_bodies_arrive_whole_and_too_large_ones_are_refused(proxy: Proxy, servers: list[SimulatedGpu]):
     body = bytes(range(256)) * (3 << 12)  # 3 MiB
     assert proxy.request("POST", "/v1/files", body).status == 200
     assert received(servers)[0].body == body
@@ -194,7 +194,7 @@ def test_large_bodies_arrive_whole_and_too_large_ones_are_refused(proxy: Proxy, 
     assert len(received(servers)) == 2
 
 
-def test_the_bodies_of_all_requests_together_are_bounded(servers: list[StandIn]):
+def test_the_bodies_of_all_requests_together_are_bounded(servers: list[SimulatedGpu]):
     limits = ("--max-body-bytes", "1M", "--max-total-body-bytes", "2M")
     with Proxy(servers[0].url, options=limits) as proxy:
         head = b"POST /v1/a HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
@@ -207,7 +207,7 @@ def test_the_bodies_of_all_requests_together_are_bounded(servers: list[StandIn])
         eventually(lambda: proxy.request("POST", "/v1/a", bytes(1_000_000)).status == 200)
 
 
-def test_a_reader_that_is_slow_holds_nobody_up_and_little_memory(proxy: Proxy, servers: list[StandIn]):
+def test_a_reader_that_is_slow_holds_nobody_up_and_little_memory(proxy: Proxy, servers: list[SimulatedGpu]):
     """The server of a slow reader waits, so neither it nor the proxy has much of the answer in memory."""
     sent = 0
 
@@ -237,7 +237,7 @@ def test_a_reader_that_is_slow_holds_nobody_up_and_little_memory(proxy: Proxy, s
 # ---- retries
 
 
-def test_a_request_is_sent_again_if_its_server_is_lost_before_it_answers(proxy: Proxy, servers: list[StandIn]):
+def test_a_request_is_sent_again_if_its_server_is_lost_before_it_answers(proxy: Proxy, servers: list[SimulatedGpu]):
     for cut in (lambda h: h.cut(), lambda h: (h.begin_chunks(), h.cut())):  # without and with a head
         before = proxy.counted("retries_total", reason="lost")
         servers[0].reply = cut
@@ -248,7 +248,7 @@ def test_a_request_is_sent_again_if_its_server_is_lost_before_it_answers(proxy: 
         eventually(lambda: f"Request again: {servers[0].url}: " in proxy.log)
 
 
-def test_the_only_server_is_tried_again(servers: list[StandIn]):
+def test_the_only_server_is_tried_again(servers: list[SimulatedGpu]):
     """It may have closed a connection that was idle, just when the request was sent."""
     servers[0].reply = lambda h: h.send(b"here") if len(h.server.received) > 1 else h.cut()
     with Proxy(servers[0].url) as proxy:
@@ -258,7 +258,7 @@ def test_the_only_server_is_tried_again(servers: list[StandIn]):
         assert proxy.post("/v1/completions", BODY).status == 502
 
 
-def test_a_request_that_loses_two_servers_is_not_tried_again(proxy: Proxy, servers: list[StandIn]):
+def test_a_request_that_loses_two_servers_is_not_tried_again(proxy: Proxy, servers: list[SimulatedGpu]):
     all_reply(servers, lambda h: h.cut())
     answer = proxy.post("/v1/completions", BODY)
     assert (answer.status, answer.error["code"], answer.error["type"]) == (502, "backend_lost", "server_error")
@@ -266,7 +266,7 @@ def test_a_request_that_loses_two_servers_is_not_tried_again(proxy: Proxy, serve
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_request_that_a_server_refuses_is_tried_at_one_other(proxy: Proxy, servers: list[StandIn], status):
+def test_a_request_that_a_server_refuses_is_tried_at_one_other(proxy: Proxy, servers: list[SimulatedGpu], status):
     servers[0].reply = lambda h: h.send(b"full", status)
     answers = [proxy.post("/v1/completions", BODY) for _ in range(4)]
     assert [answer.body.decode() for answer in answers] == [servers[1].url] * 4
@@ -279,7 +279,7 @@ def test_a_request_that_a_server_refuses_is_tried_at_one_other(proxy: Proxy, ser
     eventually(lambda: proxy.counted("requests_in_flight") == 0)
 
 
-def test_an_answer_that_breaks_off_is_neither_repeated_nor_completed(proxy: Proxy, servers: list[StandIn]):
+def test_an_answer_that_breaks_off_is_neither_repeated_nor_completed(proxy: Proxy, servers: list[SimulatedGpu]):
     arrived = threading.Semaphore(0)
 
     def break_off(handler: Any) -> None:
@@ -306,7 +306,7 @@ def test_an_answer_that_breaks_off_is_neither_repeated_nor_completed(proxy: Prox
 # ---- health
 
 
-def test_a_server_that_is_not_healthy_gets_nothing_until_it_is(proxy: Proxy, servers: list[StandIn]):
+def test_a_server_that_is_not_healthy_gets_nothing_until_it_is(proxy: Proxy, servers: list[SimulatedGpu]):
     servers[0].health = 503
     proxy.wait_for_backends(1)
     answers = {proxy.post("/v1/completions", BODY, X_Session_ID=str(n)).body.decode() for n in range(8)}
@@ -324,8 +324,8 @@ def test_a_server_that_is_not_healthy_gets_nothing_until_it_is(proxy: Proxy, ser
     assert len(answers) == 2
 
 
-def test_a_server_that_refuses_connections_leaves_at_once_and_comes_back(servers: list[StandIn]):
-    other = StandIn()
+def test_a_server_that_refuses_connections_leaves_at_once_and_comes_back(servers: list[SimulatedGpu]):
+    other = SimulatedGpu()
     with Proxy(other.url, servers[0].url, options=("--health-check-interval", "60")) as proxy:
         other.stop()
         answers = [proxy.post("/v1/completions", BODY).body.decode() for _ in range(4)]
@@ -334,13 +334,13 @@ def test_a_server_that_refuses_connections_leaves_at_once_and_comes_back(servers
         assert proxy.counted("retries_total", reason="unreachable") == 1
     with Proxy(other.url, servers[0].url) as proxy:
         assert proxy.counted("backend_up") == 1
-        again = StandIn(other.server_port)
+        again = SimulatedGpu(other.server_port)
         proxy.wait_for_backends(2)
         again.stop()
 
 
-def test_a_server_that_drains_may_finish_its_requests(servers: list[StandIn]):
-    go_on, draining = threading.Event(), StandIn()
+def test_a_server_that_drains_may_finish_its_requests(servers: list[SimulatedGpu]):
+    go_on, draining = threading.Event(), SimulatedGpu()
     draining.reply = lambda h: (go_on.wait(LONGEST), h.send(b"done"))
     with Proxy(draining.url, servers[0].url) as proxy, ThreadPoolExecutor(1) as pool:
         running = pool.submit(proxy.post, "/v1/completions", BODY)
@@ -354,7 +354,7 @@ def test_a_server_that_drains_may_finish_its_requests(servers: list[StandIn]):
 
 
 @pytest.mark.slow
-def test_requests_at_a_server_that_does_not_respond_go_to_another(servers: list[StandIn]):
+def test_requests_at_a_server_that_does_not_respond_go_to_another(servers: list[SimulatedGpu]):
     """It has not closed its connections: its machine is gone, or its process has stopped."""
     options = ("--health-check-timeout", "2")
     with stand_ins(1) as [silent], Proxy(silent.url, servers[0].url, options=options) as proxy:
@@ -366,7 +366,7 @@ def test_requests_at_a_server_that_does_not_respond_go_to_another(servers: list[
         proxy.wait_for_backends(2)
 
 
-def test_requests_of_others_at_a_server_count(servers: list[StandIn]):
+def test_requests_of_others_at_a_server_count(servers: list[SimulatedGpu]):
     servers[0].load = 50
     with Proxy(*(server.url for server in servers)) as proxy:
         answers = [proxy.post("/v1/completions", BODY).body.decode() for _ in range(6)]
@@ -378,7 +378,7 @@ def test_requests_of_others_at_a_server_count(servers: list[StandIn]):
 # ---- sessions
 
 
-def test_a_session_stays_at_a_server(proxy: Proxy, servers: list[StandIn]):
+def test_a_session_stays_at_a_server(proxy: Proxy, servers: list[SimulatedGpu]):
     for number in range(4):
         by_header = {proxy.post("/v1/a", BODY, X_Session_ID=str(number)).body for _ in range(3)}
         by_field = {proxy.post("/v1/a", {**BODY, "user": str(number), "seed": n}).body for n in range(3)}
@@ -390,7 +390,7 @@ def test_a_session_stays_at_a_server(proxy: Proxy, servers: list[StandIn]):
 # ---- errors
 
 
-def test_keys(servers: list[StandIn]):
+def test_keys(servers: list[SimulatedGpu]):
     with Proxy(servers[0].url, options=("--api-key", "one", "two")) as proxy:
         for headers in ({}, {"Authorization": "Bearer three"}, {"X_Api_Key": "on"}):
             answer = proxy.post("/v1/completions", BODY, **headers)
@@ -416,19 +416,19 @@ def test_keys(servers: list[StandIn]):
         b"GET /?a=\xff HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
     ],
 )
-def test_malformed_requests_reach_no_server(proxy: Proxy, servers: list[StandIn], data):
+def test_malformed_requests_reach_no_server(proxy: Proxy, servers: list[SimulatedGpu], data):
     with connect(proxy, data) as raw:
         assert read_all(raw).startswith(b"HTTP/1.1 400")
     assert not received(servers)
 
 
-def test_malformed_answers_are_errors(proxy: Proxy, servers: list[StandIn]):
+def test_malformed_answers_are_errors(proxy: Proxy, servers: list[SimulatedGpu]):
     all_reply(servers, lambda h: (h.wfile.write(b"nonsense\r\n\r\n"), h.cut()))
     answer = proxy.post("/v1/completions", BODY)
     assert (answer.status, answer.error["code"]) == (502, "backend_lost")
 
 
-def test_a_client_that_leaves_is_forgotten_and_its_server_learns_it(proxy: Proxy, servers: list[StandIn]):
+def test_a_client_that_leaves_is_forgotten_and_its_server_learns_it(proxy: Proxy, servers: list[SimulatedGpu]):
     begun, left = threading.Event(), threading.Event()
 
     def wait(handler: Any) -> None:
@@ -449,7 +449,7 @@ def test_a_client_that_leaves_is_forgotten_and_its_server_learns_it(proxy: Proxy
     assert proxy.counted("client_disconnects_total") >= 2
 
 
-def test_full_servers(servers: list[StandIn]):
+def test_full_servers(servers: list[SimulatedGpu]):
     go_on = threading.Event()
     all_reply(servers, lambda h: (go_on.wait(LONGEST), h.send(b"")))
     with Proxy(servers[0].url, options=("--max-connections", "2")) as proxy, ThreadPoolExecutor(2) as pool:
@@ -466,7 +466,7 @@ def test_full_servers(servers: list[StandIn]):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_time", [True, False])
-def test_running_requests_may_finish_after_sigterm(servers: list[StandIn], in_time):
+def test_running_requests_may_finish_after_sigterm(servers: list[SimulatedGpu], in_time):
     go_on, begun = threading.Event(), threading.Semaphore(0)
 
     def reply(handler: Any) -> None:

@@ -23,12 +23,12 @@ from quire.platform.folders import scratch_folder
 from quire.server.arrival import RATE, Arrival, BodyTimeoutError
 from support.attacks import steady_memory, witness_of
 from support.edge import send_until_closed, until_closed
-from support.route import Proxy, StandIn, stand_ins
+from support.route import Proxy, SimulatedGpu, stand_ins
 from support.waiting import LONGEST, eventually
 
 
 @pytest.fixture
-def server() -> Iterator[StandIn]:
+def server() -> Iterator[SimulatedGpu]:
     with stand_ins(1) as [server]:
         yield server
 
@@ -36,7 +36,7 @@ def server() -> Iterator[StandIn]:
 # ---- signals
 
 
-def test_a_server_drains_at_sighup(server: StandIn):
+def test_a_server_drains_at_sighup(server: SimulatedGpu):
     begun, may_answer = threading.Event(), threading.Event()
 
     def reply(handler: Any) -> None:
@@ -55,7 +55,7 @@ def test_a_server_drains_at_sighup(server: StandIn):
         assert proxy.process.wait(LONGEST) == 0
 
 
-def test_a_server_that_nohup_started_outlives_its_terminal(server: StandIn):
+def test_a_server_that_nohup_started_outlives_its_terminal(server: SimulatedGpu):
     nohup = ("/bin/sh", "-c", 'trap "" HUP; exec "$@"', "sh")
 
     class Detached(Proxy):
@@ -78,7 +78,7 @@ def send_stream(handler: Any) -> None:
     handler.send_chunk(b"")
 
 
-def test_the_proxy_bounds_heads_and_bodies_and_another_stream_goes_on(server: StandIn):
+def test_the_proxy_bounds_heads_and_bodies_and_another_stream_goes_on(server: SimulatedGpu):
     server.reply = send_stream
     stream = b"GET /v1/stream HTTP/1.1\r\nHost: x\r\n\r\n"
     options = ("--header-timeout", "0.3", "--body-timeout", "0.3", "--h11-max-header-count", "20")

@@ -12,10 +12,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
 from quire.parsing.events import Content, Reasoning, ToolArguments, ToolCall
-from quire.server.answering import Answer, FunctionCall
 from quire.server.response_items import ResponsesRequest
 from quire.server.response_output import Events, Output
 from quire.server.response_store import ResponseStore
+from quire.server.running_chat import Answer, FunctionCall
 from support.client_environment import clients_python, run_client
 from support.postgres import running_postgres
 from support.server import Host, Service, eventually

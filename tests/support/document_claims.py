@@ -16,7 +16,7 @@ from quire.checkpoints.formats.config import quantization_method
 from quire.cli.main import build_parser
 from quire.config import ConfigError, EngineConfig
 from quire.worker.disk_store import prepare_folder
-from quire.worker.residence import Residence
+from quire.worker.resident_memory import ResidentMemory
 from support.claims import Checks, Parts
 from support.engines import make_llm
 from support.server import Host
@@ -42,11 +42,11 @@ def _new_weights_of_a_producer(parts: Parts) -> None:
     secret.write_text("0" * 64)
     secret.chmod(0o600)
     transfer = {"kv_role": "kv_producer", "kv_ip": "127.0.0.1", "kv_port": 14579}
-    residence = Residence.__new__(Residence)
-    residence._directory = MODEL
-    residence._config = EngineConfig.create(kv_transfer_config=transfer, cluster_secret_file=str(secret))
+    resident_memory = ResidentMemory.__new__(ResidentMemory)
+    resident_memory._directory = MODEL
+    resident_memory._config = EngineConfig.create(kv_transfer_config=transfer, cluster_secret_file=str(secret))
     with pytest.raises(ValueError, match="other engines would not know of it"):
-        residence._check_replaceable()
+        resident_memory._check_replaceable()
 
 
 @CHECKS.of("batches")

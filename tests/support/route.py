@@ -51,7 +51,7 @@ class Received:
     body: bytes
 
 
-class StandIn(ThreadingHTTPServer):
+class SimulatedGpu(ThreadingHTTPServer):
     """A server that is healthy, and answers every request with its name until it is told otherwise.
 
     received: the requests, without those for /health and /load. reply: answers one. responds: is cleared while even
@@ -97,7 +97,7 @@ class StandIn(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: StandIn
+    server: SimulatedGpu
 
     def _any(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -140,8 +140,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def stand_ins(count: int) -> Iterator[list[StandIn]]:
-    servers = [StandIn() for _ in range(count)]
+def stand_ins(count: int) -> Iterator[list[SimulatedGpu]]:
+    servers = [SimulatedGpu() for _ in range(count)]
     try:
         yield servers
     finally:

@@ -364,7 +364,7 @@ def pixtral_processor(merge: int, longest: int) -> Callable[[Any], Any]:
     return make
 
 
-class StandIn:
+class SimulatedGpu:
     """What a processor of transformers does with pictures, where the class itself cannot be made without torchvision.
     mark: what stands for a picture in a prompt. unit: what `texts` counts in."""
 
@@ -392,7 +392,7 @@ class StandIn:
         return {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-class PixtralStandIn(StandIn):
+class PixtralStandIn(SimulatedGpu):
     """unit: pixels of an edge of an embedding."""
 
     mark = "[IMG]"
@@ -405,7 +405,7 @@ class PixtralStandIn(StandIn):
         return [(row * count).removesuffix("[IMG_BREAK]") + "[IMG_END]" for row, count in rows]
 
 
-class OnevisionStandIn(StandIn):
+class OnevisionStandIn(SimulatedGpu):
     """unit: embeddings of a tile. transformers' own method counts the others."""
 
     mark = "<image>"
@@ -452,7 +452,7 @@ def internvl_processor(tokenizer: Any) -> Any:
     return InternStandIn(pixels, tokenizer, 4)
 
 
-class InternStandIn(StandIn):
+class InternStandIn(SimulatedGpu):
     """unit: embeddings of a tile."""
 
     mark = "<IMG_CONTEXT>"

@@ -22,7 +22,7 @@ from support.waiting import LONGEST
 NUM_BLOCKS = 16
 
 
-class StandIn:
+class SimulatedGpu:
     """An agent with the methods of nixl_agent that are used. It copies when its state is asked for the second time."""
 
     def __init__(self, name: str, config: Any) -> None:
@@ -76,7 +76,7 @@ class StandIn:
         self.released += 1
 
 
-STAND_IN = SimpleNamespace(nixl_agent=StandIn, nixl_agent_config=lambda **_: None)
+STAND_IN = SimpleNamespace(nixl_agent=SimulatedGpu, nixl_agent_config=lambda **_: None)
 
 
 @pytest.fixture(params=["stand-in", pytest.param("nixl", marks=pytest.mark.slow)])

@@ -16,7 +16,7 @@ from quire.checkpoints.hub import bundled_model
 from quire.engine.llm import LLM
 from quire.lora import LoRARequest
 from quire.messages.sampling_params import SamplingParams
-from quire.worker.residence import DeviceMemory, _tensors
+from quire.worker.resident_memory import DeviceMemory, _tensors
 from support.checkpoints import FAMILIES
 from support.engines import make_llm
 from support.quantized import gptq, write_quantized
@@ -158,7 +158,7 @@ def test_adapters_and_new_weights_exclude_each_other(checkpoints):
 def test_an_engine_that_sleeps_gives_its_memory_back():
     llm = LLM(dtype="float32", max_num_seqs=4, kv_cache_memory_bytes=256 << 20, kv_cache_pretouch=True)
     expected = said(llm)
-    weights = sum(t.nbytes for t in llm.core.executor._worker.residence._weights)
+    weights = sum(t.nbytes for t in llm.core.executor._worker.resident_memory._weights)
 
     def resident() -> int:
         return psutil.Process().memory_info().rss

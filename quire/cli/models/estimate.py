@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from math import inf
 
 from quire.cli.models.machine import Machine
-from quire.planner.counted import Counted
 from quire.planner.devices import KINDS, Device
 from quire.planner.layout import Layout
+from quire.planner.roofline import RooflineTimes
 from quire.planner.sizes import Footprint
 from quire.planner.work import step_work
 
@@ -54,5 +54,5 @@ def _estimate(footprint: Footprint, machine: Machine, quantization: str | None) 
 def _speed(footprint: Footprint, machine: Machine, quantization: str | None) -> float:
     """The counted speed of one request with a short context, if only reading memory takes time."""
     device = Device(machine.device, machine.free, machine.bandwidth, {"bf16": inf}, inf, KINDS["measured"])
-    times = Counted(footprint, Layout(), device, quantization)
+    times = RooflineTimes(footprint, Layout(), device, quantization)
     return 1 / sum(times.stages([step_work([1], [1], 1, times.windows)]))

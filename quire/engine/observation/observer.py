@@ -16,7 +16,7 @@ from quire.engine.observation.ranks import RankView, RankWatch
 from quire.engine.observation.tiers import TierView, TierWatch, views, watch_tiers
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
-from quire.observability.profiling.stations import watch
+from quire.observability.profiling.watched_calls import watch
 from quire.scheduler.request import Request, Status
 
 if TYPE_CHECKING:

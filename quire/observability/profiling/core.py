@@ -11,8 +11,8 @@ from quire.messages.changes import PROFILE_SECONDS, Profile
 from quire.messages.errors import error_text
 from quire.messages.step import SchedulerOutput
 from quire.observability.logging import logger
-from quire.observability.profiling.stations import core_stations, mark, watch
 from quire.observability.profiling.trace import Trace, check_folder, core_name, make_trace
+from quire.observability.profiling.watched_calls import core_calls, mark, watch
 from quire.options.profiler import ProfilerConfig
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class _Running:
         self.num_steps = 0
         self.is_recording = self.is_written = False
         self.trace: Trace | None = None  # of the core's own process
-        self.ends: list[Callable[[], None]] = []  # of the marks of its stations
+        self.ends: list[Callable[[], None]] = []  # of the marks of its stages
         self.problem = ""
 
 
@@ -118,7 +118,7 @@ class CoreProfiler:
         except ValueError:
             self._end(running, write=False)
             raise
-        running.ends = mark(core_stations(self._core.scheduler), record_function)
+        running.ends = mark(core_calls(self._core.scheduler), record_function)
 
     def _end(self, running: _Running, write: bool) -> None:
         if not running.is_recording:

@@ -1,9 +1,9 @@
-"""Ranges for Nsight Systems (NVTX): the stations of each step, and each layer that is called from Python."""
+"""Ranges for Nsight Systems (NVTX): the stages of each step, and each layer that is called from Python."""
 
 from collections.abc import Callable
 from typing import Any
 
-from quire.observability.profiling.stations import core_stations, mark, rank_stations
+from quire.observability.profiling.watched_calls import core_calls, mark, rank_calls
 
 DOMAIN = "quire"  # under which Nsight shows the ranges
 
@@ -15,13 +15,13 @@ def _range(name: str) -> Any:
 
 
 def mark_core(scheduler: Any) -> None:
-    """Mark the stations of a core from now on."""
-    mark(core_stations(scheduler), _range)
+    """Mark the stages of a core from now on."""
+    mark(core_calls(scheduler), _range)
 
 
 def mark_rank(runner: Any, compiled: bool) -> None:
     """The same for a rank. compiled: whether torch.compile takes the layers together, so that none can be marked."""
-    mark(rank_stations(runner, lambda step: "step"), _range)  # NVTX keeps each name that it has seen
+    mark(rank_calls(runner, lambda step: "step"), _range)  # NVTX keeps each name that it has seen
     model = runner.model
     for number, layer in enumerate(() if compiled else getattr(model, "layers", ()), getattr(model, "first_layer", 0)):
         kind = type(layer)

@@ -6,8 +6,8 @@ from typing import Any
 from torch.profiler import record_function
 
 from quire.messages.changes import Profile
-from quire.observability.profiling.stations import mark, rank_stations
 from quire.observability.profiling.trace import Trace, make_trace, rank_name
+from quire.observability.profiling.watched_calls import mark, rank_calls
 from quire.options.profiler import ProfilerConfig
 
 
@@ -18,7 +18,7 @@ class RankProfiler:
         self._runner = runner
         self._rank = rank
         self._trace: Trace | None = None
-        self._ends: list[Callable[[], None]] = []  # of the stations' marks
+        self._ends: list[Callable[[], None]] = []  # of the stages' marks
 
     def obey(self, order: Profile) -> None:
         """Raises ValueError or OSError. What was recorded before a "start" is dropped."""
@@ -26,7 +26,7 @@ class RankProfiler:
         if order.step == "start":
             trace = make_trace(ProfilerConfig(**order.options), rank_name(order, self._rank))
             trace.start()
-            self._trace, self._ends = trace, mark(rank_stations(self._runner), record_function)
+            self._trace, self._ends = trace, mark(rank_calls(self._runner), record_function)
 
     def _end(self, write: bool) -> None:
         for end in self._ends:

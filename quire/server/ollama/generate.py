@@ -14,7 +14,6 @@ from starlette.responses import Response
 from quire.engine.processor import Prompt
 from quire.messages.outputs import CompletionOutput
 from quire.parsing.events import Content, Reasoning
-from quire.server.answering import Answering, FunctionCall
 from quire.server.errors import ApiError, json_response
 from quire.server.fields import Logprobs, Objects, TokenIds
 from quire.server.generation import Call, Server
@@ -24,6 +23,7 @@ from quire.server.ollama.messages import Images, OllamaMessage, OllamaMessages, 
 from quire.server.ollama.templates import GO_TEMPLATE, is_go_template
 from quire.server.protocol import ChatRequest
 from quire.server.routing import stream_answers, validated
+from quire.server.running_chat import FunctionCall, RunningChat
 
 router = APIRouter(route_class=OllamaRoute)
 
@@ -142,7 +142,7 @@ async def answer_prompt(body: GenerateRequest, request: Request) -> Response:
         prompts = [await request.state.body.run(fill.prompt, prompt, suffix, True)]
         changes = {"stop_token_ids": fill.ends}
     await call.process(prompts, limit, True, "prompt", **changes)
-    return await reply.send(Answering(call, chat))
+    return await reply.send(RunningChat(call, chat))
 
 
 @router.post("/api/chat", responses=_STREAM, response_model=None)
@@ -177,10 +177,10 @@ def _checked(context: list[int], server: Server) -> list[int]:
 
 async def _begin(
     request: Request, chat: ChatRequest, prefix: str, images: str, context: Sequence[int] = ()
-) -> Answering:
+) -> RunningChat:
     """images: the name of the field that has the pictures, which errors name."""
     try:
-        return await Answering.begin(request, chat, prefix, context)
+        return await RunningChat.begin(request, chat, prefix, context)
     except ApiError as error:
         error.param = error.param and _PICTURE.sub(images, error.param)
         error.detail = _PICTURE.sub(images, error.detail)
@@ -208,21 +208,21 @@ class Reply:
         head = {"model": self.model, "created_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"}
         return {**head, **({"message": said} if self.is_chat else said), **fields}
 
-    async def send(self, answering: Answering) -> Response:
-        if answering.body.stream:
+    async def send(self, running_chat: RunningChat) -> Response:
+        if running_chat.body.stream:
             return await LineStream.begin(
-                self._stream(answering), answering.call.keep_alive_interval, line(self.part(done=False))
+                self._stream(running_chat), running_chat.call.keep_alive_interval, line(self.part(done=False))
             )
-        [answer] = await answering.collect()
+        [answer] = await running_chat.collect()
         assert answer.completion is not None
-        fields = {**_logprobs(answering, answer.completion), **_end(answering)}
-        fields |= self._context(answering, answer.completion.token_ids)
+        fields = {**_logprobs(running_chat, answer.completion), **_end(running_chat)}
+        fields |= self._context(running_chat, answer.completion.token_ids)
         return json_response(self.part(answer.content or "", answer.reasoning, answer.tool_calls, **fields))
 
-    async def _stream(self, answering: Answering) -> AsyncGenerator[bytes]:
+    async def _stream(self, running_chat: RunningChat) -> AsyncGenerator[bytes]:
         num_calls = 0  # that were sent, each when it is complete
         token_ids: list[int] = []
-        async with aclosing(answering.pieces()) as steps:
+        async with aclosing(running_chat.pieces()) as steps:
             async for pieces in steps:
                 for piece in pieces:
                     token_ids += piece.completion.token_ids if self.has_context else ()
@@ -230,30 +230,30 @@ class Reply:
                     thinking = "".join(event.text for event in piece.events if isinstance(event, Reasoning))
                     calls = piece.answer.tool_calls[num_calls : None if piece.completion.finish_reason else -1]
                     num_calls += len(calls)
-                    logprobs = _logprobs(answering, piece.completion)
+                    logprobs = _logprobs(running_chat, piece.completion)
                     if text or thinking or calls or logprobs:
                         yield line(self.part(text, thinking, calls, **logprobs, done=False))
-        yield line(self.part(**_end(answering), **self._context(answering, token_ids)))
+        yield line(self.part(**_end(running_chat), **self._context(running_chat, token_ids)))
 
-    def _context(self, answering: Answering, token_ids: Sequence[int]) -> dict[str, Any]:
-        assert answering.output is not None
-        return {"context": [*answering.output.prompt_token_ids, *token_ids]} if self.has_context else {}
+    def _context(self, running_chat: RunningChat, token_ids: Sequence[int]) -> dict[str, Any]:
+        assert running_chat.output is not None
+        return {"context": [*running_chat.output.prompt_token_ids, *token_ids]} if self.has_context else {}
 
 
-def _logprobs(answering: Answering, completion: CompletionOutput) -> dict[str, Any]:
-    logprobs = answering.logprobs(completion)
+def _logprobs(running_chat: RunningChat, completion: CompletionOutput) -> dict[str, Any]:
+    logprobs = running_chat.logprobs(completion)
     return {"logprobs": logprobs["content"]} if logprobs and logprobs["content"] else {}
 
 
-def _end(answering: Answering) -> dict[str, Any]:
+def _end(running_chat: RunningChat) -> dict[str, Any]:
     """How the answer ended, with counts of tokens and times in nanoseconds."""
-    assert answering.output is not None
-    assert answering.output.metrics is not None
-    times = answering.output.metrics
-    usage = answering.meter.usage
+    assert running_chat.output is not None
+    assert running_chat.output.metrics is not None
+    times = running_chat.output.metrics
+    usage = running_chat.meter.usage
     return {
         "done": True,
-        "done_reason": "length" if answering.answers[0].finish_reason == "length" else "stop",
+        "done_reason": "length" if running_chat.answers[0].finish_reason == "length" else "stop",
         "total_duration": round((times.last_token_ts - times.queued_ts) * 1e9),
         "load_duration": 0,
         "prompt_eval_count": usage["prompt_tokens"],

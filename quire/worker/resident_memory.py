@@ -70,7 +70,7 @@ class DeviceMemory:
             storage.copy_(values)
 
 
-class Residence:
+class ResidentMemory:
     """Carries out the executor's changes. Made right after the model is loaded: what it has by then are the weights.
 
     load: makes the same model anew, with the given weights, those from a folder, or (None) from the model's own. rank:

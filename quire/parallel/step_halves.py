@@ -10,14 +10,14 @@ import torch
 T = TypeVar("T")
 
 
-class Turns:
+class WholeStep:
     """The turns of steps that are never divided: there is no other half."""
 
     def pass_on(self) -> None:
         """Let the other half compute until it waits, too. Call it before waiting for other ranks."""
 
 
-class Halves(Turns):
+class Halves(WholeStep):
     """Runs two functions that take turns: one at a time, until it calls `pass_on` or ends. The second one has a thread
     of its own, so that functions of any depth may call `pass_on`."""
 

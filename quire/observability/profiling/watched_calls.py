@@ -51,8 +51,8 @@ def watch(owner: Any, name: str, watcher: Watcher) -> Callable[[], None]:
 Range = Callable[[str], AbstractContextManager[Any]]  # makes a named range of a trace
 
 
-def core_stations(scheduler: Any) -> Iterator[tuple[Any, str, Callable[..., str]]]:
-    """The stations of a step in a core: an object, its method, and the name of a call."""
+def core_calls(scheduler: Any) -> Iterator[tuple[Any, str, Callable[..., str]]]:
+    """The stages of a step in a core: an object, its method, and the name of a call."""
     yield scheduler, "schedule", lambda *_: "schedule"
     yield scheduler, "update", lambda *_: "output"
 
@@ -62,7 +62,7 @@ def name_of_step(step: Any) -> str:
     return f"step {step.step_id}: {len(step.rows)} requests, {sum(step.num_tokens)} tokens"
 
 
-def rank_stations(
+def rank_calls(
     runner: Any, name_of_step: Callable[..., str] = name_of_step
 ) -> Iterator[tuple[Any, str, Callable[..., str]]]:
     """The same for a rank. What `submit` does besides preparing and the forward belongs to the preparation, too."""
@@ -72,8 +72,8 @@ def rank_stations(
     yield runner, "sample", lambda *_: "sample"
 
 
-def mark(stations: Iterator[tuple[Any, str, Callable[..., str]]], make_range: Range) -> list[Callable[[], None]]:
-    """Surround the stations' calls with ranges. Each function of the result ends that for one of them."""
+def mark(stages: Iterator[tuple[Any, str, Callable[..., str]]], make_range: Range) -> list[Callable[[], None]]:
+    """Surround the stages' calls with ranges. Each function of the result ends that for one of them."""
 
     def watcher(name: Callable[..., str]) -> Watcher:
         def call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -82,4 +82,4 @@ def mark(stations: Iterator[tuple[Any, str, Callable[..., str]]], make_range: Ra
 
         return call
 
-    return [watch(owner, method, watcher(name)) for owner, method, name in stations]
+    return [watch(owner, method, watcher(name)) for owner, method, name in stages]

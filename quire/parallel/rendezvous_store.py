@@ -13,7 +13,7 @@ from quire.cluster.secret import ClusterSecret
 _answers = msgspec.msgpack.Decoder(Answer)
 
 
-class Meeting(Store):
+class RendezvousStore(Store):
     """A store of torch's over a connection that only those who know the cluster's secret can make, which torch's own
     TCPStore lacks. torch calls it from Python and from threads in C++. Values are awaited without a limit: a rank that
     waits ends when its executor does. Keep a reference to it: torch's objects over it do not.
@@ -30,7 +30,7 @@ class Meeting(Store):
         self._lock = threading.Lock()
 
     @classmethod
-    def at(cls, address: str, secret: bytes, generation: int) -> "Meeting":
+    def at(cls, address: str, secret: bytes, generation: int) -> "RendezvousStore":
         return cls(ClusterSecret(secret), address, generation)
 
     def _ask(self, request: StoreRequest) -> bytes:
@@ -57,5 +57,5 @@ class Meeting(Store):
     def delete_key(self, key: str) -> bool:
         return bool(self._ask(Delete(self._prefix + key)))
 
-    def clone(self) -> "Meeting":
+    def clone(self) -> "RendezvousStore":
         return self  # it has a lock

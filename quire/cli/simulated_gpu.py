@@ -29,7 +29,7 @@ _BASE = 2**40  # the address at which every allocation of the stand-in begins, a
 
 
 @dataclass
-class StandIn:
+class SimulatedGpu:
     """What happened on the device so far.
 
     num_loaded: kernels that Triton compiled or read from its cache. cache_misses: the names of those that it had to
@@ -60,7 +60,7 @@ class StandIn:
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Operations on tensors of the stand-in compute shapes only. Operations on tensors of the host run as usual."""
 
-    def __init__(self, device: StandIn, shapes: FakeTensorMode | None = None) -> None:
+    def __init__(self, device: SimulatedGpu, shapes: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.shapes = shapes or FakeTensorMode(allow_non_fake_inputs=True)
@@ -186,7 +186,7 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
-def _torch_cuda(device: StandIn, count: int) -> dict[str, Any]:
+def _torch_cuda(device: SimulatedGpu, count: int) -> dict[str, Any]:
     """What replaces the functions of torch.cuda."""
     card = device.card
     major, minor = divmod(card.capability, 10) if isinstance(card.capability, int) else (9, 4)
@@ -237,7 +237,7 @@ def _torch_cuda(device: StandIn, count: int) -> dict[str, Any]:
     }
 
 
-def _collectives(device: StandIn) -> dict[str, Any]:
+def _collectives(device: SimulatedGpu) -> dict[str, Any]:
     """What replaces functions of torch.distributed. Collectives exchange nothing if their tensors are on the stand-in.
     The same holds in a process that has not joined others, as one rank of a Communicator(rank, size, group=None)."""
 
@@ -290,13 +290,13 @@ def _allow_device_type() -> None:
 
 
 @contextlib.contextmanager
-def stand_in(card: Card, count: int = 1, device: StandIn | None = None) -> Iterator[StandIn]:
+def stand_in(card: Card, count: int = 1, device: SimulatedGpu | None = None) -> Iterator[SimulatedGpu]:
     """Within this block, torch finds `count` GPUs of the kind `card`, as devices cuda:0 and so on. This holds for this
     thread and for threads that are started within the block. device: told of what happens; a new one if None."""
     import triton
     from triton.runtime.jit import JITFunction
 
-    device = device or StandIn(card)
+    device = device or SimulatedGpu(card)
     run = JITFunction.run
     operations = _Operations(device)  # made first: it imports parts of torch that look at torch.cuda
 

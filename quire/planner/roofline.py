@@ -54,7 +54,7 @@ class _Part:
     exchanged: Sent  # for a token, to ranks of other replicas
 
 
-class Counted:
+class RooflineTimes:
     """Counted step times of a layout on a device."""
 
     def __init__(

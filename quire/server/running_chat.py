@@ -128,7 +128,7 @@ class Piece:
     answer: Answer
 
 
-class Answering:
+class RunningChat:
     """A chat request that runs.
 
     body.stream decides whether pieces come as tokens do, or once with the whole answer. answers: one for each of n, as

@@ -6,15 +6,15 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
-from quire.messages.engine import CoreDied, CoreEvent, CoreLost, MeetingPlace
+from quire.messages.engine import CoreDied, CoreEvent, CoreLost, RendezvousPlace
 
 _HOST = "127.0.0.1"
 
 
-class Meetings(Protocol):
+class Rendezvous(Protocol):
     """Says where the replicas meet. Each start of all of them is a meeting of its own."""
 
-    def place(self, replica: int) -> tuple[MeetingPlace, socket.socket | None]:
+    def place(self, replica: int) -> tuple[RendezvousPlace, socket.socket | None]:
         """The last arguments of `run_core`."""
 
     def end(self) -> None:
@@ -24,15 +24,15 @@ class Meetings(Protocol):
         """Wait until it is known where they meet next."""
 
 
-class LocalMeetings(Meetings):
+class LocalRendezvous(Rendezvous):
     """All replicas are on this machine, and replica 0 provides the place."""
 
     def __init__(self) -> None:
         self._listener, self._key = socket.create_server((_HOST, 0)), secrets.token_bytes(32)
 
-    def place(self, replica: int) -> tuple[MeetingPlace, socket.socket | None]:
+    def place(self, replica: int) -> tuple[RendezvousPlace, socket.socket | None]:
         address = f"{_HOST}:{self._listener.getsockname()[1]}"
-        return MeetingPlace(replica, address, _HOST, self._key), self._listener if replica == 0 else None
+        return RendezvousPlace(replica, address, _HOST, self._key), self._listener if replica == 0 else None
 
     def end(self) -> None:
         self._listener.close()
@@ -42,15 +42,15 @@ class LocalMeetings(Meetings):
         """It is known."""
 
 
-class Fellows:
+class ReplicaGroup:
     """What the replicas of this machine share. lost: why all of them are lost, and whether they are given up; None
     unless one is lost and the processes of the others have not ended yet."""
 
-    def __init__(self, here: range, everyone: range, meetings: Meetings) -> None:
+    def __init__(self, here: range, everyone: range, rendezvous: Rendezvous) -> None:
         """here, everyone: the replicas of this machine, and those of whose losses it tells."""
         self.here = here
         self._everyone = everyone
-        self.meetings = meetings
+        self.rendezvous = rendezvous
         self._all_ended = asyncio.Barrier(len(here)) if here else None
         self.lost: tuple[CoreDied, bool] | None = None
 
@@ -78,4 +78,4 @@ class Fellows:
 
     def _end(self) -> None:
         self.lost = None
-        self.meetings.end()
+        self.rendezvous.end()
