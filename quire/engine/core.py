@@ -6,9 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from quire.engine.kernel_switch import KernelSwitch
+from quire.engine.lockstep_base import Lockstep
 from quire.engine.pause import PauseGate
 from quire.engine.progress import Progress
 from quire.engine.trials import TrialGate
@@ -55,25 +56,6 @@ class Flight:
     step: SchedulerOutput
     result: Future[ModelRunnerOutput] | None = None
     began: float = 0.0
-
-
-class Lockstep(Protocol):
-    """Keeps the cores of replicas that share experts at the same step. See engine/lockstep.py."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the cores run steps. Otherwise all of them are idle."""
-
-    def connect(self, wake: Callable[[], None]) -> None:
-        """wake: is called from a thread when another core begins to work."""
-
-    def begin(self) -> None:
-        """This core has work: let all cores run."""
-
-    def count_step(self, is_busy: bool) -> None:
-        """Count a step of this core. All cores pause when none has been busy."""
-
-    def close(self) -> None: ...
 
 
 class EngineCore:
@@ -193,8 +175,6 @@ class EngineCore:
         try:
             self.progress.begin()
             failed = self._open_gates()
-            if self._kernels.is_due:
-                failed += self._switch_kernels()
             if self._lockstep is not None and self.scheduler.has_work:
                 self._lockstep.begin()
             self._sample_oldest()  # the call before may have been interrupted
@@ -316,13 +296,16 @@ class EngineCore:
         return outputs
 
     def _open_gates(self) -> list[EngineCoreOutput]:
-        """Let requests pass the gates, waiting for one if nothing else can be run. Returns the requests that failed."""
+        """Let requests pass the gates, waiting for one if nothing else can be run.
+
+        Returns the requests that failed, and outputs from before a change of the kernels.
+        """
         while self.has_unfinished and not self.has_work and not self.wake_up.wait(1.0):
             self._check_transfers()
         self.wake_up.clear()
         failed = self.scheduler.open_gates()
         _log_failures(failed)
-        return failed
+        return failed + self._switch_kernels() if self._kernels.is_due else failed
 
     # ---- pauses, sleep and new weights
 

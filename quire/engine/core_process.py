@@ -195,18 +195,8 @@ def _serve(core: "EngineCore", inbox: "zmq.Socket[bytes]", report: Callable[[Cor
         ready = dict(poller.poll(0 if core.has_work or measures else _IDLE_MILLISECONDS))
         if parent.sentinel in ready:
             return
-        while inbox.poll(0):
-            client, data = inbox.recv_multipart()[:2]
-            try:
-                order = _orders.decode(data)
-            except msgspec.DecodeError as error:
-                logger.warning(
-                    "A client sent an order of %d bytes that has no meaning: %s", len(data), error_text(error)
-                )
-                continue
-            if isinstance(order, messages.Shutdown):
-                return
-            clients.obey(client, order)
+        if not _carry_out_orders(inbox, clients):
+            return
         if not ready:
             core.check()
         if measurement is not None:
@@ -222,6 +212,21 @@ def _serve(core: "EngineCore", inbox: "zmq.Socket[bytes]", report: Callable[[Cor
                 report(messages.FirstOutput())
         clients.finish_pause()
         clients.finish_exchanges()
+
+
+def _carry_out_orders(inbox: "zmq.Socket[bytes]", clients: "_Clients") -> bool:
+    """Carry out the orders that have arrived. Returns False if the core is to shut down."""
+    while inbox.poll(0):
+        client, data = inbox.recv_multipart()[:2]
+        try:
+            order = _orders.decode(data)
+        except msgspec.DecodeError as error:
+            logger.warning("A client sent an order of %d bytes that has no meaning: %s", len(data), error_text(error))
+            continue
+        if isinstance(order, messages.Shutdown):
+            return False
+        clients.obey(client, order)
+    return True
 
 
 class _Clients:

@@ -15,7 +15,7 @@ import zmq
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]  # they are exported
 
 from quire.cluster.secret import Admission, ClusterSecret
-from quire.engine.core import Lockstep
+from quire.engine.lockstep_base import Lockstep
 from quire.messages.engine import RendezvousPlace
 from quire.parallel.mesh import connect_store
 

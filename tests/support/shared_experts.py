@@ -11,7 +11,8 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.engine.client import scheduler_limits
-from quire.engine.core import EngineCore, Lockstep
+from quire.engine.core import EngineCore
+from quire.engine.lockstep_base import Lockstep
 from quire.messages.engine import EngineCoreRequest
 from quire.parallel.mesh import Mesh
 from quire.scheduler.scheduler import Scheduler
