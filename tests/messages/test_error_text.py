@@ -61,8 +61,9 @@ def test_the_search_below_finds_what_it_looks_for(line):
 
 
 def test_exceptions_become_text_in_one_way_only():
-    """By quire.messages.errors.error_text."""
-    others = [path for path in SOURCES if path.name != "errors.py" or path.parent.name != "messages"]
+    """By quire.messages.errors.error_text. compiling.py is a program without imports of quire."""
+    exempt = ("messages/errors.py", "ops/cpu/compiling.py")
+    others = [path for path in SOURCES if not path.as_posix().endswith(exempt)]
     assert len(others) > 100
     found = {str(path): sorted(set(exceptions_as_text(ast.parse(path.read_text())))) for path in others}
     assert {path: lines for path, lines in found.items() if lines} == {}
