@@ -153,7 +153,7 @@ def test_what_a_scraper_and_a_probe_read_needs_no_key(client, url):
         with urllib.request.urlopen(f"{url}{path}") as answer:
             return answer.read()
 
-    assert read("/health") == read("/ping") == b""
+    assert read("/health") == read("/ping") == b'{"reference_kernels":false}'
     assert "version" in json.loads(read("/version"))
     metrics = read("/metrics").decode()
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):

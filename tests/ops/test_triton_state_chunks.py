@@ -19,10 +19,12 @@ from test_states import Texts, kernels
 
 from quire.kv.specs import StateShape
 from quire.ops.registry import OPS, Target
-from quire.ops.triton import state_chunks, states
+from quire.ops.triton import convolution, state_chunks, states
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-KERNELS = SimpleNamespace(causal_conv=states.causal_conv, time_steps=states.time_steps, scan=state_chunks.scan)
+KERNELS = SimpleNamespace(
+    causal_conv=convolution.causal_conv, time_steps=convolution.time_steps, scan=state_chunks.scan
+)
 SHAPES = {  # two heads for each key head where a head has one decay, and values for two programs
     "plain": StateShape(2, 1, 24, 40, 2 * 24 + 2 * 40, 2),
     "delta": StateShape(2, 1, 40, 24, 2 * 40 + 2 * 24, 2),

@@ -7,9 +7,11 @@ Otherwise transformers computes them again. `python tests/data/record_continuati
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import json
+import textwrap
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -33,11 +35,16 @@ Tokens = list[tuple[list[int], int]]  # the greedy tokens of each prompt, and ho
 def key(variant: str, *computed: Any) -> str:
     """computed: the functions that make the prompts and the continuations."""
     recipe = checkpoints.ALL_VARIANTS[variant]
-    sources = [inspect.getsource(function) for function in (*DRAWN, *computed)]
+    sources = [_unformatted(inspect.getsource(function)) for function in (*DRAWN, *computed)]
     if recipe[0] == "rwkv7":  # transformers lacks it
-        sources.append((Path(__file__).parent / "rwkv7.py").read_text())
+        sources.append(_unformatted((Path(__file__).parent / "rwkv7.py").read_text()))
     parts = [version("transformers"), checkpoints.BASE, recipe, REFERENCE_CONFIG.get(variant), sources]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _unformatted(source: str) -> str:
+    """The code without comments, in one form however it is formatted."""
+    return ast.unparse(ast.parse(textwrap.dedent(source)))
 
 
 @cache
