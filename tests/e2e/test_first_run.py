@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from quire.ops.cpu.build import find_compiler
@@ -95,3 +96,6 @@ def test_a_server_answers_at_once_and_its_health_tells_when_the_kernels_are_comp
         assert seeded == first
         assert "steps run the CPU kernels" in server.log
         held.end()
+        for process in psutil.Process(server.process.pid).children(recursive=True):
+            if any("compiling.py" in argument for argument in process.cmdline()):
+                process.kill()  # it outlives the server

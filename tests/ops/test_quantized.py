@@ -161,10 +161,10 @@ def check_extreme_products(product: Product) -> None:
             codes[:2] = torch.tensor([[0], [2**bits - 1]])
             scales = torch.ones(64, 384 // group)
             offsets = scales * -(2 ** (bits - 1)) if has_offsets else None
+            weight = codes.double() - 2 ** (bits - 1)  # panels may take the memory of the codes
             packed = product.pack(integer_matrix(codes, bits, scales, group, offsets=offsets))
             x = torch.tensor([[1], [-1]]).repeat(4, 384)
             x[2:] = torch.randint(2, (6, 384)) * 2 - 1
-            weight = codes.double() - 2 ** (bits - 1)
             for rows in (x, x[:3], x[:1], x[1:2], x[2:3]):
                 made = product((rows * 127).bfloat16(), packed, None)
                 assert torch.equal(made, (rows.double() * 127 @ weight.T).bfloat16())

@@ -18,6 +18,7 @@ from attention.test_prepare import both_ways
 from attention.test_sparse import SparseWorld
 from ops.test_count_kept import check_count_kept
 from ops.test_encoder_attention import drawn, formula
+from ops.test_gguf_blocks import KINDS, check_parts, check_values
 from ops.test_ops import CASES, as_tuple, check_float16, check_packed_products, copied
 from ops.test_quantized import (
     check_extreme_products,
@@ -64,6 +65,10 @@ def check_against_references(library: Any, monkeypatch: pytest.MonkeyPatch) -> N
         _check_ops(dtype)
         _check_states(dtype)
         check_packed_experts(dtype)
+        for kind in KINDS:
+            check_values(kind, dtype)
+    for kind in KINDS:
+        check_parts(kind, (7, 3))
     for dtype in (torch.bfloat16, torch.float16):
         check_packed_products(linear.linear_cpu, dtype)
     check_products(quantized_linear.quantized_linear_cpu)
