@@ -59,7 +59,8 @@ def main() -> None:
     rounds = arguments.rounds
     print_row("import of torch alone", [sys.executable, "-c", _IMPORT], {**os.environ}, rounds)
     for file in arguments.files:
-        command = [sys.executable, "-m", "quire", "generate", "Once upon a time", "--model", str(file), "--max-tokens", "1"]
+        program = [sys.executable, "-m", "quire", "generate", "Once upon a time"]
+        command = [*program, "--model", str(file), "--max-tokens", "1"]
         file.read_bytes()
         with tempfile.TemporaryDirectory() as cache:
             Path(cache, "quire").mkdir()
