@@ -62,7 +62,7 @@ class Executor(ABC):
     def use_compiled(self) -> None:
         """Load the model again for the kernels that `background` has compiled. No step may be in flight. The KV cache
         keeps its size, and is empty. No later call may name what was installed before."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} starts with compiled kernels only")
 
     def processes(self) -> dict[int, int]:
         """The process ids of the ranks that are processes of this machine, by rank."""

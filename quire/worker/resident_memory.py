@@ -101,7 +101,7 @@ class ResidentMemory:
         self._source: ReadWeights | None = None  # of the weights in use, if they are not the model's own
         self._staged: tuple[ReadWeights, Model] | None = None
         self._rank = rank
-        self._groups: Any = None  # those of trainers: a plug-in, which is loaded when one is met
+        self._groups: Any = None  # those of trainers, made when one is met
 
     def know(self, kv_memory: KVMemory, forward: object) -> None:
         """Called once, when the rest of the rank has been made."""

@@ -1,6 +1,6 @@
 """Profiles of running engines: traces of torch's profiler, CUDA's profiler, and ranges for Nsight Systems.
 
-A plug-in: the engine loads it when a profile is asked for.
+The engine imports it when a profile is asked for.
 """
 
 from quire.options.profiler import ProfilerConfig as ProfilerConfig

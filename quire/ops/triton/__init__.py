@@ -1,7 +1,6 @@
-"""Triton kernels for GPUs, and the attention backends that launch them.
+"""Triton kernels for GPUs. The attention backends that launch them are in quire/attention/triton.
 
-The engine loads them by name where there is a GPU (quire/ops and quire/attention/selection.py). For tests, Triton's
-interpreter (TRITON_INTERPRET=1) runs them on a CPU.
+quire/ops imports them where there is a GPU. For tests, Triton's interpreter (TRITON_INTERPRET=1) runs them on a CPU.
 """
 
 import quire.ops  # noqa: F401  # declares the operations, and registers the kernels of this package
