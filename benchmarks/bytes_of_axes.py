@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.context_parallel import sent_by_heads, sent_by_ring
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.layers.attention_spec import AttentionSpec
 from quire.layers.specs import MoESpec
 from quire.layers.step_inputs import StepSize

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.layers.step_inputs import StepSize
 from quire.parallel.mesh import Communicator, Exchange, join, open_meeting
 from quire.parallel.sizes import MeshSizes

@@ -17,11 +17,11 @@ from collections import deque
 from typing import Any
 
 from benchmarks.gpu.rates import HOST_OPERATION, HOST_STEP
+from quire.config.kv_compression import KVCompressionOptions
 from quire.kv.specs import attention_spec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput
-from quire.options.kv_compression import KVCompressionOptions
 from quire.planner.devices import DEVICES
 from quire.scheduler.compression import Compression
 from quire.scheduler.limits import SchedulerLimits

@@ -16,7 +16,7 @@ import yaml
 from fastapi import FastAPI
 from ray import serve
 
-from quire.config import EngineConfig, ServerConfig
+from quire.config.engine import EngineConfig, ServerConfig
 from quire.engine.core_client import CoreClient
 from quire.models.heads.resolve import with_files
 

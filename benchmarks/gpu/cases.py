@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any
 
 from benchmarks.gpu.shapes import SERVED, Served
-from quire.options.kernels import KernelConfig
+from quire.config.kernels import KernelConfig
 
 OPTIONS: dict[str, tuple[str, ...]] = {  # the default of each is first
     "dtype": ("bfloat16", "float16", "float32"),

@@ -35,7 +35,7 @@ from typing import Any
 from benchmarks.gpu.cases import Case, all_cases
 from benchmarks.gpu.report import failures, write_report
 from benchmarks.gpu.tracing import TracedStandIn, stand_in
-from quire.options.declaration import ConfigError
+from quire.config.declaration import ConfigError
 from quire.platform.gpu.cards import CARDS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from quire.options.kv_compression import KVCompressionOptions
+from quire.config.kv_compression import KVCompressionOptions
 
 
 class Eviction:

@@ -22,9 +22,9 @@ from quire.bench import report, serve
 from quire.bench.datasets import RandomPrompts, arrival_times
 from quire.bench.flags import make_requests
 from quire.bench.server_process import ServerFailedError, ServerProcess
-from quire.config import GROUPS, OPTIONS, ConfigError, canonical_name, read_option
+from quire.config.engine import GROUPS, OPTIONS, ConfigError, canonical_name, read_option
+from quire.config.vllm import unknown
 from quire.messages.errors import error_text
-from quire.options.vllm import unknown
 
 RESULTS = "results.jsonl"
 USUAL_VALUES: dict[str, list[Any]] = {  # of a sweep that is not told what to vary

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.messages.errors import error_text
 
 Config = Mapping[str, Any]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.checkpoints.errors import ModelNotFoundError
-from quire.config import ModelConfig
+from quire.config.engine import ModelConfig
 from quire.messages.errors import error_text
 from quire.platform.files import MIB, FileError, check_folder, read_bytes
 

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     terminal = Terminal(arguments.plain, not arguments.no_history)
     options = engine_options(arguments)
-    from quire.config import EngineConfig
+    from quire.config.engine import EngineConfig
     from quire.engine.frontend import Frontend
     from quire.engine.llm import LLM  # imports torch
     from quire.models.heads.resolve import with_files

@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.cli.flags import add_engine_flags, add_flags, add_log_level, engine_options, server_options
 from quire.cli.model import add_model
-from quire.config import ConfigError, EngineConfig, ServerConfig
+from quire.config.engine import ConfigError, EngineConfig, ServerConfig
 from quire.messages.errors import error_text
 from quire.observability.logging import configure_logging, logger
 from quire.platform.folders import cache_folder

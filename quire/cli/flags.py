@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from quire.cli.models.short_names import BUNDLED, created_model, resolve_name
 from quire.cli.parser import OPTION_DEST as _DEST
 from quire.cli.parser import HelpAll, MergeJson, Parser
-from quire.config import GROUPS, OPTIONS, TYPES, ConfigError, ServerConfig, canonical_name, read_option
+from quire.config.engine import GROUPS, OPTIONS, TYPES, ConfigError, ServerConfig, canonical_name, read_option
 from quire.messages.errors import error_text
 
 _HELP: dict[str, Any] = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from quire.checkpoints.created import CreatedModel, CreatedModels
 from quire.checkpoints.hub import bundled_model
 from quire.cli.flags import add_flags, engine_options
 from quire.cli.models.short_names import BUNDLED, listed_names, short_name_of
-from quire.config import ModelConfig
+from quire.config.engine import ModelConfig
 
 if TYPE_CHECKING:
     from quire.cli.models.cache import CachedModel

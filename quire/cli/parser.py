@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any, NoReturn
 
-from quire.options.vllm import FOREIGN, LISTS, SHORT_FLAGS
+from quire.config.vllm import FOREIGN, LISTS, SHORT_FLAGS
 
 OPTION_DEST = "option_"  # separates the options of config.py and of vLLM from a command's own arguments
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.flags import add_flags, add_log_level, engine_options
 from quire.cli.model import add_model_flag
-from quire.config import CacheConfig, ModelConfig, SchedulerConfig
+from quire.config.engine import CacheConfig, ModelConfig, SchedulerConfig
 from quire.platform.extras import install_command
 from quire.platform.limits import processors
 

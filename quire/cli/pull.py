@@ -14,7 +14,7 @@ from quire.cli.flags import add_flags, engine_options
 from quire.cli.model import complete_models
 from quire.cli.models.short_names import short_name_of
 from quire.cli.models.words import size_text
-from quire.config import ModelConfig
+from quire.config.engine import ModelConfig
 from quire.messages.errors import error_text
 
 HELP = "download a model, and say first how fast it would run here"

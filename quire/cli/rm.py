@@ -10,7 +10,7 @@ from quire.checkpoints.hub import split_kind
 from quire.cli.flags import add_flags, engine_options
 from quire.cli.models.short_names import BUNDLED, short_name_of, short_names
 from quire.cli.models.words import size_text
-from quire.config import ModelConfig
+from quire.config.engine import ModelConfig
 
 HELP = "delete models from the hub's cache"
 

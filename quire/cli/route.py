@@ -4,7 +4,7 @@ import argparse
 
 from quire.cli.flags import add_flags, add_log_level
 from quire.cli.serve import server_config
-from quire.config import ServerConfig
+from quire.config.engine import ServerConfig
 from quire.platform.extras import install_command
 
 HELP = "send the requests of clients to several servers of the same model"

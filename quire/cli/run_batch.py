@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from quire.cli.flags import add_engine_flags, add_flags, add_log_level, engine_options, server_options
 from quire.cli.model import add_model_flag
-from quire.config import EngineConfig, ServerConfig
+from quire.config.engine import EngineConfig, ServerConfig
 from quire.messages.errors import error_text
 from quire.observability.logging import configure_logging
 from quire.platform.folders import state_folder

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from quire.cli.flags import add_engine_flags, add_flags, add_log_level, engine_options, server_options
 from quire.cli.model import add_model
-from quire.config import ServerConfig
+from quire.config.engine import ServerConfig
 from quire.observability.logging import configure_logging, logger
 
 HELP = "serve a model with an OpenAI-compatible API"

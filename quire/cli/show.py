@@ -6,7 +6,7 @@ import json
 from quire.checkpoints.hub import local_model
 from quire.cli.flags import add_flags, engine_options
 from quire.cli.model import add_model
-from quire.config import ModelConfig
+from quire.config.engine import ModelConfig
 
 HELP = "describe a model, and estimate how fast it runs here"
 

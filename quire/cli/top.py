@@ -5,7 +5,7 @@ import os
 import sys
 from urllib.parse import urlsplit
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 
 HELP = "show in this terminal what a server does"
 

@@ -4,7 +4,7 @@ import ipaddress
 import os
 import socket
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.messages.errors import error_text
 
 

@@ -10,7 +10,7 @@ from quire.cluster.messages import BEAT_SECONDS, Beat, Join, Leave, Payload, Ref
 from quire.cluster.monitor import FailedHandshakes
 from quire.cluster.outbox import Outbox
 from quire.cluster.secret import ClusterSecret
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
 

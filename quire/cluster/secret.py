@@ -16,7 +16,7 @@ from typing import Any, Self
 import zmq
 from zmq.utils import z85
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.messages.errors import error_text
 
 LEAST_BYTES = 32

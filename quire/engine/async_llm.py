@@ -8,7 +8,7 @@ from contextlib import aclosing
 from secrets import token_hex
 from typing import Any, NamedTuple, get_args
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.engine.core_client import CoreClient, CoreState
 from quire.engine.frontend import Frontend
 from quire.engine.output_processor import DeltaReader, OutputProcessor

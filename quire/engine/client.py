@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.fingerprint import cache_fingerprint
 from quire.engine.machine import Machine

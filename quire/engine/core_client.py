@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from quire.cluster.secret import ClusterSecret
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.cores import Cores
 from quire.engine.router import Router, token_pieces
 from quire.messages import engine as messages

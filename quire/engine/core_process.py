@@ -19,7 +19,7 @@ import zmq
 
 from quire.cluster.addresses import interface_variables
 from quire.cluster.secret import MOST_MESSAGE_BYTES, Admission, ClusterSecret
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.engine.progress import Beats, Progress
 from quire.kv.tiers import MEMORY_VARIABLE
 from quire.messages import engine as messages

@@ -14,7 +14,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.core_process import JOURNAL, PATIENCE_SECONDS, core_address, run_core
 from quire.engine.progress import Watchdog
 from quire.engine.replica_group import LocalRendezvous, Rendezvous, ReplicaGroup

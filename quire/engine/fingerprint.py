@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from quire.checkpoints.metadata import hf_config
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 
 LAYOUT_VERSION = 1  # raise it when the meaning of a block's bytes changes
 

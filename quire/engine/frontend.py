@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from quire.checkpoints.hub import tokenizer_directory
 from quire.checkpoints.metadata import load_generation_config, load_tokenizer
-from quire.config import ConfigError, EngineConfig, ModelConfig
+from quire.config.declaration import imported
+from quire.config.engine import ConfigError, EngineConfig, ModelConfig
 from quire.engine.pooling import PoolingProcessor
 from quire.engine.processor import GGUF_CHAT_DEFAULTS, Processor, Prompt, PromptFields
 from quire.lora.files import find_adapter
@@ -14,7 +15,6 @@ from quire.messages.errors import error_text
 from quire.messages.lora import Adapter, LoRARequest
 from quire.models.description import describe
 from quire.models.spec import DecoderSpec
-from quire.options.declaration import imported
 from quire.parsing.reasoning import REASONING
 from quire.parsing.recognition import recognized
 from quire.parsing.suffixes import of_checkpoint

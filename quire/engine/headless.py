@@ -10,7 +10,7 @@ from quire.cluster.addresses import own_address, resolve
 from quire.cluster.messages import Join
 from quire.cluster.node import Node
 from quire.cluster.secret import ClusterSecret, tcp_address
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.engine.cores import Cores
 from quire.engine.replica_group import Rendezvous
 from quire.executor.agreement import facts, versions

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
+from quire.config.kv_events import KVEventOptions, of_rank
 from quire.kv.block_pool import HashedTokens
 from quire.kv.specs import ChunkedSpec, KVCacheSpec, LatentSpec, SlidingWindowSpec, StateSpec
 from quire.messages.errors import error_text
@@ -21,7 +22,6 @@ from quire.messages.kv_events import (
     KVEventBatch,
 )
 from quire.observability.logging import logger
-from quire.options.kv_events import KVEventOptions, of_rank
 
 MEDIUM = "GPU"
 _END = b""  # tells the publishing thread to end

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import structs
 from tqdm import tqdm
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.beam_search import BeamSearchOutput, beam_search
 from quire.engine.client import make_core
 from quire.engine.frontend import Frontend, Message

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.executor.choice import uses_gpu
 from quire.executor.threads import are_given
 from quire.models.description import ModelDescription

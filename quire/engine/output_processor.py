@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from quire.config import SchedulerConfig
+from quire.config.engine import SchedulerConfig
 from quire.engine.logprobs import LogprobUnpacker
 from quire.engine.processor import ProcessedRequest
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 
+from quire.config.kv_transfer import KVTransferOptions
 from quire.engine.transfer_params import offer, read_transfer
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.errors import error_text
@@ -17,7 +18,6 @@ from quire.messages.lora import Adapter
 from quire.messages.media import MediaItem
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured_outputs import ThinkingLimits
-from quire.options.kv_transfer import KVTransferOptions
 from quire.parsing.reasoning import ReasoningFormat
 from quire.text.long_texts import end_with
 from quire.text.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from quire.cluster.secret import ClusterSecret
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.executor.ray_cluster import Actors, RayCluster, portable, resources, unpacked, uses_gpus
 from quire.messages.errors import error_text
 from quire.observability.logging import LogOptions, configure_logging, log_options, logger

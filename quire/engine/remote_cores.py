@@ -11,7 +11,7 @@ import msgspec
 from quire.cluster.addresses import own_address, resolve
 from quire.cluster.head import Head, named
 from quire.cluster.secret import ClusterSecret
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.ray_cores import RayReplicas
 from quire.engine.replica_group import Rendezvous, ReplicaGroup
 from quire.executor.agreement import facts, versions

@@ -4,7 +4,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.kv.specs import KVCacheSize
 from quire.kv.tiers import MEMORY_VARIABLE, DiskTier, MemoryTier, SlotIndex, Tier, block_path, memory_slots
 from quire.messages.errors import error_text

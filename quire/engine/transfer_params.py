@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
+from quire.config.kv_transfer import KVTransferOptions
 from quire.messages.errors import error_text
 from quire.messages.transfers import TransferParams
-from quire.options.kv_transfer import KVTransferOptions
 
 _NAME = "kv_transfer_params"
 _LONGEST_ID = 256

@@ -12,7 +12,7 @@ from quire.cluster.addresses import interface_variables, own_address, resolve
 from quire.cluster.messages import Join
 from quire.cluster.node import Node
 from quire.cluster.secret import ClusterSecret, tcp_address
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.executor import messages
 from quire.executor.agreement import facts, versions
 from quire.executor.local_ranks import END_SECONDS, LocalRanks

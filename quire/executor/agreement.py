@@ -11,9 +11,9 @@ import msgspec
 from quire._version import __version__
 from quire.checkpoints.metadata import hf_config
 from quire.cluster.messages import PROTOCOL
-from quire.config import GROUPS, OPTIONS, EngineConfig
+from quire.config.cluster import ClusterConfig
+from quire.config.engine import GROUPS, OPTIONS, EngineConfig
 from quire.executor.messages import as_data
-from quire.options.cluster import ClusterConfig
 
 # Options that each machine has for itself. All others must be the same.
 _OWN = {

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.executor.base import Executor
 from quire.executor.multiproc import MultiprocExecutor
 from quire.executor.uniproc import UniprocExecutor

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.kv.specs import KVCacheSize
 from quire.messages.changes import Change, TrainerOrder
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quire.cluster.addresses import interface_variables
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.executor import messages
 from quire.executor.base import Executor
 from quire.executor.local_ranks import END_SECONDS, HOST, LocalRanks

@@ -7,7 +7,7 @@ import torch
 
 from quire.cluster.addresses import interface_variables, resolve
 from quire.cluster.secret import ClusterSecret
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.executor import messages
 from quire.executor.agreement import facts
 from quire.executor.local_ranks import LocalRanks

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from quire.checkpoints.hub import hub_name
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.executor import messages
 from quire.messages.errors import error_text
 from quire.models.heads.resolve import with_files

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cluster.secret import ClusterSecret
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.executor import messages
 from quire.executor.agreement import facts
 from quire.executor.multiproc import MultiprocExecutor

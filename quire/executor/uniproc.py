@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.executor.base import Executor
 from quire.messages.changes import Change, TrainerOrder
 from quire.messages.engine import RendezvousPlace

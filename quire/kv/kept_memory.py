@@ -4,7 +4,7 @@ import contextlib
 import os
 import weakref
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 
 
 class KeptMemory:

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.config.declaration import ConfigError
 from quire.layers.build import Builder
 from quire.layers.dispatch import Exchanged, OwnTokens, Routed, Sent
 from quire.messages.errors import error_text
-from quire.options.declaration import ConfigError
 from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Communicator
 

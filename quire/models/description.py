@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.checkpoints.metadata import hf_config
-from quire.config import ConfigError, ModelConfig
+from quire.config.engine import ConfigError, ModelConfig
 from quire.models.pooling import PoolingDescription, describe_pooling, is_pooling_model
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec, HfConfig

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from quire.checkpoints.formats.config import quantization_kind
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.layers.attention_spec import AttentionSpec
 from quire.layers.specs import MoESpec
 from quire.models.spec import DecoderSpec

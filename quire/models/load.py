@@ -19,7 +19,7 @@ from quire.checkpoints.mxfp4 import Mxfp4Checkpoint
 from quire.checkpoints.packed.cache import open_cache
 from quire.checkpoints.rwkv import PACKED, RwkvCheckpoint
 from quire.checkpoints.weights import Checkpoint, load_dummy, load_weights, open_checkpoint, parts_of
-from quire.config import ConfigError, EngineConfig, ModelConfig
+from quire.config.engine import ConfigError, EngineConfig, ModelConfig
 from quire.layers.build import Builder
 from quire.layers.deep_ep import open_buffer
 from quire.layers.linear import LinearMethod

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.checkpoints.sentence_transformers import ACTIVATIONS, SentenceTransformer, read_sentence_transformer
-from quire.config import ConfigError, ModelConfig
+from quire.config.engine import ConfigError, ModelConfig
 from quire.layers.specs import DenseSpec, NormSpec, PoolerSpec, Pooling
 from quire.models.spec import DecoderSpec, HfConfig
 

@@ -2,7 +2,7 @@
 
 from itertools import accumulate
 
-from quire.config import ConfigError, ParallelConfig
+from quire.config.engine import ConfigError, ParallelConfig
 from quire.layers.build import Builder, Outline
 from quire.models.decoder import Decoder
 from quire.models.spec import DecoderSpec

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from quire.config.multimodal import MOST_FRAMES
 from quire.multimodal.pictures import MediaError, check_frames
 from quire.multimodal.preprocessing import Array
-from quire.options.multimodal import MOST_FRAMES
 from quire.platform.extras import install_command
 
 NAMES = "MP4, WebM, AVI, M4A"

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
+from quire.config.multimodal import MOST_GIVEN_FRAMES, MultiModalConfig
 from quire.messages.errors import error_text
 from quire.multimodal.decoding import Encoded
 from quire.multimodal.fetch import MOST_BYTES, fetch
 from quire.multimodal.pictures import MediaError, picture
-from quire.options.multimodal import MOST_GIVEN_FRAMES, MultiModalConfig
 
 # By the type of a part: the modality. The field that says where it is has the name of the type, or of _FIELDS.
 PARTS = {

@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 from PIL import Image
 
+from quire.config.multimodal import MediaIO
 from quire.multimodal.containers import container_of, decode_video
 from quire.multimodal.families.base import Frames, Prepared
 from quire.multimodal.pictures import MediaError, decode, decode_frames, decode_single_frames
 from quire.multimodal.sounds import decode_sound
-from quire.options.multimodal import MediaIO
 from quire.platform.untrusted.limits import MIB, LimitExceededError, Limits
 
 if TYPE_CHECKING:

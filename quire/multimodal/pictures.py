@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from quire.options.multimodal import MOST_FRAMES, MOST_GIVEN_FRAMES
+from quire.config.multimodal import MOST_FRAMES, MOST_GIVEN_FRAMES
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MOST_PIXELS = 64_000_000  # of one picture: 256 MB while it is decoded

@@ -16,6 +16,8 @@ import numpy as np
 from PIL import Image
 
 from quire.checkpoints.metadata import load_generation_config
+from quire.config.declaration import ConfigError
+from quire.config.multimodal import MOST_GIVEN_FRAMES, MultiModalConfig
 from quire.messages.errors import error_text
 from quire.messages.media import Buffer, EncoderLimits, MediaItem, MediaPlace
 from quire.multimodal.content import MediaPart, Sources, split_content
@@ -30,8 +32,6 @@ from quire.multimodal.preprocessing import read_settings
 from quire.multimodal.sounds import sound
 from quire.multimodal.spec import MediaSpec
 from quire.multimodal.speech import Speech
-from quire.options.declaration import ConfigError
-from quire.options.multimodal import MOST_GIVEN_FRAMES, MultiModalConfig
 from quire.text.tokenizer import Tokenizer
 
 MOST_ITEMS = 999  # of a modality in a prompt, unless limit_mm_per_prompt says otherwise, as in vLLM

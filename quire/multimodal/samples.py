@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from quire.config.multimodal import MultiModalConfig
 from quire.messages.media import Buffer, EncoderLimits, MediaItem, MediaPlace
 from quire.multimodal.families.base import Family, Frames, Prepared
 from quire.multimodal.preprocessing import read_settings
 from quire.multimodal.processor import buffers, load_family
 from quire.multimodal.spec import MediaSpec
-from quire.options.multimodal import MultiModalConfig
 
 SIDES = (4096, 2048, 1024, 512, 256, 64)  # of pictures; processors make those that are too large smaller
 FRAMES = (32, 8, 2)

@@ -18,7 +18,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from quire.config import ParallelConfig
+from quire.config.engine import ParallelConfig
 
 # For each kind of group, the axes along which the ranks of a group differ. Experts (ep) are distributed over all ranks
 # that hold the same layers. All ranks of a replica run the same steps. The groups dcp are parts of the groups tp.

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
-from quire.config import ConfigError
-from quire.options.declaration import at_least, check_seconds
-from quire.options.kv_events import is_endpoint
-from quire.options.kv_transfer import KVTransferOptions
+from quire.config.declaration import at_least, check_seconds
+from quire.config.engine import ConfigError
+from quire.config.kv_events import is_endpoint
+from quire.config.kv_transfer import KVTransferOptions
 
 Policy = Literal["least-loaded", "prefix", "cached", "round-robin"]
 

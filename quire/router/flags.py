@@ -4,7 +4,7 @@ import argparse
 from dataclasses import fields
 from typing import Any, get_args
 
-from quire.options.kv_transfer import KVTransferOptions
+from quire.config.kv_transfer import KVTransferOptions
 from quire.router.config import Policy, RouteConfig
 
 _DEFAULTS = {field.name: field.default for field in fields(RouteConfig)}

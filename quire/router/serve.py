@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 
-from quire.config import ServerConfig
+from quire.config.engine import ServerConfig
 from quire.observability.logging import logger
 from quire.router.bodies import Bodies
 from quire.router.client import connect

@@ -32,11 +32,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.declaration import imported
+from quire.config.engine import ConfigError, EngineConfig
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest
 from quire.ops.memory import upload
-from quire.options.declaration import imported
 from quire.sampling.batch_state import BatchState
 
 Ints = npt.NDArray[np.int64]

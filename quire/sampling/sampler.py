@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.ops import Kernels
 from quire.ops.memory import upload
 from quire.ops.reference.sampling import scale

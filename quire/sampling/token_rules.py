@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.messages.step import NewRequest
 from quire.sampling.logits_processors import LogitsProcessor, SamplingPlaces
 

@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Sequence
 
+from quire.config.declaration import ConfigError
+from quire.config.kv_compression import KVCompressionOptions
 from quire.kv.manager import KVCacheManager
 from quire.messages.step import SchedulerOutput
-from quire.options.declaration import ConfigError
-from quire.options.kv_compression import KVCompressionOptions
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request import Request
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import PlainTextResponse, Response
 
-from quire.config import ConfigError, ServerConfig
+from quire.config.engine import ConfigError, ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.messages.errors import error_text
 from quire.messages.lora import Adapter, LoRARequest

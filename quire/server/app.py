@@ -9,7 +9,7 @@ from fastapi_swagger import patch_fastapi
 from starlette.middleware.cors import CORSMiddleware
 
 from quire._version import __version__
-from quire.config import ConfigError, ServerConfig
+from quire.config.engine import ConfigError, ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.frontend import chosen_parser
 from quire.observability.logging import logger

@@ -11,7 +11,7 @@ from starlette.types import Message
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from quire.config import ServerConfig
+from quire.config.engine import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.core_client import CoreClient
 from quire.observability.logging import logger

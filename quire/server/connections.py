@@ -12,7 +12,7 @@ import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from quire.options.http import HttpLimits
+from quire.config.http import HttpLimits
 
 if TYPE_CHECKING:
     _Base = H11Protocol

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from quire.config import ServerConfig
+from quire.config.engine import ServerConfig
 from quire.observability.logging import logger
 from quire.platform.termination import end_if_told, end_signals
 from quire.server.connections import limited_protocol

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
-from quire.config import ServerConfig
+from quire.config.engine import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.processor import ProcessedRequest, Prompt, PromptFields
 from quire.messages.outputs import CompletionOutput, RequestOutput

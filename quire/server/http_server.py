@@ -7,7 +7,7 @@ from types import FrameType
 
 from fastapi import FastAPI
 
-from quire.config import ServerConfig
+from quire.config.engine import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.core_client import CoreClient, CoreState
 from quire.observability.logging import logger

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from quire.config import ServerConfig
+from quire.config.engine import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.messages.errors import error_text
 from quire.observability.logging import logger

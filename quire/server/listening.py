@@ -10,7 +10,7 @@ import ssl
 import stat
 from collections.abc import Callable
 
-from quire.config import ConfigError, ServerConfig
+from quire.config.engine import ConfigError, ServerConfig
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.config import ConfigError
-from quire.options.declaration import imported
+from quire.config.declaration import imported
+from quire.config.engine import ConfigError
 from quire.server.errors import ApiError, error_response, path_in
 
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")  # need no API key: for probes and scrapers

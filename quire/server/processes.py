@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from quire.config import ConfigError, EngineConfig, ServerConfig
+from quire.config.engine import ConfigError, EngineConfig, ServerConfig
 from quire.engine.core_client import CoreClient
 from quire.engine.cores import MAX_FAILED_STARTS, Cores
 from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreUp

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from quire.config import ServerConfig
+from quire.config.engine import ServerConfig
 from quire.engine.processor import ProcessedRequest
 from quire.messages.outputs import RequestOutput
 from quire.observability.logging import logger, printable

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.config import ConfigError, ServerConfig
+from quire.config.engine import ConfigError, ServerConfig
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
 from quire.platform.extras import install_command

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from quire.config import ServerConfig
+from quire.config.engine import ServerConfig
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
 from quire.server.bodies import HeldBody

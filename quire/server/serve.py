@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from quire.config import ConfigError, EngineConfig, ServerConfig
+from quire.config.engine import ConfigError, EngineConfig, ServerConfig
 from quire.engine.core_client import CoreClient, start_cores
 from quire.models.heads.resolve import with_files
 from quire.server.listening import listening_socket, raise_descriptor_limit

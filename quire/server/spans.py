@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import Scope
 
 from quire._version import __version__
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.observability.logging import logger
 
 FLUSH_SECONDS = 5.0  # that the end of the process may take for spans that were not sent yet

@@ -6,7 +6,7 @@ Also under the names that vLLM gives them. No text of a prompt or an answer is i
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.platform.extras import install_command
 
 if TYPE_CHECKING:

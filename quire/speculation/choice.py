@@ -1,7 +1,7 @@
 """Makes the proposer that the options choose."""
 
-from quire.options.declaration import imported
-from quire.options.speculative import SpeculativeOptions
+from quire.config.declaration import imported
+from quire.config.speculative import SpeculativeOptions
 from quire.speculation.proposer import Proposer
 from quire.speculation.suffix import SuffixOptions, SuffixProposer
 

@@ -21,7 +21,7 @@ _BACKENDS = {
 
 def check_backend(options: Mapping[str, Any]) -> None:
     """Raises ConfigError if the package of the chosen back end is not installed."""
-    from quire.config import ConfigError  # here, since worker processes load back ends, too
+    from quire.config.engine import ConfigError  # here, since worker processes load back ends, too
 
     name = _name(options)
     package = _BACKENDS[name][0]

@@ -10,7 +10,7 @@ import msgspec
 
 from quire.checkpoints.metadata import hf_config
 from quire.cluster.secret import ClusterSecret
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.executor.agreement import weights_digest
 from quire.kv.manager import Holder, KVCacheManager
 from quire.kv.specs import KVCacheSize

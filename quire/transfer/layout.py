@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire.config.declaration import ConfigError
 from quire.layers.attention_spec import AttentionSpec, HeadShare
-from quire.options.declaration import ConfigError
 
 if TYPE_CHECKING:
     from quire.attention.base import AttentionBackend

@@ -20,7 +20,7 @@ import zmq
 from quire.cluster.monitor import FailedHandshakes
 from quire.cluster.outbox import Outbox
 from quire.cluster.secret import Admission, ClusterSecret
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
 from quire.transfer.core_messages import Beat, BeatBack, Drop, Fetch, Gone, Offer, ToConsumer, ToProducer

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from quire.attention.base import AttentionBackend
 from quire.cluster.secret import ClusterSecret
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
+from quire.config.kv_transfer import CONNECTORS
 from quire.kv.specs import KVCacheSize
 from quire.messages.errors import error_text
 from quire.models.description import describe
-from quire.options.kv_transfer import CONNECTORS
 from quire.parallel.mesh import Mesh
 from quire.transfer.layout import rank_layout
 from quire.transfer.nixl_reads import NixlMemory

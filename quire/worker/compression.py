@@ -24,7 +24,8 @@ from torch import Tensor
 
 from quire.attention.by_head import AttentionByHead, EndingText, HeadLayout
 from quire.attention.eviction import METHODS
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
+from quire.config.kv_compression import KVCompressionOptions
 from quire.layers.attention_spec import AttentionSpec
 from quire.layers.forward_state import pick
 from quire.layers.step_inputs import Array, StepInputs, StepSize
@@ -33,7 +34,6 @@ from quire.models.model import Model
 from quire.models.spec import DecoderSpec
 from quire.ops import Kernels
 from quire.ops.memory import upload
-from quire.options.kv_compression import KVCompressionOptions
 from quire.worker.device import Device
 from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch

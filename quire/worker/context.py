@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.attention.context import ContextAttention
 from quire.attention.headwise import HeadwiseAttention
 from quire.attention.stripes import StripedAttention
-from quire.config import ConfigError, ParallelConfig
+from quire.config.engine import ConfigError, ParallelConfig
 from quire.kv.specs import StateShape
 from quire.layers.attention_spec import CacheShape
 from quire.layers.step_inputs import StepInputs

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.layers.step_inputs import Array
 from quire.parallel.mesh import Mesh
 

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.config import ParallelConfig
+from quire.config.engine import ParallelConfig
+from quire.config.experts import BalanceOptions
 from quire.layers.dispatch import DealtExperts
 from quire.layers.moe import MoE
 from quire.models.decoder import Decoder
 from quire.models.model import Model
 from quire.observability.logging import logger
-from quire.options.experts import BalanceOptions
 from quire.parallel.experts import balanced_slots, loads_of_ranks
 
 

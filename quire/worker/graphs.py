@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import CacheBackend
+from quire.config.kernels import KernelConfig
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.step_inputs import StepInputs, StepSize
 from quire.messages.errors import error_text
 from quire.models.model import Model
 from quire.observability.logging import logger
 from quire.ops.cpu.recording import Arena, Recording
-from quire.options.kernels import KernelConfig
 from quire.parallel.pipeline import Pipe
 from quire.worker.forward import Forward
 from quire.worker.staging import Staging

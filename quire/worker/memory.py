@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.layers.step_inputs import StepSize
 from quire.messages.media import EncoderLimits
 from quire.worker.runner import Runner

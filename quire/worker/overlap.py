@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import CacheBackend
-from quire.config import ParallelConfig
+from quire.config.engine import ParallelConfig
 from quire.layers.forward_state import pick
 from quire.layers.step_inputs import StepInputs, StepSize
 from quire.models.model import Model

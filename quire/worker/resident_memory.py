@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from quire.checkpoints.weights import Checkpoint
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.layers.lora import AdapterSlots, LowRank
 from quire.messages.changes import MemoryChange, ReadWeights, Sleep, TakeWeights, TrainerOrder, WakeUp
 from quire.models.description import describe

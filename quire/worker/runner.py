@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.layers.step_inputs import StepInputs, StepSize
 from quire.lora.store import AdapterStore
 from quire.messages.errors import error_text

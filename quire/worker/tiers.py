@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.attention.base import CacheBackend
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.kv.specs import KVCacheSize
 from quire.kv.tiers import MEMORY_VARIABLE, memory_slots
 from quire.messages.errors import error_text

@@ -17,7 +17,7 @@ from quire.attention.cross import across
 from quire.attention.selection import choose_backend
 from quire.attention.sparse import SparseAttention
 from quire.attention.states import StateBackend, matching_block_size
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.kv.specs import KVCacheSize, StateShape
 from quire.layers.attention_spec import CacheShape
 from quire.layers.lora import AdapterSlots

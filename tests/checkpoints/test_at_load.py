@@ -10,7 +10,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.checkpoints.formats.scheme import QuantizedWeight
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.layers.experts import SeparateExperts
 from quire.layers.linear import DenseWeight
 from quire.ops.reference.quantized import QuantizedMatrix

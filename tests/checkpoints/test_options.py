@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from quire.config import ConfigError, EngineConfig
-from quire.options.declaration import parse_size
+from quire.config.declaration import parse_size
+from quire.config.engine import ConfigError, EngineConfig
 from support.checkpoints import MAX_POSITIONS, Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of
 

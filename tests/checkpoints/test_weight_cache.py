@@ -20,7 +20,7 @@ import quire.checkpoints.packed.cache
 from quire.checkpoints.packed import packed_file
 from quire.checkpoints.packed.folder import NoRoomError, WeightFolder
 from quire.checkpoints.packed.forms import FormError, decode, encode
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.llm import LLM
 from quire.ops.cpu.build import library
 from quire.platform.folders import cache_folder

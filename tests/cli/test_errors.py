@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from quire.cli.main import main
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 
 
 @pytest.mark.sampled(3)

@@ -10,7 +10,7 @@ import pytest
 
 from quire.cli.flags import engine_options, server_options
 from quire.cli.main import build_parser
-from quire.config import OPTIONS, ConfigError, EngineConfig, ServerConfig
+from quire.config.engine import OPTIONS, ConfigError, EngineConfig, ServerConfig
 
 
 def parse(*argv: str) -> argparse.Namespace:

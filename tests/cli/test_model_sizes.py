@@ -15,7 +15,7 @@ from quire.checkpoints.metadata import hf_config
 from quire.cli.models.estimate import estimates
 from quire.cli.models.facts import facts_of
 from quire.cli.models.machine import Machine, this_machine
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.models.decoder import Decoder
 from quire.models.load import load_model
 from quire.models.registry import spec_of

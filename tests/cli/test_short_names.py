@@ -11,7 +11,7 @@ import pytest
 from quire.cli.flags import engine_options, server_options
 from quire.cli.main import build_parser, main
 from quire.cli.models.short_names import _families, listed_names, resolve_name, short_name_of, short_names
-from quire.config import ServerConfig
+from quire.config.engine import ServerConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 BEGIN, END = "<!-- written by tests/cli/test_short_names.py --write -->\n", "<!-- end -->"

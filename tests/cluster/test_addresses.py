@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.cluster.addresses import interface_of, interface_variables, own_address, resolve
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 
 
 def test_the_way_to_this_machine_is_the_loopback_device():

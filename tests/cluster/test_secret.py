@@ -17,7 +17,7 @@ from zmq.utils import z85
 
 from quire.cluster import secret as secrets
 from quire.cluster.secret import Admission, ClusterSecret
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from support.waiting import LONGEST
 
 SECRET = ClusterSecret(bytes(range(32)))

@@ -16,7 +16,7 @@ from quire.cluster import head as heads
 from quire.cluster import node as nodes
 from quire.cluster.messages import Add, Answer, Beat, Delete, Get, Has, Leave, Payload, Put, ToNode
 from quire.cluster.secret import ClusterSecret
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from support.cluster import FACTS, SECRET, joining, listening
 from support.server import eventually
 from support.waiting import LONGEST

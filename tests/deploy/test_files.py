@@ -15,7 +15,7 @@ import yaml
 from quire.cli.flags import engine_options
 from quire.cli.main import COMMANDS, build_parser
 from quire.cli.serve import server_config
-from quire.config import ServerConfig
+from quire.config.engine import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.engine.llm import LLM
 from support.checkpoints import Checkpoints
 from support.claims import TESTS, Parts, by_tests

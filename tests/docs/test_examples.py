@@ -18,7 +18,7 @@ import yaml
 from quire.cli.flags import engine_options, server_options
 from quire.cli.main import COMMANDS as COMMAND_NAMES
 from quire.cli.main import build_parser
-from quire.config import EngineConfig, ServerConfig
+from quire.config.engine import EngineConfig, ServerConfig
 from support.documents import GUIDES, ROOT, Block, Command, blocks, commands, write_files
 
 LANGUAGES = {"bash", "python", "json", "yaml", "toml", "ini", "promql", "text", "dockerfile"}

@@ -10,7 +10,7 @@ import yaml
 
 from quire.cli.flags import engine_options, server_options
 from quire.cli.main import build_parser
-from quire.config import EngineConfig, ServerConfig
+from quire.config.engine import EngineConfig, ServerConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

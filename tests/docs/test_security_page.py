@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.config import SchedulerConfig, ServerConfig
+from quire.config.engine import SchedulerConfig, ServerConfig
 from support.documents import ROOT
 
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "s": 1}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.checkpoints.hub import bundled_model
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
 from support.engines import assert_preempted, generate, make_llm, teacher_forced_logits, tokens_of

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from quire import LLM, SamplingParams
 from quire.checkpoints.hub import bundled_model
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from support.server_process import Server
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config import ConfigError, ServerConfig
+from quire.config.engine import ConfigError, ServerConfig
 from quire.server.listening import listening_socket
 from support.server_process import Server
 from support.waiting import LONGEST

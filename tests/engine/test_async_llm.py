@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.core import EngineDeadError
 from quire.engine.core_client import CoreState

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.engine.frontend import chosen_parser
 from quire.parsing.calls import ToolFormat, json_calls
 from quire.parsing.formats import TOOLS

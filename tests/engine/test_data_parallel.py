@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine import client, cores
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.core_client import CoreState

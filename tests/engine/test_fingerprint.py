@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from quire.checkpoints.hub import bundled_model
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.engine.fingerprint import cache_fingerprint
 
 SCRIPT = """
 import sys
 from pathlib import Path
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.engine.fingerprint import cache_fingerprint
 print(cache_fingerprint(EngineConfig.create(model=sys.argv[1]), Path(sys.argv[1]), "cpu, bfloat16"))
 """

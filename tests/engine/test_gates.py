@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.engine.client import make_core
 from quire.engine.core import EngineCore
 from quire.engine.core_process import _serve

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import zmq
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
+from quire.config.kv_events import KVEventOptions, of_rank
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.kv_events import KVEventPublisher
 from quire.engine.llm import LLM
 from quire.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from quire.messages.sampling_params import SamplingParams
-from quire.options.kv_events import KVEventOptions, of_rank
 from support.client_environment import client_python
 from support.kv_router import END, RouterView, Subscriber
 from support.waiting import LONGEST, eventually

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.checkpoints.hub import bundled_model
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.engine.frontend import Frontend
 from quire.engine.processor import CUT_MARGIN, Processor, PromptTooLongError
 from quire.messages.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine import machine
 from quire.engine.client import scheduler_limits
 from quire.engine.machine import IdleMeasurement, Machine

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire import LLM, PoolingParams
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from support.checkpoints import byte_level_tokenizer
 from support.minilm import minilm
 

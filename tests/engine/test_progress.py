@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.progress import Beats, Progress, Watchdog
 from quire.messages.changes import Pause, Resume
 from quire.messages.engine import Heartbeat

@@ -15,7 +15,7 @@ import zmq
 
 from quire.checkpoints.hub import bundled_model
 from quire.cluster.secret import Admission
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine import remote_cores
 from quire.engine.core_client import CoreClient, CoreState
 from quire.engine.remote_cores import RemoteCores

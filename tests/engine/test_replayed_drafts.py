@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from quire.config.speculative import SpeculativeOptions
 from quire.messages.sampling_params import SamplingParams
-from quire.options.speculative import SpeculativeOptions
 from quire.worker.drafters.replay import ReplayedCounts
 from support.checkpoints import Checkpoints
 from support.engines import generate, make_llm, runner_of, tokens_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.llm import LLM
 from quire.engine.output_processor import DeltaReader
 from quire.messages.outputs import CompletionOutput, Logprob, RequestOutput

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.engine.async_llm import AsyncLLM
 from quire.messages.engine import RendezvousPlace
 from quire.messages.outputs import RequestOutput

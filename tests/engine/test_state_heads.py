@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from quire import LLM, SamplingParams
 from quire.checkpoints.hub import bundled_model
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 
 HEADS, PROMPTS = 3, ["Tom has a cat. The cat likes", "Once there was a"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.checkpoints.hub import model_directory
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.engine.frontend import Frontend
 from quire.engine.processor import Processor
 from quire.messages.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.engine.llm import LLM
 from quire.kv.tiers import SlotIndex, memory_slots, rank_region
 from quire.messages.sampling_params import SamplingParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.engine.llm import LLM
 from support.engines import GREEDY, generate, make_llm
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.core_client import LONG_RUN, MAX_LOSSES, CoreClient, _Unfinished
 from quire.engine.trials import read_journal

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.executor.agreement import facts, versions, weights_digest
 from support.faults import Faults
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.executor import link as links
 from quire.executor.link import Link
 from quire.executor.messages import Order, Start, encode

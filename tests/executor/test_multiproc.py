@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.engine.core import EngineDeadError
 from quire.engine.llm import LLM
 from quire.executor import rank

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.executor.link import Link
 from quire.executor.messages import Broken, Hello, Ready, Reply, Result, Sample, Start, Submit, encode
 from quire.observability.logging import LogOptions

@@ -10,7 +10,7 @@ import torch
 from test_moe import CASES, EXPERTS, HIDDEN, NAMES, SIZE, TOP_K, X
 from torch import Tensor
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.layers.build import Builder
 from quire.layers.deep_ep import open_buffer
 from quire.layers.dispatch import DealtExperts

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.engine.llm import LLM
 from quire.executor.multiproc import MultiprocExecutor
 from quire.lora import LoRARequest

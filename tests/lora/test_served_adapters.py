@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.engine.llm import LLM
 from quire.lora import LoRARequest
 from quire.messages.sampling_params import SamplingParams

@@ -16,7 +16,7 @@ from test_encoders import saved as encoder_checkpoint
 
 from quire.attention.headwise import HeadwiseAttention
 from quire.attention.stripes import StripedAttention
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
 from quire.messages.engine import EngineCoreRequest

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire import LLM, PoolingParams
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from support.checkpoints import byte_level_tokenizer
 
 VOCAB = 320

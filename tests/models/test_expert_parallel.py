@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from test_tensor_parallel import RankedExecutor
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.client import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.messages.engine import EngineCoreRequest

@@ -11,12 +11,12 @@ import pytest
 from test_tensor_parallel import RankedExecutor
 
 from quire.attention.eviction import METHODS
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
+from quire.config.kv_compression import KVCompressionOptions
 from quire.engine.client import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
-from quire.options.kv_compression import KVCompressionOptions
 from quire.scheduler.compression import Compression
 from quire.scheduler.scheduler import Scheduler
 from support.checkpoints import Checkpoints

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
 from quire.lora.files import LoRARequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.engine.llm import LLM
 from quire.kv.specs import StateSpec
 from quire.messages.sampling_params import SamplingParams

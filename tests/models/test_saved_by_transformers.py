@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.checkpoints.metadata import hf_config
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.models.load import load_model
 from quire.models.registry import ARCHITECTURES, spec_of
 from quire.parallel.mesh import Mesh

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
 from quire.parallel.mesh import open_meeting
@@ -152,7 +152,7 @@ import os, sys
 from dataclasses import replace
 from pathlib import Path
 import torch
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.ops.cpu.shared_sums import with_shared_sums
 from quire.parallel.mesh import join
 from quire.parallel.sizes import MeshSizes

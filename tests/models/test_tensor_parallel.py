@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.engine.client import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor

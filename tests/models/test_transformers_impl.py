@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.checkpoints.errors import WeightError
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.kv.specs import FullAttentionSpec, SlidingWindowSpec
 from quire.models.registry import ARCHITECTURES
 from support.checkpoints import write_checkpoint
@@ -274,6 +274,6 @@ def test_vllm_is_another_word_for_quire():
 
 
 def test_without_transformers_the_error_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr("quire.options.transformers.find_spec", lambda name: None)
+    monkeypatch.setattr("quire.config.transformers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install .*\[transformers\]"):
         EngineConfig.create(model_impl="transformers")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.engine.llm import LLM
 from quire.layers.attention_spec import Buckets
 from quire.messages.sampling_params import SamplingParams

@@ -7,10 +7,10 @@ import io
 import pytest
 from PIL import Image
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
+from quire.config.multimodal import MediaIO, MultiModalConfig
 from quire.multimodal.decoding import Encoded
 from quire.multimodal.pictures import MediaError
-from quire.options.multimodal import MediaIO, MultiModalConfig
 from support.engines import make_llm
 from support.seeing import picture
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from quire.checkpoints.hub import local_model
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.frontend import Frontend
 from quire.multimodal.processor import load_family
 from quire.multimodal.spec import MediaSpec

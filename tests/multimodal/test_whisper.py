@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.engine.llm import LLM
 from quire.kv.specs import CrossAttentionSpec
 from quire.messages.sampling_params import SamplingParams

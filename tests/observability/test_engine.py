@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
+from quire.config.metrics import FAMILIES
 from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
 from quire.observability import engine, throughput
 from quire.observability.engine import EngineMetrics
 from quire.observability.exposition import SHARED_FOLDER
-from quire.options.metrics import FAMILIES
 from support.clock import Clock
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"

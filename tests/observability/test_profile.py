@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
+from quire.config.profiler import ProfilerConfig as Options
 from quire.engine.core import EngineDeadError
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
 from quire.observability.profiling import ProfilerConfig
-from quire.options.profiler import ProfilerConfig as Options
 from support.checkpoints import Checkpoints
 from support.engines import make_llm
 

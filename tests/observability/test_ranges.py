@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.engine.llm import LLM
 
 PROGRAM = """

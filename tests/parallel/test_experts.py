@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.parallel.experts import ExpertRanks, balanced_slots, loads_of_ranks
 from quire.parallel.mesh import Communicator
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.checkpoints.metadata import hf_config
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.models.load import load_model
 from quire.models.registry import spec_of
 from quire.ops import OPS

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from quire.router.call import Call
 from quire.router.config import RouteConfig

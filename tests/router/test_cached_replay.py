@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import zmq
 
+from quire.config.kv_events import KVEventOptions, of_rank
 from quire.engine.kv_events import KVEventPublisher
 from quire.messages.kv_events import END_OF_REPLAY, AllBlocksCleared, BlockStored, KVEventBatch
-from quire.options.kv_events import KVEventOptions, of_rank
 from quire.router import prefix_index as cached
 from quire.router.call import Call
 from quire.router.prefix_index import CachedPrefixes, listen

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.router.call import MAX_PIECES, PIECE, Call, text_pieces
 from quire.router.config import PrefillServer, RouteConfig
 from quire.router.fleet import Backend, Fleet, Visit

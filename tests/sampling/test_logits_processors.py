@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.kv.specs import attention_spec
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest

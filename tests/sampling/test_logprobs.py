@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.engine.logprobs import LogprobUnpacker
 from quire.kv.specs import attention_spec
 from quire.messages.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.ops import OPS, Kernels, Target
 from quire.ops.cpu.build import library
 from quire.ops.reference.drafts import draft_seeds

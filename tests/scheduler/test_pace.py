@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_scheduler import answer, make_request
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.kv.specs import CacheEntry, FullAttentionSpec
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.pace import Pace

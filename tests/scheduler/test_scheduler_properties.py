@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from quire.config.kv_compression import KVCompressionOptions
 from quire.engine.kv_events import KVEvents
 from quire.engine.pause import PauseGate
 from quire.kv.block_pool import HashedTokens
@@ -32,7 +33,6 @@ from quire.messages.engine import EngineCoreRequest, FinishReason
 from quire.messages.kv_events import KVCacheEvent, KVEventBatch
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
-from quire.options.kv_compression import KVCompressionOptions
 from quire.scheduler.compression import Compression
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request import Request, Status

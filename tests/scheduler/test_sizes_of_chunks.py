@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.client import scheduler_limits
 from quire.kv.specs import attention_spec
 from quire.messages.engine import EngineCoreRequest

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from quire.checkpoints.config_fields import checked
 from quire.checkpoints.hub import bundled_model
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.models.description import describe
 from quire.models.registry import spec_of
 

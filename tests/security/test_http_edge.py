@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from quire.config import ConfigError, ServerConfig
+from quire.config.engine import ConfigError, ServerConfig
 from quire.server.warning_limit import WarningLimit
 from support.attack_variants import heads
 from support.attacks import Witness, steady_memory, witness_of

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from quire.checkpoints.hub import bundled_model
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.server.batch import _fields
 from support.attacks import body, steady_memory, witness
 from support.server import Host, Service, eventually

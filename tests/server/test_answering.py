@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from support.chats import WEATHER, calls_of, message_of
 from support.dictation import Dictation
 from support.server import Host, Service

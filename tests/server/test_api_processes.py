@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from quire.config import ConfigError, ServerConfig
+from quire.config.engine import ConfigError, ServerConfig
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
 from quire.server.processes import ApiProcesses

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.checkpoints.hub import bundled_model
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.frontend import Frontend
 from quire.models.heads.resolve import with_files
 from quire.server.protocol import ChatRequest

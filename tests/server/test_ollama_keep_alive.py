@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from quire.config import ServerConfig
+from quire.config.engine import ServerConfig
 from quire.server.keep_alive import KeepAlive
 from quire.server.ollama.bodies import seconds_of
 from support.server import Host, Service, eventually

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire.config import ConfigError, ServerConfig
+from quire.config.engine import ConfigError, ServerConfig
 from quire.messages.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from quire.server.request_log import MAX_PARAMETERS, RequestLog, Summary
 from support.server import Answer, Host, Service, eventually

@@ -20,7 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from quire.config import ConfigError, ServerConfig
+from quire.config.engine import ConfigError, ServerConfig
 from quire.server.response_store import (
     ROW_BYTES,
     Database,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.config import ConfigError, ServerConfig
+from quire.config.engine import ConfigError, ServerConfig
 from quire.server.app import create_app
 from support.server import Host, Service
 

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.platform.extras import install_command
 from support.chats import WEATHER
 from support.dictation import CALLS

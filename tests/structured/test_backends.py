@@ -12,7 +12,7 @@ import pytest
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.checkpoints.hub import bundled_model
 from quire.checkpoints.metadata import load_tokenizer
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.structured import backends
 from quire.structured.backends import check_backend, load_backend
 from quire.structured.constraint import Constraint

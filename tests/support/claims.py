@@ -1,6 +1,6 @@
 """Checks of what the documents and the tables of options say about the engine.
 
-A claim is a name (of reasons in quire/options/*.toml) or a sentence (of a document). Its check runs what the claim is
+A claim is a name (of reasons in quire/config/*.toml) or a sentence (of a document). Its check runs what the claim is
 about on the engines of `Parts`, which all checks share, or names the tests that do.
 """
 

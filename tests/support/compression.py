@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.config.kv_compression import KVCompressionOptions
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
-from quire.options.kv_compression import KVCompressionOptions
 from quire.worker.model_runner import ModelRunner
 
 BLOCK_SIZE = 16

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.messages.step import NewRequest
 from quire.sampling.logits_processors import LogitsProcessor, SamplingPlaces
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 from quire.attention.headwise import HeadwiseAttention
 from quire.attention.stripes import StripedAttention
-from quire.config import ConfigError, EngineConfig, ModelConfig
+from quire.config.engine import ConfigError, EngineConfig, ModelConfig
 from quire.engine.llm import LLM
 from quire.models.description import describe
 from quire.parallel.mesh import Communicator

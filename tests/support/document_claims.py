@@ -14,7 +14,7 @@ import pytest
 import quire.demo
 from quire.checkpoints.formats.config import quantization_method
 from quire.cli.main import build_parser
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.worker.disk_store import prepare_folder
 from quire.worker.resident_memory import ResidentMemory
 from support.claims import Checks, Parts

@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.config.speculative import SpeculativeOptions
 from quire.engine.llm import LLM
 from quire.messages.step import NewRequest, TokenEdits
-from quire.options.speculative import SpeculativeOptions
 from quire.worker.drafters.drafter import Drafter
 from quire.worker.drafters.step import SampledStep
 from quire.worker.model_runner import ModelRunner

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from quire.config import ServerConfig
+from quire.config.engine import ServerConfig
 from quire.server.connections import limited_protocol
 from quire.server.draining import DrainingServer
 from support.waiting import LONGEST, eventually

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
 from quire.executor.uniproc import UniprocExecutor

@@ -15,7 +15,8 @@ import quire.demo
 from quire.attention.states import StateBackend
 from quire.checkpoints.formats.config import check_format
 from quire.cli.main import build_parser
-from quire.config import ConfigError, EngineConfig, ServerConfig
+from quire.config.engine import ConfigError, EngineConfig, ServerConfig
+from quire.config.speculative import METHODS, SpeculativeOptions
 from quire.engine.lockstep import STEPS_TO_AGREE
 from quire.engine.pooling import similarity
 from quire.executor import ray_executor
@@ -29,7 +30,6 @@ from quire.multimodal.content import split_content
 from quire.multimodal.families.base import Frames
 from quire.multimodal.pictures import MediaError
 from quire.ops.reference.sampling import gumbel_noise
-from quire.options.speculative import METHODS, SpeculativeOptions
 from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Communicator
 from quire.worker.worker import Worker

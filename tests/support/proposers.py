@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
+from quire.config.speculative import SpeculativeOptions
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
-from quire.options.speculative import SpeculativeOptions
 from quire.speculation.proposer import Text
 
 PROPOSERS = ("Perfect", "Random", "Adversarial", "Mixed", "ngram", "suffix")

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import uvicorn
 from fastapi import FastAPI
 
-from quire.config import ServerConfig
+from quire.config.engine import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.server.app import create_app
 from support.waiting import LONGEST

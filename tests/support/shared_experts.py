@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.engine.client import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.engine.lockstep_base import Lockstep

@@ -15,7 +15,7 @@ import pytest
 
 from quire.checkpoints.hub import bundled_model
 from quire.checkpoints.metadata import hf_config
-from quire.config import EngineConfig, canonical_name
+from quire.config.engine import EngineConfig, canonical_name
 from quire.models.registry import spec_of
 from quire.scheduler.speculation import Speculation
 from support.proposers import PROPOSERS, TARGET, speculate, target_options

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.executor.base import Executor
 from quire.messages.changes import Change, TrainerOrder
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks

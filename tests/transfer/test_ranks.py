@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.messages.transfers import Peer, Transfer
 from quire.parallel.mesh import Mesh
 from quire.transfer.layout import plan

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import quire.attention.selection
+from quire.config.kernels import KernelConfig
 from quire.layers.step_inputs import StepSize
 from quire.messages.sampling_params import SamplingParams
-from quire.options.kernels import KernelConfig
 from quire.worker.graphs import CapturedForward, graph_sizes
 from support.checkpoints import Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.attention.eviction import METHODS
-from quire.options.kv_compression import KVCompressionOptions
+from quire.config.kv_compression import KVCompressionOptions
 from support.checkpoints import Checkpoints
 from support.compression import BLOCK_SIZE, MaskedModel, compressed_logits, kept_tokens, key_scores
 from support.engines import make_llm, runner_of

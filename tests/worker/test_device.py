@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import quire.ops
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.messages.media import EncoderLimits
 from quire.ops import triton_works
 from quire.worker import memory

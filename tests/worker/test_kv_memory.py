@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import quire.attention.selection
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
 from quire.ops.cpu.build import library

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config import ModelConfig
+from quire.config.engine import ModelConfig
 from quire.models.description import describe
 from quire.models.parameters import parameters_of
 from quire.worker.machine_defaults import Estimate, Work, tokens_of_a_step, work_of

@@ -29,7 +29,7 @@ from quire.platform.gpu.cards import CARDS
 rank, port, count = map(int, sys.argv[1:4])
 sizes, options = json.loads(sys.argv[4])
 with stand_in(CARDS["sm_90"], count):
-    from quire.config import EngineConfig
+    from quire.config.engine import EngineConfig
     from quire.checkpoints.hub import bundled_model
     from quire.parallel.mesh import join
     from quire.parallel.sizes import MeshSizes
@@ -145,7 +145,7 @@ def test_prefill_context_parallelism_runs_eagerly_without_waiting_for_the_device
 @pytest.mark.nightly
 def test_ranks_that_share_a_gpu_cannot_divide_contexts():
     code = """
-        from quire.config import ConfigError, EngineConfig
+        from quire.config.engine import ConfigError, EngineConfig
         from quire.checkpoints.hub import bundled_model
         from quire.parallel.mesh import Communicator, Mesh
         from quire.worker.worker import Worker

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.models.decoder import Decoder
 from quire.models.load import load_model
 from quire.parallel.mesh import Mesh

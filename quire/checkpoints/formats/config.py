@@ -13,7 +13,7 @@ from quire.checkpoints.formats.scheme import Scheme
 from quire.checkpoints.formats.settings import SchemeOf, Settings, check_field, group_size_of
 from quire.checkpoints.formats.tables import BITSANDBYTES_BLOCK, MODELOPT_NVFP4, MXFP4, NVFP4, TableCodes
 from quire.checkpoints.formats.ternary import Ternary
-from quire.config import ConfigError
+from quire.config.engine import ConfigError
 from quire.layers.linear import DenseWeight, LinearMethod
 
 # Tensors of quantized checkpoints that Quire does not need: activations and the KV cache keep the model's type, the

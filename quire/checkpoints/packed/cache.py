@@ -11,7 +11,7 @@ from pathlib import Path
 from quire.checkpoints.packed.folder import WeightFolder
 from quire.checkpoints.packed.forms import FormError, decode, encode
 from quire.checkpoints.packed.packed_file import StoppedError, read, size_of, write
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.layers.build import Builder
 from quire.messages.errors import error_text
 from quire.ops.cpu.build import library

@@ -75,7 +75,7 @@ def _driver() -> str | None:
 def _gpu(index: int) -> Iterator[Finding]:
     import torch
 
-    from quire.config import CacheConfig
+    from quire.config.engine import CacheConfig
     from quire.platform.gpu.cards import CARDS, card_of
 
     card = card_of(torch.device("cuda", index))

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from quire.cli.checks.finding import Finding, note, ok, problem
-from quire.config import ConfigError, ServerConfig
+from quire.config.engine import ConfigError, ServerConfig
 from quire.messages.errors import error_text
 
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")

@@ -17,7 +17,7 @@ from quire.checkpoints.format_names import (
     weight_files,
 )
 from quire.checkpoints.hub import files_of_model, read_json
-from quire.config import ModelConfig
+from quire.config.engine import ModelConfig
 from quire.messages.errors import error_text
 from quire.models.spec import DecoderSpec
 from quire.planner.sizes import FULL, HALF, Footprint, parameters_of

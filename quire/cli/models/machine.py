@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config import CacheConfig
+from quire.config.engine import CacheConfig
 from quire.platform.limits import free_on_host, has_gpu_driver, processors
 
 _BUFFER_BYTES = 32 << 20  # of each thread, twice: more than its part of the caches

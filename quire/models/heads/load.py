@@ -11,7 +11,8 @@ from quire.checkpoints.formats.config import extra_tensors, quantization_method
 from quire.checkpoints.hub import read_json
 from quire.checkpoints.metadata import hf_config
 from quire.checkpoints.weights import load_dummy, load_weights, open_checkpoint
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
+from quire.config.speculative import SpeculativeOptions
 from quire.layers.build import Builder
 from quire.models.decoder import Decoder
 from quire.models.heads.head import ChainHead, StateHead
@@ -19,7 +20,6 @@ from quire.models.heads.registry import HEADS, MTP_HEADS
 from quire.models.load import load_model
 from quire.models.model import Model
 from quire.models.spec import HfConfig
-from quire.options.speculative import SpeculativeOptions
 from quire.parallel.mesh import Communicator, Mesh
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.checkpoints.hub import model_directory, read_json, resolve
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.messages.errors import error_text
 from quire.models.heads.config import speculative_fields, speculators_target
 from quire.models.pooling import is_pooling_model

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.layers.build import Builder
 from quire.messages.step import NewRequest
 from quire.models.towers.layers import ACTIVATIONS, LayerNorm, Linear, attend

@@ -8,7 +8,7 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 from quire.checkpoints.errors import WeightError
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.messages.errors import error_text
 from quire.models.description import ModelDescription
 from quire.models.transformers_backend import attention, probe

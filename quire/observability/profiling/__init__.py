@@ -3,4 +3,4 @@
 The engine imports it when a profile is asked for.
 """
 
-from quire.options.profiler import ProfilerConfig as ProfilerConfig
+from quire.config.profiler import ProfilerConfig as ProfilerConfig

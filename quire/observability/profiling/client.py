@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
+from quire.config.profiler import ProfilerConfig
 from quire.messages.changes import Profile
 from quire.observability.logging import logger
-from quire.options.profiler import ProfilerConfig
 
 if TYPE_CHECKING:  # imports zmq, which an LLM does not need
     from quire.engine.core_client import CoreClient

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 from torch.profiler import record_function
 
+from quire.config.profiler import ProfilerConfig
 from quire.messages.changes import PROFILE_SECONDS, Profile
 from quire.messages.errors import error_text
 from quire.messages.step import SchedulerOutput
 from quire.observability.logging import logger
 from quire.observability.profiling.trace import Trace, check_folder, core_name, make_trace
 from quire.observability.profiling.watched_calls import core_calls, mark, watch
-from quire.options.profiler import ProfilerConfig
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch.profiler import record_function
 
+from quire.config.profiler import ProfilerConfig
 from quire.messages.changes import Profile
 from quire.observability.profiling.trace import Trace, make_trace, rank_name
 from quire.observability.profiling.watched_calls import mark, rank_calls
-from quire.options.profiler import ProfilerConfig
 
 
 class RankProfiler:

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch.profiler import profile, supported_activities
 
+from quire.config.profiler import ProfilerConfig
 from quire.messages.changes import Profile
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
-from quire.options.profiler import ProfilerConfig
 
 
 def check_folder(options: ProfilerConfig) -> None:

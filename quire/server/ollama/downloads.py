@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from quire.config import ModelConfig
+from quire.config.engine import ModelConfig
 from quire.observability.logging import logger
 from quire.server.errors import ApiError
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from quire.checkpoints.created import CreatedModel
 from quire.checkpoints.errors import ModelNotFoundError, WeightError
-from quire.config import ConfigError, ModelConfig
+from quire.config.engine import ConfigError, ModelConfig
 from quire.messages.errors import error_text
 from quire.models.description import describe
 from quire.observability.logging import logger

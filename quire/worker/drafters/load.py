@@ -8,13 +8,13 @@ from torch import Tensor
 
 from quire.attention.base import CacheBackend
 from quire.checkpoints.metadata import hf_config
-from quire.config import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
+from quire.config.speculative import SpeculativeOptions
 from quire.kv.specs import StateShape
 from quire.messages.errors import error_text
 from quire.models.heads.head import ChainHead, StateHead
 from quire.models.heads.load import load_draft_model, load_head
 from quire.models.model import Model
-from quire.options.speculative import SpeculativeOptions
 from quire.parallel.mesh import Communicator
 from quire.sampling.sampler import Sampler
 from quire.worker.drafters.drafter import Cached, Drafter

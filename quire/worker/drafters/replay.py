@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from quire.config.speculative import SpeculativeOptions
 from quire.models.heads.head import Choose
 from quire.ops.reference.sampling import uniform_noise
-from quire.options.speculative import SpeculativeOptions
 from quire.worker.staging import Staging
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.checkpoints.weights import WeightError, load_weights, open_checkpoint
-from quire.config import EngineConfig
+from quire.config.engine import EngineConfig
 from quire.layers.build import Builder
 from quire.layers.linear import DenseWeight
 from quire.models.heads.mtp import deepseek_mtp, mimo_mtp, qwen_mtp

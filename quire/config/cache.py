@@ -1,0 +1,82 @@
+"""The options of the KV cache."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.config.declaration import ConfigError, at_least, option
+from quire.config.kv_compression import KVCompressionOptions
+from quire.config.kv_events import KVEventOptions
+from quire.config.kv_transfer import KVTransferOptions
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """KV cache."""
+
+    block_size: int = 16
+    mamba_block_size: int | None = None
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "int8", "fp8"] = "auto"
+    enable_prefix_caching: bool = True
+    kv_cache_memory_bytes: int | None = option(None, size=True)
+    gpu_memory_utilization: float = option(0.9, flags=("--device-memory-utilization",))
+    num_gpu_blocks_override: int | None = None
+    kv_cache_pretouch: bool = False
+    pinned_prefix_share: float = 0.25
+    kv_events_config: dict[str, Any] = option({}, json=True)
+    kv_transfer_config: dict[str, Any] = option({}, json=True)
+    kv_compression: dict[str, Any] = option({}, json=True)
+    kv_offloading_size: float | None = None
+    kv_offloading_path: str | None = None
+    kv_offloading_disk_size: int | None = option(None, size=True)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.pinned_prefix_share <= 1:
+            raise ConfigError(f"pinned_prefix_share must be from 0 to 1, got {self.pinned_prefix_share!r}")
+        if self.events is not None and not self.enable_prefix_caching:
+            raise ConfigError("kv_events_config tells what the prefix cache has; leave enable_prefix_caching at true")
+        if self.transfer is not None and not self.enable_prefix_caching:  # or it raises ConfigError
+            raise ConfigError(
+                "kv_transfer_config needs enable_prefix_caching: what comes from other engines is found "
+                "as cached prefixes; leave no_enable_prefix_caching out"
+            )
+        at_least(self, 1, "block_size", "mamba_block_size", "kv_cache_memory_bytes", "kv_offloading_disk_size")
+        if self.compression is not None and self.kv_cache_dtype in ("int8", "fp8"):  # or it raises ConfigError
+            raise ConfigError(
+                f"kv_compression and kv_cache_dtype={self.kv_cache_dtype!r} exclude each other, since "
+                "cells of one byte cannot be moved; leave one of the two out"
+            )
+        if self.kv_offloading_size is not None and not 0 <= self.kv_offloading_size < 2**20:
+            raise ConfigError(f"kv_offloading_size is a number of GiB, got {self.kv_offloading_size!r}")
+        if self.has_tiers and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_offloading_size and kv_offloading_path need enable_prefix_caching: what they keep is "
+                "found as cached prefixes; leave no_enable_prefix_caching out"
+            )
+        if self.kv_offloading_disk_size is not None and self.kv_offloading_path is None:
+            raise ConfigError("kv_offloading_disk_size bounds the folder of kv_offloading_path; give that, too")
+        at_least(self, 2, "num_gpu_blocks_override")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            message = f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
+            raise ConfigError(message)
+
+    @property
+    def events(self) -> KVEventOptions | None:
+        return KVEventOptions.read(self.kv_events_config)
+
+    @property
+    def transfer(self) -> KVTransferOptions | None:
+        return KVTransferOptions.read(self.kv_transfer_config) if self.kv_transfer_config else None
+
+    @property
+    def compression(self) -> KVCompressionOptions | None:
+        return KVCompressionOptions.read(self.kv_compression) if self.kv_compression else None
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether blocks are kept beyond the pool."""
+        return bool(self.kv_offloading_size) or self.kv_offloading_path is not None
+
+    @property
+    def kv_offloading_bytes(self) -> int:
+        """CPU memory for the blocks of a replica."""
+        return int((self.kv_offloading_size or 0) * 2**30)

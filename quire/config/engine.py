@@ -1,0 +1,365 @@
+"""All options, each declared once. Command-line flags and `LLM(...)` keyword arguments are made from these classes.
+
+The names are vLLM's. What each means is in cli/options.toml, the text of `--help`. config/vllm.toml lists the options
+of vLLM that Quire does not have.
+"""
+
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal, Self, get_type_hints
+
+from quire.config.cache import CacheConfig as CacheConfig
+from quire.config.cluster import ClusterConfig, Layout
+from quire.config.declaration import ConfigError as ConfigError
+from quire.config.declaration import at_least, check_seconds, check_type, option, read_value
+from quire.config.http import HttpLimits
+from quire.config.kernels import KernelConfig
+from quire.config.lora import LoRAConfig
+from quire.config.metrics import MetricsConfig
+from quire.config.multimodal import MultiModalConfig
+from quire.config.parallel import ParallelConfig as ParallelConfig
+from quire.config.profile import ProfileConfig
+from quire.config.scheduling import SchedulerConfig as SchedulerConfig
+from quire.config.vllm import FOREIGN, UNSUPPORTED_VALUES, VALUES, translate, unknown
+from quire.config.weights import WeightsConfig
+
+# The fields of structured_outputs_config, and their values. The last two are vLLM's, and have no effect.
+STRUCTURED_OUTPUTS: dict[str, tuple[Any, ...]] = {
+    "backend": ("auto", "guidance", "xgrammar", "outlines"),
+    "disable_any_whitespace": (False, True),
+    "disable_additional_properties": (False, True),
+    "disable_fallback": (False, True),
+    "enable_in_reasoning": (False,),
+}
+STRUCTURED_OUTPUTS_SECONDS = ("cpu_seconds", "total_seconds")  # quire/structured/workers.py has their defaults
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Model, tokenizer and chat template."""
+
+    model: str | None = None
+    tokenizer: str | None = None
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    download_dir: str | None = None
+    hf_token: str | None = option(None, empty=True)
+    dtype: Literal["auto", "bfloat16", "float16", "half", "float32", "float"] = "auto"
+    max_model_len: int | None = option(None, size=True)
+    disable_sliding_window: bool = False
+    hf_overrides: dict[str, Any] = option({}, json=True)
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    model_impl: Literal["auto", "quire", "transformers"] = "auto"
+    runner: Literal["auto", "generate", "pooling"] = "auto"
+    convert: Literal["auto", "none", "embed", "classify"] = "auto"
+    pooler_config: dict[str, Any] = option({}, json=True)
+    quantization: str | None = option(None, flags=("-q",))
+    enforce_eager: bool = False
+    torch_compile: bool = False
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] = option({}, json=True)
+    chat_template: str | None = None
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
+    reasoning_parser: str | None = None
+    default_chat_template_kwargs: dict[str, Any] = option({}, json=True)
+    reasoning_effort_map: dict[str, str] = option({}, json=True)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(effort, str) for effort in self.reasoning_effort_map.values()):
+            raise ConfigError(f"reasoning_effort_map must map texts to texts, got {self.reasoning_effort_map!r}")
+        if self.max_model_len != -1:
+            at_least(self, 1, "max_model_len")
+
+    @property
+    def dtype_name(self) -> str:
+        """The data type in which the model computes, by its name in torch.
+
+        "auto" is bfloat16 even for a float16 checkpoint, since CPUs multiply bfloat16 faster.
+        """
+        return {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(self.dtype, self.dtype)
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Limits and plugins of sampling."""
+
+    max_logprobs: int = 20
+    logprobs_mode: Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"] = "raw_logprobs"
+    logits_processors: list[Any] = option([])
+    structured_outputs_config: dict[str, Any] = option({}, json=True)
+
+    def __post_init__(self) -> None:
+        at_least(self, -1, "max_logprobs")
+        for name, value in self.structured_outputs_config.items():
+            if name in STRUCTURED_OUTPUTS_SECONDS:
+                check_seconds(f"structured_outputs_config: {name}", value, most=3600)
+                continue
+            accepted = STRUCTURED_OUTPUTS.get(name)
+            if accepted is None:
+                names = ", ".join((*STRUCTURED_OUTPUTS, *STRUCTURED_OUTPUTS_SECONDS))
+                raise ConfigError(f"structured_outputs_config has no field {name!r}: {names}")
+            if value not in accepted:
+                raise ConfigError(f"structured_outputs_config: {name} must be one of {accepted}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class ServerConfig(HttpLimits):
+    """Server."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    api_server_count: int = option(1, flags=("-asc",))
+    api_key: list[str] = option([])
+    served_model_name: list[str] = option([])
+    root_path: str = ""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    ssl_ciphers: str | None = None
+    allowed_origins: list[str] = option([])
+    allowed_methods: list[str] = option(["*"])
+    allowed_headers: list[str] = option(["*"])
+    allow_credentials: bool = False
+    middleware: list[str] = option([])
+    response_role: str = "assistant"
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    tool_strict_level: Literal["auto", "function", "parameter"] = "auto"
+    enable_force_include_usage: bool = False
+    return_tokens_as_token_ids: bool = False
+    strict_max_tokens: bool = False
+    disable_fastapi_docs: bool = False
+    disable_ui: bool = False
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "warning"
+    max_waiting_requests: int | None = None
+    request_timeout: float | None = None
+    drain_timeout: float = option(30.0, flags=("--shutdown-timeout",))
+    max_body_bytes: int = option(64 << 20, size=True)
+    max_total_body_bytes: int = option(256 << 20, size=True)
+    max_generated_tokens: int | None = option(None, size=True)
+    response_store: str | None = None
+    response_store_bytes: int = option(1 << 30, size=True)
+    response_store_days: float = 30.0
+    lora_modules: list[str] = option([])
+    lora_folder: str | None = None
+    enable_admin_api: bool = False
+    weights_folder: str | None = None
+    trust_request_chat_template: bool = False
+    metrics_prefix: str = "quire"
+    log_format: Literal["text", "json"] = "text"
+    access_log: str | None = None
+    enable_log_requests: bool = False
+    log_prompts: bool = False
+    max_log_len: int | None = None
+    disable_uvicorn_access_log: bool = False
+    disable_access_log_for_endpoints: str = "/health,/ping,/version,/metrics,/load"
+    disable_log_stats: bool = False
+    otlp_traces_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        self.check_http()
+        at_least(self, 0, "port", "max_waiting_requests", "max_log_len")
+        at_least(
+            self,
+            1,
+            "api_server_count",
+            "max_body_bytes",
+            "max_total_body_bytes",
+            "max_generated_tokens",
+            "response_store_bytes",
+        )
+        if self.port > 65535:
+            raise ConfigError(f"port must be at most 65535, got {self.port}")
+        for name in ("request_timeout", "drain_timeout"):
+            check_seconds(name, getattr(self, name), zero=True)
+        if not self.response_store_days > 0:
+            raise ConfigError(f"response_store_days must be a number of days above 0, got {self.response_store_days!r}")
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ConfigError("ssl_keyfile and ssl_certfile belong together")
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
+        if self.ssl_cert_reqs and not self.ssl_ca_certs:
+            raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, the authorities that sign clients' certificates")
+        if (self.ssl_ca_certs or self.ssl_ciphers) and not self.ssl_certfile:
+            raise ConfigError("ssl_ca_certs and ssl_ciphers need ssl_certfile and ssl_keyfile")
+
+    @classmethod
+    def create(cls, **options: Any) -> Self:
+        """From options by their names, `create(port=8080)`. Raises ConfigError."""
+        given = {canonical_name(name): value for name, value in options.items()}
+        for name in given:
+            if name not in OPTIONS[cls]:
+                raise ConfigError(unknown(name, OPTIONS[cls]))
+        return cls(**_checked(given))
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All options of an engine."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    def __post_init__(self) -> None:
+        layout = self.layout  # raises ConfigError
+        if self.parallel.shares_experts:
+            self._check_shared_experts(layout)
+        kv_dtype = self.cache.kv_cache_dtype
+        dtype = self.model.dtype_name
+        if kv_dtype in ("bfloat16", "float16") and kv_dtype != dtype:
+            message = f"kv_cache_dtype={kv_dtype!r} needs dtype={kv_dtype!r}, but dtype is {dtype!r}; leave one at auto"
+            raise ConfigError(message)
+        if self.model.model_impl == "transformers":
+            from quire.config.transformers import check
+
+            check(self)
+        if self.lora.enable_lora and self.model.torch_compile:
+            raise ConfigError("enable_lora and torch_compile exclude each other; leave one of the two out")
+        drafts = self.scheduler.speculation
+        if self.parallel.prefill_context_parallel_size > 1 and drafts is not None and drafts.on_device:
+            raise ConfigError(
+                "prefill_context_parallel_size and drafters on the device (speculative_config) exclude "
+                "each other, since ranks would not know which tokens are theirs; leave one of the two "
+                "out, or use a method like ngram"
+            )
+        if self.cache.compression is not None:
+            self._check_compression()
+        if self.cache.transfer is not None:
+            self._check_transfer(layout, produces=self.cache.transfer.produces)
+        if self.kernels.batch_invariant and self.model.torch_compile:
+            raise ConfigError(
+                "batch_invariant and torch_compile exclude each other: what torch.compile generates "
+                "depends on the sizes of the batch; leave one of the two out"
+            )
+
+    def _check_shared_experts(self, layout: Layout) -> None:
+        if self.cluster.distributed_executor_backend == "ray":
+            raise ConfigError(
+                "enable_expert_parallel: Ray cannot place ranks of replicas that share them; leave "
+                "distributed_executor_backend out"
+            )
+        if not self.cluster.headless and len(layout.served) < self.parallel.data_parallel_size:
+            raise ConfigError(
+                "enable_expert_parallel: replicas that share experts need one server for all; "
+                "give the other machines headless"
+            )
+
+    def _check_compression(self) -> None:
+        drafts = self.scheduler.speculation
+        parallel = self.parallel
+        for name, given, reason in (
+            ("pipeline_parallel_size", parallel.pipeline_parallel_size > 1, "layers share budgets"),
+            ("prefill_context_parallel_size", parallel.prefill_context_parallel_size > 1, "scores need whole contexts"),
+            ("decode_context_parallel_size", parallel.decode_context_parallel_size > 1, "scores need whole contexts"),
+            ("enable_dbo", parallel.enable_dbo, "the halves of a step would have to be planned apart"),
+            (
+                "drafters on the device (speculative_config)",
+                drafts is not None and drafts.on_device,
+                "drafters keep their entries in the same blocks",
+            ),
+            ("batch_invariant", self.kernels.batch_invariant, "attention by head sums up in another order"),
+            ("torch_compile", self.model.torch_compile, "layers plan attention by head"),
+        ):
+            if given:
+                raise ConfigError(
+                    f"kv_compression and {name} exclude each other, since {reason}; leave one of the two out"
+                )
+
+    def _check_transfer(self, layout: Layout, produces: bool) -> None:
+        drafts = self.scheduler.speculation
+        parallel = self.parallel
+        for given, reason in (
+            (parallel.prefill_context_parallel_size > 1, "prefill_context_parallel_size divides blocks"),
+            (parallel.decode_context_parallel_size > 1, "decode_context_parallel_size divides blocks"),
+            (self.cache.compression is not None, "kv_compression gives blocks another meaning"),
+            (
+                drafts is not None and drafts.on_device,
+                "drafters on the device (speculative_config) need entries of their own, which are not exchanged",
+            ),
+            (
+                produces and parallel.data_parallel_size > 1,
+                "consumers must know which replica has a request (data_parallel_size): run a server for each replica, "
+                "and let quire route share out requests",
+            ),
+            (produces and layout.machines > 1, "consumers look for all ranks at one address, and nnodes divides them"),
+            (produces and self.cluster.uses_ray, "consumers must know where the ranks are, and Ray decides that"),
+        ):
+            if given:
+                raise ConfigError(f"kv_transfer_config cannot be used here, since {reason}")
+
+    @property
+    def layout(self) -> Layout:
+        """Which replicas and ranks run on this machine."""
+        return self.cluster.layout(self.parallel.data_parallel_size, self.parallel.ranks)
+
+    @classmethod
+    def create(cls, **options: Any) -> Self:
+        """From flat options, `create(max_model_len=2048, block_size=32)`. Raises ConfigError."""
+        given = {canonical_name(name): value for name, value in options.items()}
+        if misplaced := [name for name in given if name in OPTIONS[ServerConfig] and name not in FOREIGN]:
+            raise ConfigError(f"{misplaced[0]} is an option of the server (quire serve)")
+        engine_names = {name for config in GROUPS.values() for name in OPTIONS[config]}
+        values = _checked(translate(given, engine_names, others=OPTIONS[ServerConfig]))
+        groups = {group: {n: v for n, v in values.items() if n in OPTIONS[config]} for group, config in GROUPS.items()}
+        made = cls(**{group: config(**groups[group]) for group, config in GROUPS.items()})
+        made.cluster.check_secret(made.layout)
+        if made.cache.transfer is not None and made.cluster.cluster_secret_file is None:
+            raise ConfigError(
+                "kv_transfer_config needs cluster_secret_file, by which engines know each other; make "
+                "one with: (umask 077; openssl rand -hex 32 > FILE), and give it to all"
+            )
+        return made
+
+
+GROUPS: dict[str, Any] = get_type_hints(EngineConfig)
+_CLASSES: list[Any] = [*GROUPS.values(), ServerConfig]
+OPTIONS: dict[Any, dict[str, Field[Any]]] = {c: {f.name: f for f in fields(c)} for c in _CLASSES}
+TYPES: dict[str, Any] = {name: hint for c in _CLASSES for name, hint in get_type_hints(c).items()}
+ALIASES: dict[str, str] = {
+    flag.removeprefix("--").replace("-", "_"): name
+    for options in OPTIONS.values()
+    for name, declared in options.items()
+    for flag in declared.metadata.get("flags", ())
+    if flag.startswith("--")
+}
+
+
+def canonical_name(name: str) -> str:
+    """The option's name in config.py. `name` may be written with dashes, or be another name of the option."""
+    name = name.replace("-", "_")
+    return ALIASES.get(name, name)
+
+
+def read_option(name: str, value: Any) -> Any:
+    """The value of an option given as text, as a torch.dtype or in vLLM's spelling. Raises ConfigError."""
+    if name == "dtype":
+        value = str(value).removeprefix("torch.")
+    spellings = VALUES.get(name, {})
+    if isinstance(value, str | bool) and value in spellings:
+        return spellings[value]
+    if isinstance(value, str) and value in UNSUPPORTED_VALUES.get(name, ()):
+        raise ConfigError(f"{name}={value!r} is not supported by Quire yet")
+    owner = next(config for config in _CLASSES if name in OPTIONS[config])
+    return read_value(name, value, TYPES[name], OPTIONS[owner][name].metadata)
+
+
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as `read_option` reads them, without those that are None. Raises ConfigError for a wrong type."""
+    values = {name: read_option(name, value) for name, value in options.items() if value is not None}
+    for name, value in values.items():
+        if value is not None:
+            check_type(name, value, TYPES[name])
+    return {name: value for name, value in values.items() if value is not None}

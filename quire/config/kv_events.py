@@ -1,0 +1,71 @@
+"""The fields of the option kv_events_config, with vLLM's names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from quire.config.declaration import ConfigError, check_type
+
+LOOPBACK = "127.0.0.1", "localhost", "[::1]"
+
+
+@dataclass(frozen=True)
+class KVEventOptions:
+    """Whether and where a core tells which blocks its prefix cache has: see engine/kv_events.py.
+
+    endpoint, replay_endpoint: ZeroMQ addresses, tcp://HOST:PORT or ipc://PATH. topic: the first part of each message.
+    buffer_steps: the batches that are kept for replays. hwm: the batches that wait for one slow subscriber before it
+    loses some. max_queue_size: the batches that wait for the publishing thread.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Self | None:
+        """None if no events are asked for. Raises ConfigError for a field that is unknown or wrong."""
+        known = {field.name: field.type for field in fields(cls)}
+        for name, value in given.items():
+            if name not in known:
+                raise ConfigError(f"kv_events_config has no field {name!r}: {', '.join(known)}")
+            check_type(f"kv_events_config: {name}", value, known[name])
+        options = cls(**given)
+        if options.publisher not in (None, "zmq", "null"):
+            raise ConfigError(f"kv_events_config: publisher must be 'zmq' or 'null', got {options.publisher!r}")
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            if getattr(options, name) < 1:
+                raise ConfigError(f"kv_events_config: {name} must be at least 1, got {getattr(options, name)}")
+        for name in ("endpoint", "replay_endpoint"):
+            address = getattr(options, name)
+            if address is not None and not is_endpoint(address):
+                raise ConfigError(f"kv_events_config: {name} must be tcp://HOST:PORT or ipc://PATH, got {address!r}")
+        return options if options.enable_kv_cache_events and options.publisher != "null" else None
+
+    def binds(self) -> bool:
+        """Whether subscribers connect to `endpoint`. Otherwise a subscriber on another machine waits there.
+
+        As in vLLM, hosts written as * or with :: are bound, and others are connected to; but loopback is bound, too.
+        """
+        host = self.endpoint.removeprefix("tcp://").rpartition(":")[0]
+        return self.endpoint.startswith("ipc://") or "*" in host or "::" in host or host in LOOPBACK
+
+
+def is_endpoint(address: str) -> bool:
+    """Whether it is a ZeroMQ address, tcp://HOST:PORT or ipc://PATH."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    is_tcp = address.startswith("tcp://") and bool(host) and port.isascii() and port.isdigit()
+    return is_tcp or address.startswith("ipc://")
+
+
+def of_rank(address: str, rank: int) -> str:
+    """The address of the core `rank`, as in vLLM: the port is that of core 0 plus the rank."""
+    if address.startswith("ipc://"):
+        return f"{address}_dp{rank}" if rank else address
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + rank}"

@@ -1,0 +1,76 @@
+"""The options of ranks and replicas."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.config.declaration import ConfigError, at_least, option
+from quire.config.experts import BalanceOptions
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Parallelism."""
+
+    tensor_parallel_size: int = option(1, flags=("-tp",))
+    decode_context_parallel_size: int = option(1, flags=("-dcp",))
+    prefill_context_parallel_size: int = option(1, flags=("-pcp",))
+    pipeline_parallel_size: int = option(1, flags=("-pp",))
+    pipeline_layers: list[int] = option([])
+    enable_sequence_parallel: bool = False
+    disable_custom_all_reduce: bool = False
+    data_parallel_size: int = option(1, flags=("-dp",))
+    data_parallel_routing: Literal["load", "prefix"] = "load"
+    enable_expert_parallel: bool = option(False, flags=("-ep",))
+    all2all_backend: Literal["all_to_all", "deepep_high_throughput"] = "all_to_all"
+    enable_eplb: bool = False
+    eplb_config: dict[str, Any] = option({}, json=True)
+    enable_dbo: bool = False
+    dbo_decode_token_threshold: int = 32
+    dbo_prefill_token_threshold: int = 512
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        at_least(self, 1, "decode_context_parallel_size", "prefill_context_parallel_size")
+        if self.tensor_parallel_size % self.decode_context_parallel_size:
+            raise ConfigError(
+                f"decode_context_parallel_size={self.decode_context_parallel_size} must divide "
+                f"tensor_parallel_size={self.tensor_parallel_size}, whose ranks it divides"
+            )
+        at_least(self, 1, "dbo_decode_token_threshold", "dbo_prefill_token_threshold")
+        _ = self.balance  # raises ConfigError
+        if self.enable_eplb and not self.enable_expert_parallel:
+            raise ConfigError("enable_eplb moves experts between ranks, which needs enable_expert_parallel")
+        if self.enable_dbo and not self.shares_experts:
+            raise ConfigError(
+                "enable_dbo hides the exchange of tokens between replicas that share experts; it needs "
+                "enable_expert_parallel and data_parallel_size of at least 2"
+            )
+        if self.enable_dbo and self.prefill_context_parallel_size > 1:
+            raise ConfigError(
+                "enable_dbo and prefill_context_parallel_size exclude each other, since both divide the "
+                "tokens of a step; leave one of the two out"
+            )
+        if self.pipeline_layers and len(self.pipeline_layers) != self.pipeline_parallel_size:
+            raise ConfigError(
+                "pipeline_layers must have a number for each of the pipeline_parallel_size="
+                f"{self.pipeline_parallel_size} stages, got {self.pipeline_layers}"
+            )
+        if self.enable_sequence_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "enable_sequence_parallel divides tokens among tensor-parallel ranks; give a "
+                "tensor_parallel_size of 2 or more, or leave it out"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
+
+    @property
+    def balance(self) -> BalanceOptions:
+        return BalanceOptions.read(self.eplb_config)
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the replicas share experts, and so run their steps together."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
