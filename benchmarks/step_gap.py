@@ -48,7 +48,7 @@ def run_timed_core(*arguments: Any, **named: Any) -> None:
         return result
 
     ModelRunner.submit = timed_submit  # type: ignore[method-assign]
-    ModelRunner.sample = timed_sample  # type: ignore[method-assign]
+    ModelRunner.sample = timed_sample  # type: ignore[assignment, method-assign]
     atexit.register(lambda: Path(os.environ[TIMES_FILE]).write_text(json.dumps(steps)))
     try:
         run_core(*arguments, **named)
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    cores.run_core = run_timed_core
+    cores.run_core = run_timed_core  # type: ignore[attr-defined]
     rows = []
     with TemporaryDirectory() as folder:
         os.environ[TIMES_FILE] = f"{folder}/times.json"
