@@ -216,7 +216,7 @@ class EngineCore:
             runs_reference=self.executor.runs_reference,
             external_queries=sum(connector.num_queries for connector in connectors),
             external_hits=sum(connector.num_hits for connector in connectors),
-            speculation=None if scheduler.speculation is None else scheduler.speculation.counts(),
+            speculation=scheduler.speculation.counts(),
         )
 
     def _launch(self) -> bool:

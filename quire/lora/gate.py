@@ -88,11 +88,17 @@ class AdapterGate:
         adapter.users.add(request.request_id)
         return True
 
-    def place(self, adapter: Adapter) -> AdapterPlace:
+    def check(self, request: EngineCoreRequest) -> None:
+        """Any adapter may be asked for: see `ready`."""
+
+    def place(self, request: EngineCoreRequest) -> AdapterPlace | None:
         """Where the adapter of a request is that has passed the gate."""
-        slot = self._adapters[adapter.key].slot
+        if request.adapter is None:
+            return None
+        key = request.adapter.key
+        slot = self._adapters[key].slot
         assert slot is not None
-        return AdapterPlace(slot, adapter.key)
+        return AdapterPlace(slot, key)
 
     def finish(self, request: EngineCoreRequest) -> None:
         """Note that a request has ended, in any state."""
@@ -127,3 +133,17 @@ class AdapterGate:
             oldest.slot = None
         adapter.slot = self._free_slots.pop()
         return True
+
+
+class NoAdapters:
+    """Takes the place of an AdapterGate in an engine without adapters. It is no gate."""
+
+    def check(self, request: EngineCoreRequest) -> None:
+        """Raises ValueError if the request asks for an adapter."""
+        if request.adapter is not None:
+            raise ValueError(f"request {request.request_id}: its adapter needs an engine with enable_lora")
+
+    def place(self, request: EngineCoreRequest) -> AdapterPlace | None:
+        return None
+
+    def finish(self, request: EngineCoreRequest) -> None: ...

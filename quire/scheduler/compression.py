@@ -82,6 +82,15 @@ class Compression:
             return start, end - start
         return computed, max(0, min(room, end - window - computed))
 
+    def computed(self, request: Request, start: int, end: int, step: SchedulerOutput) -> int:
+        """The last row of the step computes the request's tokens from `start` to `end`. If it is compressed behind
+        them, tell the worker. Returns how many tokens are computed again for that."""
+        if end != request.compress_at:
+            return 0
+        again = request.num_computed_tokens - start
+        step.compressions.append((len(step.rows) - 1, request.num_kept_blocks, again))
+        return again
+
     def free_blocks(self, step: SchedulerOutput, requests: Sequence[Request], kv: KVCacheManager) -> None:
         """Free the blocks that are not kept of the requests that are compressed behind a step. The step itself still
         reads them, so this is called when it is complete."""
@@ -90,3 +99,18 @@ class Compression:
             end = request.compress_at
             kv.drop_blocks(request, num_kept_blocks, (end - request.num_removed_tokens) // kv.block_size)
             self._aim(request, end + self.interval if self.interval else sys.maxsize)
+
+
+class NoCompression:
+    """Takes the place of Compression in an engine that compresses no cache."""
+
+    def plan(self, request: Request) -> None: ...
+
+    def span(self, request: Request, known: int, room: int) -> tuple[int, int]:
+        computed = request.num_computed_tokens
+        return computed, min(room, known - computed)
+
+    def computed(self, request: Request, start: int, end: int, step: SchedulerOutput) -> int:
+        return 0
+
+    def free_blocks(self, step: SchedulerOutput, requests: Sequence[Request], kv: KVCacheManager) -> None: ...

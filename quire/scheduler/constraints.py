@@ -147,10 +147,11 @@ class ConstrainedRequests:
 
     # ---- masks
 
-    @staticmethod
-    def need_masks(requests: Sequence[Request]) -> bool:
+    def need_masks(self, requests: Sequence[Request]) -> bool:
         """Whether a step of these requests, the last one that was scheduled, may need masks."""
-        return any(request.constraint is not None and request.num_in_flight_samples for request in requests)
+        return self.count > 0 and any(
+            request.constraint is not None and request.num_in_flight_samples for request in requests
+        )
 
     def begin_masks(self, step: SchedulerOutput, requests: Sequence[Request]) -> None:
         """Start to fill the masks of a step of these requests, when the results of all earlier steps are known."""
@@ -186,31 +187,56 @@ class ConstrainedRequests:
         return TokenMasks(places, bits.data.cast("B"))
 
 
+class NoConstraints:
+    """Takes the place of ConstrainedRequests in an engine whose requests have no constraints."""
+
+    def begin(self, request: Request) -> None: ...
+
+    def finish(self, request: Request) -> None: ...
+
+    def skips(self, request: Request) -> bool:
+        return False
+
+    def new_tokens(self, request: Request, sampled: list[int]) -> list[int]:
+        return sampled
+
+    def complete(self, request: Request, output: EngineCoreOutput, num_sampled: int) -> None: ...
+
+    def send_known_tokens(self, step: SchedulerOutput) -> None: ...
+
+    def need_masks(self, requests: Sequence[Request]) -> bool:
+        return False
+
+    def begin_masks(self, step: SchedulerOutput, requests: Sequence[Request]) -> None: ...
+
+    def masks(self, step: SchedulerOutput, requests: Sequence[Request]) -> TokenMasks | None:
+        return None
+
+
 class StepMasks:
     """The token masks of the step that was submitted last."""
 
     def __init__(
-        self, constrained: ConstrainedRequests | None, submitted: Sequence[tuple[SchedulerOutput, list[Request]]]
+        self,
+        constraints: ConstrainedRequests | NoConstraints,
+        submitted: Sequence[tuple[SchedulerOutput, list[Request]]],
     ) -> None:
         """submitted: the scheduler's steps, the last one behind the others."""
-        self._constrained = constrained
+        self._constraints = constraints
         self._submitted = submitted
 
     def are_needed(self) -> bool:
         """Whether the step needs masks. They can be filled when all earlier steps of its requests have retired: with a
         pipeline, at once."""
-        constrained = self._constrained
-        return constrained is not None and constrained.count > 0 and constrained.need_masks(self._submitted[-1][1])
+        return self._constraints.need_masks(self._submitted[-1][1])
 
     def begin(self) -> None:
         """Start to fill the masks of the step, which needs some. A thread does the work."""
-        assert self._constrained is not None
-        self._constrained.begin_masks(*self._submitted[-1])
+        self._constraints.begin_masks(*self._submitted[-1])
 
     def wait(self) -> TokenMasks | None:
         """Wait until the masks are filled. None if the step's constraints allow all tokens."""
-        assert self._constrained is not None
-        return self._constrained.masks(*self._submitted[-1])
+        return self._constraints.masks(*self._submitted[-1])
 
 
 def _bits(places: int, words: int) -> "np.ndarray":

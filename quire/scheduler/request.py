@@ -31,7 +31,7 @@ class Request:
     """
 
     __slots__ = """block_hashes block_tables cache_salt capacity compress_at constraint constraints_ahead drafts
-        extra_keys holds key max_total_tokens min_total_tokens next_hash_at num_cached_tokens
+        extra_keys holds is_limited key max_total_tokens min_total_tokens next_hash_at num_cached_tokens
         num_computed_tokens num_device_drafts num_hashed_blocks num_in_flight_samples num_kept_blocks
         num_preemptions num_prompt_tokens num_removed_tokens num_reported_tokens num_retired_tokens
         num_tokens_at_last_free repetition request_id row source status stop_token_ids takes_ahead
@@ -67,6 +67,7 @@ class Request:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.compress_at = sys.maxsize  # number of computed tokens at which the cache is compressed next
+        self.is_limited = False  # whether its media or its compression say which tokens a step may compute
         self.num_kept_blocks = 0  # full blocks that are kept then, or were kept last; 0 if it is never compressed
         # Owned by the KV cache manager.
         self.extra_keys = extra_keys

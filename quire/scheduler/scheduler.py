@@ -11,18 +11,18 @@ from quire.kv.manager import KVCacheManager
 from quire.kv.specs import KVCacheSpec
 from quire.kv.tiers import Tier
 from quire.kv.transfers import Mover, Transfers
-from quire.lora.gate import AdapterGate
+from quire.lora.gate import AdapterGate, NoAdapters
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.media import EncoderLimits
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
-from quire.scheduler.compression import Compression
-from quire.scheduler.constraints import ConstrainedRequests, StepMasks
+from quire.scheduler.compression import Compression, NoCompression
+from quire.scheduler.constraints import ConstrainedRequests, NoConstraints, StepMasks
 from quire.scheduler.encoding import EncoderCache
 from quire.scheduler.gate import Connector, Gate, WaitingRoom
 from quire.scheduler.limits import SchedulerLimits, SchedulerStats
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.request import Request, Status
-from quire.scheduler.speculation import Speculation
+from quire.scheduler.speculation import NoSpeculation, Speculation
 from quire.structured.gate import GrammarGate
 
 _by_key = attrgetter("key")
@@ -56,8 +56,8 @@ class Scheduler:
         encoders: EncoderCache | None = None,
     ) -> None:
         """fingerprint: of the KV blocks, see `hash_root`. gates: a request passes all, and `grammars` and `adapters`.
-        vocab_size: the number of logits, for `grammars`. speculation, compression: None for none. tiers: where blocks
-        are kept beyond the pool. mover: copies blocks to them and back. encoders: None for no media."""
+        vocab_size: the number of logits, for `grammars`. tiers: where blocks are kept beyond the pool. mover: copies
+        blocks to them and back. None for a feature that the engine does not have."""
         limits.validate()
         self.limits = limits
         self._longest_chunk = limits.longest_chunk
@@ -67,20 +67,22 @@ class Scheduler:
         self.kv.check_room(limits.max_model_len)
         self.requests: dict[str, Request] = {}  # all unfinished requests
         self.waiting = RequestQueue()
-        self.transfers = None if mover is None or not tiers else Transfers(self.kv, tiers, mover)
-        self.connectors: list[Connector] = [] if self.transfers is None else [self.transfers]
-        self.gates = [*gates, *(gate for gate in (grammars, adapters) if gate is not None), *self.connectors]
-        self._constrained = None if grammars is None else ConstrainedRequests(grammars, vocab_size)
-        self._adapters = adapters
-        self.speculation = speculation
-        self._compression = compression
-        self._gated, self.encoders = WaitingRoom(self.gates), encoders or EncoderCache(EncoderLimits())
+        self.transfers = Transfers(self.kv, tiers, mover) if mover and tiers else None
+        self.connectors: list[Connector] = [self.transfers] if self.transfers else []
+        self.gates: list[Gate] = [*gates, *(gate for gate in (grammars, adapters) if gate), *self.connectors]
+        self._constraints = ConstrainedRequests(grammars, vocab_size) if grammars else NoConstraints()
+        self._adapters = adapters or NoAdapters()
+        self.speculation = speculation or NoSpeculation()
+        self._makes_drafts = self.speculation.is_active
+        self._compression = compression or NoCompression()
+        self._gated = WaitingRoom(self.gates)
+        self.encoders = encoders or EncoderCache(EncoderLimits())
         self._is_exhausted = False  # whether the last step was empty and nothing has changed since
         self.running: list[Request] = []  # sorted in the order of service
         self.stats = SchedulerStats()
         self._free_rows = list(reversed(range(limits.max_num_seqs)))
         self._submitted: deque[tuple[SchedulerOutput, list[Request]]] = deque()
-        self.masks = StepMasks(self._constrained, self._submitted)
+        self.masks = StepMasks(self._constraints, self._submitted)
         self._num_leaving = 0  # requests that no longer run, but keep their blocks until submitted steps retire
         self._num_preempted = 0  # requests among them that will return to the queue
         self._num_arrived = 0
@@ -93,17 +95,16 @@ class Scheduler:
         if source.request_id in self.requests:
             raise ValueError(f"request id {source.request_id!r} is in use")
         self.limits.check(source)
-        key = None if source.adapter is None else source.adapter.key
-        if key is not None and self._adapters is None:
-            raise ValueError(f"request {source.request_id}: its adapter needs an engine with enable_lora")
+        self._adapters.check(source)
         self.encoders.limits.check([item.place for item in source.media])
         self._num_arrived += 1
         priority = source.priority if self.limits.policy == "priority" else 0
         order = (priority, source.arrival_time, self._num_arrived)
         ranges = [(item.place.start, item.place.end, item.place.key) for item in source.media]
-        request = Request(source, order, extra_keys(self.kv.block_size, source.cache_salt, ranges, key))
-        if self._compression is not None:
-            self._compression.plan(request)
+        adapter = source.adapter.key if source.adapter else None
+        request = Request(source, order, extra_keys(self.kv.block_size, source.cache_salt, ranges, adapter))
+        self._compression.plan(request)
+        request.is_limited = bool(source.media or request.num_kept_blocks)
         self.requests[request.request_id] = request
         self._enqueue(request)
 
@@ -154,8 +155,7 @@ class Scheduler:
             self._push(request)
 
     def _push(self, request: Request) -> None:
-        if self._constrained is not None:
-            self._constrained.begin(request)
+        self._constraints.begin(request)
         request.status = Status.WAITING
         self.waiting.push(request)
         self._is_exhausted = False
@@ -167,8 +167,7 @@ class Scheduler:
         `withdraw` takes it back."""
         self._num_steps += 1
         self._longest_chunk = self.limits.chunk(len(self.running) + len(self.waiting))
-        if self.speculation is not None:
-            self.speculation.propose(self.running)
+        self.speculation.propose(self.running)
         step = self.encoders.begin_step(SchedulerOutput(self._num_steps, epoch=self.epoch))
         requests: list[Request] = []
         budget = self._schedule_running(step, requests, self.limits.budget(self.running, self.waiting))
@@ -178,10 +177,8 @@ class Scheduler:
             self._submitted.append((step, requests))
             for connector in self.connectors:
                 connector.scheduled(step.step_id, requests)
-        if self._compression is not None:
-            self._compression.free_blocks(step, requests, self.kv)
-        if self._constrained is not None:
-            self._constrained.send_known_tokens(step)
+        self._compression.free_blocks(step, requests, self.kv)
+        self._constraints.send_known_tokens(step)
         for counts in (step.num_draft_tokens, step.num_next_drafts):
             if counts:
                 counts += [0] * (len(step.rows) - len(counts))
@@ -248,8 +245,7 @@ class Scheduler:
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
         insort(self.running, request, key=_by_key)
-        place = None if source.adapter is None or self._adapters is None else self._adapters.place(source.adapter)
-        step.new_requests.append(request.admitted(place))
+        step.new_requests.append(request.admitted(self._adapters.place(source)))
         self.kv.write_tables(request, step.block_table_edits)
         return True
 
@@ -258,11 +254,12 @@ class Scheduler:
         may_read = request.source.reads_prefix_cache or len(request.token_ids) > request.num_prompt_tokens
         return may_read and self.kv.enable_prefix_caching and not request.num_kept_blocks
 
-    def _take(self, request: Request, budget: int, step: SchedulerOutput, requests: list[Request]) -> int | None:  # noqa: C901  # runs for each token
+    def _take(self, request: Request, budget: int, step: SchedulerOutput, requests: list[Request]) -> int | None:
         """Put a request that has a row into the step, with up to `budget` tokens and slots for them in the KV cache.
 
         Returns the number of tokens: 0 if the request has nothing to compute until tokens in flight are known. Returns
-        None, without any change, if the cache has too few free blocks.
+        None, without any change, if the cache has too few free blocks. Runs for each request of each step, so what few
+        requests need is behind a flag instead of a call.
         """
         in_flight = request.num_in_flight_samples
         computed = request.num_computed_tokens
@@ -270,50 +267,45 @@ class Scheduler:
         if in_flight and (
             self._is_pipelined
             or known >= request.max_total_tokens
-            or (request.constraint is not None and ConstrainedRequests.skips(request))
+            or (request.constraint is not None and self._constraints.skips(request))
         ):
             return 0  # the first stage needs its last tokens, or they end it, or it waits to take forced tokens ahead
+        room = budget if budget < self._longest_chunk else self._longest_chunk
         count = known - computed
-        if count > budget:
-            count = budget
-        if count > self._longest_chunk:
-            count = self._longest_chunk
-        if request.num_kept_blocks and self._compression is not None:
-            computed, count = self._compression.span(request, known, min(budget, self._longest_chunk))
-        if request.source.media:
-            count = self.encoders.limit(request, computed, count, step)
+        if count > room:
+            count = room
+        if request.is_limited:
+            computed, count = self._limit(request, known, room, step)
         if not count:
             return 0
         end = computed + count
         if end > request.capacity and not self.kv.allocate(request, end, step.block_table_edits):
             return None
-        num_drafts = 0
-        drafting = self.speculation
-        if drafting is not None and end == known:
-            room = min(budget, self._longest_chunk) - count
-            num_drafts = drafting.add_drafts(request, min(room, request.compress_at - 1 - end), step, self.kv)
-            count = count + num_drafts
-            end = end + num_drafts
-            known = known + num_drafts
-            drafting.ask(request, end, len(self.running) + min(len(self.waiting), len(self._free_rows)), step, self.kv)
+        if end == known:
+            if self._makes_drafts:
+                num_requests = len(self.running) + min(len(self.waiting), len(self._free_rows))
+                end += self.speculation.extend(request, end, room - count, num_requests, step, self.kv)
+                count = end - computed
+            request.num_in_flight_samples = in_flight + 1 + end - known
         step.rows.append(request.row)
         step.num_tokens.append(count)
         requests.append(request)
-        again = request.num_computed_tokens - computed
+        if request.is_limited:
+            request.num_retired_tokens -= self._compression.computed(request, computed, end, step)
+            self.encoders.computed(request, end)
         request.num_computed_tokens = end
         request.holds += 1
-        if end == known:
-            request.num_in_flight_samples = in_flight + 1 + num_drafts
         if end >= request.next_hash_at:
             self.kv.hash_full_blocks(request)
-        if request.source.media:
-            self.encoders.computed(request, end)
-        if end == request.compress_at:
-            step.compressions.append((len(step.rows) - 1, request.num_kept_blocks, again))
-            request.num_retired_tokens -= again
         return count
 
-    def update(self, output: ModelRunnerOutput) -> list[EngineCoreOutput]:  # noqa: C901, PLR0912  # as for _take
+    def _limit(self, request: Request, known: int, room: int, step: SchedulerOutput) -> tuple[int, int]:
+        """Where the next tokens of a request with media or a compressed cache start, and how many of them the step can
+        compute: at most `room`."""
+        start, count = self._compression.span(request, known, room)
+        return start, self.encoders.limit(request, start, count, step)
+
+    def update(self, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Retire the oldest submitted step: append the sampled tokens to its requests, and finish and free requests.
 
         If the worker skipped that step, it also skips all later steps of the same epoch. Then all submitted steps are
@@ -324,19 +316,15 @@ class Scheduler:
         if step.step_id != output.step_id or len(output.sampled_token_ids) != len(requests) * (not output.was_skipped):
             raise ValueError(f"expected the results of step {step.step_id}, got those of step {output.step_id}")
         if output.was_skipped:
-            while self._submitted:
-                self.withdraw(self._submitted[-1][0])
-            self.epoch += 1
-            return self._refuse(requests, output.refusals)
+            return self._begin_epoch(requests, output.refusals)
         self._submitted.popleft()
         self._is_exhausted = False
         for connector in self.connectors:
             connector.retired(step.step_id)
         self.stats.computed_tokens += sum(step.num_tokens)
         outputs = self._refuse(requests, output.refusals)
+        outputs += self._pooled(requests, output)
         drafts = step.num_draft_tokens or repeat(0, len(requests))
-        if output.pooled:
-            outputs += self._pooled(requests, output)
         columns = zip(requests, step.num_tokens, drafts, output.sampled_token_ids, strict=True)
         for request, count, num_drafts, sampled in columns:
             status = request.status
@@ -351,15 +339,25 @@ class Scheduler:
             if status is not Status.RUNNING and not request.holds:  # it was leaving already
                 self._release(request)
         self.stats.generated_tokens += sum(len(request_output.new_token_ids) for request_output in outputs)
-        if output.draft_token_ids and self.speculation is not None:
-            self.speculation.receive(requests, output.draft_token_ids)
+        self.speculation.receive(requests, output.draft_token_ids)
         if output.logprobs or output.prompt_logprobs:
-            by_id = {each.request_id: each for each in outputs if each.new_token_ids}
-            for index, request in enumerate(requests):
-                if request.request_id in by_id:
-                    by_id[request.request_id].logprobs = output.logprobs.get(index)
-                    by_id[request.request_id].prompt_logprobs = output.prompt_logprobs.get(index)
+            self._add_logprobs(outputs, requests, output)
         return outputs
+
+    def _begin_epoch(self, requests: list[Request], refusals: dict[int, str]) -> list[EngineCoreOutput]:
+        """Withdraw all submitted steps, since the worker skips them. requests: of the oldest one."""
+        while self._submitted:
+            self.withdraw(self._submitted[-1][0])
+        self.epoch += 1
+        return self._refuse(requests, refusals)
+
+    @staticmethod
+    def _add_logprobs(outputs: list[EngineCoreOutput], requests: list[Request], output: ModelRunnerOutput) -> None:
+        by_id = {each.request_id: each for each in outputs if each.new_token_ids}
+        for index, request in enumerate(requests):
+            if request.request_id in by_id:
+                by_id[request.request_id].logprobs = output.logprobs.get(index)
+                by_id[request.request_id].prompt_logprobs = output.prompt_logprobs.get(index)
 
     def _pooled(self, requests: list[Request], output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """End the requests of a retiring step that have their results."""
@@ -378,7 +376,6 @@ class Scheduler:
         request.num_computed_tokens -= num_rejected
         request.num_retired_tokens -= num_rejected
         self.stats.computed_tokens -= num_rejected
-        assert self.speculation is not None
         self.speculation.verified(request, num_drafts, num_accepted)
 
     def _advance(self, request: Request, sampled: list[int], num_drafts: int) -> EngineCoreOutput:
@@ -389,8 +386,8 @@ class Scheduler:
         output.num_draft_tokens = num_drafts
         output.num_accepted_tokens = len(sampled) - 1
         before = len(token_ids)
-        constrained = self._constrained if request.constraint is not None else None
-        for token in sampled if constrained is None else constrained.new_tokens(request, sampled):
+        is_constrained = request.constraint is not None
+        for token in self._constraints.new_tokens(request, sampled) if is_constrained else sampled:
             token_ids.append(token)
             total = len(token_ids)
             repeats = request.repetition is not None and request.repetition.append(token)
@@ -406,8 +403,8 @@ class Scheduler:
                 continue
             output.new_token_ids = sampled[: total - before]
             break
-        if constrained is not None:
-            constrained.complete(request, output, before + len(sampled))
+        if is_constrained:
+            self._constraints.complete(request, output, before + len(sampled))
         if output.finish_reason is not None:
             self._finish(request)
         return output
@@ -457,14 +454,11 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         del self.requests[request.request_id]
-        if self.speculation is not None:
-            self.speculation.finish(request)
-        if self._adapters is not None:
-            self._adapters.finish(request.source)
+        self.speculation.finish(request)
+        self._adapters.finish(request.source)
+        self._constraints.finish(request)
         for connector in self.connectors:
             connector.finish(request.source)
-        if self._constrained is not None:
-            self._constrained.finish(request)
         self._leave(request, Status.FINISHED)
 
     def _leave(self, request: Request, status: Status) -> None:
@@ -495,6 +489,5 @@ class Scheduler:
         request.num_computed_tokens = 0
         if request.status is Status.PREEMPTED:
             self._num_preempted -= 1
-            if self._compression is not None:
-                self._compression.plan(request)
+            self._compression.plan(request)
             self._enqueue(request)

@@ -17,6 +17,8 @@ from quire.speculation.proposer import Proposer
 class Speculation:
     """Asks a proposer or a drafter for drafts, adds them to steps, and counts those that are accepted."""
 
+    is_active = True
+
     def __init__(
         self, proposer: Proposer | None, lengths: DraftLengths, drafts_stay: bool = False, longest: int = sys.maxsize
     ) -> None:
@@ -51,7 +53,9 @@ class Speculation:
                 self._set(request, drafts)
 
     def receive(self, requests: Sequence[Request], drafts: Sequence[list[int]]) -> None:
-        """The drafter has made these drafts behind the sampled tokens of these requests."""
+        """The drafter has made these drafts behind the sampled tokens of these requests; none without a drafter."""
+        if not drafts:
+            return
         for request, made in zip(requests, drafts, strict=True):
             forced = request.token_ids[request.num_computed_tokens + 1 :]  # by a constraint, behind the sampled tokens
             if made and request.status is Status.RUNNING and made[: len(forced)] == forced:
@@ -81,10 +85,19 @@ class Speculation:
             acceptance.recover()
         return count
 
+    def extend(
+        self, request: Request, end: int, room: int, num_requests: int, step: SchedulerOutput, kv: KVCacheManager
+    ) -> int:
+        """Add drafts to a step that computes all known tokens of a request, up to `end`, and ask the drafter for those
+        of the next step. The step's next row is to be that of the request. room: for tokens of the request behind
+        `end`. num_requests: of the step, about. Returns the number of drafts in this step."""
+        count = self._add_drafts(request, min(room, request.compress_at - 1 - end), step, kv)
+        self._ask(request, end + count, num_requests, step, kv)
+        return count
+
     @staticmethod
-    def add_drafts(request: Request, room: int, step: SchedulerOutput, kv: KVCacheManager) -> int:
-        """Add drafts of a request to the step, whose next row is to be that of the request. Returns how many: at most
-        `room`, and no more than free blocks and max_tokens allow."""
+    def _add_drafts(request: Request, room: int, step: SchedulerOutput, kv: KVCacheManager) -> int:
+        """Returns how many drafts are added: at most `room`, and no more than free blocks and max_tokens allow."""
         known = len(request.token_ids) + request.num_in_flight_samples
         edits = step.draft_tokens
         count = min(len(request.drafts) or request.num_device_drafts, room, request.max_total_tokens - known - 1)
@@ -101,9 +114,8 @@ class Speculation:
             edits.token_ids.extend(drafts[:count])
         return count
 
-    def ask(self, request: Request, end: int, num_requests: int, step: SchedulerOutput, kv: KVCacheManager) -> None:
-        """Ask the drafter, if there is one, for drafts behind a step that computes the request's tokens up to `end`.
-        The step's next row is to be that of the request."""
+    def _ask(self, request: Request, end: int, num_requests: int, step: SchedulerOutput, kv: KVCacheManager) -> None:
+        """Ask the drafter, if there is one, for drafts behind the request's tokens up to `end`."""
         if self.proposer is not None or (self.drafts_stay and request.constraint is not None):
             return
         self._acceptance.setdefault(request.request_id, Acceptance())
@@ -132,3 +144,26 @@ class Speculation:
     def finish(self, request: Request) -> None:
         if self._acceptance.pop(request.request_id, None) is not None and self.proposer is not None:
             self.proposer.finish(request)
+
+
+class NoSpeculation:
+    """Takes the place of Speculation in an engine without drafts. is_active: false, so that the scheduler need not call
+    it for each request of a step."""
+
+    is_active = False
+
+    def propose(self, running: Sequence[Request]) -> None: ...
+
+    def receive(self, requests: Sequence[Request], drafts: Sequence[list[int]]) -> None: ...
+
+    def extend(
+        self, request: Request, end: int, room: int, num_requests: int, step: SchedulerOutput, kv: KVCacheManager
+    ) -> int:
+        return 0
+
+    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None: ...
+
+    def counts(self) -> SpeculationStats | None:
+        return None
+
+    def finish(self, request: Request) -> None: ...

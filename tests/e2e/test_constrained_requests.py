@@ -109,8 +109,7 @@ def run(llm: LLM, requests: Iterable[EngineCoreRequest]) -> dict[str, Outcome]:
         del waiting[:2]
         collect(llm.core, made)
     assert_nothing_is_left(llm.core)
-    assert llm.core.scheduler._constrained is not None
-    assert llm.core.scheduler._constrained.count == 0
+    assert llm.core.scheduler._constraints.count == 0
     return made
 
 
@@ -165,7 +164,7 @@ def test_requests_with_grammars_say_together_what_each_says_alone(checkpoints, a
     taken_ahead, grammars.num_filled = grammars.num_filled, 0
     # Again with logprobs, so that all tokens are drawn, and with a warm prefix cache.
     assert run(llm, (one.request(llm, logprobs=i % 2) for i, one in enumerate(asked))) == said
-    if llm.core.scheduler.speculation is None:  # drafts need masks, too
+    if not llm.core.scheduler.speculation.is_active:  # drafts need masks, too
         assert taken_ahead <= grammars.num_filled
 
 

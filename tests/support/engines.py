@@ -98,7 +98,7 @@ def assert_nothing_is_left(core: EngineCore) -> None:
 def assert_preempted(llm: LLM) -> None:
     """Assert that requests were preempted. With drafts, fewer requests share a step, and it may not come to that."""
     scheduler = llm.core.scheduler
-    assert scheduler.stats.preemptions > 0 or scheduler.speculation is not None
+    assert scheduler.stats.preemptions > 0 or scheduler.speculation.is_active
 
 
 def run_and_leave_no_core(coroutine: Coroutine[Any, Any, None]) -> None:

@@ -40,6 +40,7 @@ from quire.scheduler.compression import Compression
 from quire.scheduler.encoding import EncoderCache
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import Speculation
 from quire.structured.gate import GrammarGate
 from quire.worker.compression import CompressedRows, CompressingForward, CompressingStaging
 from quire.worker.device import Device, layout, pack, unpack
@@ -487,7 +488,7 @@ def watched_scheduler(
 ) -> WatchedScheduler:
     kv, cache = llm.core.executor.kv_cache, llm.config.cache
     speculation = llm.core.scheduler.speculation
-    if speculation is not None and speculation.proposer is None:
+    if isinstance(speculation, Speculation) and speculation.proposer is None:
         speculation.drafts_stay = depth > 1
     return WatchedScheduler(
         limits_of(llm, depth),
