@@ -6,6 +6,8 @@ from hashlib import sha256
 
 import msgspec
 
+from quire.messages.engine import EngineCoreRequest
+
 
 def hash_root(fingerprint: str) -> bytes:
     """The parent of every first block, 32 bytes.
@@ -36,6 +38,13 @@ def extra_keys(
             begin = index * block_size
             keys.setdefault(index, []).append((start - begin, end - begin, key))
     return {index: sha256(msgspec.msgpack.encode(block_keys)).digest() for index, block_keys in keys.items()}
+
+
+def request_keys(block_size: int, source: EngineCoreRequest) -> dict[int, bytes]:
+    """The extra keys of a request: of its salt, its media and its adapter."""
+    ranges = [(item.place.start, item.place.end, item.place.key) for item in source.media]
+    adapter = source.adapter.key if source.adapter else None
+    return extra_keys(block_size, source.cache_salt, ranges, adapter)
 
 
 def extend_hashes(

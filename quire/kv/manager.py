@@ -92,17 +92,18 @@ class KVCacheManager:
 
     # ---- a request enters
 
-    def admit(self, request: Holder, read_cache: bool = True) -> int | None:
+    def admit(self, request: Holder, read_cache: bool = True, num_spared: int = 0) -> int | None:
         """Give the request the longest cached prefix of its tokens. Returns the number of tokens in that prefix.
 
         At least one token is always left to compute, for its logits; without `read_cache`, all tokens are. Returns
-        None, and gives no blocks, if there is no room for all known tokens right now. `free` undoes this.
+        None, and gives no blocks, if there is no room for all known tokens right now. `free` undoes this. num_spared:
+        free blocks that are left for other requests.
         """
         num_blocks = 0
         tables: list[list[Block]] = [[] for _ in self.specs]
         if self.enable_prefix_caching and read_cache:
             num_blocks, tables = self.find(request, self.pool.lookup_all)
-        if not self.has_room(request, chain(*tables)):
+        if not self.has_room(request, chain(*tables), num_spared):
             return None
         for table in tables:
             for block in table:
@@ -116,11 +117,16 @@ class KVCacheManager:
         request.next_hash_at = sys.maxsize if request.num_kept_blocks else (num_blocks + 1) * self.block_size
         return request.capacity
 
-    def has_room(self, request: KnownTokens, found: Iterable[Block]) -> bool:
-        """Whether there are free blocks for all known tokens of the request. found: cached blocks of its prefix."""
+    def has_room(self, request: KnownTokens, found: Iterable[Block], num_spared: int = 0) -> bool:
+        """Whether there are free blocks for all known tokens of the request, beyond those that are spared. found:
+        cached blocks of its prefix."""
         in_use = sum(block.ref_cnt > 0 for block in found)  # to share these takes no free block
+        return self.needed_blocks(request) - in_use <= self.pool.num_free - num_spared
+
+    def needed_blocks(self, request: KnownTokens) -> int:
+        """The most blocks that the known tokens of the request need."""
         crossed = len(self._cross_groups) * self._cross_blocks(request)
-        return self.max_blocks(len(request.token_ids)) - self._most_crossed + crossed - in_use <= self.pool.num_free
+        return self.max_blocks(len(request.token_ids)) - self._most_crossed + crossed
 
     def _cross_blocks(self, request: KnownTokens) -> int:
         """The blocks of a group of cross-attention for the tokens of the request's encoder."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quire.kv.block_pool import Block, HashedTokens
-from quire.kv.hashing import extend_hashes, extra_keys
+from quire.kv.hashing import extend_hashes, request_keys
 from quire.kv.manager import Holder, KVCacheManager
 from quire.kv.tiers import DiskTier, Tier
 from quire.messages.engine import EngineCoreRequest
@@ -121,8 +121,7 @@ class Transfers:
         """Ask the slow tiers for the prefix of a request, on a thread."""
         hashes: list[bytes] = []
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
-        adapter = None if request.adapter is None else request.adapter.key
-        extra = extra_keys(self._kv.block_size, request.cache_salt, adapter=adapter)
+        extra = request_keys(self._kv.block_size, request)
         extend_hashes(hashes, tokens, self._kv.block_size, self._kv.root, extra)
         for tier in self._slow:
             for group in range(len(self._kv.specs)):

@@ -54,6 +54,13 @@ class EncoderCache:
                 return max(place.start - start, 0)
         return count
 
+    def is_full(self, request: Request, start: int) -> bool:
+        """Whether budget or room is lacking for an item that the request's token at `start` belongs to."""
+        return any(
+            item.place.start <= start < item.place.end and not self._hold(request, item, None)
+            for item in request.source.media
+        )
+
     def computed(self, request: Request, end: int) -> None:
         """The submitted steps compute the request's first `end` tokens."""
         for item in request.source.media:

@@ -1,6 +1,6 @@
 """Prefixes whose blocks are kept in the KV cache, whatever else is computed."""
 
-from quire.kv.hashing import extra_keys
+from quire.kv.hashing import request_keys
 from quire.kv.manager import KVCacheManager
 from quire.messages.changes import PinPrefix
 from quire.messages.engine import EngineCoreRequest
@@ -32,8 +32,7 @@ class PinnedPrefixes:
         source = EngineCoreRequest(order.id, token_ids, SamplingParams(), 0, 0)
         source.cache_salt = order.cache_salt
         source.adapter = order.adapter
-        key = None if order.adapter is None else order.adapter.key
-        holder = Request(source, (0, 0.0, 0), extra_keys(size, order.cache_salt, adapter=key))
+        holder = Request(source, (0, 0.0, 0), request_keys(size, source))
         if kv.admit(holder) != wanted:
             kv.free(holder)
             raise ValueError("the cache has no room for the prefix now; try again when fewer requests run")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter
 
-from quire.kv.hashing import extra_keys
+from quire.kv.hashing import request_keys
 from quire.kv.manager import KVCacheManager
 from quire.kv.specs import KVCacheSpec
 from quire.kv.tiers import Tier
@@ -20,6 +20,7 @@ from quire.scheduler.constraints import ConstrainedRequests, NoConstraints, Step
 from quire.scheduler.encoding import EncoderCache
 from quire.scheduler.gate import Connector, Gate, WaitingRoom
 from quire.scheduler.limits import SchedulerLimits, SchedulerStats
+from quire.scheduler.outputs import add_logprobs
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.request import Request, Status
 from quire.scheduler.speculation import NoSpeculation, Speculation
@@ -100,9 +101,7 @@ class Scheduler:
         self._num_arrived += 1
         priority = source.priority if self.limits.policy == "priority" else 0
         order = (priority, source.arrival_time, self._num_arrived)
-        ranges = [(item.place.start, item.place.end, item.place.key) for item in source.media]
-        adapter = source.adapter.key if source.adapter else None
-        request = Request(source, order, extra_keys(self.kv.block_size, source.cache_salt, ranges, adapter))
+        request = Request(source, order, request_keys(self.kv.block_size, source))
         self._compression.plan(request)
         request.is_limited = bool(source.media or request.num_kept_blocks)
         self.requests[request.request_id] = request
@@ -110,10 +109,9 @@ class Scheduler:
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state, from outside. Returns False if there is no unfinished request with this id."""
-        request = self.requests.get(request_id)
-        if request is None:
+        if request_id not in self.requests:
             return False
-        self._finish(request)
+        self._finish(self.requests[request_id])
         return True
 
     @property
@@ -207,36 +205,54 @@ class Scheduler:
         return budget if all_have_room else 0  # a running request that lacks blocks goes before requests without a row
 
     def _schedule_waiting(self, step: SchedulerOutput, requests: list[Request], budget: int) -> None:
+        """Admit waiting requests in the order of service, while the KV cache has room for all their tokens.
+
+        A request that begins with a picture that the step cannot encode keeps its place, a row and blocks. Requests
+        without media may pass it if the step computes all their tokens. These need nothing that it needs, so it is the
+        first one to be admitted as soon as its picture can be encoded.
+        """
+        held: list[Request] = []  # requests that wait for the encoder
         # No request is admitted before a preempted request that has yet to return to the queue.
-        while budget > 0 and self._free_rows and not self._num_preempted:
+        while budget > 0 and len(self._free_rows) > len(held) and not self._num_preempted:
             request = self.waiting.peek()
             if request is None or (self.limits.whole_prompts and len(request.token_ids) > budget):
-                return
-            if self.transfers is not None and self._reads_cache(request) and self.transfers.load(request):
-                self.waiting.pop()
-                self._gated.hold(request)
+                break
+            if held and request.source.media:
+                held.append(self.waiting.pop())
                 continue
-            if not self._admit(request, step, budget):
-                return
+            if self.transfers is not None and self._reads_cache(request) and self.transfers.load(request):
+                self._gated.hold(self.waiting.pop())
+                continue
+            num_spared = sum(map(self.kv.needed_blocks, held))
+            num_cached = self.kv.admit(request, self._reads_cache(request), num_spared)
+            if num_cached is None:
+                break
+            if not self._can_begin(request, num_cached, budget, is_passing=bool(held)):
+                self.kv.free(request)
+                if not self.encoders.is_full(request, num_cached):
+                    break
+                held.append(self.waiting.pop())
+                continue
+            self._admit(request, num_cached, step)
             count = self._take(request, budget, step, requests)
             assert count, "the cache had room for all tokens of the request"
             budget -= count
+        for request in held:
+            self.waiting.push(request)
 
-    def _admit(self, request: Request, step: SchedulerOutput, budget: int) -> bool:
-        """Give a waiting request a row and its cached blocks. Returns False, without any change, if the KV cache has no
-        room for all its tokens, or if it begins with a picture that the step cannot encode."""
-        known = len(request.token_ids)
-        source = request.source
-        read_cache = self._reads_cache(request)
-        num_cached = self.kv.admit(request, read_cache)
-        if num_cached is None:
-            return False
-        if source.media and not self.encoders.limit(request, num_cached, min(known - num_cached, budget), None):
-            self.kv.free(request)
-            return False
+    def _can_begin(self, request: Request, num_cached: int, budget: int, is_passing: bool) -> bool:
+        """Whether the step can compute the next tokens of a waiting request: all of them if it passes other ones."""
+        missing = len(request.token_ids) - num_cached
+        room = min(budget, self._longest_chunk)
+        if is_passing:
+            return missing <= room
+        return not request.source.media or self.encoders.limit(request, num_cached, min(missing, room), None) > 0
+
+    def _admit(self, request: Request, num_cached: int, step: SchedulerOutput) -> None:
+        """Give a row to the next waiting request, which has got its cached blocks."""
         self.waiting.pop()
         if self.kv.enable_prefix_caching and not request.num_preemptions:
-            self.stats.prefix_queries += known * read_cache
+            self.stats.prefix_queries += len(request.token_ids) * self._reads_cache(request)
             self.stats.prefix_hits += num_cached
         if not request.num_retired_tokens:  # a preempted request finds its own blocks, which are not cache hits
             request.num_cached_tokens = num_cached
@@ -245,9 +261,8 @@ class Scheduler:
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
         insort(self.running, request, key=_by_key)
-        step.new_requests.append(request.admitted(self._adapters.place(source)))
+        step.new_requests.append(request.admitted(self._adapters.place(request.source)))
         self.kv.write_tables(request, step.block_table_edits)
-        return True
 
     def _reads_cache(self, request: Request) -> bool:
         # Once the first token is out, prompt logprobs have been reported, so the prefix cache may be used again.
@@ -341,7 +356,7 @@ class Scheduler:
         self.stats.generated_tokens += sum(len(request_output.new_token_ids) for request_output in outputs)
         self.speculation.receive(requests, output.draft_token_ids)
         if output.logprobs or output.prompt_logprobs:
-            self._add_logprobs(outputs, requests, output)
+            add_logprobs(outputs, requests, output)
         return outputs
 
     def _begin_epoch(self, requests: list[Request], refusals: dict[int, str]) -> list[EngineCoreOutput]:
@@ -350,14 +365,6 @@ class Scheduler:
             self.withdraw(self._submitted[-1][0])
         self.epoch += 1
         return self._refuse(requests, refusals)
-
-    @staticmethod
-    def _add_logprobs(outputs: list[EngineCoreOutput], requests: list[Request], output: ModelRunnerOutput) -> None:
-        by_id = {each.request_id: each for each in outputs if each.new_token_ids}
-        for index, request in enumerate(requests):
-            if request.request_id in by_id:
-                by_id[request.request_id].logprobs = output.logprobs.get(index)
-                by_id[request.request_id].prompt_logprobs = output.prompt_logprobs.get(index)
 
     def _pooled(self, requests: list[Request], output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """End the requests of a retiring step that have their results."""

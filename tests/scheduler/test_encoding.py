@@ -2,7 +2,7 @@
 
 Requests with pictures come, are aborted, preempted and refused. At every step, each picture that a chunk touches must
 be in the worker's cache, no step encodes more than its budget, the cache never holds more than its capacity, and in the
-end all requests are done.
+end all requests are done. Only texts pass a request that waits for its picture, and they leave it what it needs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.encoding import EncoderCache
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.request import Status
 from quire.scheduler.scheduler import Scheduler
 
 COMBINES = ["multimodal input × chunked prefill, prefix caching, preemption, two steps in flight"]
@@ -29,9 +30,17 @@ SIZES = {"a": 3, "b": 5, "c": 5, "d": 8, "e": 2}  # embeddings by the key of a p
 PICTURE, MAX_MODEL_LEN = 99, 48
 
 
-def request(number: int, parts: list[str | int], whole: bool = False, max_tokens: int = 3) -> EngineCoreRequest:
-    """parts: keys of pictures, and numbers of text tokens between them."""
-    tokens: list[int] = [7]
+def request(
+    number: int,
+    parts: list[str | int],
+    whole: bool = False,
+    max_tokens: int = 3,
+    opening: int = 1,
+    priority: int = 0,
+    salt: str | None = None,
+) -> EngineCoreRequest:
+    """parts: keys of pictures, and numbers of text tokens between them. opening: text tokens before them."""
+    tokens: list[int] = [7] * opening
     media = []
     for part in parts:
         if isinstance(part, int):
@@ -40,7 +49,10 @@ def request(number: int, parts: list[str | int], whole: bool = False, max_tokens
         size = SIZES[part]
         media.append(MediaItem(MediaPlace(part, len(tokens), size + 1, [(1, size)], whole), "image", {}))
         tokens += [PICTURE] * (size + 1)  # the first of them is text
-    return EngineCoreRequest(str(number), tokens, SamplingParams(temperature=0), 0, max_tokens, media=media)
+    params = SamplingParams(temperature=0)
+    return EngineCoreRequest(
+        str(number), tokens, params, 0, max_tokens, media=media, priority=priority, cache_salt=salt
+    )
 
 
 class Worker:
@@ -79,14 +91,33 @@ class Worker:
         return sampled
 
 
-def make(limits: EncoderLimits, blocks: int = 200, tokens: int = 12, depth: int = 1) -> Scheduler:
+def make(
+    limits: EncoderLimits, blocks: int = 200, tokens: int = 12, depth: int = 1, policy: str = "fcfs", rows: int = 4
+) -> Scheduler:
     return Scheduler(
-        SchedulerLimits(4, tokens, MAX_MODEL_LEN, depth=depth),
+        SchedulerLimits(rows, tokens, MAX_MODEL_LEN, policy, depth),
         blocks,
         [attention_spec([0], None)],
         4,
         encoders=EncoderCache(limits),
     )
+
+
+def schedule(scheduler: Scheduler) -> SchedulerOutput:
+    """The next step. Checks who was admitted before whom."""
+    waiting = sorted(scheduler.waiting, key=lambda request: request.key)
+    step = scheduler.schedule()
+    passed = []
+    for request in waiting:
+        if request.status is Status.WAITING:
+            passed.append(request)
+        elif request.status is Status.RUNNING and passed:
+            assert all(other.source.media for other in passed), "texts are admitted in the order of service"
+            assert not request.source.media, "it may need what they wait for"
+            assert request.num_computed_tokens == len(request.token_ids), "it takes tokens of the next step"
+            assert len(scheduler._free_rows) >= len(passed), "it has taken their row"
+            assert scheduler.kv.pool.num_free >= sum(map(scheduler.kv.needed_blocks, passed)), "or their blocks"
+    return step
 
 
 def run(scheduler: Scheduler, worker: Worker, dice: random.Random | None = None) -> set[str]:
@@ -95,7 +126,7 @@ def run(scheduler: Scheduler, worker: Worker, dice: random.Random | None = None)
     finished, idle = set(), 0
     while scheduler.has_unfinished:
         while len(flights) < scheduler.limits.depth:
-            step = scheduler.schedule()
+            step = schedule(scheduler)
             if not step.rows:
                 break
             if step.epoch <= worker.skipped_epoch:
@@ -126,12 +157,19 @@ def run(scheduler: Scheduler, worker: Worker, dice: random.Random | None = None)
     st.booleans(),
     st.integers(1, 2),
     st.sampled_from([13, 16, 200]),
+    st.sampled_from(["fcfs", "priority"]),
     st.integers(0, 1000),
 )
-def test_every_chunk_finds_its_pictures_within_budget_and_room(requests, capacity, budget, whole, depth, blocks, seed):
+def test_every_chunk_finds_its_pictures_within_budget_and_room(
+    requests, capacity, budget, whole, depth, blocks, policy, seed
+):
     limits = EncoderLimits(budget, capacity, longest_chunk=12)
-    scheduler, worker = make(limits, blocks, depth=depth), Worker(limits)
-    added = [request(number, parts, whole) for number, parts in enumerate(requests)]
+    scheduler, worker = make(limits, blocks, depth=depth, policy=policy), Worker(limits)
+    dice = random.Random(seed)
+    added = [
+        request(number, parts, whole, opening=dice.choice([0, 1]), priority=dice.randint(0, 2))
+        for number, parts in enumerate(requests)
+    ]
     for source in added:
         scheduler.add(source)
     run(scheduler, worker, random.Random(seed) if seed else None)
@@ -197,3 +235,55 @@ def test_a_larger_item_than_the_budget_is_encoded_alone():
     scheduler, worker = make(limits, tokens=40), Worker(limits)
     scheduler.add(request(0, ["d", "a"]))
     assert run(scheduler, worker) == {"0"}
+
+
+def names(step: SchedulerOutput) -> list[str]:
+    return [new.request_id for new in step.new_requests]
+
+
+def test_texts_pass_a_request_that_waits_for_the_encoder_and_it_goes_first_in_the_next_step():
+    limits = EncoderLimits(8, 30, 40)
+    scheduler, worker = make(limits, tokens=40, rows=8), Worker(limits)
+    for number, parts in enumerate([["d", 3], ["b", 2], [5], ["e"], [1]]):
+        scheduler.add(request(number, parts, opening=0))
+    step = schedule(scheduler)
+    assert (names(step), [item.place.key for item in step.encode]) == (["0", "2", "4"], ["d"])
+    assert [waiting.request_id for waiting in sorted(scheduler.waiting, key=lambda each: each.key)] == ["1", "3"]
+    scheduler.update(ModelRunnerOutput(step.step_id, worker.execute(step)))
+    scheduler.add(request(5, [1]))
+    step = schedule(scheduler)
+    assert (names(step), [item.place.key for item in step.encode]) == (["1", "3", "5"], ["b", "e"])
+
+
+def test_a_request_that_waits_for_the_encoder_keeps_a_row_blocks_and_the_tokens_of_the_next_step():
+    waits = request(1, ["b"], opening=0)
+    for text, rows, blocks, budget in (
+        (request(2, [3]), 2, 200, 40),  # needs the last row
+        (request(2, [26]), 8, 13, 40),  # needs the last blocks
+        (request(2, [30]), 8, 200, 36),  # is longer than the step
+        (request(2, ["e"], opening=0), 8, 200, 40),  # may need the encoder
+    ):
+        limits = EncoderLimits(8, 30, 40)
+        scheduler = make(limits, blocks, budget, rows=rows)
+        for source in (request(0, ["d", 3]), waits, text):
+            scheduler.add(source)
+        step = schedule(scheduler)
+        assert names(step) == ["0"]
+        scheduler.update(ModelRunnerOutput(step.step_id, Worker(limits).execute(step)))
+        assert names(schedule(scheduler))[:1] == ["1"]
+
+
+def test_texts_that_keep_coming_do_not_delay_a_picture():
+    limits = EncoderLimits(5, 30, 40)
+    scheduler, worker = make(limits, tokens=40, rows=8), Worker(limits)
+    scheduler.add(request(0, ["b", 2, "c", 2, "e"]))  # takes the encoder for three steps
+    scheduler.add(request(1, ["d"], opening=0))
+    number = 2
+    admitted: list[str] = []
+    while "1" not in admitted:
+        scheduler.add(request(number, [2], max_tokens=30))
+        number += 1
+        step = schedule(scheduler)
+        admitted += names(step)
+        scheduler.update(ModelRunnerOutput(step.step_id, worker.execute(step)))
+    assert admitted == ["0", "2", "3", "4", "1", "5"]
