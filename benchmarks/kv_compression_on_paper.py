@@ -67,7 +67,7 @@ def rate(prompt: int, output: int, ratio: float, requests: int) -> tuple[float, 
             start = request.num_computed_tokens - count
             stop = request.num_computed_tokens
             if start >= prompt:
-                read += stop - request.num_removed_tokens
+                read += stop - request.blocks.num_removed_tokens
             else:
                 pairs += count * (start + stop) / 2
             sampled.append([9] if stop == len(request.token_ids) else [])

@@ -152,7 +152,7 @@ def _paged_attention(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Cl
         held = sum(
             request.num_computed_tokens - kv.block_size * table.count(kv.pool.null_block)
             for request in llm.core.scheduler.running
-            for table in request.block_tables
+            for table in request.blocks.tables
         )
         if slots:
             shares.append(held / slots)

@@ -414,9 +414,8 @@ class EngineCore:
         if command.use:
             self.reset_prefix_cache()
             self.scheduler.encoders.clear()
-            self.scheduler.kv.root = hash_root(self._fingerprint(self._new_weights))
-            for request in self.scheduler.requests.values():
-                request.block_hashes.clear()
+            root = hash_root(self._fingerprint(self._new_weights))
+            self.scheduler.kv.change_root(root, self.scheduler.requests.values())
             self._asleep.discard("weights")
         if ran:
             self._pause.open()

@@ -13,6 +13,20 @@ from quire.messages.engine import EngineCoreRequest
 from quire.messages.step import BlockTableEdits
 
 
+class RequestBlocks:
+    """The blocks of a request. Written by the KV cache manager."""
+
+    __slots__ = ("capacity", "next_hash_at", "num_hashed", "num_removed_tokens", "num_tokens_at_last_free", "tables")
+
+    def __init__(self) -> None:
+        self.tables: list[list[Block]] = []  # one for each KV group
+        self.capacity = 0  # tokens that the tables have slots for
+        self.num_removed_tokens = 0  # tokens by whose blocks the compressed text is shorter, in whole blocks
+        self.num_tokens_at_last_free = 0  # retired tokens when unneeded blocks were last given back
+        self.num_hashed = 0
+        self.next_hash_at = 0  # number of computed tokens at which the next block is full
+
+
 class KnownTokens(HashedTokens, Protocol):
     """Tokens for which the manager looks for cached blocks."""
 
@@ -20,20 +34,18 @@ class KnownTokens(HashedTokens, Protocol):
 
 
 class Holder(KnownTokens, Protocol):
-    """The attributes of a request that the manager reads and writes (see scheduler/request.py)."""
+    """The attributes of a request that the manager reads (see scheduler/request.py). It writes to `blocks`, and to
+    `block_hashes`."""
 
     request_id: str
     source: EngineCoreRequest
     row: int
     num_computed_tokens: int
     num_retired_tokens: int
-    num_tokens_at_last_free: int
-    num_kept_blocks: int
-    num_removed_tokens: int
-    block_tables: list[list[Block]]
-    capacity: int
-    num_hashed_blocks: int
-    next_hash_at: int
+    blocks: RequestBlocks
+
+    @property
+    def is_compressed(self) -> bool: ...
 
 
 class KVCacheManager:
@@ -111,11 +123,12 @@ class KVCacheManager:
                     self.pool.share(block)
         for group in self._cross_groups:
             tables[group] = [self.pool.take() for _ in range(self._cross_blocks(request))]
-        request.block_tables = tables
-        request.capacity = num_blocks * self.block_size
-        request.num_hashed_blocks = num_blocks
-        request.next_hash_at = sys.maxsize if request.num_kept_blocks else (num_blocks + 1) * self.block_size
-        return request.capacity
+        blocks = request.blocks
+        blocks.tables = tables
+        blocks.capacity = num_blocks * self.block_size
+        blocks.num_hashed = num_blocks
+        blocks.next_hash_at = sys.maxsize if request.is_compressed else (num_blocks + 1) * self.block_size
+        return blocks.capacity
 
     def has_room(self, request: KnownTokens, found: Iterable[Block], num_spared: int = 0) -> bool:
         """Whether there are free blocks for all known tokens of the request, beyond those that are spared. found:
@@ -169,18 +182,19 @@ class KVCacheManager:
 
         Returns False if the pool has too few blocks. Then nothing has changed, except that unneeded blocks are free.
         """
-        if num_tokens <= request.capacity:
+        blocks = request.blocks
+        if num_tokens <= blocks.capacity:
             return True
         if self._freeing_groups:
             self._free_unneeded(request)
         pool = self.pool
         size = self.block_size
-        tables = request.block_tables
+        tables = blocks.tables
         capacity = -(-num_tokens // size) * size
         ranges = []
         num_new = 0
         for new_blocks, table in zip(self._new_blocks, tables, strict=True):
-            indices = new_blocks(len(table), capacity - request.num_removed_tokens, size)
+            indices = new_blocks(len(table), capacity - blocks.num_removed_tokens, size)
             ranges.append(indices)
             num_new += len(indices)
         if num_new > pool.free_list.length:
@@ -196,12 +210,12 @@ class KVCacheManager:
                 edits.rows.append(request.row)
                 edits.indices.append(index)
                 edits.block_ids.append(block.block_id)
-        request.capacity = capacity
+        blocks.capacity = capacity
         return True
 
     def write_tables(self, request: Holder, edits: BlockTableEdits) -> None:
         """Append the whole block tables of a request that has just got a row to `edits`."""
-        for group, table in enumerate(request.block_tables):
+        for group, table in enumerate(request.blocks.tables):
             edits.groups.extend([group] * len(table))
             edits.rows.extend([request.row] * len(table))
             edits.indices.extend(range(len(table)))
@@ -210,26 +224,27 @@ class KVCacheManager:
     def drop_blocks(self, request: Holder, first: int, last: int) -> None:
         """Free the blocks first, ..., last - 1 of a request that is compressed. Its table closes up, so the tokens
         behind them have lower indices than their positions say."""
-        for table in request.block_tables:
+        for table in request.blocks.tables:
             self.pool.release(reversed(table[first:last]))
             del table[first:last]
-        request.num_removed_tokens += (last - first) * self.block_size
+        request.blocks.num_removed_tokens += (last - first) * self.block_size
 
     def _free_unneeded(self, request: Holder) -> None:
         """Replace blocks that no query reads any more by the null block. The tables of the workers need no edit."""
         null = self.pool.null_block
         size = self.block_size
         retired = request.num_retired_tokens
+        blocks = request.blocks
         for group in self._freeing_groups:
             spec = self.specs[group]
-            table = request.block_tables[group]
-            first = spec.first_needed_token(request.num_tokens_at_last_free) // size
+            table = blocks.tables[group]
+            first = spec.first_needed_token(blocks.num_tokens_at_last_free) // size
             last = spec.first_needed_token(retired) // size
             if first < last:
                 unneeded = table[first:last]
                 table[first:last] = [null] * len(unneeded)
                 self.pool.release(reversed(unneeded))
-        request.num_tokens_at_last_free = retired
+        blocks.num_tokens_at_last_free = retired
 
     # ---- hashes
 
@@ -243,15 +258,16 @@ class KVCacheManager:
         extend_hashes(request.block_hashes, request.token_ids, self.block_size, self.root, request.extra_keys)
         null = self.pool.null_block
         size = self.block_size
-        first = request.num_hashed_blocks
+        blocks = request.blocks
+        first = blocks.num_hashed
         num_tokens = min(request.num_computed_tokens, len(request.token_ids))
-        for group, table in enumerate(request.block_tables):
+        for group, table in enumerate(blocks.tables):
             for index in self._full_blocks[group](first, num_tokens, size):
                 if table[index] is not null:
                     self._remember[group](table[index], group, request, index)
         num_full = num_tokens // size
-        request.num_hashed_blocks = num_full
-        request.next_hash_at = (num_full + 1) * self.block_size
+        blocks.num_hashed = num_full
+        blocks.next_hash_at = (num_full + 1) * self.block_size
 
     def _remember_later(self, block: Block, group: int, request: Holder, index: int) -> None:
         self._filled.append((block, group, request, index))
@@ -265,18 +281,27 @@ class KVCacheManager:
     def withdraw_hashes(self, request: Holder, num_computed_tokens: int) -> None:
         """Forget the hashes of the request's blocks that are not full with `num_computed_tokens`: the step that was to
         fill them never ran."""
-        for table in request.block_tables:
-            for block in table[num_computed_tokens // self.block_size : request.num_hashed_blocks]:
+        blocks = request.blocks
+        for table in blocks.tables:
+            for block in table[num_computed_tokens // self.block_size : blocks.num_hashed]:
                 if block is not self.pool.null_block:
                     self.pool.forget(block)
 
     # ---- a request leaves
 
     def free(self, request: Holder) -> None:
-        for table in request.block_tables:
+        blocks = request.blocks
+        for table in blocks.tables:
             self.pool.release(reversed(table))
-        request.block_tables = []
-        request.capacity = request.num_removed_tokens = 0
+        blocks.tables = []
+        blocks.capacity = 0
+        blocks.num_removed_tokens = 0
+
+    def change_root(self, root: bytes, requests: Iterable[KnownTokens]) -> None:
+        """Hash later blocks as those of another model. requests: all that may have hashes."""
+        self.root = root
+        for request in requests:
+            request.block_hashes.clear()
 
     def reset_prefix_cache(self, external: bool = False) -> None:
         """Forget all hashes. Running requests keep their blocks. external: later hashes are others, so that nothing is

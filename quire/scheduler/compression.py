@@ -8,7 +8,7 @@ from quire.config.kv_compression import KVCompressionOptions
 from quire.kv.manager import KVCacheManager
 from quire.messages.step import SchedulerOutput
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.request import Request
+from quire.scheduler.request import NextCompression, Request
 
 
 class Compression:
@@ -44,6 +44,7 @@ class Compression:
         """Decide when a request is compressed first of which nothing is computed, and how many blocks it keeps then."""
         params = request.source.sampling_params
         if params is not None and params.kv_compression is not False:
+            request.compression = NextCompression()
             self._aim(request, request.num_prompt_tokens)
 
     def _aim(self, request: Request, num_tokens: int) -> None:
@@ -52,16 +53,16 @@ class Compression:
         chosen = request.source.sampling_params.kv_compression
         ratio = chosen.get("ratio") if isinstance(chosen, dict) else None
         while num_tokens < request.max_total_tokens:
-            held = (num_tokens - request.num_removed_tokens) // self.block_size
+            held = (num_tokens - request.blocks.num_removed_tokens) // self.block_size
             kept = self.options.kept_blocks(num_tokens, self.block_size, ratio)
             if kept is not None and kept < held:
-                request.compress_at = num_tokens
-                request.num_kept_blocks = kept
+                request.compression.at = num_tokens
+                request.compression.num_kept_blocks = kept
                 return
             if not self.interval:
                 break
             num_tokens += self.interval
-        request.compress_at = sys.maxsize
+        request.compression.at = sys.maxsize
 
     def span(self, request: Request, known: int, room: int) -> tuple[int, int]:
         """Where the next tokens start that a request computes in a step with room for so many, and their number.
@@ -71,7 +72,7 @@ class Compression:
         or in flight, at most. The request waits if it cannot tell.
         """
         computed = request.num_computed_tokens
-        end = request.compress_at
+        end = request.compression.at
         window = self.options.window
         if known < end:
             return computed, min(room, known - computed)
@@ -85,10 +86,10 @@ class Compression:
     def computed(self, request: Request, start: int, end: int, step: SchedulerOutput) -> int:
         """The last row of the step computes the request's tokens from `start` to `end`. If it is compressed behind
         them, tell the worker. Returns how many tokens are computed again for that."""
-        if end != request.compress_at:
+        if end != request.compression.at:
             return 0
         again = request.num_computed_tokens - start
-        step.compressions.append((len(step.rows) - 1, request.num_kept_blocks, again))
+        step.compressions.append((len(step.rows) - 1, request.compression.num_kept_blocks, again))
         return again
 
     def free_blocks(self, step: SchedulerOutput, requests: Sequence[Request], kv: KVCacheManager) -> None:
@@ -96,8 +97,8 @@ class Compression:
         reads them, so this is called when it is complete."""
         for index, num_kept_blocks, _ in step.compressions:
             request = requests[index]
-            end = request.compress_at
-            kv.drop_blocks(request, num_kept_blocks, (end - request.num_removed_tokens) // kv.block_size)
+            end = request.compression.at
+            kv.drop_blocks(request, num_kept_blocks, (end - request.blocks.num_removed_tokens) // kv.block_size)
             self._aim(request, end + self.interval if self.interval else sys.maxsize)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from quire.messages.engine import EngineCoreOutput, FinishReason
 from quire.messages.step import SchedulerOutput, TokenMasks
-from quire.scheduler.request import Request, Status
+from quire.scheduler.request import ConstrainedOutput, Request, Status
 from quire.structured.constraint import Constraint
 from quire.structured.gate import GrammarGate
 
@@ -34,13 +34,18 @@ class ConstrainedRequests:
         self._unsent: list[tuple[Request, int]] = []  # requests, and the first token that the worker does not know
         self.count = 0  # unfinished requests with a constraint
 
-    def begin(self, request: Request) -> None:
-        """Give a request its constraint, replay its output so far, and take the tokens that must come first."""
-        if request.constraint is not None:
+    def begin(self, request: Request) -> Iterator[int]:
+        """Give a request its constraint, and replay its output so far. Yields the tokens that must come first, which
+        are to be appended as they come."""
+        if request.constrained is not None:
             return  # it was preempted
-        request.constraint = constraint = self._gate.constraint(request.source)
+        constraint = self._gate.constraint(request.source)
         if constraint is None:
             return
+        # Tokens that need logprobs are sampled.
+        params = request.source.sampling_params
+        takes_ahead = params is not None and params.num_logprobs is None
+        request.constrained = ConstrainedOutput(constraint, len(request.token_ids), takes_ahead)
         self.count += 1
         for token in request.source.output_token_ids:
             constraint.advance(token)
@@ -48,30 +53,31 @@ class ConstrainedRequests:
         has_minimum = request.min_total_tokens > len(request.token_ids)
         if has_minimum or request.repetition is not None or not request.source.reads_prefix_cache:
             return
-        while request.takes_ahead and (forced := constraint.forced()) and forced[0] not in request.stop_token_ids:
+        while takes_ahead and (forced := constraint.forced()) and forced[0] not in request.stop_token_ids:
             if len(request.token_ids) + 1 >= request.max_total_tokens:
                 break
-            request.token_ids.append(forced[0])
+            yield forced[0]
             constraint.advance(forced[0])
         if (forced := constraint.forced()) and self._ends_early(request, forced[0]):
-            request.min_total_tokens = 0
+            request.waive_minimum()
 
     def finish(self, request: Request) -> None:
         """A request has ended, in any state."""
         self._gate.leave(request.source)
-        if request.constraint is not None:
+        if request.constrained is not None:
             self.count -= 1
 
     def new_tokens(self, request: Request, sampled: list[int]) -> Iterator[int]:
         """The sampled tokens, and those that are forced behind them. Tokens are to be appended as they come."""
-        constraint = request.constraint
-        assert constraint is not None
+        constrained = request.constrained
+        assert constrained is not None
+        constraint = constrained.constraint
         for token in sampled:
             if (forced := constraint.forced()) and self._ends_early(request, forced[0]):
                 return  # behind the drafts of a finished grammar, where no token was allowed
             yield token
             constraint.advance(token)
-        if not request.takes_ahead or request.holds:  # with a step in flight, the next token is being sampled
+        if not constrained.takes_ahead or request.holds:  # with a step in flight, the next token is being sampled
             return
         while (forced := constraint.forced()) and not self._ends_early(request, forced[0]):
             yield forced[0]
@@ -82,12 +88,12 @@ class ConstrainedRequests:
 
         num_sampled: the number of its tokens up to the last one that was sampled.
         """
-        constraint = request.constraint
+        assert request.constrained is not None
+        constraint = request.constrained.constraint
         num_tokens = len(request.token_ids)
-        assert constraint is not None
-        output.new_token_ids = request.token_ids[request.num_reported_tokens :]
+        output.new_token_ids = request.token_ids[request.constrained.num_reported_tokens :]
         output.num_cached_tokens = min(request.num_cached_tokens, request.num_prompt_tokens)
-        request.num_reported_tokens = num_tokens
+        request.constrained.num_reported_tokens = num_tokens
         if constraint.error is not None:  # even at an end: masks that cannot be computed may allow nothing else
             output.finish_reason = FinishReason.ERROR
             output.stop_reason = constraint.error
@@ -109,9 +115,8 @@ class ConstrainedRequests:
     def skips(request: Request) -> bool:
         """Whether a request with a token in flight is left out of the next step. Then nothing is in flight soon, and a
         long stretch of forced tokens can be taken ahead."""
-        constraint = request.constraint
-        assert constraint is not None
-        return request.takes_ahead and len(constraint.forced()) > LONG_STRETCH
+        assert request.constrained is not None
+        return request.constrained.takes_ahead and len(request.constrained.constraint.forced()) > LONG_STRETCH
 
     def send_known_tokens(self, step: SchedulerOutput) -> None:
         """Tell the worker the tokens that requests of a new step took without sampling them."""
@@ -132,25 +137,24 @@ class ConstrainedRequests:
     # ---- drafts
 
     @staticmethod
-    def check_drafts(request: Request) -> None:
-        """Cut off the drafts that the request's constraint does not allow, and follow it along those that it does."""
-        constraint = request.constraint
-        assert constraint is not None
-        request.constraints_ahead = ahead = []
-        for token in request.drafts:
+    def check_drafts(constrained: ConstrainedOutput, drafts: list[int]) -> list[int]:
+        """Follow a request's constraint along the drafts that it allows. Returns these."""
+        constraint = constrained.constraint
+        constrained.ahead = ahead = []
+        for token in drafts:
             constraint = constraint.fork()
             constraint.advance(token)
             if constraint.error is not None:
                 break
             ahead.append(constraint)
-        request.drafts = request.drafts[: len(ahead)]
+        return drafts[: len(ahead)]
 
     # ---- masks
 
     def need_masks(self, requests: Sequence[Request]) -> bool:
         """Whether a step of these requests, the last one that was scheduled, may need masks."""
         return self.count > 0 and any(
-            request.constraint is not None and request.num_in_flight_samples for request in requests
+            request.constrained is not None and request.num_in_flight_samples for request in requests
         )
 
     def begin_masks(self, step: SchedulerOutput, requests: Sequence[Request]) -> None:
@@ -162,8 +166,8 @@ class ConstrainedRequests:
             if not request.num_in_flight_samples:
                 continue
             num_drafts = step.num_draft_tokens[index] if step.num_draft_tokens else 0
-            if request.constraint is not None:
-                for offset, constraint in enumerate((request.constraint, *request.constraints_ahead[:num_drafts])):
+            if (constrained := request.constrained) is not None:
+                for offset, constraint in enumerate((constrained.constraint, *constrained.ahead[:num_drafts])):
                     if constraint.is_active:
                         places.append(place + offset)
                         constraints.append(constraint)
@@ -190,7 +194,8 @@ class ConstrainedRequests:
 class NoConstraints:
     """Takes the place of ConstrainedRequests in an engine whose requests have no constraints."""
 
-    def begin(self, request: Request) -> None: ...
+    def begin(self, request: Request) -> Sequence[int]:
+        return ()
 
     def finish(self, request: Request) -> None: ...
 

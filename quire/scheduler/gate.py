@@ -6,7 +6,7 @@ from typing import Protocol
 from quire.messages.engine import EngineCoreRequest, FinishReason
 from quire.messages.errors import error_text
 from quire.platform.untrusted.limits import BusyError
-from quire.scheduler.request import Request, Status
+from quire.scheduler.request import Request
 
 
 class Gate(Protocol):
@@ -83,7 +83,6 @@ class WaitingRoom:
         return False
 
     def hold(self, request: Request) -> None:
-        request.status = Status.GATED
         self.requests[request.request_id] = request
 
     def open(self) -> tuple[list[Request], list[tuple[Request, FinishReason, str]]]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from quire.messages.engine import EngineCoreOutput
-from quire.messages.step import ModelRunnerOutput
+from quire.messages.engine import EngineCoreOutput, FinishReason
+from quire.messages.step import ModelRunnerOutput, Pooled
 from quire.scheduler.request import Request
 
 
@@ -15,3 +15,8 @@ def add_logprobs(outputs: Sequence[EngineCoreOutput], requests: Sequence[Request
         if output is not None:
             output.logprobs = result.logprobs.get(index)
             output.prompt_logprobs = result.prompt_logprobs.get(index)
+
+
+def pooled_output(request: Request, pooled: Pooled) -> EngineCoreOutput:
+    """The only output of a request that pools."""
+    return EngineCoreOutput(request.request_id, [], FinishReason.STOP, None, request.num_cached_tokens, pooled=pooled)

@@ -54,5 +54,5 @@ class PinnedPrefixes:
             self.unpin(prefix_id)
 
     def _count(self) -> int:
-        tables = [table for holder in self._held.values() for table in holder.block_tables]
+        tables = [table for holder in self._held.values() for table in holder.blocks.tables]
         return len({block.block_id for table in tables for block in table} - {0})

@@ -1,9 +1,10 @@
 """A request as the scheduler sees it: counters of positions, never of KV slots."""
 
 import sys
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from quire.kv.block_pool import Block
+from quire.kv.manager import RequestBlocks
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.step import AdapterPlace, NewRequest
 from quire.scheduler.repetition import RepetitionDetector
@@ -18,8 +19,38 @@ class Status(Enum):
     FINISHED = auto()  # gives back its row and its blocks when nothing holds them
 
 
+@dataclass(slots=True)
+class Drafts:
+    """Guesses for a request's next step, if nothing is in flight. Written by Speculation."""
+
+    on_host: list[int] = field(default_factory=list)
+    num_on_device: int = 0  # drafts that only the device knows, behind the tokens known or in flight
+
+
+@dataclass(slots=True)
+class NextCompression:
+    """When a request's cache is compressed next. Written by Compression."""
+
+    at: int = sys.maxsize  # number of computed tokens
+    num_kept_blocks: int = 0  # full blocks that are kept then, or were kept last; 0 if it is never compressed
+
+
+@dataclass(slots=True)
+class ConstrainedOutput:
+    """The output of a request with a constraint. Written by ConstrainedRequests."""
+
+    constraint: Constraint
+    num_reported_tokens: int  # of the request's tokens
+    takes_ahead: bool  # whether the tokens that the constraint forces are taken without being sampled
+    ahead: list[Constraint] = field(default_factory=list)  # the constraint behind each draft
+
+
+NO_DRAFTS = Drafts()
+NO_COMPRESSION = NextCompression()
+
+
 class Request:
-    """One sequence.
+    """One sequence. Its fields are written by the scheduler, apart from those of the objects in the last group.
 
         token_ids     |---- prompt ----|---- sampled ----|
         in flight                                        |- num_in_flight_samples: submitted, not known yet
@@ -30,11 +61,9 @@ class Request:
     Steps hand out tokens until num_computed_tokens has caught up with the tokens that are known or in flight.
     """
 
-    __slots__ = """block_hashes block_tables cache_salt capacity compress_at constraint constraints_ahead drafts
-        extra_keys holds is_limited key max_total_tokens min_total_tokens next_hash_at num_cached_tokens
-        num_computed_tokens num_device_drafts num_hashed_blocks num_in_flight_samples num_kept_blocks
-        num_preemptions num_prompt_tokens num_removed_tokens num_reported_tokens num_retired_tokens
-        num_tokens_at_last_free repetition request_id row source status stop_token_ids takes_ahead
+    __slots__ = """block_hashes blocks cache_salt compression constrained drafts extra_keys holds is_limited key
+        max_total_tokens min_total_tokens num_cached_tokens num_computed_tokens num_in_flight_samples num_preemptions
+        num_prompt_tokens num_retired_tokens repetition request_id row source status stop_token_ids
         token_ids""".split()
 
     def __init__(self, source: EngineCoreRequest, key: tuple[int, float, int], extra_keys: dict[int, bytes]) -> None:
@@ -53,31 +82,30 @@ class Request:
         self.stop_token_ids = frozenset([*eos, *source.stop_token_ids])
         detection = None if sampling is None else sampling.repetition_detection
         self.repetition = None if detection is None else RepetitionDetector(detection, source.output_token_ids)
-        # Whether the tokens that the constraint forces are taken without being sampled: not if they need logprobs.
-        self.takes_ahead = sampling is not None and sampling.num_logprobs is None
-        self.constraint: Constraint | None = None  # set when the request has passed the gates
-        self.num_reported_tokens = len(self.token_ids)  # of a request with a constraint
         self.num_computed_tokens = 0
         self.num_retired_tokens = 0
         self.num_in_flight_samples = 0  # the most tokens that submitted steps may give: one, and one for each draft
-        self.drafts: list[int] = []
-        self.num_device_drafts = 0  # drafts that only the device knows, behind the tokens known or in flight
-        self.constraints_ahead: list[Constraint] = []  # the constraint behind each draft
         self.holds = 0  # number of submitted steps that name it; its row and blocks stay until this is 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
-        self.compress_at = sys.maxsize  # number of computed tokens at which the cache is compressed next
         self.is_limited = False  # whether its media or its compression say which tokens a step may compute
-        self.num_kept_blocks = 0  # full blocks that are kept then, or were kept last; 0 if it is never compressed
-        # Owned by the KV cache manager.
+        # Written by the KV cache manager.
         self.extra_keys = extra_keys
-        self.block_tables: list[list[Block]] = []  # one for each KV group
-        self.capacity = 0  # tokens that the block tables have slots for
-        self.num_removed_tokens = 0  # tokens by whose blocks the compressed text is shorter, in whole blocks
-        self.num_tokens_at_last_free = 0  # retired tokens when unneeded blocks were last given back
         self.block_hashes: list[bytes] = []
-        self.num_hashed_blocks = 0
-        self.next_hash_at = 0  # number of computed tokens at which the next block is full
+        self.blocks = RequestBlocks()
+        # Each is replaced and written by one part of the scheduler, when the request enters it.
+        self.drafts = NO_DRAFTS
+        self.compression = NO_COMPRESSION
+        self.constrained: ConstrainedOutput | None = None  # set when the request has passed the gates
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether its cache is compressed at some time."""
+        return self.compression.num_kept_blocks > 0
+
+    def waive_minimum(self) -> None:
+        """Let the next token end the output, however short it is."""
+        self.min_total_tokens = 0
 
     def admitted(self, adapter: AdapterPlace | None) -> NewRequest:
         """What the worker must know of a request that has just got its row and its cached blocks."""

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from operator import attrgetter
 
@@ -20,7 +20,7 @@ from quire.scheduler.constraints import ConstrainedRequests, NoConstraints, Step
 from quire.scheduler.encoding import EncoderCache
 from quire.scheduler.gate import Connector, Gate, WaitingRoom
 from quire.scheduler.limits import SchedulerLimits, SchedulerStats
-from quire.scheduler.outputs import add_logprobs
+from quire.scheduler.outputs import add_logprobs, pooled_output
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.request import Request, Status
 from quire.scheduler.speculation import NoSpeculation, Speculation
@@ -103,7 +103,7 @@ class Scheduler:
         order = (priority, source.arrival_time, self._num_arrived)
         request = Request(source, order, request_keys(self.kv.block_size, source))
         self._compression.plan(request)
-        request.is_limited = bool(source.media or request.num_kept_blocks)
+        request.is_limited = bool(source.media) or request.is_compressed
         self.requests[request.request_id] = request
         self._enqueue(request)
 
@@ -151,9 +151,12 @@ class Scheduler:
     def _enqueue(self, request: Request) -> None:
         if self._gated.passes(request):
             self._push(request)
+        else:
+            request.status = Status.GATED
 
     def _push(self, request: Request) -> None:
-        self._constraints.begin(request)
+        for token in self._constraints.begin(request):
+            request.token_ids.append(token)
         request.status = Status.WAITING
         self.waiting.push(request)
         self._is_exhausted = False
@@ -222,6 +225,7 @@ class Scheduler:
                 continue
             if self.transfers is not None and self._reads_cache(request) and self.transfers.load(request):
                 self._gated.hold(self.waiting.pop())
+                request.status = Status.GATED
                 continue
             num_spared = sum(map(self.kv.needed_blocks, held))
             num_cached = self.kv.admit(request, self._reads_cache(request), num_spared)
@@ -257,7 +261,7 @@ class Scheduler:
         if not request.num_retired_tokens:  # a preempted request finds its own blocks, which are not cache hits
             request.num_cached_tokens = num_cached
         request.num_computed_tokens = request.num_retired_tokens = num_cached
-        request.drafts, request.num_device_drafts = [], 0  # it may have been preempted before they were sent
+        self.speculation.begin(request)
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
         insort(self.running, request, key=_by_key)
@@ -267,7 +271,7 @@ class Scheduler:
     def _reads_cache(self, request: Request) -> bool:
         # Once the first token is out, prompt logprobs have been reported, so the prefix cache may be used again.
         may_read = request.source.reads_prefix_cache or len(request.token_ids) > request.num_prompt_tokens
-        return may_read and self.kv.enable_prefix_caching and not request.num_kept_blocks
+        return may_read and self.kv.enable_prefix_caching and not request.is_compressed
 
     def _take(self, request: Request, budget: int, step: SchedulerOutput, requests: list[Request]) -> int | None:
         """Put a request that has a row into the step, with up to `budget` tokens and slots for them in the KV cache.
@@ -282,7 +286,7 @@ class Scheduler:
         if in_flight and (
             self._is_pipelined
             or known >= request.max_total_tokens
-            or (request.constraint is not None and self._constraints.skips(request))
+            or (request.constrained is not None and self._constraints.skips(request))
         ):
             return 0  # the first stage needs its last tokens, or they end it, or it waits to take forced tokens ahead
         room = budget if budget < self._longest_chunk else self._longest_chunk
@@ -294,7 +298,8 @@ class Scheduler:
         if not count:
             return 0
         end = computed + count
-        if end > request.capacity and not self.kv.allocate(request, end, step.block_table_edits):
+        blocks = request.blocks
+        if end > blocks.capacity and not self.kv.allocate(request, end, step.block_table_edits):
             return None
         if end == known:
             if self._makes_drafts:
@@ -310,7 +315,7 @@ class Scheduler:
             self.encoders.computed(request, end)
         request.num_computed_tokens = end
         request.holds += 1
-        if end >= request.next_hash_at:
+        if end >= blocks.next_hash_at:
             self.kv.hash_full_blocks(request)
         return count
 
@@ -338,7 +343,7 @@ class Scheduler:
             connector.retired(step.step_id)
         self.stats.computed_tokens += sum(step.num_tokens)
         outputs = self._refuse(requests, output.refusals)
-        outputs += self._pooled(requests, output)
+        outputs += [pooled_output(each, output.pooled[index]) for index, each in self._end(requests, output.pooled)]
         drafts = step.num_draft_tokens or repeat(0, len(requests))
         columns = zip(requests, step.num_tokens, drafts, output.sampled_token_ids, strict=True)
         for request, count, num_drafts, sampled in columns:
@@ -366,16 +371,18 @@ class Scheduler:
         self.epoch += 1
         return self._refuse(requests, refusals)
 
-    def _pooled(self, requests: list[Request], output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """End the requests of a retiring step that have their results."""
-        outputs = []
-        for index, pooled in output.pooled.items():
+    def _end(self, requests: list[Request], indices: Iterable[int]) -> Iterator[tuple[int, Request]]:
+        """End requests of a retiring step, by their index. Yields those that had not ended before."""
+        for index in indices:
             request = requests[index]
             if request.status is not Status.FINISHED:
                 self._finish(request)
-                cached = request.num_cached_tokens
-                outputs.append(EngineCoreOutput(request.request_id, [], FinishReason.STOP, None, cached, pooled=pooled))
-        return outputs
+                yield index, request
+
+    def _refuse(self, requests: list[Request], refusals: dict[int, str]) -> list[EngineCoreOutput]:
+        """Fail the refused requests of a step, by their index, with the given reasons."""
+        ended = self._end(requests, refusals)
+        return [EngineCoreOutput(each.request_id, [], FinishReason.ERROR, refusals[index]) for index, each in ended]
 
     def _roll_back(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Take the drafts that were not accepted off the computed tokens."""
@@ -393,7 +400,7 @@ class Scheduler:
         output.num_draft_tokens = num_drafts
         output.num_accepted_tokens = len(sampled) - 1
         before = len(token_ids)
-        is_constrained = request.constraint is not None
+        is_constrained = request.constrained is not None
         for token in self._constraints.new_tokens(request, sampled) if is_constrained else sampled:
             token_ids.append(token)
             total = len(token_ids)
@@ -415,16 +422,6 @@ class Scheduler:
         if output.finish_reason is not None:
             self._finish(request)
         return output
-
-    def _refuse(self, requests: list[Request], refusals: dict[int, str]) -> list[EngineCoreOutput]:
-        """Fail the refused requests of a step, by their index, with the given reasons."""
-        outputs = []
-        for index, reason in refusals.items():
-            request = requests[index]
-            if request.status is not Status.FINISHED:  # the request may have been aborted since
-                self._finish(request)
-                outputs.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, reason))
-        return outputs
 
     def withdraw(self, step: SchedulerOutput) -> None:
         """Take back the step that was scheduled last and was not run. Its requests are preempted.

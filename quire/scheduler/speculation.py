@@ -9,7 +9,7 @@ from quire.kv.manager import KVCacheManager
 from quire.messages.engine import SpeculationStats
 from quire.messages.step import SchedulerOutput
 from quire.scheduler.constraints import ConstrainedRequests
-from quire.scheduler.request import Request, Status
+from quire.scheduler.request import Drafts, Request, Status
 from quire.speculation.lengths import Acceptance, DraftLengths
 from quire.speculation.proposer import Proposer
 
@@ -34,6 +34,10 @@ class Speculation:
         self._acceptance: dict[str, Acceptance] = {}  # by request id
         self._shared: int | None = None  # how many drafts of a drafter the requests of this step get
 
+    def begin(self, request: Request) -> None:
+        """A request gets a row. It may have been preempted before its drafts were sent."""
+        request.drafts = Drafts()
+
     def propose(self, running: Sequence[Request]) -> None:
         """Begin a step: let the proposer, if there is one, set the drafts of the requests that compute one token."""
         self._shared = None
@@ -42,7 +46,7 @@ class Speculation:
         texts = []
         most = []
         for request in running:
-            request.drafts = []
+            request.drafts.on_host = []
             if request.num_computed_tokens + 1 != len(request.token_ids) or request.num_in_flight_samples:
                 continue
             if count := self._length(request, len(request.token_ids), len(running)):
@@ -62,9 +66,9 @@ class Speculation:
                 self._set(request, made[len(forced) :])
 
     def _set(self, request: Request, drafts: list[int]) -> None:
-        request.drafts = drafts
-        if drafts and request.constraint is not None:
-            ConstrainedRequests.check_drafts(request)
+        if drafts and request.constrained is not None:
+            drafts = ConstrainedRequests.check_drafts(request.constrained, drafts)
+        request.drafts.on_host = drafts
 
     def _length(self, request: Request, num_tokens: int, num_requests: int) -> int:
         """How many drafts are worth it behind so many tokens of a request, in a step of so many requests."""
@@ -91,7 +95,7 @@ class Speculation:
         """Add drafts to a step that computes all known tokens of a request, up to `end`, and ask the drafter for those
         of the next step. The step's next row is to be that of the request. room: for tokens of the request behind
         `end`. num_requests: of the step, about. Returns the number of drafts in this step."""
-        count = self._add_drafts(request, min(room, request.compress_at - 1 - end), step, kv)
+        count = self._add_drafts(request, min(room, request.compression.at - 1 - end), step, kv)
         self._ask(request, end + count, num_requests, step, kv)
         return count
 
@@ -100,10 +104,10 @@ class Speculation:
         """Returns how many drafts are added: at most `room`, and no more than free blocks and max_tokens allow."""
         known = len(request.token_ids) + request.num_in_flight_samples
         edits = step.draft_tokens
-        count = min(len(request.drafts) or request.num_device_drafts, room, request.max_total_tokens - known - 1)
-        drafts = request.drafts
-        request.drafts = []
-        request.num_device_drafts = 0
+        drafts = request.drafts.on_host
+        count = min(len(drafts) or request.drafts.num_on_device, room, request.max_total_tokens - known - 1)
+        request.drafts.on_host = []
+        request.drafts.num_on_device = 0
         if count <= 0 or not kv.allocate(request, known + count, step.block_table_edits):
             return 0
         step.num_draft_tokens += [0] * (len(step.rows) - len(step.num_draft_tokens))
@@ -116,14 +120,14 @@ class Speculation:
 
     def _ask(self, request: Request, end: int, num_requests: int, step: SchedulerOutput, kv: KVCacheManager) -> None:
         """Ask the drafter, if there is one, for drafts behind the request's tokens up to `end`."""
-        if self.proposer is not None or (self.drafts_stay and request.constraint is not None):
+        if self.proposer is not None or (self.drafts_stay and request.constrained is not None):
             return
         self._acceptance.setdefault(request.request_id, Acceptance())
         if self._shared is None:
             self._shared = self._shared_length(num_requests)
         count = min(self._shared, self.longest - end - 1, request.max_total_tokens - end - 1)
         if count > 0 and kv.allocate(request, end + count, step.block_table_edits):
-            request.num_device_drafts = count if self.drafts_stay else 0
+            request.drafts.num_on_device = count if self.drafts_stay else 0
             step.num_next_drafts += [0] * (len(step.rows) - len(step.num_next_drafts))
             step.num_next_drafts.append(count)
 
@@ -151,6 +155,8 @@ class NoSpeculation:
     it for each request of a step."""
 
     is_active = False
+
+    def begin(self, request: Request) -> None: ...
 
     def propose(self, running: Sequence[Request]) -> None: ...
 

@@ -124,7 +124,7 @@ class Exports:
         size = self._kv.block_size
         is_over = num_tokens >= export.num_tokens
         length = (export.num_tokens - 1) // size
-        for group, table in enumerate(request.block_tables):
+        for group, table in enumerate(request.blocks.tables):
             first = 0
             stop = min(num_tokens // size, length)
             if not self._keeps_all[group]:

@@ -51,7 +51,7 @@ def enter(
 
 
 def ids(request: Request, group: int = 0) -> list[int]:
-    return [block.block_id for block in request.block_tables[group]]
+    return [block.block_id for block in request.blocks.tables[group]]
 
 
 def test_room_is_counted_in_requests_of_the_full_length() -> None:
@@ -142,9 +142,9 @@ def test_a_request_without_room_for_all_its_tokens_is_given_nothing() -> None:
     request = make_request([*range(8), *range(50, 63)])  # six blocks, of which two are shared: two too many
     free = [block.block_id for block in kv.pool.free_list]
     assert kv.admit(request) is None
-    assert request.block_tables == []
+    assert request.blocks.tables == []
     assert [block.block_id for block in kv.pool.free_list] == free
-    assert [block.ref_cnt for block in first.block_tables[0]] == [1, 1, 1, 1]
+    assert [block.ref_cnt for block in first.blocks.tables[0]] == [1, 1, 1, 1]
     assert kv.admit(make_request([*range(8), *range(50, 58)])) == 8
 
 
@@ -161,7 +161,7 @@ def test_allocating_too_much_changes_nothing() -> None:
     request, _ = enter(kv, list(range(6)))
     edits = BlockTableEdits()
     assert not kv.allocate(request, 13, edits)
-    assert (edits.block_ids, ids(request), kv.pool.num_free, request.capacity) == ([], [1, 2], 1, 8)
+    assert (edits.block_ids, ids(request), kv.pool.num_free, request.blocks.capacity) == ([], [1, 2], 1, 8)
     request.row = 5
     assert kv.allocate(request, 12, edits)
     assert (edits.groups, edits.rows, edits.indices, edits.block_ids) == ([0], [5], [2], [3])
@@ -223,7 +223,7 @@ def test_full_attention_keeps_what_a_window_lets_go() -> None:
 def test_of_a_window_a_prefix_needs_only_the_last_blocks() -> None:
     kv = make_manager(WINDOW)
     first, _ = enter(kv, list(range(16)))
-    for block in first.block_tables[0][:2]:
+    for block in first.blocks.tables[0][:2]:
         kv.pool.forget(block)
     request = make_request([*range(16), 99])
     assert kv.admit(request) == 16  # the query at 16 sees 11..16
@@ -234,7 +234,7 @@ def test_of_a_window_a_prefix_needs_only_the_last_blocks() -> None:
 def test_full_attention_needs_the_first_blocks_whatever_the_window_kept() -> None:
     kv = make_manager(MIXED)
     first, _ = enter(kv, list(range(16)))
-    kv.pool.forget(first.block_tables[0][3])
+    kv.pool.forget(first.blocks.tables[0][3])
     request = make_request([*range(16), 99])
     assert kv.admit(request) == 12
     assert (ids(request, 0), ids(request, 1)) == ([1, 2, 3], [0, 6, 7])
@@ -273,7 +273,7 @@ def test_the_longest_prefix_is_found_whatever_was_evicted(windows: list[int | No
         tokens = [dice.randrange(100) for _ in range(dice.randint(1, 50))]
         first, _ = enter(kv, tokens)
         evicted = dice.choice([0.05, 0.1, 0.4])
-        for table in first.block_tables:
+        for table in first.blocks.tables:
             for block in table:
                 if dice.random() < evicted:
                     kv.pool.forget(block)

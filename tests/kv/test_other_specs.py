@@ -46,7 +46,7 @@ def schedule(kv: KVCacheManager, request: Request, end: int) -> None:
 
 def held(request: Request, group: int) -> list[int]:
     """The indices of the table that have a block."""
-    return [index for index, block in enumerate(request.block_tables[group]) if block.block_id]
+    return [index for index, block in enumerate(request.blocks.tables[group]) if block.block_id]
 
 
 def test_a_step_that_is_shorter_than_a_block_reads_and_stores_states_in_two_blocks_at_most() -> None:
@@ -83,7 +83,7 @@ def test_a_prefix_ends_where_its_state_is_still_known() -> None:
     first = admit(kv, list(range(40)))
     step(kv, first, 40)
     for index in (9, 8, 7):
-        kv.pool.forget(first.block_tables[1][index])
+        kv.pool.forget(first.blocks.tables[1][index])
     assert admit(kv, [*range(40), 99]).num_cached_tokens == 28
 
 
@@ -129,7 +129,7 @@ def test_slots_may_differ_by_head() -> None:
     kv = make_manager(HEADS)
     request = admit(kv, list(range(40)))
     step(kv, request, 40)
-    table = np.array([[block.block_id for block in request.block_tables[0]]], np.int32)
+    table = np.array([[block.block_id for block in request.blocks.tables[0]]], np.int32)
     positions = np.arange(24, 40)
     slots = HEADS.slots(table, np.zeros(len(positions), np.int64), positions, BLOCK_SIZE)  # [tokens, heads]
     assert slots.shape == (16, 3)

@@ -34,7 +34,7 @@ def test_decoding_takes_the_same_memory_however_long_the_text(checkpoints, varia
         llm.core.step()
         for running in scheduler.running:
             for group in state_groups(llm):
-                held = sum(block.block_id > 0 for block in running.block_tables[group])
+                held = sum(block.block_id > 0 for block in running.blocks.tables[group])
                 most.add(held)
     assert most <= {1, 2}
 

@@ -83,7 +83,7 @@ def test_a_viewer_can_follow_the_map_and_the_requests(checkpoints):
         for request in view["requests"]:
             found = core.scheduler.requests[request["id"]]
             seen[request["id"]] = request.get("blocks", seen.get(request["id"]))
-            held = [block.block_id for table in found.block_tables for block in table]
+            held = [block.block_id for table in found.blocks.tables for block in table]
             assert (seen[request["id"]] or []) == held
             assert (request["computed"], request["prompt"], request["most"]) == (
                 found.num_retired_tokens,

@@ -14,7 +14,7 @@ from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.constraints import ConstrainedRequests
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.request import Request
+from quire.scheduler.request import ConstrainedOutput
 from quire.scheduler.scheduler import Scheduler
 
 EOS = 0
@@ -174,10 +174,7 @@ def test_in_a_pipeline_the_masks_that_were_begun_are_those_of_the_last_step():
 
 
 def test_drafts_are_cut_off_before_the_first_one_that_is_not_allowed():
-    request = Request(make_request("a"), (0, 0.0, 0), {})
-    request.constraint = Text([5, 6, ANY])  # type: ignore[assignment]
-    request.drafts = [5, 7, 6]
-    ConstrainedRequests.check_drafts(request)
-    assert request.drafts == [5]
-    assert [ahead.position for ahead in request.constraints_ahead] == [1]  # type: ignore[attr-defined]
-    assert request.constraint.position == 0  # type: ignore[attr-defined]
+    output = ConstrainedOutput(Text([5, 6, ANY]), 0, True)  # type: ignore[arg-type]
+    assert ConstrainedRequests.check_drafts(output, [5, 7, 6]) == [5]
+    assert [ahead.position for ahead in output.ahead] == [1]  # type: ignore[attr-defined]
+    assert output.constraint.position == 0  # type: ignore[attr-defined]

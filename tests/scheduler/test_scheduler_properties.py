@@ -647,14 +647,14 @@ class House:
         assert gated == set(scheduler._gated.requests)
         loading = set() if scheduler.transfers is None else set(scheduler.transfers._loads)
         assert gated <= self.doors.closed | loading or self.pause_gate.is_closed
-        tables = {id: {b.block_id for t in r.block_tables for b in t} for id, r in scheduler.requests.items()}
+        tables = {id: {b.block_id for t in r.blocks.tables for b in t} for id, r in scheduler.requests.items()}
         step = scheduler.schedule()
         compressed = {step.rows[place] for place, _, _ in step.compressions}
         self.check_compressed(step)
         for request in scheduler.running:  # steps are run in their order, so later ones may write to what is dropped
             for access in (access for other in self.in_flight for access in other.accesses):
                 if request.row in compressed and access.request_id == request.request_id:
-                    kept = {block.block_id for table in request.block_tables for block in table}
+                    kept = {block.block_id for table in request.blocks.tables for block in table}
                     access.forget(tables[request.request_id] - kept)
         assert not gated & {new.request_id for new in step.new_requests}
         live = [truth.request for truth in self.truths.values()]
@@ -685,7 +685,7 @@ class House:
                 if access.request_id == request.request_id and sampled
             )
             last = len(truth.tokens) + flying >= len(truth.source.prompt_token_ids) + truth.source.max_tokens
-            left = request.compress_at - request.num_computed_tokens  # a step must have room for all of these
+            left = request.compression.at - request.num_computed_tokens  # a step must have room for all of these
             waits = self.compression is not None and 0 < left <= self.compression.window
             if request.request_id not in scheduled and not last and not waits:
                 assert leaving, f"{request} got no token"
@@ -712,7 +712,7 @@ class House:
         compressed = {step.rows[place]: (kept, again) for place, kept, again in step.compressions}
         for request in self.scheduler.running:
             end, num_prompt = request.num_computed_tokens, request.num_prompt_tokens
-            table = request.block_tables[0]
+            table = request.blocks.tables[0]
             if request.row in compressed:
                 kept, again = compressed[request.row]
                 assert end == num_prompt or (end - num_prompt) % interval == 0
@@ -724,7 +724,7 @@ class House:
             last = max((p for p in points if p <= end), default=0)
             most = options.kept_blocks(last, BLOCK_SIZE) if last else None
             if most is not None and last < num_prompt + self.truths[request.request_id].source.max_tokens:
-                ahead = -(-max(request.capacity, end) // BLOCK_SIZE) - last // BLOCK_SIZE
+                ahead = -(-max(request.blocks.capacity, end) // BLOCK_SIZE) - last // BLOCK_SIZE
                 assert len(table) <= most + ahead, f"{request} holds more than it keeps"
 
     def submit(self, step: SchedulerOutput, refused: Sequence[int] = (), out_of_memory: bool = False) -> None:
@@ -884,7 +884,7 @@ class House:
         live = [truth.request for truth in self.truths.values()]
         waiting = sum(request.status is Status.WAITING for request in live)
         assert len(self.scheduler.waiting) == waiting == sum(1 for _ in self.scheduler.waiting)
-        named = Counter(b.block_id for request in live for table in request.block_tables for b in table)
+        named = Counter(b.block_id for request in live for table in request.blocks.tables for b in table)
         if self.scheduler.transfers is not None:
             held = self.mover.held()
             named.update(held)
@@ -892,8 +892,10 @@ class House:
         for block in pool.blocks[1:]:
             assert block.ref_cnt == named[block.block_id], f"{block} is named by {named[block.block_id]} tables"
         for request in live:
-            blocks = sum(b is not pool.null_block for table in request.block_tables for b in table)
-            assert blocks <= self.scheduler.kv.max_blocks(request.capacity), f"{request} keeps blocks it does not need"
+            blocks = sum(b is not pool.null_block for table in request.blocks.tables for b in table)
+            assert blocks <= self.scheduler.kv.max_blocks(request.blocks.capacity), (
+                f"{request} keeps blocks it does not need"
+            )
         free = [block.block_id for block in islice(pool.free_list, len(pool.blocks))]  # it may be a ring
         assert len(free) == len(set(free)) == pool.num_free
         assert set(free) == {block.block_id for block in pool.blocks[1:] if block.ref_cnt == 0}

@@ -39,7 +39,7 @@ def check_cross_blocks(llm: LLM, prompt: Any, params: SamplingParams, blocks: in
     while llm.core.has_unfinished:
         llm.core.step()
         for running in llm.core.scheduler.requests.values():
-            tables.append([block.block_id for block in running.block_tables[group]])
+            tables.append([block.block_id for block in running.blocks.tables[group]])
     assert len(tables) > 2
     assert all(table == tables[0] and len(table) == blocks for table in tables)
     assert kv.pool.num_free == kv.pool.num_usable

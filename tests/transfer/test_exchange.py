@@ -144,7 +144,7 @@ class Engine:
 
     def _compute(self, request: Request, start: int, end: int, computed: Content) -> None:
         tokens = [*request.token_ids, *[1] * request.num_in_flight_samples]
-        for group, (spec, table) in enumerate(zip(self.scheduler.kv.specs, request.block_tables, strict=True)):
+        for group, (spec, table) in enumerate(zip(self.scheduler.kv.specs, request.blocks.tables, strict=True)):
             for index in range(spec.first_needed_token(start) // SIZE, start // SIZE):
                 wanted = (group, tokens[: (index + 1) * SIZE])
                 assert self.content[table[index].block_id] == wanted, "it would read something else"

@@ -294,7 +294,7 @@ class Observer:
         number = len(self._cells)
         count = min(number, max(1, MOST_SCANNED // size))
         ids = (
-            block.block_id for request in self._scheduler.running for table in request.block_tables for block in table
+            block.block_id for request in self._scheduler.running for table in request.blocks.tables for block in table
         )
         used = {(block_id - 1) // size for block_id in islice(ids, MOST_SCANNED) if block_id}
         in_turn = {cell % number for cell in range(self._scanned, self._scanned + count)}
@@ -341,10 +341,10 @@ class Observer:
     def _see(self, request: Request, before: dict[str, int], after: dict[str, int]) -> Seen:
         blocks = None
         if self._per_cell == 1:
-            count = sum(map(len, request.block_tables))
+            count = sum(map(len, request.blocks.tables))
             after[request.request_id] = count
             if count != before.get(request.request_id, 0):
-                blocks = [block.block_id for table in request.block_tables for block in table if block.block_id]
+                blocks = [block.block_id for table in request.blocks.tables for block in table if block.block_id]
         return Seen(
             request.request_id,
             _STATES.get(request.status, "waiting"),
