@@ -5,11 +5,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.engine.kernel_switch import KernelSwitch
-from quire.engine.lockstep_base import Lockstep
+from quire.engine.lockstep_base import Lockstep, NoLockstep
 from quire.engine.pause import PauseGate
 from quire.engine.progress import Progress
 from quire.engine.trials import TrialGate
@@ -58,6 +59,14 @@ class Flight:
     began: float = 0.0
 
 
+class NoKVEvents:
+    """Takes the place of KVEvents in a core that tells nobody about its prefix cache."""
+
+    def publish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class EngineCore:
     """Drives a scheduler and an executor. At most `depth` steps are in flight: submitted, and their results not read.
 
@@ -80,15 +89,15 @@ class EngineCore:
         fingerprint: Callable[[Path], str] = str,
         pinned_share: float = 0.25,
     ) -> None:
-        """lockstep: with the cores whose replicas share experts with this one, None if there are none. fingerprint: of
-        the KV blocks, once the weights have been replaced by those in a folder. pinned_share: of the KV cache, that
-        pinned prefixes may take."""
+        """lockstep: with the cores whose replicas share experts with this one, None if there are none. kv_events: None
+        if nobody is told about the prefix cache. fingerprint: of the KV blocks, once the weights have been replaced by
+        those in a folder. pinned_share: of the KV cache, that pinned prefixes may take."""
         self.scheduler = scheduler
         self.executor = executor
-        self._lockstep = lockstep
+        self._lockstep = lockstep or NoLockstep()
         self._flights: deque[Flight] = deque()
-        self._kv_events = kv_events
-        if kv_events is not None:
+        self._kv_events = kv_events or NoKVEvents()
+        if kv_events:
             scheduler.kv.pool.listeners.append(kv_events)
         self._pause = PauseGate()
         self._clears_cache = False
@@ -108,10 +117,7 @@ class EngineCore:
         self.wake_up = WakeUpFlag()
         for gate in scheduler.gates:
             gate.connect(self._wake)
-        if lockstep is not None:
-            lockstep.connect(self._wake)
-        self._observer: Observer | None = None
-        self._profiler: CoreProfiler | None = None
+        self._lockstep.connect(self._wake)
         self.busy: Callable[[float], None] = lambda seconds: None  # is told that this process may be silent for so long
         self._cause_of_death: BaseException | None = None
         self._retired_at = 0.0  # when the last step was retired, if there is a pace
@@ -139,8 +145,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step can be run or retired. False if there are no requests, or all of them wait at gates."""
-        is_needed = self._lockstep is not None and self._lockstep.is_running
-        return self.scheduler.has_work or bool(self._flights) or is_needed
+        return self.scheduler.has_work or bool(self._flights) or self._lockstep.is_running
 
     @property
     def has_rest(self) -> bool:
@@ -175,15 +180,14 @@ class EngineCore:
         try:
             self.progress.begin()
             failed = self._open_gates()
-            if self._lockstep is not None and self.scheduler.has_work:
+            if self._lockstep.has_others and self.scheduler.has_work:
                 self._lockstep.begin()
             self._sample_oldest()  # the call before may have been interrupted
             while not self._is_draining and len(self._flights) < self.scheduler.limits.depth and self._launch():
                 pass
             outputs = failed + self._retire() if self._flights else failed
             self._sample_oldest()
-            if self._kv_events is not None:
-                self._kv_events.publish()
+            self._kv_events.publish()
         except Exception as error:
             self._cause_of_death = error
             raise EngineDeadError(f"the engine failed: {error_text(error)}") from error
@@ -249,13 +253,12 @@ class EngineCore:
             self.scheduler.withdraw(step)
             raise
         self._sample_oldest()
-        if self._lockstep is not None:
-            self._lockstep.count_step(is_busy=True)
+        self._lockstep.count_step(is_busy=True)
         return True
 
     def _launch_dummy(self, step: SchedulerOutput) -> bool:
         """Submit a step without rows, if other cores may wait for this one. Returns whether it did."""
-        if self._lockstep is None or not self._lockstep.is_running or self._flights:
+        if not self._lockstep.is_running or self._flights:
             return False
         self.executor.submit(step)
         self._flights.append(Flight(step, self.executor.sample(step.step_id)))
@@ -318,11 +321,11 @@ class EngineCore:
             return self._carry_out(command)
         finally:
             self.progress.stop()  # steps that a pause has drained may have begun anew
-            if self._lockstep is not None:
+            if self._lockstep.has_others:
                 self.progress.allow(time.monotonic() - began)
 
     def _carry_out(self, command: Command) -> list[EngineCoreOutput]:
-        if isinstance(command, ReadWeights | TakeWeights | Profile) and self._kernels.background is not None:
+        if isinstance(command, ReadWeights | TakeWeights | Profile) and self._kernels.are_compiling:
             return self._await_kernels() + self._carry_out(command)
         if isinstance(command, Pause):
             return self._begin_pause(command)
@@ -337,7 +340,7 @@ class EngineCore:
         elif isinstance(command, Sleep):
             self._sleep(command)
         elif isinstance(command, Profile):
-            self._profile(command)
+            self._profiler.obey(command)
         elif isinstance(command, WakeUp):
             self._end_sleep(command)
         else:
@@ -355,7 +358,7 @@ class EngineCore:
 
     def exchange(self, order: TrainerOrder) -> Future[None]:
         """Have all ranks exchange something with a trainer, while steps run."""
-        if self._kernels.background is not None:
+        if self._kernels.are_compiling:
             self._await_kernels()
         done = self.executor.exchange(order)
         done.add_done_callback(lambda _: self.wake_up.set())
@@ -393,7 +396,7 @@ class EngineCore:
         self._pause.open()
 
     def _sleep(self, command: Sleep) -> None:
-        if self._lockstep is not None:
+        if self._lockstep.has_others:
             raise ValueError("replicas that share experts cannot sleep")
         if not self.has_paused:
             raise ValueError("the engine runs requests; pause it before it sleeps")
@@ -453,35 +456,33 @@ class EngineCore:
 
     def look(self, viewer: str) -> bytes:
         """See Look. Nothing is recorded before the first look."""
-        if self._observer is None:
-            from quire.engine.observation.observer import Observer
-
-            self._observer = Observer(self)
         return self._observer.look(viewer)
 
-    def _profile(self, command: Profile) -> None:
-        if self._profiler is None:
-            from quire.observability.profiling.core import CoreProfiler
+    @cached_property
+    def _observer(self) -> "Observer":
+        from quire.engine.observation.observer import Observer
 
-            self._profiler = CoreProfiler(self)
-        self._profiler.obey(command)
+        return Observer(self)
+
+    @cached_property
+    def _profiler(self) -> "CoreProfiler":
+        from quire.observability.profiling.core import CoreProfiler
+
+        return CoreProfiler(self)
 
     def reset_prefix_cache(self, external: bool = False) -> None:
         """Forget all cached prefixes. Pinned ones lose their hold, until they are computed and pinned again. external:
         also what the tiers beyond the pool have."""
         self._pins.clear()
         self.scheduler.kv.reset_prefix_cache(external)
-        if self._kv_events is not None:
-            self._kv_events.publish()
+        self._kv_events.publish()
 
     def shutdown(self) -> None:
         self.executor.shutdown()
         for connector in self.scheduler.connectors:
             connector.close()
-        if self._kv_events is not None:
-            self._kv_events.close()
-        if self._lockstep is not None:
-            self._lockstep.close()
+        self._kv_events.close()
+        self._lockstep.close()
         self.wake_up.close()
 
 

@@ -26,6 +26,11 @@ class KernelSwitch:
             )
 
     @property
+    def are_compiling(self) -> bool:
+        """Whether the compiled kernels are not used yet."""
+        return self.background is not None
+
+    @property
     def is_due(self) -> bool:
         """Whether the kernels can be used, and are not."""
         return self.background is not None and self.background.has_ended

@@ -5,7 +5,9 @@ from typing import Protocol
 
 
 class Lockstep(Protocol):
-    """Keeps the cores of replicas that share experts at the same step."""
+    """Keeps the cores of replicas that share experts at the same step. has_others: whether there are other cores."""
+
+    has_others: bool = True
 
     @property
     def is_running(self) -> bool:
@@ -19,5 +21,20 @@ class Lockstep(Protocol):
 
     def count_step(self, is_busy: bool) -> None:
         """Count a step of this core. All cores pause when none has been busy."""
+
+    def close(self) -> None: ...
+
+
+class NoLockstep:
+    """Takes the place of a Lockstep in a core whose replica shares no experts."""
+
+    has_others = False
+    is_running = False
+
+    def connect(self, wake: Callable[[], None]) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def count_step(self, is_busy: bool) -> None: ...
 
     def close(self) -> None: ...
