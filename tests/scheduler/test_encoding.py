@@ -287,3 +287,12 @@ def test_texts_that_keep_coming_do_not_delay_a_picture():
         admitted += names(step)
         scheduler.update(ModelRunnerOutput(step.step_id, worker.execute(step)))
     assert admitted == ["0", "2", "3", "4", "1", "5"]
+
+
+def test_nothing_passes_a_picture_for_which_only_tokens_are_lacking():
+    """It would never get them while other requests keep coming."""
+    scheduler = make(EncoderLimits(20, 20, 12), tokens=12)
+    scheduler.add(request(0, [5]))
+    scheduler.add(request(1, ["d"], whole=True, opening=0))
+    scheduler.add(request(2, [1]))
+    assert names(schedule(scheduler)) == ["0"]
