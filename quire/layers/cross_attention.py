@@ -45,6 +45,6 @@ class CrossAttention(CachedAttention):
         """x: [tokens, hidden] -> [tokens or len(wanted), hidden], this rank's summand."""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
-        q = self.q(x).view(len(x), self.num_heads, self.head_dim)
+        q = self.q(x, state.slots).view(len(x), self.num_heads, self.head_dim)
         out, _ = self.backend.attend(q, self.cache, state.plans[self.group], scale=self.scale)
-        return self.out(pick(out[..., : self.head_dim].flatten(1), wanted))
+        return self.out(pick(out[..., : self.head_dim].flatten(1), wanted), state.slots_of(wanted))

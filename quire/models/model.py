@@ -77,8 +77,8 @@ class Model(Protocol):
         blocks: their ids, [blocks], int64"""
         raise TypeError("the model has no cross-attention")
 
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """ids, positions: [tokens] -> [own tokens, hidden]"""
+    def embed(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
+        """ids, positions: [tokens] -> [own tokens, hidden]. slots: of the tokens' adapters, None if there are none."""
 
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
@@ -91,5 +91,5 @@ class Model(Protocol):
         first rows of its tensor.
         """
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden] -> [rows, vocab_size]"""
+    def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
+        """hidden: [rows, hidden] -> [rows, vocab_size]. slots: as for `embed`"""

@@ -215,34 +215,19 @@ class _Late:
 
 
 class LateModel(_Late):
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
         size, dtype = self.real.hidden_size, self.real.kernels.target.dtype
-        run = self.adapted(lambda: self.real.embed(ids, positions))
-        return self.stream.launch(run, len(ids), size, dtype=dtype)
-
-    def adapted(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Run with the adapters' slots as they are set now."""
-        adapters = self.real.adapters
-        if adapters is None:
-            return run
-        slots = adapters._rows, adapters._wanted
-
-        def run_adapted() -> Tensor:
-            adapters.use(*slots)
-            return run()
-
-        return run_adapted
+        return self.stream.launch(lambda: self.real.embed(ids, positions, slots), len(ids), size, dtype=dtype)
 
     def forward(self, x: Tensor, state: ForwardState, rows: Tensor | None = None, taps: Any = None) -> Tensor:
         def run() -> Tensor:
             return self.real.forward(x.clone(), replace(state, plans=[plan() for plan in state.plans]), rows, taps)
 
-        return self.stream.launch(self.adapted(run), len(x if rows is None else rows), x.shape[1], dtype=x.dtype)
+        return self.stream.launch(run, len(x if rows is None else rows), x.shape[1], dtype=x.dtype)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         size = self.real.vocab_size
-        run = self.adapted(lambda: self.real.logits(hidden))
-        return self.stream.launch(run, len(hidden), size, dtype=hidden.dtype)
+        return self.stream.launch(lambda: self.real.logits(hidden, slots), len(hidden), size, dtype=hidden.dtype)
 
     @property
     def tower(self) -> Any:

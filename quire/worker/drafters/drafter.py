@@ -3,14 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quire.attention.base import CacheBackend
 from quire.kv.specs import FullAttentionSpec, KVCacheSpec, ModelKVSpec
-from quire.layers.step_inputs import SectionedInputs, StepInputs, StepSize
+from quire.layers.step_inputs import StepInputs, StepSize
 from quire.messages.step import NewRequest, TokenEdits
 from quire.models.model import Shape
 from quire.worker.drafters.sampling import DraftSampling
@@ -78,6 +78,8 @@ class DraftInputs:
             seq_lens[:requests] -= missed[step.rows].int()
         return replace(
             inputs,
+            size=inputs.size._replace(adapted=False),  # drafters have no adapters
+            adapters=None,
             slot_mapping=slots.expand(self.groups, -1),
             seq_lens=seq_lens,
             block_tables=table.expand(self.groups, -1, -1),
@@ -97,13 +99,10 @@ class DraftInputs:
         table = self.staging.state.block_tables[self.group, :, :blocks].index_select(0, step.rows)
         slots = table.gather(1, entries // self.block_size) * self.block_size + entries % self.block_size
         slots = torch.where(positions < step.limits[:, None], slots, -1).view(-1)
-        inputs_class: type[StepInputs] = StepInputs
-        extra: dict[str, Any] = {}
-        if isinstance(step.inputs, SectionedInputs):  # drafts have the rotary offset of the last token that was kept
-            offsets = step.inputs.rotary_offsets.index_select(1, step.last_kept())
-            inputs_class = SectionedInputs
-            extra = {"rotary_offsets": offsets.repeat_interleave(count, 1)}
-        return inputs_class(
+        offsets = step.inputs.rotary_offsets
+        if offsets is not None:  # drafts have the rotary offset of the last token that was kept
+            offsets = offsets.index_select(1, step.last_kept()).repeat_interleave(count, 1)
+        return StepInputs(
             size=StepSize(requests * count, requests, count),
             input_ids=ids,
             positions=positions.view(-1),
@@ -111,7 +110,7 @@ class DraftInputs:
             query_start_loc=torch.arange(0, requests * count + 1, count, dtype=torch.int32, device=device),
             seq_lens=entries[:, -1].int() + 1,
             block_tables=table.expand(self.groups, -1, -1),
-            **extra,
+            rotary_offsets=offsets,
         )
 
     def width(self, step: SampledStep, count: int) -> int:
