@@ -28,7 +28,25 @@ class _Placed:
     spans: list[tuple[int, int]] = field(default_factory=list)
 
 
-class MediaInputs:
+class NoMedia:
+    """The media of a model that takes none."""
+
+    def rehearse(self, limits: EncoderLimits) -> int:
+        """Encode the largest items, and forget them. Returns the bytes of all embeddings that the cache may hold."""
+        return 0
+
+    def install(self, new: NewRequest) -> None:
+        """Note the media of a new request."""
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Forget and encode what the step says. Raises ValueError for an item that the encoder cannot take."""
+
+    def place(self, flat: FlatBatch) -> FlatBatch:
+        """The batch of a step, with the embeddings and the rotary positions of its tokens."""
+        return flat
+
+
+class MediaInputs(NoMedia):
     """The media of the running requests.
 
     What is in the cache is decided by the scheduler (scheduler/encoding.py), which says before each step what to encode
@@ -52,7 +70,6 @@ class MediaInputs:
         self._crossed = np.ones(len(batch.num_tokens), np.int32)  # by row: the tokens that cross-attention reads
 
     def rehearse(self, limits: EncoderLimits) -> int:
-        """Encode the largest items, and forget them. Returns the bytes of all embeddings that the cache may hold."""
         width = self.hidden_size
         for item in self._model.largest_items(limits) if self._is_first and self._model.largest_items else ():
             embeds = self._encode(item)
@@ -76,7 +93,6 @@ class MediaInputs:
             self._behind[row] = positions.max() + 1 - positions.shape[1]
 
     def update(self, step: SchedulerOutput) -> None:
-        """Forget and encode what the step says. Raises ValueError for an item that the encoder cannot take."""
         if step.forgets_all:
             self._embeds.clear()
         for key in step.forget:
@@ -86,7 +102,6 @@ class MediaInputs:
                 self._embeds[item.place.key] = self._encode(item)
 
     def place(self, flat: FlatBatch) -> FlatBatch:
-        """The batch of a step, with the embeddings and the rotary positions of its tokens."""
         if self.has_sections:
             flat.extra_inputs["rotary_offsets"] = self._rotary_offsets(flat)
         if self._batch.cross_groups:

@@ -43,7 +43,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.structured.gate import GrammarGate
 from quire.worker.compression import CompressedRows, CompressingForward, CompressingStaging
 from quire.worker.device import Device, layout, pack, unpack
-from quire.worker.drafters.drafter import Drafter
+from quire.worker.drafters.drafter import Drafter, NoDrafter
 from quire.worker.drafters.heads import ChainDrafter, HeadLayers, StateDrafter
 from quire.worker.drafters.model import ModelDrafter
 from quire.worker.forward import Forward
@@ -369,15 +369,17 @@ class LateExecutor(Executor):
             if self.stream.queue:
                 self.stream.run_until(self.stream.queue[-1])
         sampler = Sampler(kernels, llm.config, device.torch_device, self.real_model.output_rules)
-        drafter = None if real.drafter is None else self.late_drafter(real.drafter, staging, sampler)
-        forward.taps = {} if drafter is None else dict(drafter.taps)
+        drafter = self.late_drafter(real.drafter, staging, sampler)
+        forward.taps = dict(drafter.taps)
         self.runner = ModelRunner(model, batch, staging, forward, sampler, drafter=drafter)
         self.runner.drafts_stay = scheduler.limits.depth > 1
-        if real.media is not None:
+        if isinstance(real.media, MediaInputs):
             self.runner.media = MediaInputs(model, batch)
 
     def late_drafter(self, drafter: Drafter, staging: Staging, sampler: Sampler) -> Drafter:
         """A drafter of the same kind over the same weights and the same cache."""
+        if isinstance(drafter, NoDrafter):
+            return drafter
         if isinstance(drafter, StateDrafter):
             return StateDrafter(drafter.head, staging, sampler)
         assert isinstance(drafter, (ChainDrafter, ModelDrafter))

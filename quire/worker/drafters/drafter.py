@@ -10,11 +10,13 @@ from torch import Tensor
 
 from quire.attention.base import CacheBackend
 from quire.kv.specs import FullAttentionSpec, KVCacheSpec, ModelKVSpec
-from quire.layers.step_inputs import StepInputs, StepSize
-from quire.messages.step import NewRequest, TokenEdits
+from quire.layers.step_inputs import Array, StepInputs, StepSize
+from quire.messages.step import NewRequest, SchedulerOutput, TokenEdits
 from quire.models.model import Shape
+from quire.sampling.sampler import Proposals
 from quire.worker.drafters.sampling import DraftSampling
 from quire.worker.drafters.step import SampledStep
+from quire.worker.input_batch import FlatBatch
 from quire.worker.staging import Staging
 
 
@@ -33,6 +35,20 @@ class Drafter(ABC):
     taps: Mapping[int, Tensor] = {}
     sampling: DraftSampling
 
+    def arrays(self, flat: FlatBatch, step: SchedulerOutput) -> dict[str, Array]:
+        """What `note` needs on the device."""
+        return SampledStep.arrays(flat, step, self.sampling.staging.batch.max_model_len)
+
+    def note(
+        self, flat: FlatBatch, inputs: StepInputs, hidden: Tensor | None, on_device: Mapping[str, Tensor]
+    ) -> SampledStep | None:
+        """What `draft` needs of a step. hidden: of its tokens, [tokens, hidden], if the drafter reads them."""
+        return SampledStep.of(flat, inputs, hidden, on_device)
+
+    def proposals(self, flat: FlatBatch, rows: Tensor, positions: Tensor) -> Proposals | None:
+        """See DraftSampling."""
+        return self.sampling.proposals(flat, rows, positions)
+
     def reads_hidden(self, count: int) -> bool:
         """Whether it reads the final hidden states of a step behind which `count` drafts are wanted."""
         return False
@@ -47,6 +63,24 @@ class Drafter(ABC):
     def draft(self, step: SampledStep, count: int) -> Tensor | None:
         """The next `count` tokens of each request, [requests, count], int64. If count is 0, the drafter may only note
         what it has to know of the step. Then, and only then, the result is None."""
+
+
+class NoDrafter(Drafter):
+    """Of a model whose drafts, if there are some, are made on the host."""
+
+    def arrays(self, flat: FlatBatch, step: SchedulerOutput) -> dict[str, Array]:
+        return {}
+
+    def note(
+        self, flat: FlatBatch, inputs: StepInputs, hidden: Tensor | None, on_device: Mapping[str, Tensor]
+    ) -> SampledStep | None:
+        return None
+
+    def proposals(self, flat: FlatBatch, rows: Tensor, positions: Tensor) -> Proposals | None:
+        return None
+
+    def draft(self, step: SampledStep, count: int) -> Tensor | None:
+        return None
 
 
 class DraftInputs:
