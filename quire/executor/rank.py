@@ -135,14 +135,13 @@ def _obey(link: Link, worker: "Worker", order: messages.Order) -> None:
             link.expect_within(PROFILE_SECONDS if order.step == "start" else SILENCE_SECONDS)
         link.send(messages.encode(messages.Changed(_change(worker, order))))
     elif isinstance(order, messages.LoadAdapter):
-        assert worker.runner.adapters is not None
         _begin(link, order.key, partial(worker.runner.adapters.load, order.key, order.path))
     elif isinstance(order, TrainerOrder):
         _begin(link, order.key, partial(worker.resident_memory.exchange, order))
     elif isinstance(order, Transfer):
         assert worker.transfers is not None
         worker.transfers.submit(order).add_done_callback(partial(_report_transfer, link, order.number))
-    elif isinstance(order, messages.DropAdapter) and worker.runner.adapters is not None:
+    elif isinstance(order, messages.DropAdapter):
         worker.runner.adapters.drop(order.key)
 
 

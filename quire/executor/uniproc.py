@@ -77,11 +77,9 @@ class UniprocExecutor(Executor):
         return _Read(self.runner.sample(step_id, masks))
 
     def load_adapter(self, key: str, path: str) -> Future[None]:
-        assert self.runner.adapters is not None
         return self._loader.submit(self.runner.adapters.load, key, path)
 
     def drop_adapter(self, key: str) -> None:
-        assert self.runner.adapters is not None
         self.runner.adapters.drop(key)
 
     def change(self, change: Change) -> None:

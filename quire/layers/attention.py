@@ -97,7 +97,7 @@ class Attention(CachedAttention):
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
         place = self.place
-        q, k, v, gate = self.project(x)
+        q, k, v, gate = self.project(x, state.slots)
         plan = state.plans[place.kv_group]
         if self.preparing is not None:
             self.preparing.prepare(self.cache, q, k, v, plan, self._preparation(state))
@@ -129,13 +129,13 @@ class Attention(CachedAttention):
         out = out.reshape(len(out), self.num_heads * self.head_dim)
         if self.output_gate:
             out = self.kernels.gated_norm(out, pick(gate.flatten(1), wanted), None, 0.0, 1, False, "sigmoid")
-        return self.out(out)
+        return self.out(out, state.slots_of(wanted))
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x: [tokens, inputs] -> queries, keys, values and gates, each [tokens, heads or kv_heads, head_dim]"""
         heads = self.num_heads
         kv_heads = self.num_kv_heads
-        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        qkv = self.qkv(x, slots).view(x.shape[0], -1, self.head_dim)
         queries = heads * (2 if self.output_gate else 1)
         keys = queries + kv_heads
         v = qkv[:, keys:]
@@ -173,8 +173,8 @@ class EncoderAttention(Attention):
     """
 
     def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
-        q, k, v, _ = self.project(x)
+        q, k, v, _ = self.project(x, state.slots)
         q, k = self.rotate(q, k, state)
         starts = state.inputs.query_start_loc
         out = self.kernels.encoder_attention(q, k, v, starts, self.scale, self.place.window, self.bias)
-        return self.out(pick(out.flatten(1), wanted))
+        return self.out(pick(out.flatten(1), wanted), state.slots_of(wanted))

@@ -34,17 +34,17 @@ class CrossAttention(CachedAttention):
             builder, own["o"], spec.num_heads * dim, inner, hidden, spec.output_bias, is_copy=share.is_copy
         )
 
-    def store(self, states: Tensor, plan: Any) -> None:
-        """states: the encoder's results, [encoder tokens, hidden]. plan: see store_plan."""
+    def store(self, states: Tensor, plan: Any, slots: Tensor | None) -> None:
+        """states: the encoder's results, [encoder tokens, hidden]. plan: see store_plan. slots: of the adapters."""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
-        kv = self.kv(states).view(len(states), 2 * self.num_kv_heads, self.head_dim)
+        kv = self.kv(states, slots).view(len(states), 2 * self.num_kv_heads, self.head_dim)
         self.backend.store(self.cache, kv[:, : self.num_kv_heads], kv[:, self.num_kv_heads :], plan)
 
     def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens or len(wanted), hidden], this rank's summand."""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
-        q = self.q(x).view(len(x), self.num_heads, self.head_dim)
+        q = self.q(x, state.slots).view(len(x), self.num_heads, self.head_dim)
         out, _ = self.backend.attend(q, self.cache, state.plans[self.group], scale=self.scale)
-        return self.out(pick(out[..., : self.head_dim].flatten(1), wanted))
+        return self.out(pick(out[..., : self.head_dim].flatten(1), wanted), state.slots_of(wanted))

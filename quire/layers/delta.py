@@ -126,12 +126,14 @@ class DeltaNet(Recurrent):
         plan = state.plans[self.place.state_group]
         channels = 2 * self.keys + self.values
         heads = self.num_heads
+        slots = state.slots
+        wanted_slots = state.slots_of(wanted)
         if self.is_kimi:
-            inputs, b = torch.split(self.into(x), [channels, heads], 1)
-            a = self.decay_out(self.decay_in(x))
-            z = self.gate_out(self.gate_in(pick(x, wanted)))
+            inputs, b = torch.split(self.into(x, slots), [channels, heads], 1)
+            a = self.decay_out(self.decay_in(x, slots), slots)
+            z = self.gate_out(self.gate_in(pick(x, wanted), wanted_slots), wanted_slots)
         else:
-            inputs, z, b, a = torch.split(self.into(x), [channels, self.values, heads, heads], 1)
+            inputs, z, b, a = torch.split(self.into(x, slots), [channels, self.values, heads, heads], 1)
             z = pick(z, wanted)
         inputs = kernels.causal_conv(inputs, self.conv, None, self.pages, plan)
         q, k, v = torch.split(inputs, [self.keys, self.keys, self.values], 1)
@@ -153,4 +155,5 @@ class DeltaNet(Recurrent):
         )
         y = pick(y.flatten(1), wanted)
         act = "sigmoid" if self.is_kimi else "silu"
-        return self.out(kernels.gated_norm(y, z, self.gate_weight, self.spec.norm.eps, self.value_dim, False, act))
+        y = kernels.gated_norm(y, z, self.gate_weight, self.spec.norm.eps, self.value_dim, False, act)
+        return self.out(y, wanted_slots)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.linear import DenseWeight, LinearShape, LinearWeight, dense_weight, make_weight
+from quire.layers.linear import Adapters, DenseWeight, LinearShape, LinearWeight, adapters_of, dense_weight, make_weight
 from quire.layers.lora import AdapterSlots, LowRank
 from quire.layers.specs import OutputPart
 
@@ -23,14 +23,14 @@ class VocabParallelEmbedding:
             self.table = method(builder, shape) if method.has_tables else dense_weight(builder, shape)
         else:
             self.table = DenseWeight(builder, shape, pack=False)
-        self.adapters = None
+        self.adapters = Adapters()
         if builder.adapters is not None and builder.adapters.change([shape]):
             self.adapters = LowRankEmbedding(builder, builder.adapters, name, vocab_size, hidden_size)
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """ids: [tokens] -> [tokens, hidden]"""
+    def __call__(self, ids: Tensor, slots: Tensor | None = None) -> Tensor:
+        """ids: [tokens] -> [tokens, hidden]. slots: of the tokens' adapters."""
         vectors = self._vectors(ids)
-        return vectors if self.adapters is None else self.adapters.add(vectors, ids)
+        return vectors if slots is None else self.adapters.add(vectors, ids, slots)
 
     def _vectors(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -56,12 +56,11 @@ class LowRankEmbedding(LowRank):
     def _fill_a(self, target: Tensor, index: int, a: Tensor) -> None:
         target.copy_(a.T)
 
-    def add(self, out: Tensor, ids: Tensor) -> Tensor:
-        """ids: [tokens]"""
-        rows = self.slots.of(ids)
-        if rows is not None and self.is_allocated:
-            given = self.a[rows.clamp(min=0), ids]
-            self.add_lora(out, given, self.identity, self.b, rows, self.ranks, self.bounds)
+    def add(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+        """x: the ids, [tokens]"""
+        if self.is_allocated:
+            given = self.a[slots.clamp(min=0), x]
+            self.add_lora(out, given, self.identity, self.b, slots, self.ranks, self.bounds)
         return out
 
 
@@ -96,14 +95,18 @@ class LMHead:
         start, stop = self.group.share(vocab_size)
         shape = LinearShape((OutputPart(name, vocab_size, start, stop),), hidden_size, 0, hidden_size)
         self.weight = make_weight(builder, shape) if tied is None else tied.table
-        if builder.adapters is not None:
-            self.weight = builder.adapters.wrap(builder, self.weight, shape, is_table=True)
+        self.adapters = adapters_of(builder, shape, is_table=True)
+        # What adapters add is in the model's type.
+        self.product = self.weight if isinstance(self.adapters, LowRank) else self.weight.logits
         self.bias = builder.parameter(stop - start) if bias else None
         if self.bias is not None and row_name is not None:
             builder.part(row_name, self.bias[None], (1, vocab_size), slice(None), slice(start, stop))
         elif self.bias is not None:
             builder.part(f"{name}.bias", self.bias, (vocab_size,), slice(start, stop))
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden] -> [rows, vocab], on every rank"""
-        return self.group.all_gather(self.weight.logits(hidden, self.bias), self.vocab_size)
+    def __call__(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
+        """hidden: [rows, hidden] -> [rows, vocab], on every rank. slots: of the rows' adapters."""
+        logits = self.product(hidden, self.bias)
+        if slots is not None:
+            logits = self.adapters.add(logits, hidden, slots)
+        return self.group.all_gather(logits, self.vocab_size)

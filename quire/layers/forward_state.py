@@ -15,7 +15,8 @@ class ForwardState:
 
     rotary: cos and sin [tokens, rotary_dim / 2], float32, for each rotary spec of the model. plans: one for each KV
     group. layer_done: if set, called behind each layer; the last one may be left out. first_values: what the first
-    layer of an RWKV-7 leaves for the others, [tokens, this rank's values].
+    layer of an RWKV-7 leaves for the others, [tokens, this rank's values]. slots: of the tokens' low-rank adapters,
+    [tokens], int64, -1 for none; None if no token has one.
     """
 
     inputs: StepInputs
@@ -23,6 +24,11 @@ class ForwardState:
     plans: list[Any]
     layer_done: Callable[[], None] | None = None
     first_values: Tensor | None = None
+    slots: Tensor | None = None
+
+    def slots_of(self, wanted: Tensor | None) -> Tensor | None:
+        """The slots of the tokens whose results are wanted, None for all."""
+        return self.slots if self.slots is None else pick(self.slots, wanted)
 
 
 def pick(x: Tensor, wanted: Tensor | None) -> Tensor:

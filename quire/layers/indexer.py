@@ -37,10 +37,16 @@ class Indexer:
         self.cache = cache
 
     def select(
-        self, x: Tensor, compressed: Tensor, rotary: tuple[Tensor, Tensor], backend: SparseAttention, plan: SparsePlan
+        self,
+        x: Tensor,
+        compressed: Tensor,
+        slots: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        backend: SparseAttention,
+        plan: SparsePlan,
     ) -> None:
         """Select the tokens to which the step's tokens attend. x: [tokens, hidden]; compressed: what the queries of the
-        attention are made of, [tokens, q_rank]."""
-        q = self.q(compressed).view(len(x), self.spec.num_heads, self.spec.head_dim)
-        q, k = self.rotary_embedding(q, self.k_norm(self.k(x))[:, None], *rotary, self.spec.interleaved_rotary)
-        backend.select_from(self.cache, q, self.weights(x), k, plan)
+        attention are made of, [tokens, q_rank]; slots: of the tokens' adapters."""
+        q = self.q(compressed, slots).view(len(x), self.spec.num_heads, self.spec.head_dim)
+        q, k = self.rotary_embedding(q, self.k_norm(self.k(x, slots))[:, None], *rotary, self.spec.interleaved_rotary)
+        backend.select_from(self.cache, q, self.weights(x, slots), k, plan)

@@ -22,7 +22,7 @@ from quire.layers.build import Builder
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.indexer import Indexer
 from quire.layers.linear import ColumnParallelLinear, LinearShape, ReplicatedLinear, RowParallelLinear, make_weight
-from quire.layers.lora import AdapterSlots, LowRank, Matrices, Piece
+from quire.layers.lora import AdapterSlots, LowRank, Matrices, Piece, slots_of_copies
 from quire.layers.norm import make_norm
 from quire.layers.specs import OutputPart
 
@@ -84,40 +84,40 @@ class LatentAttention(CachedAttention):
         assert self.cache is not None
         spec = self.spec
         tokens = x.shape[0]
+        slots = state.slots
+        wanted_slots = state.slots_of(wanted)
         plan = state.plans[self.place.kv_group]
-        q = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
+        q = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x, slots))
         if self.indexer is not None:
             assert self.place.rotary is not None, "an indexer rotates its keys"
-            self.indexer.select(x, q, state.rotary[self.place.rotary], cast(SparseAttention, self.backend), plan)
-        q = self.q(q).view(tokens, self.num_heads, -1)
-        compressed = self.kv_a(x)
+            self.indexer.select(x, q, slots, state.rotary[self.place.rotary], cast(SparseAttention, self.backend), plan)
+        q = self.q(q, slots).view(tokens, self.num_heads, -1)
+        compressed = self.kv_a(x, slots)
         latent = self.kv_a_norm(compressed[:, : spec.kv_rank])
         q_rope = q[..., spec.nope_dim :]
         k_rope = compressed[:, None, spec.kv_rank :]
         if self.place.rotary is not None:
             tables = state.rotary[self.place.rotary]
             q_rope, k_rope = self.rotary_embedding(q_rope, k_rope, *tables, spec.interleaved_rotary)
-        absorbed = self._adapted(
-            0, x, q[..., : spec.nope_dim], self.linear_by_head(q[..., : spec.nope_dim], self.to_latent)
-        )
+        q_nope = q[..., : spec.nope_dim]
+        absorbed = self._adapted(0, q_nope, self.linear_by_head(q_nope, self.to_latent), slots)
         self.backend.store(self.cache, self.join(latent[:, None], k_rope), None, plan)
         out, _ = self.backend.attend(
             self.join(absorbed, q_rope), self.cache, plan, scale=spec.scale, window=self.place.window
         )  # [tokens, heads, kv_rank]
         out = pick(out, wanted)
-        values = self._adapted(1, out, out, self.linear_by_head(out, self.from_latent))  # [tokens, heads, value_dim]
-        return self.out(values.reshape(len(out), self.num_heads * spec.value_dim))
+        values = self.linear_by_head(out, self.from_latent)  # [tokens, heads, value_dim]
+        values = self._adapted(1, out, values, wanted_slots)
+        return self.out(values.reshape(len(out), self.num_heads * spec.value_dim), wanted_slots)
 
-    def _adapted(self, which: int, tokens: Tensor, given: Tensor, out: Tensor) -> Tensor:
-        """The result of a map with adapters. given: [tokens, heads, in]; out: [tokens, heads, outs]."""
-        if not self.adapters:
+    def _adapted(self, which: int, given: Tensor, out: Tensor, slots: Tensor | None) -> Tensor:
+        """The result of a map with adapters. given: [tokens, heads, in]; out: [tokens, heads, outs]; slots: of the
+        tokens' adapters."""
+        if slots is None or not self.adapters:
             return out
-        heads = torch.arange(len(tokens) * self.num_heads, device=out.device)
-        adapters = self.adapters[which]
-        rows = adapters.slots.of_copies(tokens, self.num_heads, heads // self.num_heads, heads % self.num_heads)
-        if rows is None:
-            return out
-        return adapters.add_rows(out.flatten(0, 1), given.flatten(0, 1), rows).view(out.shape)
+        heads = torch.arange(len(given) * self.num_heads, device=out.device)
+        rows = slots_of_copies(slots, self.num_heads, heads // self.num_heads, heads % self.num_heads)
+        return self.adapters[which].add(out.flatten(0, 1), given.flatten(0, 1), rows).view(out.shape)
 
 
 class LowRankMap(LowRank):

@@ -153,10 +153,18 @@ def make_weight(builder: Builder, shape: LinearShape) -> LinearWeight:
     return dense_weight(builder, shape) if method is DenseWeight else method(builder, shape)
 
 
-def make_adapted(builder: Builder, shape: LinearShape) -> LinearWeight:
-    """The same, with low-rank adapters if the model takes some."""
-    weight = make_weight(builder, shape)
-    return weight if builder.adapters is None else builder.adapters.wrap(builder, weight, shape)
+class Adapters:
+    """The low-rank adapters of a product. These are none; see lora.py for others."""
+
+    def add(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+        """Add the adapters' outputs to `out` in place: [rows, out]. x: [rows, in]. slots: of each row's adapter,
+        [rows], int64; -1 for none."""
+        return out
+
+
+def adapters_of(builder: Builder, shape: LinearShape, is_table: bool = False) -> Adapters:
+    """The adapters of a product. is_table: that of a language-model head."""
+    return Adapters() if builder.adapters is None else builder.adapters.product(builder, shape, is_table)
 
 
 def inner_share(builder: Builder, size: int, reader: str) -> tuple[int, int]:
@@ -179,7 +187,10 @@ def inner_share(builder: Builder, size: int, reader: str) -> tuple[int, int]:
 
 
 class ColumnParallelLinear:
-    """y = x W^T + b with the outputs split over ranks. Several checkpoint tensors may be fused into one product."""
+    """y = x W^T + b with the outputs split over ranks. Several checkpoint tensors may be fused into one product.
+
+    Layers are called with the slot of each row's adapter, or None if no row has one, see ForwardState.slots.
+    """
 
     def __init__(
         self,
@@ -190,7 +201,8 @@ class ColumnParallelLinear:
         transposed: bool = False,
     ) -> None:
         shape = LinearShape(tuple(parts), in_features, 0, in_features, transposed)
-        self.weight = make_adapted(builder, shape)
+        self.weight = make_weight(builder, shape)
+        self.adapters = adapters_of(builder, shape)
         self.bias = builder.parameter(shape.out_features) if bias else None
         offset = 0
         for p in parts if bias else ():
@@ -202,9 +214,10 @@ class ColumnParallelLinear:
                 self.bias[offset:end].zero_()
             offset = end
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """x: [tokens, in_features] -> [tokens, this rank's outputs]"""
-        return self.weight(x, self.bias)
+        out = self.weight(x, self.bias)
+        return out if slots is None else self.adapters.add(out, x, slots)
 
 
 class RowParallelLinear:
@@ -227,7 +240,9 @@ class RowParallelLinear:
         self.out_features = out_features
         self.is_copy = is_copy
         parts = (OutputPart(name, out_features, 0, out_features),)
-        self.weight = make_adapted(builder, LinearShape(parts, in_features, *inputs, transposed))
+        shape = LinearShape(parts, in_features, *inputs, transposed)
+        self.weight = make_weight(builder, shape)
+        self.adapters = adapters_of(builder, shape)
         self.bias = builder.whole(f"{name}.bias", out_features) if bias else None
         if bias and builder.tensor_group.rank > 0:
             builder.when_loaded(self._drop_bias)
@@ -235,9 +250,12 @@ class RowParallelLinear:
     def _drop_bias(self) -> None:
         self.bias = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """x: [tokens, this rank's inputs] -> [tokens, out_features], this rank's summand"""
-        return x.new_zeros(len(x), self.out_features) if self.is_copy else self.weight(x, self.bias)
+        if self.is_copy:
+            return x.new_zeros(len(x), self.out_features)
+        out = self.weight(x, self.bias)
+        return out if slots is None else self.adapters.add(out, x, slots)
 
 
 class ReplicatedLinear(ColumnParallelLinear):

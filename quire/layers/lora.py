@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.linear import LinearShape, LinearWeight
+from quire.layers.linear import Adapters, LinearShape
 from quire.observability.logging import logger
 from quire.ops.memory import zeros
 
@@ -41,36 +41,10 @@ class AdapterSlots:
         self._targets = tuple(targets)
         self.products: list[LowRank] = []
         self.elsewhere: Container[str] = ()  # modules of other stages of a pipeline, which check them
-        self._rows: Tensor | None = None
-        self._wanted: Tensor | None = None
 
-    def use(self, rows: Tensor | None, wanted: Tensor | None = None) -> None:
-        """Set the slots of the rows that layers get from now on: of a step's tokens, and of those that are wanted of
-        the last layer. int64, -1 for a row without adapter; None if there is no adapter at all."""
-        self._rows = rows
-        self._wanted = wanted
-
-    def of(self, x: Tensor) -> Tensor | None:
-        """The slots of the rows of x."""
-        rows = self._rows
-        return rows if rows is None or len(rows) == len(x) else self._wanted
-
-    def of_copies(self, x: Tensor, copies: int, rows: Tensor, of_rows: Tensor) -> Tensor | None:
-        """The slots of the op for rows that belong to one of several experts each, or to one of several heads.
-
-        rows: the row of x that each is made of. of_rows: the expert of each; for rows of none, `copies`.
-        """
-        slots = self.of(x)
-        if slots is None:
-            return None
-        chosen = slots[rows]
-        return torch.where((chosen < 0) | (of_rows >= copies), -1, chosen * copies + of_rows)
-
-    def wrap(self, builder: Builder, weight: LinearWeight, shape: LinearShape, is_table: bool = False) -> LinearWeight:
-        """The weight with adapters, if they can change it. is_table: that of a language-model head."""
-        if not self.change([shape]):
-            return weight
-        return AdaptedWeight(weight, LowRank(builder, self, [shape], on_demand=is_table))
+    def product(self, builder: Builder, shape: LinearShape, is_table: bool = False) -> Adapters:
+        """The adapters of a product; none if they cannot change it. is_table: that of a language-model head."""
+        return LowRank(builder, self, [shape], on_demand=is_table) if self.change([shape]) else Adapters()
 
     def change(self, shapes: Sequence[LinearShape]) -> bool:
         """Whether adapters can change some tensor of a product, or of the products of several experts."""
@@ -110,13 +84,23 @@ class AdapterSlots:
             product.write(slot, piece)
 
 
+def slots_of_copies(slots: Tensor, copies: int, rows: Tensor, of_rows: Tensor) -> Tensor:
+    """The slots of the op for rows that belong to one of several experts each, or to one of several heads.
+
+    slots: of the adapter of each token. rows: the token that each row is made of. of_rows: the expert of each; for
+    rows of none, `copies`.
+    """
+    chosen = slots[rows]
+    return torch.where((chosen < 0) | (of_rows >= copies), -1, chosen * copies + of_rows)
+
+
 def _known(module: str, names: Container[str]) -> str:
     """The model's name of a module that may be inside a larger model; the given name if there is none."""
     bare = [module.removeprefix(prefix) for prefix in _PREFIXES if module.startswith(prefix)]
     return next((name for b in bare for name in (b, f"model.{b}") if name in names), module)
 
 
-class LowRank:
+class LowRank(Adapters):
     """The adapters' part of one product, or of the products of several experts, in all slots.
 
     Each expert has slots of its own: expert e of slot s is in the slot s * len(shapes) + e of the op.
@@ -156,14 +140,10 @@ class LowRank:
     def shape_of_a(self, copies: int, rank: int) -> tuple[int, ...]:
         return copies, self.num_parts, rank, self.ins
 
-    def add(self, out: Tensor, x: Tensor) -> Tensor:
-        """Add the adapters' outputs of the rows x to `out`, in place."""
-        return self.add_rows(out, x, self.slots.of(x))
-
-    def add_rows(self, out: Tensor, x: Tensor, rows: Tensor | None) -> Tensor:
-        """The same for rows whose slots of the op are given."""
-        if rows is not None and self.is_allocated:
-            self.add_lora(out, x, self.a, self.b, rows, self.ranks, self.bounds)
+    def add(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+        """slots: of the op, see `slots_of_copies`."""
+        if self.is_allocated:
+            self.add_lora(out, x, self.a, self.b, slots, self.ranks, self.bounds)
         return out
 
     def piece(self, matrices: Matrices) -> Piece | None:
@@ -210,20 +190,3 @@ def _names(shape: LinearShape) -> list[str]:
 
 def _widths(shape: LinearShape) -> list[int]:
     return [sum(p.stop - p.start for p in shape.parts if p.name == name) for name in _names(shape)]
-
-
-class AdaptedWeight(LinearWeight):
-    """A weight, and the adapters that are added to its product."""
-
-    def __init__(self, weight: LinearWeight, adapters: LowRank) -> None:
-        self.weight = weight
-        self.adapters = adapters
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self.adapters.add(self.weight(x, bias), x)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        return self.weight.rows(ids)
-
-    def dense(self) -> Tensor:
-        return self.weight.dense()

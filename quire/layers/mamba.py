@@ -44,12 +44,13 @@ class Mamba(Recurrent):
         assert self.pages is not None, "bind the cache first"
         kernels = self.kernels
         plan = state.plans[self.place.state_group]
-        inputs, z = torch.split(self.into(x), [self.values, self.values], 1)
+        inputs, z = torch.split(self.into(x, state.slots), [self.values, self.values], 1)
         inputs = kernels.causal_conv(inputs, self.conv, self.conv_bias, self.pages, plan)
-        selected = torch.split(self.group.all_reduce(self.select(inputs)), self.sizes, 1)
+        selected = torch.split(self.group.all_reduce(self.select(inputs, state.slots)), self.sizes, 1)
         dt, b, c = (norm(part) for norm, part in zip(self.norms, selected, strict=True))
-        steps, _ = kernels.time_steps(self.time(dt), self.dt_bias, self.skip, 0.0, float("inf"))
+        steps, _ = kernels.time_steps(self.time(dt, state.slots), self.dt_bias, self.skip, 0.0, float("inf"))
         y = kernels.selective_scan(c, b, inputs, steps, self.rate, self.skip, self.pages, plan)
         y = pick(y, wanted)
         z = pick(z, wanted)
-        return self.out(kernels.gated_norm(y, z, None, 0.0, self.values, True, "silu"))
+        y = kernels.gated_norm(y, z, None, 0.0, self.values, True, "silu")
+        return self.out(y, state.slots_of(wanted))

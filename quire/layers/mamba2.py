@@ -74,7 +74,7 @@ class Mamba2(Recurrent):
         spec = self.spec
         kernels = self.kernels
         plan = state.plans[self.place.state_group]
-        projected = self.into(x)
+        projected = self.into(x, state.slots)
         if self.factors is not None:
             projected = kernels.multiply(projected, self.factors)
         channels = self.values + 2 * self.keys
@@ -103,4 +103,4 @@ class Mamba2(Recurrent):
         y = kernels.gated_norm(y, z, self.norm_weight, spec.norm.eps, size, spec.gate_first, "silu")
         if self.norm_of_ranks is not None and spec.gate_first:
             y = self.norm_of_ranks(by_head(y, *heads)).flatten(1)
-        return self.out(y)
+        return self.out(y, state.slots_of(wanted))

@@ -77,13 +77,13 @@ class MLP:
         down_bias = spec.bias or spec.down_bias
         self.down = RowParallelLinear(builder, names["down"], size, (start, stop), hidden, down_bias, spec.transposed)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden], this rank's summand"""
-        up = self.up(x)
+    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. slots: of the tokens' adapters."""
+        up = self.up(x, slots)
         if self.factors is not None:
             up = self.kernels.multiply(up, self.factors)
         inner = self.activation(up)
         if self.sub_norm is not None:
             inner = self.sub_norm(inner[..., None])[..., 0]
-        down = self.down(inner)
+        down = self.down(inner, slots)
         return down if self.down_scale == 1 else self.kernels.multiply(down, self.down_scale)

@@ -10,7 +10,7 @@ from quire.layers.deep_ep import DeepEP
 from quire.layers.dispatch import Dispatch, Everywhere, Exchanged, Replicated, Routed
 from quire.layers.experts import fused_experts, separate_experts
 from quire.layers.linear import LinearShape, ReplicatedLinear, inner_share, make_weight
-from quire.layers.lora import LowRank
+from quire.layers.lora import LowRank, slots_of_copies
 from quire.layers.mlp import MLP, activation
 from quire.layers.specs import MoESpec, OutputPart
 from quire.ops.reference.routing import Routing
@@ -112,43 +112,39 @@ class MoE:
         if builder.adapters is not None and builder.adapters.change([*ups, *downs]):
             self.adapters = [LowRank(builder, builder.adapters, of_projection) for of_projection in (ups, downs)]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden], this rank's summand"""
+    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. slots: of the tokens' adapters; if there are
+        some, all tokens are the rank's own."""
         own = self.dispatch.own(x)
-        weights, experts = self.kernels.choose_experts(self.router(own), self.correction_bias, self.routing)
+        weights, experts = self.kernels.choose_experts(self.router(own, slots), self.correction_bias, self.routing)
         if self.spec.weigh_inputs:
             own = self.kernels.multiply(own, weights)
             weights = None
         if self.loads is not None:
             self.loads += experts.flatten().bincount(minlength=self.spec.num_experts)
         sent = self.dispatch.send(own, experts, weights, len(x))
-        shared = self._shared(x)  # meanwhile, tokens are on their way
-        routed = sent.collect(self._compute(x, sent.receive()))
+        shared = self._shared(x, slots)  # meanwhile, tokens are on their way
+        routed = sent.collect(self._compute(sent.receive(), slots))
         return routed if shared is None else self.kernels.add(routed, shared, routed)
 
-    def _compute(self, x: Tensor, routed: Routed) -> Tensor:
-        """The results of this rank's experts, [rows, hidden]. x: the tokens of the step."""
-        slots = None
-        if self.adapters:
-            tokens, experts = (part[: len(routed.rows)] for part in routed.origins())
-            slots = self.adapters[0].slots.of_copies(x, len(self.dispatch.local), tokens, experts)
-        out = self.gate_up(routed.rows, routed.offsets)
-        if slots is not None:
-            self.adapters[0].add_rows(out, routed.rows, slots)
-        given = self.activation(out)
-        out = self.down(given, routed.offsets)
-        if slots is not None:
-            self.adapters[1].add_rows(out, given, slots)
-        return out
+    def _compute(self, routed: Routed, slots: Tensor | None) -> Tensor:
+        """The results of this rank's experts, [rows, hidden]. slots: of the adapters of the step's tokens."""
+        if slots is None or not self.adapters:
+            return self.down(self.activation(self.gate_up(routed.rows, routed.offsets)), routed.offsets)
+        tokens, experts = (part[: len(routed.rows)] for part in routed.origins())
+        of_rows = slots_of_copies(slots, len(self.dispatch.local), tokens, experts)
+        of_gate_up, of_down = self.adapters
+        inner = self.activation(of_gate_up.add(self.gate_up(routed.rows, routed.offsets), routed.rows, of_rows))
+        return of_down.add(self.down(inner, routed.offsets), inner, of_rows)
 
-    def _shared(self, x: Tensor) -> Tensor | None:
+    def _shared(self, x: Tensor, slots: Tensor | None) -> Tensor | None:
         """This rank's summand of the result of the expert that every token uses, if there is one."""
         if self.shared is None:
             return None
-        shared = self.shared(x)
+        shared = self.shared(x, slots)
         if self.shared_gate is None:
             return shared
-        gated: Tensor = self.kernels.multiply(shared, self.kernels.activate(self.shared_gate(x), "sigmoid"))
+        gated: Tensor = self.kernels.multiply(shared, self.kernels.activate(self.shared_gate(x, slots), "sigmoid"))
         return gated
 
     def expert(self, index: int) -> list[Tensor]:

@@ -26,10 +26,10 @@ class NarrowProduct:
         self.down = ReplicatedLinear(builder, f"{name}.0", hidden, rank)
         self.up = ColumnParallelLinear(builder, rank, [OutputPart(f"{name}.2", *outputs)], bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, this rank's outputs]"""
-        x = self.down(x)
-        return self.up(x if self.inner is None else self.kernels.activate(x, self.inner))
+    def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, this rank's outputs]. slots: of the tokens' adapters."""
+        x = self.down(x, slots)
+        return self.up(x if self.inner is None else self.kernels.activate(x, self.inner), slots)
 
 
 class Rwkv(Recurrent):
@@ -88,20 +88,21 @@ class Rwkv(Recurrent):
         plan = state.plans[self.place.state_group]
         heads = self.num_heads
         dim = self.key_dim
+        slots = state.slots
         given = dict(zip("rwkvag", self._shift(x, self.pages.inputs, self.mix, state), strict=True))
-        r, k, v = (self.project[key](given[key]) for key in "rkv")
+        r, k, v = (self.project[key](given[key], slots) for key in "rkv")
         if self.first_part is None:
             state.first_values = v
         else:
-            parts = kernels.activate(self.first_part(given["v"]), "sigmoid")
+            parts = kernels.activate(self.first_part(given["v"], slots), "sigmoid")
             v = kernels.lerp(v, state.first_values, parts[None])[0]
         read = kernels.rms_norm(by_head(kernels.multiply(k, self.removal_scale), heads, dim), self.unit, _EPS)
         k, decay, removal, products = kernels.removal_keys(
-            r, k, read, self.decay(given["w"]), self.rate(given["a"]), self.rate_scale, self.bonus
+            r, k, read, self.decay(given["w"], slots), self.rate(given["a"], slots), self.rate_scale, self.bonus
         )
         q, keys, values = (by_head(part, heads, dim) for part in (r, k, v))
         y = kernels.scan(q, keys, values, decay, removal, None, self.pages, plan, "removal")
         y = kernels.layer_norm(y.flatten(0, 1), None, None, self.eps)
         bonus = kernels.row_sums(products.view(len(y), dim))
-        y = kernels.add_bonus(y, self.norm_weight, self.norm_bias, bonus, v, self.gate(given["g"]))
-        return self.out(y)
+        y = kernels.add_bonus(y, self.norm_weight, self.norm_bias, bonus, v, self.gate(given["g"], slots))
+        return self.out(y, slots)

@@ -1,11 +1,10 @@
 """The only declaration of the inputs that a forward reads.
 
-Packing, padding, dummy steps, and the memory of recorded steps and CUDA graphs follow from it. For example, the only
-line of AdaptedInputs gives layers one more number for each token. The host provides the values in
-`FlatBatch.extra_inputs`, by name.
+Packing, padding, dummy steps, and the memory of recorded steps and CUDA graphs follow from it. For example, one line
+gives layers the slot of each token's adapter. The host provides the values in `FlatBatch.extra_inputs`, by name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, Self
@@ -36,13 +35,14 @@ class Declaration:
     """One input of a step. shape: names of dimensions. padding: the value, None to repeat the last value of the array.
 
     reader: which part of the forward reads the input. Recorded steps have copies of the inputs that layers read; the
-    embedding and the attention prepare their own.
+    embedding and the attention prepare their own. optional: whether only some models have it.
     """
 
     shape: tuple[str, ...]
     dtype: npt.DTypeLike
     padding: int | None
     reader: Literal["embedding", "attention", "layers"]
+    optional: bool = False
 
     def size(self, dimensions: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(dimensions[name] for name in self.shape)
@@ -65,6 +65,12 @@ def declared(*shape: str, dtype: npt.DTypeLike = np.int64, padding: int | None =
     return field(metadata={"declaration": Declaration(shape, dtype, padding, reader)})  # type: ignore[arg-type]
 
 
+def optional(*shape: str, dtype: npt.DTypeLike = np.int64, padding: int | None = 0, reader: str = "layers") -> Any:
+    """An input that is None in models without it."""
+    declaration = Declaration(shape, dtype, padding, reader, optional=True)  # type: ignore[arg-type]
+    return field(default=None, metadata={"declaration": declaration})
+
+
 def per_token(dtype: npt.DTypeLike = np.int64, padding: int = 0, reader: str = "layers") -> Any:
     return declared("tokens", dtype=dtype, padding=padding, reader=reader)
 
@@ -78,7 +84,9 @@ class StepInputs:
     """A step's inputs on the device. Padded tokens are not cached. Padded requests have no tokens.
 
     longest_prompt, shares, by_head, crossed: see StepLayout. host_positions: the positions that the host knows, see
-    FlatBatch. media: of a step with pictures.
+    FlatBatch. media: of a step with pictures. adapters: the slot of each token's low-rank adapter, -1 for none.
+    rotary_offsets: of tokens with several rotary positions, how far these are from the token's position, which only the
+    device may know.
     """
 
     size: StepSize
@@ -87,35 +95,57 @@ class StepInputs:
     host_positions: Array | None = None
     by_head: HeadLayout | None = None
     media: StepMedia | None = None
-    crossed: Tensor | None = None
     input_ids: Tensor = per_token(reader="embedding")
     positions: Tensor = per_token()
     slot_mapping: Tensor = declared("groups", "tokens", padding=-1, reader="attention")
     query_start_loc: Tensor = declared("bounds", dtype=np.int32, padding=None, reader="attention")
     seq_lens: Tensor = per_request(np.int32, reader="attention")
     block_tables: Tensor = declared("groups", "requests", "blocks", dtype=np.int32, reader="attention")
+    adapters: Tensor | None = optional("tokens", padding=-1)
+    rotary_offsets: Tensor | None = optional("axes", "tokens")
+    crossed: Tensor | None = optional("requests", dtype=np.int32, padding=1, reader="attention")
 
     @classmethod
     @cache
-    def declarations(cls) -> dict[str, Declaration]:
-        return {f.name: f.metadata["declaration"] for f in fields(cls) if "declaration" in f.metadata}
+    def declarations(cls, *options: str) -> dict[str, Declaration]:
+        """The inputs that all models have, and the optional ones with these names."""
+        every = {f.name: f.metadata["declaration"] for f in fields(cls) if "declaration" in f.metadata}
+        return {name: declared for name, declared in every.items() if not declared.optional or name in options}
+
+    @property
+    def slots(self) -> Tensor | None:
+        """`adapters`, or None if no token has an adapter."""
+        return self.adapters if self.size.adapted else None
 
     @property
     def rotary_positions(self) -> Tensor:
         """[tokens], or [axes, tokens] in a model whose tokens have several; see RotaryEmbedding."""
-        return self.positions
+        return self.positions if self.rotary_offsets is None else self.positions + self.rotary_offsets
 
     def copy_for_layers(self, other: Self) -> None:
         """Overwrite the inputs that layers read with those of another step of the same size."""
-        for name, declaration in self.declarations().items():
-            if declaration.reader == "layers":
-                getattr(self, name).copy_(getattr(other, name))
+        for name, _, tensor in self._read_by("layers"):
+            tensor.copy_(getattr(other, name))
 
     def share(self, tokens: Tensor, shares: Sequence[int]) -> Self:
         """The inputs of some tokens for embedding and layers. Those of the attention are still the whole step's."""
-        names = (name for name, declaration in self.declarations().items() if declaration.shape == ("tokens",))
-        own: dict[str, Any] = {name: getattr(self, name).index_select(0, tokens) for name in names}
+        own = self.of_tokens(lambda tensor, axis: tensor.index_select(axis, tokens), "embedding", "layers")
         return replace(self, size=self.size._replace(tokens=len(tokens)), shares=shares, **own)
+
+    def of_tokens(self, pick: Callable[[Tensor, int], Tensor], *readers: str) -> dict[str, Any]:
+        """The inputs of some tokens, by name. pick: selects these tokens of a tensor along an axis."""
+        return {
+            name: pick(tensor, declaration.shape.index("tokens"))
+            for name, declaration, tensor in self._read_by(*readers)
+            if "tokens" in declaration.shape
+        }
+
+    def _read_by(self, *readers: str) -> Iterator[tuple[str, Declaration, Tensor]]:
+        """The inputs of this step that these parts of the forward read."""
+        for name, declaration in _read_by(*readers):
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is not None:
+                yield name, declaration, tensor
 
     def layouts(self) -> list[StepLayout]:
         """The layout of each KV group."""
@@ -136,35 +166,10 @@ class StepInputs:
         ]
 
 
-@dataclass(kw_only=True)
-class AdaptedInputs(StepInputs):
-    """The inputs of a model with low-rank adapters. adapters: the slot of each token's adapter, -1 for none."""
-
-    adapters: Tensor = per_token(padding=-1)
-
-
-@dataclass(kw_only=True)
-class SectionedInputs(StepInputs):
-    """The inputs of a model whose tokens have several rotary positions. rotary_offsets: how far these are from the
-    token's position, which only the device may know."""
-
-    rotary_offsets: Tensor = declared("axes", "tokens")
-
-    @property
-    def rotary_positions(self) -> Tensor:
-        return self.positions + self.rotary_offsets
-
-
-@dataclass(kw_only=True)
-class AdaptedSectionedInputs(AdaptedInputs, SectionedInputs):
-    pass
-
-
-@dataclass(kw_only=True)
-class CrossedInputs(StepInputs):
-    """The inputs of a model with cross-attention."""
-
-    crossed: Tensor = per_request(np.int32, padding=1, reader="attention")
+@cache
+def _read_by(*readers: str) -> list[tuple[str, Declaration]]:
+    every = {f.name: f.metadata["declaration"] for f in fields(StepInputs) if "declaration" in f.metadata}
+    return [(name, declaration) for name, declaration in every.items() if declaration.reader in readers]
 
 
 def dimensions(size: StepSize, groups: int, blocks: int) -> dict[str, int]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from quire.layers.lora import AdapterSlots, Piece
 from quire.lora.checkpoint import read_adapter
-from quire.messages.step import AdapterPlace
+from quire.messages.step import AdapterPlace, NewRequest
 
 
 class AdapterStore:
@@ -23,6 +23,11 @@ class AdapterStore:
         """Forget an adapter. No request that is to come uses it, unless it is loaded again."""
         self._loaded.pop(key, None)
 
+    def install(self, new: NewRequest) -> None:
+        """Put the adapter of a new request into its slot. Raises ValueError if it has not been loaded."""
+        if new.adapter is not None:
+            self.place(new.adapter)
+
     def place(self, place: AdapterPlace) -> None:
         """Put an adapter into its slot, if it is not there. Raises ValueError if it has not been loaded."""
         if self._keys[place.slot] == place.key:
@@ -32,3 +37,13 @@ class AdapterStore:
         self._keys[place.slot] = None
         self.slots.write(place.slot, self._loaded[place.key])
         self._keys[place.slot] = place.key
+
+
+class NoAdapters(AdapterStore):
+    """The adapters of a model that takes none. The scheduler refuses requests that name one."""
+
+    def __init__(self) -> None:
+        super().__init__(AdapterSlots(0, 0))
+
+    def install(self, new: NewRequest) -> None:
+        pass

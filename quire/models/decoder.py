@@ -100,7 +100,7 @@ class DecoderLayer:
         x = self.attention_post_norm(stream.sum(out))
         residual = stream.pick(residual, wanted, tokens)
         x, residual = self.mlp_norm.add(self._scaled(x), residual)
-        x = self.mlp_post_norm(stream.sum(self.mlp(stream.whole(x, out))))
+        x = self.mlp_post_norm(stream.sum(self.mlp(stream.whole(x, out), state.slots_of(wanted))))
         return self._scaled(x), residual
 
     def _scaled(self, x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class ParallelLayer(DecoderLayer):
         residual = stream.pick(residual, wanted, tokens)
         out = self.mixer(x, state, wanted)
         to_mlp = pick(x, wanted) if self.one_norm else stream.whole(self.mlp_norm(residual), out)
-        return stream.sum(self.kernels.add(self.mlp(to_mlp), out, out)), residual
+        return stream.sum(self.kernels.add(self.mlp(to_mlp, state.slots_of(wanted)), out, out)), residual
 
 
 class PostNormLayer(DecoderLayer):
@@ -138,7 +138,7 @@ class PostNormLayer(DecoderLayer):
         tokens = state.inputs.positions
         out = self.mixer(stream.whole(x, tokens), state, wanted)
         x, _ = self.attention_norm.add(stream.sum(out), stream.pick(x, wanted, tokens))
-        x, _ = self.mlp_norm.add(stream.sum(self.mlp(stream.whole(x, out))), x)
+        x, _ = self.mlp_norm.add(stream.sum(self.mlp(stream.whole(x, out), state.slots_of(wanted))), x)
         return x, None
 
 
@@ -164,7 +164,7 @@ class CrossLayer(DecoderLayer):
         x, residual = self.cross_norm.add(stream.sum(self.mixer(stream.whole(x, tokens), state)), residual)
         out = self.cross(stream.whole(x, tokens), state, wanted)
         x, residual = self.mlp_norm.add(stream.sum(out), stream.pick(residual, wanted, tokens))
-        return stream.sum(self.mlp(stream.whole(x, out))), residual
+        return stream.sum(self.mlp(stream.whole(x, out), state.slots_of(wanted))), residual
 
 
 class CrossPostNormLayer(CrossLayer):
@@ -178,7 +178,7 @@ class CrossPostNormLayer(CrossLayer):
         x, _ = self.attention_norm.add(stream.sum(self.mixer(stream.whole(x, tokens), state)), x)
         out = self.cross(stream.whole(x, tokens), state, wanted)
         x, _ = self.cross_norm.add(stream.sum(out), stream.pick(x, wanted, tokens))
-        x, _ = self.mlp_norm.add(stream.sum(self.mlp(stream.whole(x, out))), x)
+        x, _ = self.mlp_norm.add(stream.sum(self.mlp(stream.whole(x, out), state.slots_of(wanted))), x)
         return x, None
 
 
@@ -192,7 +192,7 @@ class SingleLayer(DecoderLayer):
         tokens = state.inputs.positions
         x, residual = self.attention_norm.add(x, residual)
         x = stream.whole(x, tokens)
-        out = self.mixer(x, state, wanted) if self.mlp is None else self.mlp(pick(x, wanted))
+        out = self.mixer(x, state, wanted) if self.mlp is None else self.mlp(pick(x, wanted), state.slots_of(wanted))
         return stream.sum(out), stream.pick(residual, wanted, tokens)
 
 
@@ -208,7 +208,7 @@ class ShiftedLayer(DecoderLayer):
         out = self.mixer(stream.whole(x, tokens), state)
         x, residual = self.mlp_norm.add(stream.sum(out), residual)
         x = self.mixer.mlp_input(stream.whole(x, tokens), state, wanted)
-        return stream.sum(self.mlp(x)), stream.pick(residual, wanted, tokens)
+        return stream.sum(self.mlp(x, state.slots_of(wanted))), stream.pick(residual, wanted, tokens)
 
 
 LAYERS = {
@@ -279,14 +279,14 @@ class LayerStack:
                 cache = backend.of_role(entry.role).view_at(blocks, start)
                 self.layers[entry.layer - self.first_layer].reader(entry.role).bind(backend, cache)
 
-    def store_encoded(self, states: Tensor, group: int, blocks: Tensor) -> None:
+    def store_encoded(self, states: Tensor, group: int, blocks: Tensor, slots: Tensor | None = None) -> None:
         layers = [self.layers[entry.layer - self.first_layer].cross for entry in self.kv_specs[group].entries]
         backend = self.backends[group]
         assert isinstance(backend, AttentionBackend)
         plan = store_plan(backend, blocks, len(states))
         for cross in layers:
             assert cross is not None
-            cross.store(states, plan)
+            cross.store(states, plan, slots)
 
     def run(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
@@ -403,28 +403,30 @@ class Decoder(LayerStack, Model):
             self.kernels.add(x, residual, x)
         return x
 
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
         """In a model with kinds of segments, vocab_size is added to the ids once for each kind before a token's own:
         those of the second segment are ids + vocab_size."""
         kinds = None
         if self.segments is not None:
             kinds = ids // self.vocab_size
             ids = ids % self.vocab_size
-        x = self.embedding(ids)
+        x = self.embedding(ids, slots)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
         if self.project_in is not None:
-            x = self.project_in(x)
+            x = self.project_in(x, slots)
         if self.positions is not None:
             x = x + self.positions(positions)
         if self.segments is not None and kinds is not None:
             x = x + torch.nn.functional.embedding(kinds, self.segments)
         return self.embedding_norm(self.residual_stream.own(x))
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         spec = self.spec
         assert self.lm_head is not None, "the model has no head"
-        logits = self.lm_head(hidden if self.project_out is None else self.project_out(hidden))
+        if self.project_out is not None:
+            hidden = self.project_out(hidden, slots)
+        logits = self.lm_head(hidden, slots)
         if spec.logit_scale is not None:
             logits = logits * spec.logit_scale
         if spec.logit_soft_cap is not None:

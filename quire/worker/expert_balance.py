@@ -27,7 +27,14 @@ class _Move(NamedTuple):
     slot: int
 
 
-class ExpertBalancer:
+class NoBalancer:
+    """Of a model whose experts stay where they are."""
+
+    def count_step(self) -> None:
+        """Note a step. Call it behind the forward of each."""
+
+
+class ExpertBalancer(NoBalancer):
     """Counts steps, which all ranks that share experts run together, and moves experts behind some of them."""
 
     def __init__(self, layers: Sequence[MoE], options: BalanceOptions) -> None:
@@ -38,7 +45,6 @@ class ExpertBalancer:
 
     @torch.inference_mode()
     def count_step(self) -> None:
-        """Call it behind the forward of each step."""
         self._steps += 1
         if self._planned:
             self._move(*self._planned.pop())
@@ -93,11 +99,12 @@ class ExpertBalancer:
         dispatch.slots.put(slots, dispatch.device)
 
 
-def expert_balancer(model: Model, options: ParallelConfig) -> ExpertBalancer | None:
-    """The balancer for a rank's part of a model; None without --enable-eplb, or if this rank shares no experts."""
+def expert_balancer(model: Model, options: ParallelConfig) -> NoBalancer:
+    """The balancer for a rank's part of a model. It does nothing without --enable-eplb, or if this rank shares no
+    experts."""
     mlps = [layer.mlp for layer in model.layers] if isinstance(model, Decoder) else []
     layers = [mlp for mlp in mlps if isinstance(mlp, MoE) and isinstance(mlp.dispatch, DealtExperts)]
-    return ExpertBalancer(layers, options.balance) if options.enable_eplb and layers else None
+    return ExpertBalancer(layers, options.balance) if options.enable_eplb and layers else NoBalancer()
 
 
 def _source(experts: list[int], slot: int, expert: int, count: int) -> int:

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from quire.attention.base import CacheBackend
-from quire.layers.forward_state import ForwardState, pick
-from quire.layers.step_inputs import AdaptedInputs, StepInputs, StepSize
+from quire.layers.forward_state import ForwardState
+from quire.layers.step_inputs import StepInputs, StepSize
 from quire.models.model import Model
 from quire.parallel.pipeline import Pipe
 
@@ -43,29 +43,17 @@ class Forward:
 
     def run(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
         """The same, without sending."""
-        self.adapt(inputs, rows)
         return self.layers(self.embed(inputs), inputs, rows)
-
-    def adapt(self, inputs: StepInputs, rows: Tensor | None) -> None:
-        """Tell the layers which adapter each token has. rows: as for `__call__`."""
-        if isinstance(inputs, AdaptedInputs) and self.model.adapters is not None:
-            slots = inputs.adapters if inputs.size.adapted else None
-            self.model.adapters.use(slots, slots if slots is None else pick(slots, rows))
 
     def logits(self, hidden: Tensor, inputs: StepInputs, tokens: Tensor) -> Tensor:
         """Logits of some hidden states of a step. tokens: their places among the tokens of the step."""
-        if self.model.adapters is None:
-            return self.model.logits(hidden)
-        if isinstance(inputs, AdaptedInputs) and inputs.size.adapted:
-            self.model.adapters.use(inputs.adapters[tokens])
-        logits = self.model.logits(hidden)
-        self.model.adapters.use(None)  # drafters, which may share the embedding and the head, have no adapters
-        return logits
+        slots = inputs.slots
+        return self.model.logits(hidden, slots if slots is None else slots[tokens])
 
     def embed(self, inputs: StepInputs) -> Tensor:
         """The input of the first layer, [own tokens, hidden]. Recorded steps and CUDA graphs start after it."""
         if self.pipe is None or self.pipe.is_first:
-            x = self.model.embed(inputs.input_ids, inputs.positions)
+            x = self.model.embed(inputs.input_ids, inputs.positions, inputs.slots)
             return x if inputs.media is None else inputs.media.fill(x)
         target = self.model.kernels.target
         return self.pipe.receive(inputs.size.tokens, target.dtype, target.device)
@@ -78,7 +66,7 @@ class Forward:
 
     def state(self, inputs: StepInputs) -> ForwardState:
         rotary = [table(inputs.rotary_positions) for table in self.model.rotary]
-        return ForwardState(inputs, rotary, self.plan(inputs))
+        return ForwardState(inputs, rotary, self.plan(inputs), slots=inputs.slots)
 
     def plan(self, inputs: StepInputs, over: Sequence[Any] | None = None) -> list[Any]:
         """The attention plan of each KV group. over: plans of another step of the same size, which are overwritten."""

@@ -162,7 +162,6 @@ class CapturedForward(Forward):
             sizes = [size._replace(adapted=v) for size in chain(*self._sizes.values()) for v in variants]
             for size in sorted(sizes, reverse=True):
                 inputs = self.staging.stage_dummy(size)
-                self.adapt(inputs, None)
                 x = self.model.residual_stream.own(memory[: size.tokens])
                 run = partial(self.layers, x, replace(inputs, longest_prompt=0))
                 hidden, replay = self.staging.device.capture(run)
@@ -183,7 +182,6 @@ class CapturedForward(Forward):
         graph = self._graphs.get(inputs.size)
         if graph is None or (inputs.media is not None and inputs.media.reaches_layers):
             return super().run(inputs, rows)
-        self.adapt(inputs, None)
         graph.x.copy_(self.embed(inputs))
         graph.replay()
         return pick(graph.hidden, rows)

@@ -100,6 +100,8 @@ class InputBatch:
         self.has_sections = has_sections
         self.kv_specs = kv_specs
         self.cross_groups = [group for group, spec in enumerate(kv_specs) if isinstance(spec, CrossAttentionSpec)]
+        options = {"adapters": takes_adapters, "rotary_offsets": has_sections, "crossed": bool(self.cross_groups)}
+        self.optional_inputs = [name for name, is_given in options.items() if is_given]  # see StepInputs
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len

@@ -28,7 +28,25 @@ class _Placed:
     spans: list[tuple[int, int]] = field(default_factory=list)
 
 
-class MediaInputs:
+class NoMedia:
+    """The media of a model that takes none."""
+
+    def rehearse(self, limits: EncoderLimits) -> int:
+        """Encode the largest items, and forget them. Returns the bytes of all embeddings that the cache may hold."""
+        return 0
+
+    def install(self, new: NewRequest) -> None:
+        """Note the media of a new request."""
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Forget and encode what the step says. Raises ValueError for an item that the encoder cannot take."""
+
+    def place(self, flat: FlatBatch) -> FlatBatch:
+        """The batch of a step, with the embeddings and the rotary positions of its tokens."""
+        return flat
+
+
+class MediaInputs(NoMedia):
     """The media of the running requests.
 
     What is in the cache is decided by the scheduler (scheduler/encoding.py), which says before each step what to encode
@@ -52,7 +70,6 @@ class MediaInputs:
         self._crossed = np.ones(len(batch.num_tokens), np.int32)  # by row: the tokens that cross-attention reads
 
     def rehearse(self, limits: EncoderLimits) -> int:
-        """Encode the largest items, and forget them. Returns the bytes of all embeddings that the cache may hold."""
         width = self.hidden_size
         for item in self._model.largest_items(limits) if self._is_first and self._model.largest_items else ():
             embeds = self._encode(item)
@@ -76,17 +93,15 @@ class MediaInputs:
             self._behind[row] = positions.max() + 1 - positions.shape[1]
 
     def update(self, step: SchedulerOutput) -> None:
-        """Forget and encode what the step says. Raises ValueError for an item that the encoder cannot take."""
         if step.forgets_all:
             self._embeds.clear()
         for key in step.forget:
             self._embeds.pop(key, None)
         if self._is_first:
             for item in step.encode:
-                self._embeds[item.place.key] = self._encode(item)
+                self._embeds[item.place.key] = self._encode(item, self._slots_of(item.place))
 
     def place(self, flat: FlatBatch) -> FlatBatch:
-        """The batch of a step, with the embeddings and the rotary positions of its tokens."""
         if self.has_sections:
             flat.extra_inputs["rotary_offsets"] = self._rotary_offsets(flat)
         if self._batch.cross_groups:
@@ -133,7 +148,19 @@ class MediaInputs:
         length = -(-place.crossed // self._batch.block_size)
         for group in self._batch.cross_groups:
             blocks = self._batch.block_tables[group, row, :length].astype(np.int64)
-            self._model.store_encoded(self._embeds[place.key], group, upload(blocks, self.device))
+            slots = self._slots(row, place)
+            self._model.store_encoded(self._embeds[place.key], group, upload(blocks, self.device), slots)
+
+    def _slots_of(self, place: MediaPlace) -> Tensor | None:
+        """The slots for an item that a running request needs. All requests with its key have the same adapter, see
+        MediaItem.of_adapter."""
+        rows = self._places.items() if place.crossed else ()
+        return next((self._slots(row, place) for row, places in rows if place in places), None)
+
+    def _slots(self, row: int, place: MediaPlace) -> Tensor | None:
+        """The slot of a row's adapter for each embedding that cross-attention reads; None if it has no adapter."""
+        slot = int(self._batch.adapters[row])
+        return None if slot < 0 else upload(np.full(place.crossed, slot), self.device)
 
     def _rotary_offsets(self, flat: FlatBatch) -> Array:
         offsets = np.repeat(self._behind[flat.token_rows][None], AXES, 0)
@@ -151,8 +178,10 @@ class MediaInputs:
                     del self._offsets[row]
         return offsets
 
-    def _encode(self, item: MediaItem) -> Tensor:
+    def _encode(self, item: MediaItem, slots: Tensor | None = None) -> Tensor:
         tensors = {name: tensor_of(buffer, self.device) for name, buffer in item.tensors.items()}
+        if slots is not None:
+            tensors["slots"] = slots
         if item.modality == "embeds":
             embeds = tensors["embeds"].to(self.dtype)
         elif self.tower is None:

@@ -58,7 +58,7 @@ def left_by_a_step(runner: Runner[Any], budget: int, tokens: int, encoders: Enco
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     with explained(f"weights and a step of {tokens} tokens", device), torch.inference_mode():
-        embeddings = 0 if runner.media is None else runner.media.rehearse(encoders)
+        embeddings = runner.media.rehearse(encoders)
         inputs = runner.staging.stage_dummy(StepSize(tokens, len(batch.num_tokens)))
         runner.run(inputs, rows)
         torch.cuda.synchronize(device)

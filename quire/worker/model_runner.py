@@ -11,7 +11,6 @@ from torch import Tensor
 
 from quire.layers.forward_state import pick
 from quire.layers.step_inputs import Array, StepInputs
-from quire.lora.store import AdapterStore
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
 from quire.models.model import Model
@@ -19,7 +18,7 @@ from quire.observability.logging import logger
 from quire.ops.memory import upload
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.sampler import Sampler, SamplingBatch
-from quire.worker.drafters.drafter import Drafter
+from quire.worker.drafters.drafter import Drafter, NoDrafter
 from quire.worker.drafters.step import SampledStep
 from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch
@@ -40,7 +39,7 @@ class _Launched:
     place_rows: Tensor  # [places], int64
     place_positions: Tensor  # [places], int64
     requests: dict[str, Tensor] | None = None  # if some have drafts, see Staging.sampled
-    drafting: SampledStep | None = None  # if there is a drafter
+    drafting: SampledStep | None = None  # what the drafter needs, if there is one
 
 
 @dataclass
@@ -54,9 +53,9 @@ class _Sampled:
     read_tokens: Callable[[], list[Tensor]]
     # By request: its start in the logprobs of the step, and the width it asked for.
     logprobs: dict[int, tuple[int, int]] = field(default_factory=dict)
-    read_logprobs: Callable[[], list[Tensor]] | None = None
+    read_logprobs: Callable[[], list[Tensor]] = list  # nothing, if no request asked for some
     read_prompts: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)  # prompt logprobs by request
-    read_drafts: Callable[[], list[Tensor]] | None = None
+    read_drafts: Callable[[], list[Tensor]] = list  # nothing, if there are none
 
 
 class ModelRunner(Runner[_Launched]):
@@ -72,11 +71,11 @@ class ModelRunner(Runner[_Launched]):
         is_only_rank: bool = True,
         drafter: Drafter | None = None,
     ) -> None:
+        """drafter: None if drafts, if there are some, are made on the host."""
         super().__init__(model, batch, staging, forward, is_only_rank)
         self.sampler = sampler
-        self.drafter = drafter
+        self.drafter = drafter or NoDrafter()
         self.drafts_stay = False  # whether drafts stay on the device, see Speculation
-        self.adapters = None if model.adapters is None else AdapterStore(model.adapters)
         self.processors = sampler.processors
         self._unread: deque[_Sampled] = deque()  # in the order of the steps
         # By row: the prompt logprobs of the chunks so far, until they are reported.
@@ -86,11 +85,9 @@ class ModelRunner(Runner[_Launched]):
         self._prompt_logprobs.pop(new.row, None)
         self.check_kind(new)
         self.batch.install(new)
-        if new.adapter is not None and self.adapters is not None:
-            self.adapters.place(new.adapter)
+        self.adapters.install(new)
         self.processors.add(new.row, new)
-        if self.drafter is not None:
-            self.drafter.install(new)
+        self.drafter.install(new)
 
     @torch.inference_mode()
     def sample(self, step_id: int, masks: TokenMasks | None = None) -> Callable[[], ModelRunnerOutput]:
@@ -126,28 +123,24 @@ class ModelRunner(Runner[_Launched]):
         tensors = self.device.upload(arrays)
         for omitted in ((), ("top_p",), ("top_k",), tuple(tensors)):
             self.sampler(logits, SamplingBatch.of({k: v for k, v in tensors.items() if k not in omitted}))
-        if self.drafter is not None:
-            self.drafter.draft(SampledStep.dummy(inputs, hidden, rows), 2)
+        self.drafter.draft(SampledStep.dummy(inputs, hidden, rows), 2)
 
     def launch(self, flat: FlatBatch, step: SchedulerOutput) -> _Launched:
-        if self.drafter is not None and step.known_tokens.rows:
+        if step.known_tokens.rows:
             self.drafter.extend(step.known_tokens)
         sampling = self.batch.sampling(flat.place_rows, flat.place_positions + 1)
         extra = {"place_rows": flat.place_rows, "place_tokens": flat.place_tokens, **sampling}
         if flat.has_drafts:
             extra |= {"draft_rows": flat.rows, "num_places": flat.num_places, "place_start_loc": flat.place_start_loc}
-        if self.drafter is not None:
-            extra |= SampledStep.arrays(flat, step, self.batch.max_model_len)
+        extra |= self.drafter.arrays(flat, step)
         inputs, on_device = self.staging.stage(flat, self.forward.fit(flat.size), step, extra)
         scored = bool((self.batch.num_prompt_logprobs[flat.rows] >= 0).any())
         num_places = len(flat.place_tokens)
         wanted = None if num_places == inputs.size.tokens else on_device["place_tokens"]
-        reads_hidden = self.drafter is not None and self.drafter.reads_hidden(max(step.num_next_drafts, default=0))
+        reads_hidden = self.drafter.reads_hidden(max(step.num_next_drafts, default=0))
         needs_all = scored or reads_hidden
         hidden = self.forward(inputs, None if needs_all else wanted)
-        drafting = None
-        if self.drafter is not None:
-            drafting = SampledStep.of(flat, inputs, hidden if reads_hidden else None, on_device)
+        drafting = self.drafter.note(flat, inputs, hidden if reads_hidden else None, on_device)
         if scored:
             self._score_prompts(flat, hidden, inputs)
         if needs_all:
@@ -184,11 +177,11 @@ class ModelRunner(Runner[_Launched]):
             return self._unread[-1]
         if self.processors.ask(rows):
             if self.processors.need_host_tokens(rows):
-                self._read_until(None)  # meanwhile, the device runs the forward of this step
+                self._read_all()  # meanwhile, the device runs the forward of this step
             launched.sampling.places = batch.sampling_places(flat, self.staging.state, launched.place_positions)
-        if self.drafter is not None and flat.has_drafts:
+        if flat.has_drafts:
             columns = launched.place_rows, launched.place_positions
-            launched.sampling.proposals = self.drafter.sampling.proposals(flat, *columns)
+            launched.sampling.proposals = self.drafter.proposals(flat, *columns)
         num_logprobs = batch.num_logprobs[rows]
         asks = num_logprobs >= 0
         if asks.any():
@@ -199,7 +192,8 @@ class ModelRunner(Runner[_Launched]):
         kept = self.staging.sampled(launched.place_rows, launched.place_positions, tokens, launched.requests)
         if launched.drafting is not None:
             launched.drafting.kept = kept
-        sampled = _Sampled(output, flat, self.device.download(tokens, *([] if kept is None else [kept])))
+        results = (tokens,) if kept is None else (tokens, kept)
+        sampled = _Sampled(output, flat, self.device.download(*results))
         if logprobs is not None:
             bounds = np.concatenate(([0], asks.cumsum()))[flat.place_start_loc]  # [requests + 1]
             for request in np.diff(bounds).nonzero()[0].tolist():
@@ -210,27 +204,26 @@ class ModelRunner(Runner[_Launched]):
         self._unread.append(sampled)
         return sampled
 
-    def _draft(self, step: SchedulerOutput, sampled: SampledStep) -> Callable[[], list[Tensor]] | None:
-        """Launch the drafter behind a step. The returned function waits for the drafts."""
-        assert self.drafter is not None
+    def _draft(self, step: SchedulerOutput, sampled: SampledStep) -> Callable[[], list[Tensor]]:
+        """Launch the drafter behind a step. The returned function waits for the drafts that the host gets, if any."""
         try:
             drafts = self.drafter.draft(sampled, max(step.num_next_drafts, default=0))
         except torch.OutOfMemoryError as error:
             logger.warning("No drafts are made behind a step: %s", error_text(error))
-            return None
+            return list
         if drafts is None:
-            return None
+            return list
         if self.drafts_stay:
             self.staging.drafted(sampled.rows, drafts)
-            return None
+            return list
         return self.device.download(drafts)
 
     def _output(self, sampled: _Sampled, num_next_drafts: list[int]) -> ModelRunnerOutput:
         """Wait for the output of a step."""
         output = self._read_until(sampled)
-        if sampled.read_drafts is not None:
-            made = sampled.read_drafts()[0].tolist()
-            output.draft_token_ids = [drafts[:count] for drafts, count in zip(made, num_next_drafts, strict=True)]
+        for made in sampled.read_drafts():
+            columns = zip(made.tolist(), num_next_drafts, strict=True)
+            output.draft_token_ids = [drafts[:count] for drafts, count in columns]
         return output
 
     def _apply_masks(self, logits: Tensor, masks: TokenMasks) -> None:
@@ -249,28 +242,36 @@ class ModelRunner(Runner[_Launched]):
                 sampled.read_prompts[request] = self.device.download(*scored.columns)
                 self.batch.num_prompt_logprobs[row] = -1
 
-    def _read_until(self, last: _Sampled | None) -> ModelRunnerOutput:
-        """Wait for the steps up to `last` (None: for all) and fill in their outputs. Returns the output of `last`."""
-        while self._unread and (last is None or any(step is last for step in self._unread)):
-            sampled = self._unread[0]  # removed when it is complete, since Ctrl-C may interrupt this at any time
-            output = sampled.output
-            if results := sampled.read_tokens():
-                tokens = results[0]
-                kept = results[1] if len(results) > 1 else None
-                self.batch.fill(sampled.flat, tokens.numpy(), None if kept is None else kept.numpy())
-                drawn = tokens.tolist()
-                bounds = sampled.flat.place_start_loc.tolist()
-                ends = bounds[1:] if kept is None else map(add, bounds, kept.tolist())
-                output.sampled_token_ids = [drawn[start:end] for start, end in zip(bounds, ends, strict=False)]
-            if sampled.read_logprobs is not None:
-                logprobs = TopLogprobs(*sampled.read_logprobs())
-                for request, (start, width) in sampled.logprobs.items():
-                    end = start + len(output.sampled_token_ids[request])
-                    output.logprobs[request] = logprobs.slice(start, end, width).pack()
-            for request, read in sampled.read_prompts.items():
-                output.prompt_logprobs[request] = TopLogprobs(*read()).pack()
-            self._unread.popleft()
-        return last.output if last is not None else ModelRunnerOutput(0)
+    def _read_until(self, last: _Sampled) -> ModelRunnerOutput:
+        """Wait for the steps up to `last` and fill in their outputs. Returns the output of `last`."""
+        while any(step is last for step in self._unread):
+            self._read_first()
+        return last.output
+
+    def _read_all(self) -> None:
+        """Wait for all steps and fill in their outputs."""
+        while self._unread:
+            self._read_first()
+
+    def _read_first(self) -> None:
+        """Wait for the first step that has not been read, and fill in its output."""
+        sampled = self._unread[0]  # removed when it is complete, since Ctrl-C may interrupt this at any time
+        output = sampled.output
+        if results := sampled.read_tokens():
+            tokens, *kept = results
+            self.batch.fill(sampled.flat, *(result.numpy() for result in results))
+            drawn = tokens.tolist()
+            bounds = sampled.flat.place_start_loc.tolist()
+            ends = map(add, bounds, kept[0].tolist()) if kept else bounds[1:]
+            output.sampled_token_ids = [drawn[start:end] for start, end in zip(bounds, ends, strict=False)]
+        if columns := sampled.read_logprobs():
+            logprobs = TopLogprobs(*columns)
+            for request, (start, width) in sampled.logprobs.items():
+                end = start + len(output.sampled_token_ids[request])
+                output.logprobs[request] = logprobs.slice(start, end, width).pack()
+        for request, read in sampled.read_prompts.items():
+            output.prompt_logprobs[request] = TopLogprobs(*read()).pack()
+        self._unread.popleft()
 
     def _score_prompts(self, flat: FlatBatch, hidden: Tensor, inputs: StepInputs) -> None:
         """Compute prompt logprobs for the rows that ask: those of the prompt tokens that follow this step's tokens.

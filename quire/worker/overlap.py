@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.attention.base import CacheBackend
 from quire.config.engine import ParallelConfig
 from quire.layers.forward_state import pick
-from quire.layers.step_inputs import StepInputs, StepSize
+from quire.layers.step_inputs import StepInputs
 from quire.models.model import Model
 from quire.parallel.mesh import Communicator
 from quire.parallel.pipeline import Pipe
@@ -62,14 +62,15 @@ def _part(inputs: StepInputs, part: slice) -> StepInputs:
     """The inputs of some tokens of a step. All its requests stay; those that are not in the part have no tokens."""
     bounds = inputs.query_start_loc
     tokens = part.stop - part.start
+    own = inputs.of_tokens(
+        lambda tensor, axis: tensor.narrow(axis, part.start, tokens), "embedding", "attention", "layers"
+    )
     behind = (bounds[1:] - part.stop).clamp(min=0).minimum(bounds.diff())  # [requests]: tokens that come later
     return replace(
         inputs,
-        size=StepSize(tokens, inputs.size.requests, inputs.size.tokens_per_request),
+        size=inputs.size._replace(tokens=tokens),
         longest_prompt=0,
-        input_ids=inputs.input_ids[part],
-        positions=inputs.positions[part],
-        slot_mapping=inputs.slot_mapping[:, part],
         query_start_loc=(bounds - part.start).clamp(0, tokens),
         seq_lens=inputs.seq_lens - behind,
+        **own,
     )

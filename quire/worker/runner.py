@@ -9,17 +9,17 @@ from torch import Tensor
 
 from quire.config.engine import ConfigError
 from quire.layers.step_inputs import StepInputs, StepSize
-from quire.lora.store import AdapterStore
+from quire.lora.store import AdapterStore, NoAdapters
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
 from quire.models.model import Model
 from quire.observability.logging import logger
-from quire.worker.expert_balance import ExpertBalancer
+from quire.worker.expert_balance import NoBalancer
 from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch
-from quire.worker.media import MediaInputs
+from quire.worker.media import NoMedia
 from quire.worker.staging import Staging
-from quire.worker.step_clock import StepClock
+from quire.worker.step_clock import NoClock
 
 Launched = TypeVar("Launched")  # a step whose forward has been launched
 
@@ -31,11 +31,7 @@ class Runner(ABC, Generic[Launched]):
     scheduled on the assumption that it had run. Requests of skipped steps are installed again before they continue.
     """
 
-    adapters: AdapterStore | None = None  # of a model that takes some
     pools: bool = False  # whether requests are pooled instead of generating tokens
-    balancer: ExpertBalancer | None = None  # of experts that may move
-    clock: StepClock | None = None  # told about each step, if others wait for what it computes
-    media: MediaInputs | None = None  # of a model that takes pictures or embeddings
     was_finite: bool = False  # whether a step has shown that the model computes numbers, see check_numbers
     in_lockstep: bool = False  # whether other replicas wait for a forward of each step, also of those without rows
 
@@ -48,6 +44,10 @@ class Runner(ABC, Generic[Launched]):
         self.forward = forward
         self.is_only_rank = is_only_rank
         self.device = staging.device
+        self.adapters = NoAdapters() if model.adapters is None else AdapterStore(model.adapters)
+        self.media = NoMedia()  # of a model that takes pictures or embeddings: MediaInputs
+        self.balancer = NoBalancer()
+        self.clock = NoClock()
         self._launched: dict[int, Launched | ModelRunnerOutput] = {}  # by step id; a skipped step has its output here
         self._skipped_epoch = -2  # steps of this epoch and of earlier ones are skipped
         self._refused: dict[int, dict[int, str]] = {}  # by step id: the refusals of a step that was launched
@@ -55,8 +55,7 @@ class Runner(ABC, Generic[Launched]):
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> None:
         """Launch the forward of a step, or skip the step. The output that `sample` gives says which."""
-        if self.clock is not None:
-            self.clock.begin(step.step_id)
+        self.clock.begin(step.step_id)
         skipped = self._install(step)
         if skipped is not None:
             self._launched[step.step_id] = skipped
@@ -67,19 +66,15 @@ class Runner(ABC, Generic[Launched]):
             self.batch.edit_block_tables(step)
             flat = self.batch.flatten(step)
             try:
-                if self.media is not None:
-                    self.media.update(step)
-                    flat = self.media.place(flat)
-                launched = self.launch(flat, step)
+                self.media.update(step)
+                launched = self.launch(self.media.place(flat), step)
                 self._launched[step.step_id] = launched
                 if not self.was_finite and not self.device.is_async:
                     self._check_numbers(step, self.results_of(launched))
             except torch.OutOfMemoryError as error:
                 self._launched[step.step_id] = self.out_of_memory(step, error)
-        if self.clock is not None:
-            self.clock.end(not isinstance(self._launched[step.step_id], ModelRunnerOutput))
-        if self.balancer is not None:
-            self.balancer.count_step()
+        self.clock.end(not isinstance(self._launched[step.step_id], ModelRunnerOutput))
+        self.balancer.count_step()
 
     def _install(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """Install the new requests of a step. Returns its output if it is not run."""
@@ -89,8 +84,7 @@ class Runner(ABC, Generic[Launched]):
         for new in step.new_requests:
             try:
                 self.install(new)
-                if self.media is not None:
-                    self.media.install(new)
+                self.media.install(new)
             except ValueError as error:
                 refusals[step.rows.index(new.row)] = error_text(error)
         return self._skip(step, refusals) if refusals else None

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from quire.layers.step_inputs import StepInputs
-from quire.lora.store import AdapterStore
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
 from quire.models.model import Model
 from quire.sampling.logits_processors import LogitsProcessors
@@ -43,13 +42,11 @@ class StageRunner(Runner[_Launched]):
         super().__init__(model, batch, staging, forward, is_only_rank=False)
         self.processors = processors
         self.pools = processors is None
-        self.adapters = None if model.adapters is None else AdapterStore(model.adapters)
 
     def install(self, new: NewRequest) -> None:
         self.check_kind(new)
         self.batch.install(new)
-        if new.adapter is not None and self.adapters is not None:
-            self.adapters.place(new.adapter)
+        self.adapters.install(new)
         if self.processors is not None:
             self.processors.add(new.row, new)
 

@@ -7,17 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layers.step_inputs import (
-    AdaptedInputs,
-    AdaptedSectionedInputs,
-    Array,
-    CrossedInputs,
-    SectionedInputs,
-    StepInputs,
-    StepSize,
-    dimensions,
-    dummy_arrays,
-)
+from quire.layers.step_inputs import Array, StepInputs, StepSize, dimensions, dummy_arrays
 from quire.messages.step import SchedulerOutput
 from quire.ops import Kernels
 from quire.worker.device import Device
@@ -35,21 +25,13 @@ class Staging:
     their inputs, so that CUDA graphs can read it. That is safe since a step's kernels run before those of the next.
     """
 
-    inputs_class: type[StepInputs] = StepInputs
-
     def __init__(self, device: Device, batch: InputBatch, kernels: Kernels, most_tokens: int) -> None:
         """most_tokens: the largest number of tokens in a step."""
         self.device = device
         self.batch = batch
         self.kernels = kernels
-        if batch.takes_adapters:
-            self.inputs_class = AdaptedSectionedInputs if batch.has_sections else AdaptedInputs
-        elif batch.has_sections:
-            self.inputs_class = SectionedInputs
-        elif batch.cross_groups:
-            self.inputs_class = CrossedInputs
         self.count_kept: Callable[..., Tensor] = kernels.count_kept
-        self.declarations = self.inputs_class.declarations()
+        self.declarations = StepInputs.declarations(*batch.optional_inputs)
         self.state = shared_state(batch)
         if device.is_async:
             self.state = DeviceState.empty(batch, device.torch_device)
@@ -72,7 +54,7 @@ class Staging:
             arrays = {**flat.inputs, **self.batch.gather(flat), **extra}
             tensors: dict[str, Any] = self.device.upload(arrays)
             step_inputs = {name: tensors.pop(name) for name in self.declarations}
-            inputs = self.inputs_class(size=size, host_positions=flat.positions, media=flat.media, **step_inputs)
+            inputs = StepInputs(size=size, host_positions=flat.positions, media=flat.media, **step_inputs)
             return inputs, tensors
         lengths = self._dimensions(size)
         missing = size.requests - len(flat.rows)
@@ -121,7 +103,7 @@ class Staging:
         arrays = dummy_arrays(self.declarations, self._dimensions(size), counts)
         tensors: dict[str, Any] = self.device.upload(arrays)
         if not self.device.is_async:
-            return self.inputs_class(size=size, host_positions=arrays["positions"], **tensors)
+            return StepInputs(size=size, host_positions=arrays["positions"], **tensors)
         inputs = self._inputs(size, 0 if size.tokens_per_request else int(counts.max()))
         inputs.host_positions = arrays["positions"]
         for name, tensor in tensors.items():
@@ -168,4 +150,4 @@ class Staging:
         for name, declaration in self.declarations.items():
             shape = declaration.size(lengths)
             inputs[name] = self._memory[name][: np.prod(shape)].view(shape)
-        return self.inputs_class(size=size, longest_prompt=longest_prompt, **inputs)
+        return StepInputs(size=size, longest_prompt=longest_prompt, **inputs)

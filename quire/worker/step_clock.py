@@ -12,7 +12,17 @@ _REMEMBERED = 1 << 16  # steps; more than a rank runs in a minute
 _MOST_ENDS = 8
 
 
-class StepClock:
+class NoClock:
+    """Of a rank whose layers nobody waits for."""
+
+    def begin(self, step_id: int) -> None:
+        """A step is about to be submitted."""
+
+    def end(self, has_run: bool) -> None:
+        """The step has been submitted. has_run: False if it was skipped."""
+
+
+class StepClock(NoClock):
     """`begin`, `layer_done` and `end` are called on the thread that submits steps, and `wait` on others. ticks: how
     often a layer or a step has been submitted."""
 
@@ -42,7 +52,6 @@ class StepClock:
             self._tick()
 
     def end(self, has_run: bool) -> None:
-        """has_run: False if the step was skipped."""
         mark = self._mark()
         with self._changed:
             assert self._step is not None

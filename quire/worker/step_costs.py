@@ -11,6 +11,7 @@ import torch
 from quire.layers.step_inputs import StepSize
 from quire.messages.step import StepCosts
 from quire.parallel.mesh import Communicator
+from quire.worker.drafters.drafter import NoDrafter
 from quire.worker.drafters.step import SampledStep
 from quire.worker.model_runner import ModelRunner
 from quire.worker.runner import Runner
@@ -25,7 +26,7 @@ _SECONDS = 4.0  # measure no larger sizes, and no size again, after this time
 def step_costs(runner: Runner[Any], most_tokens: int, most_drafts: int, group: Communicator) -> StepCosts:
     """The costs of dummy steps, and of the drafts behind them if there is a drafter. group: the ranks that run them."""
     costs = StepCosts(_step_seconds(runner, most_tokens, group))
-    if not isinstance(runner, ModelRunner) or runner.drafter is None:
+    if not isinstance(runner, ModelRunner) or isinstance(runner.drafter, NoDrafter):
         return costs
     sizes = [size for size in costs.steps if size <= len(runner.batch.num_tokens)]
     sizes = [size for size in sizes if size * (1 + most_drafts) <= most_tokens] or [1]
@@ -64,7 +65,6 @@ def _slope(start: tuple[int, float], end: tuple[int, float]) -> float:
 
 def _draft_seconds(runner: ModelRunner, requests: int, count: int) -> float:
     """The time of making `count` drafts, behind a step that has verified as many."""
-    assert runner.drafter is not None
     size = runner.forward.fit(StepSize(requests * (1 + count), requests, 1 + count))
     inputs = runner.staging.stage_dummy(size)
     target = runner.model.kernels.target

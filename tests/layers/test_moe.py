@@ -12,7 +12,7 @@ from torch.nn import functional
 from quire.layers.build import Builder
 from quire.layers.experts import GroupedExperts
 from quire.layers.linear import DenseWeight
-from quire.layers.lora import AdapterSlots
+from quire.layers.lora import slots_of_copies
 from quire.layers.moe import MoE
 from quire.layers.specs import MLPSpec, MoESpec
 from quire.ops import OPS, Kernels, Target
@@ -144,8 +144,5 @@ def test_impossible_choices_are_refused(fields, problem):
 
 def test_rows_of_no_expert_here_have_no_adapter():
     """On GPUs, such rows are computed, too, and come last. The slots of an adapter are followed by those of others."""
-    slots, tokens, experts = AdapterSlots(2, 8), torch.tensor([0, 0, 1, 2]), torch.tensor([0, 3, 2, 3])
-    slots.use(torch.tensor([1, 1, -1]))
-    found = slots.of_copies(torch.zeros(3, 4), 3, tokens, experts)
-    assert found is not None
-    assert found.tolist() == [3, -1, 5, -1]
+    slots, tokens, experts = torch.tensor([1, 1, -1]), torch.tensor([0, 0, 1, 2]), torch.tensor([0, 3, 2, 3])
+    assert slots_of_copies(slots, 3, tokens, experts).tolist() == [3, -1, 5, -1]

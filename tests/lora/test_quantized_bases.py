@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.checkpoints.hub import bundled_model
 from quire.engine.llm import LLM
-from quire.layers.lora import AdaptedWeight
+from quire.layers.lora import LowRank
 from quire.lora import LoRARequest
 from quire.messages.sampling_params import SamplingParams
 from support.adapters import deltas, modules_of, write_adapter
@@ -41,11 +41,11 @@ def dequantized(llm: LLM, directory: Path, adapter: Path) -> Path:
     tensors = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}
     table = model.embedding.table
     tensors["model.embed_tokens.weight"] = table.rows(torch.arange(model.vocab_size)).float()
-    weights = [w for layer in model.layers for w in (layer.mixer.qkv, layer.mixer.out, layer.mlp.up, layer.mlp.down)]
-    for weight in (*(linear.weight for linear in weights), model.lm_head.weight):
-        assert isinstance(weight, AdaptedWeight)
-        dense, start = weight.dense().float(), 0
-        for part in weight.adapters.shapes[0].parts:
+    layers = [w for layer in model.layers for w in (layer.mixer.qkv, layer.mixer.out, layer.mlp.up, layer.mlp.down)]
+    for linear in (*layers, model.lm_head):
+        assert isinstance(linear.adapters, LowRank)
+        dense, start = linear.weight.dense().float(), 0
+        for part in linear.adapters.shapes[0].parts:
             assert part.stop - part.start == part.rows
             tensors[f"{part.name}.weight"] = dense[start : start + part.rows] + added.get(part.name, 0)
             start += part.rows

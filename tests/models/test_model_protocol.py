@@ -39,7 +39,7 @@ class Bigrams(Model):
         assert not backends
         self.bound.append(len(memory))
 
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
         return self.table[ids]
 
     def forward(
@@ -48,7 +48,7 @@ class Bigrams(Model):
         assert not state.plans
         return pick(x, rows).roll(1, dims=-1)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         return hidden @ self.table.T
 
     def continuation(self, token: int, count: int) -> list[int]:

@@ -6,6 +6,7 @@ elsewhere than where the model is.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -18,6 +19,9 @@ from quire.checkpoints.formats.config import quantization_method
 from quire.checkpoints.metadata import hf_config
 from quire.kv.specs import StateShape
 from quire.layers.build import Builder
+from quire.layers.embedding import LowRankEmbedding
+from quire.layers.linear import Adapters
+from quire.layers.lora import AdapterSlots, LowRank
 from quire.layers.specs import PoolerSpec, Pooling
 from quire.layers.step_inputs import StepInputs, StepSize, dimensions
 from quire.models.decoder import Decoder
@@ -63,11 +67,9 @@ def backend_of(c: Any) -> CacheBackend:
     return NoAttention(AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, 16, torch.bfloat16, META, c.value_dim))
 
 
-@pytest.mark.sampled(25)
-@pytest.mark.parametrize("variant", ALL_VARIANTS)
-@torch.inference_mode()
-def test_a_forward_needs_nothing_of_the_device(checkpoints, variant):
-    description = hf_config(checkpoints.path(variant), {})
+def forward_of(directory: Path, adapters: AdapterSlots | None = None) -> Forward:
+    """The forward of a model without weights."""
+    description = hf_config(directory, {})
     kernels = Kernels(Target(META, torch.bfloat16))
     # The reference loops over experts; the implementations for GPUs do not.
     kernels.grouped_linear = lambda x, weight, bias, offsets: x.new_empty(len(x), weight.shape[1])  # type: ignore[method-assign]
@@ -75,7 +77,7 @@ def test_a_forward_needs_nothing_of_the_device(checkpoints, variant):
     kernels.causal_conv = lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format)  # type: ignore[method-assign]
     kernels.scan = lambda q, k, v, *_: torch.empty_like(v, memory_format=torch.contiguous_format)  # type: ignore[method-assign]
     kernels.selective_scan = kernels.scan  # type: ignore[method-assign]
-    builder = Builder(kernels, Communicator(), quantization_method(description))
+    builder = Builder(kernels, Communicator(), quantization_method(description), adapters=adapters)
     model = Decoder(builder, spec_of(description), 64)
     builder.fill(lambda slot: None)
     backends = [backend_of(shape) for shape in model.cache_shapes]
@@ -84,14 +86,48 @@ def test_a_forward_needs_nothing_of_the_device(checkpoints, variant):
         for s, b in zip(model.kv_specs, backends, strict=True)
     ]
     model.bind_cache(backends, memory)
-    forward = Forward(model, backends)
-    groups = len(model.kv_specs)
+    return Forward(model, backends)
 
-    lengths = dimensions(size := StepSize(7, 3), groups, 4)
-    arrays = {name: declaration.blank(lengths) for name, declaration in StepInputs.declarations().items()}
+
+def logits_of(forward: Forward, size: StepSize, *optional: str) -> Tensor:
+    """The logits of three tokens of a dummy step. optional: see StepInputs.declarations."""
+    lengths = dimensions(size, len(forward.model.kv_specs), 4)
+    arrays = {name: declaration.blank(lengths) for name, declaration in StepInputs.declarations(*optional).items()}
     inputs = StepInputs(size=size, **{name: torch.from_numpy(array).to(META) for name, array in arrays.items()})
-    logits = model.logits(forward(inputs, torch.empty(3, dtype=torch.int64, device=META)))
-    assert (logits.shape, logits.device) == ((3, model.spec.vocab_size), META)
+    wanted = torch.empty(3, dtype=torch.int64, device=META)
+    return forward.logits(forward(inputs, wanted), inputs, wanted)
+
+
+@pytest.mark.sampled(25)
+@pytest.mark.parametrize("variant", ALL_VARIANTS)
+@torch.inference_mode()
+def test_a_forward_needs_nothing_of_the_device(checkpoints, variant):
+    forward = forward_of(checkpoints.path(variant))
+    logits = logits_of(forward, StepSize(7, 3))
+    assert (logits.shape, logits.device) == ((3, forward.model.vocab_size), META)
+
+
+@pytest.mark.sampled(25)
+@pytest.mark.parametrize("variant", ALL_VARIANTS)
+@torch.inference_mode()
+def test_every_product_gets_the_adapters_of_its_tokens(checkpoints, variant, monkeypatch):
+    """A layer that forgets to pass them on would use the base model's weights."""
+    reached: list[Adapters] = []
+    for kind in (LowRank, LowRankEmbedding):
+
+        def add(self: LowRank, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+            assert len(out) == len(x) == len(slots)
+            reached.append(self)
+            return out
+
+        monkeypatch.setattr(kind, "add", add)
+    adapters = AdapterSlots(2, 4)
+    forward = forward_of(checkpoints.path(variant), adapters)
+    logits_of(forward, StepSize(7, 3), "adapters")
+    assert not reached
+    logits_of(forward, StepSize(7, 3, adapted=True), "adapters")
+    assert len(reached) == len(adapters.products) > 0
+    assert set(map(id, reached)) == set(map(id, adapters.products))
 
 
 @pytest.mark.parametrize("pooling", get_args(Pooling))

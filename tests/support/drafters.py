@@ -226,7 +226,6 @@ class WatchedDrafter(Drafter):
     """
 
     def __init__(self, runner: ModelRunner, guesser: str | None = None) -> None:
-        assert runner.drafter is not None
         self.real, self.batch = runner.drafter, runner.batch
         self.taps, self.sampling = self.real.taps, self.real.sampling
         self.made: list[Drafted] = []

@@ -35,6 +35,7 @@ from quire.messages.engine import EngineCoreOutput
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
 from quire.models.towers.text import Encoder as TextEncoder
+from quire.models.towers.whisper import Encoder as SoundEncoder
 from quire.sampling.sampler import Sampler
 from quire.scheduler.compression import Compression
 from quire.scheduler.encoding import EncoderCache
@@ -44,7 +45,7 @@ from quire.scheduler.speculation import Speculation
 from quire.structured.gate import GrammarGate
 from quire.worker.compression import CompressedRows, CompressingForward, CompressingStaging
 from quire.worker.device import Device, layout, pack, unpack
-from quire.worker.drafters.drafter import Drafter
+from quire.worker.drafters.drafter import Drafter, NoDrafter
 from quire.worker.drafters.heads import ChainDrafter, HeadLayers, StateDrafter
 from quire.worker.drafters.model import ModelDrafter
 from quire.worker.forward import Forward
@@ -216,45 +217,31 @@ class _Late:
 
 
 class LateModel(_Late):
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
         size, dtype = self.real.hidden_size, self.real.kernels.target.dtype
-        run = self.adapted(lambda: self.real.embed(ids, positions))
-        return self.stream.launch(run, len(ids), size, dtype=dtype)
-
-    def adapted(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Run with the adapters' slots as they are set now."""
-        adapters = self.real.adapters
-        if adapters is None:
-            return run
-        slots = adapters._rows, adapters._wanted
-
-        def run_adapted() -> Tensor:
-            adapters.use(*slots)
-            return run()
-
-        return run_adapted
+        return self.stream.launch(lambda: self.real.embed(ids, positions, slots), len(ids), size, dtype=dtype)
 
     def forward(self, x: Tensor, state: ForwardState, rows: Tensor | None = None, taps: Any = None) -> Tensor:
         def run() -> Tensor:
             return self.real.forward(x.clone(), replace(state, plans=[plan() for plan in state.plans]), rows, taps)
 
-        return self.stream.launch(self.adapted(run), len(x if rows is None else rows), x.shape[1], dtype=x.dtype)
+        return self.stream.launch(run, len(x if rows is None else rows), x.shape[1], dtype=x.dtype)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         size = self.real.vocab_size
-        run = self.adapted(lambda: self.real.logits(hidden))
-        return self.stream.launch(run, len(hidden), size, dtype=hidden.dtype)
+        return self.stream.launch(lambda: self.real.logits(hidden, slots), len(hidden), size, dtype=hidden.dtype)
 
     @property
     def tower(self) -> Any:
-        """Encoders of pictures and sounds are operations of torch, and those of texts are kernels."""
+        """Encoders of pictures are operations of torch; those of texts and sounds, which take adapters, are kernels."""
         real = self.real.tower
-        if not isinstance(real, TextEncoder):
+        if not isinstance(real, TextEncoder | SoundEncoder):
             return real
         size, dtype = self.real.hidden_size, self.real.kernels.target.dtype
 
         def encode(modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
-            return self.stream.launch(lambda: real(modality, tensors), len(tensors["ids"]), size, dtype=dtype)
+            count = len(tensors["ids"] if isinstance(real, TextEncoder) else real.positions)
+            return self.stream.launch(lambda: real(modality, tensors), count, size, dtype=dtype)
 
         return encode
 
@@ -385,15 +372,17 @@ class LateExecutor(Executor):
             if self.stream.queue:
                 self.stream.run_until(self.stream.queue[-1])
         sampler = Sampler(kernels, llm.config, device.torch_device, self.real_model.output_rules)
-        drafter = None if real.drafter is None else self.late_drafter(real.drafter, staging, sampler)
-        forward.taps = {} if drafter is None else dict(drafter.taps)
+        drafter = self.late_drafter(real.drafter, staging, sampler)
+        forward.taps = dict(drafter.taps)
         self.runner = ModelRunner(model, batch, staging, forward, sampler, drafter=drafter)
         self.runner.drafts_stay = scheduler.limits.depth > 1
-        if real.media is not None:
+        if isinstance(real.media, MediaInputs):
             self.runner.media = MediaInputs(model, batch)
 
     def late_drafter(self, drafter: Drafter, staging: Staging, sampler: Sampler) -> Drafter:
         """A drafter of the same kind over the same weights and the same cache."""
+        if isinstance(drafter, NoDrafter):
+            return drafter
         if isinstance(drafter, StateDrafter):
             return StateDrafter(drafter.head, staging, sampler)
         assert isinstance(drafter, (ChainDrafter, ModelDrafter))

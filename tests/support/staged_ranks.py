@@ -108,7 +108,6 @@ class StagedExecutor(Executor):
         loaded: Future[None] = Future()
         try:
             for runner in self.runners:
-                assert runner.adapters is not None
                 runner.adapters.load(key, path)
             loaded.set_result(None)
         except ValueError as error:
@@ -123,7 +122,6 @@ class StagedExecutor(Executor):
 
     def drop_adapter(self, key: str) -> None:
         for runner in self.runners:
-            assert runner.adapters is not None
             runner.adapters.drop(key)
 
     def transfer(self, order: Transfer) -> Future[list[int]]:

@@ -49,7 +49,7 @@ def test_the_last_layer_is_narrowed(checkpoints):
     llm = make_llm(checkpoints.path("llama"), max_num_batched_tokens=24, max_num_seqs=4)
     layers, seen = runner_of(llm).model.layers, []
     last = layers[-1].mlp
-    layers[-1].mlp = lambda x: (seen.append(len(x)), last(x))[1]
+    layers[-1].mlp = lambda x, slots: (seen.append(len(x)), last(x, slots))[1]
     prompt = {"prompt_token_ids": [5, 9, 2, 7, 4] * 6}  # in chunks of 24 and 6
     llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     assert seen == [0, 1]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from quire.layers.step_inputs import StepInputs, StepSize, per_token
+from quire.layers.step_inputs import StepSize
 from quire.messages.step import SchedulerOutput
 from quire.ops.cpu.build import library
 from quire.worker.graphs import CapturedForward, RecordedForward
 from quire.worker.input_batch import FlatBatch, InputBatch
-from quire.worker.staging import Staging
 from support.engines import GREEDY, generate, make_llm
 from support.late_device import run_late
 
@@ -23,14 +21,9 @@ PROMPTS = [[7 + i] * length for i, length in enumerate([1, 15, 16, 33, 50])]
 PARAMS = [GREEDY.clone(max_tokens=6 + 5 * i, ignore_eos=True) for i in range(len(PROMPTS))]
 
 
-@dataclass(kw_only=True)
-class InputsWithAdapters(StepInputs):
-    adapters: Tensor = per_token(padding=-1)
-
-
 @pytest.fixture(autouse=True)
 def adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The declaration, and a value for each token that tells rows and positions apart."""
+    """A value for each token that tells rows and positions apart, in steps that use no adapter."""
     flatten = InputBatch.flatten
 
     def with_adapters(self: InputBatch, step: SchedulerOutput) -> FlatBatch:
@@ -38,7 +31,6 @@ def adapters(monkeypatch: pytest.MonkeyPatch) -> None:
         flat.extra_inputs["adapters"] = flat.token_rows * 1000 + flat.positions
         return flat
 
-    monkeypatch.setattr(Staging, "inputs_class", InputsWithAdapters)
     monkeypatch.setattr(InputBatch, "flatten", with_adapters)
 
 
@@ -55,7 +47,7 @@ def watch_layers(model: Any, note: Callable[[Any], None]) -> None:
 
 @pytest.mark.skipif(library() is None, reason="the CPU kernels cannot be compiled here")
 def test_it_arrives_in_recorded_steps(checkpoints, monkeypatch):
-    llm = make_llm(checkpoints.path("llama"))
+    llm = make_llm(checkpoints.path("llama"), enable_lora=True)
     forward = llm.core.executor.runner.forward
     seen: list[Any] = []
     replays: list[StepSize] = []
@@ -82,7 +74,7 @@ def test_it_arrives_in_recorded_steps(checkpoints, monkeypatch):
 
 
 def test_it_arrives_in_captured_and_padded_steps(checkpoints):
-    llm = make_llm(checkpoints.path("llama"), max_num_seqs=6)
+    llm = make_llm(checkpoints.path("llama"), enable_lora=True, max_num_seqs=6)
     device = run_late(llm, captured=True)
     assert isinstance(device.runner.forward, CapturedForward)
     seen: list[tuple[Tensor, Tensor]] = []
@@ -104,7 +96,7 @@ def test_it_arrives_in_captured_and_padded_steps(checkpoints):
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("size", [StepSize(4, 4, 1), StepSize(12, 4, 3), StepSize(100, 4), StepSize(3, 7)])
 def test_dummy_steps_have_it_too(checkpoints, is_late, size):
-    llm = make_llm(checkpoints.path("llama"), max_model_len=64)
+    llm = make_llm(checkpoints.path("llama"), enable_lora=True, max_model_len=64)
     if is_late:
         device = run_late(llm)
         with device.stream:

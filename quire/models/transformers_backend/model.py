@@ -63,7 +63,7 @@ class TransformersModel(Model):
                 layer = self._layers[entry.layer]
                 layer.backend, layer.cache = backend, backend.view(blocks, index)
 
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
         embedded: Tensor = self._body.get_input_embeddings()(ids)
         return embedded
 
@@ -75,6 +75,6 @@ class TransformersModel(Model):
         out = self._body(inputs_embeds=x[None], position_ids=state.inputs.positions[None], use_cache=False)
         return pick(out.last_hidden_state[0], wanted)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits

@@ -3,18 +3,20 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quire.attention.base import CacheBackend
 from quire.kv.specs import FullAttentionSpec, KVCacheSpec, ModelKVSpec
-from quire.layers.step_inputs import SectionedInputs, StepInputs, StepSize
-from quire.messages.step import NewRequest, TokenEdits
+from quire.layers.step_inputs import Array, StepInputs, StepSize
+from quire.messages.step import NewRequest, SchedulerOutput, TokenEdits
 from quire.models.model import Shape
+from quire.sampling.sampler import Proposals
 from quire.worker.drafters.sampling import DraftSampling
 from quire.worker.drafters.step import SampledStep
+from quire.worker.input_batch import FlatBatch
 from quire.worker.staging import Staging
 
 
@@ -33,6 +35,20 @@ class Drafter(ABC):
     taps: Mapping[int, Tensor] = {}
     sampling: DraftSampling
 
+    def arrays(self, flat: FlatBatch, step: SchedulerOutput) -> dict[str, Array]:
+        """What `note` needs on the device."""
+        return SampledStep.arrays(flat, step, self.sampling.staging.batch.max_model_len)
+
+    def note(
+        self, flat: FlatBatch, inputs: StepInputs, hidden: Tensor | None, on_device: Mapping[str, Tensor]
+    ) -> SampledStep | None:
+        """What `draft` needs of a step. hidden: of its tokens, [tokens, hidden], if the drafter reads them."""
+        return SampledStep.of(flat, inputs, hidden, on_device)
+
+    def proposals(self, flat: FlatBatch, rows: Tensor, positions: Tensor) -> Proposals | None:
+        """See DraftSampling."""
+        return self.sampling.proposals(flat, rows, positions)
+
     def reads_hidden(self, count: int) -> bool:
         """Whether it reads the final hidden states of a step behind which `count` drafts are wanted."""
         return False
@@ -47,6 +63,24 @@ class Drafter(ABC):
     def draft(self, step: SampledStep, count: int) -> Tensor | None:
         """The next `count` tokens of each request, [requests, count], int64. If count is 0, the drafter may only note
         what it has to know of the step. Then, and only then, the result is None."""
+
+
+class NoDrafter(Drafter):
+    """Of a model whose drafts, if there are some, are made on the host."""
+
+    def arrays(self, flat: FlatBatch, step: SchedulerOutput) -> dict[str, Array]:
+        return {}
+
+    def note(
+        self, flat: FlatBatch, inputs: StepInputs, hidden: Tensor | None, on_device: Mapping[str, Tensor]
+    ) -> SampledStep | None:
+        return None
+
+    def proposals(self, flat: FlatBatch, rows: Tensor, positions: Tensor) -> Proposals | None:
+        return None
+
+    def draft(self, step: SampledStep, count: int) -> Tensor | None:
+        return None
 
 
 class DraftInputs:
@@ -78,6 +112,8 @@ class DraftInputs:
             seq_lens[:requests] -= missed[step.rows].int()
         return replace(
             inputs,
+            size=inputs.size._replace(adapted=False),  # drafters have no adapters
+            adapters=None,
             slot_mapping=slots.expand(self.groups, -1),
             seq_lens=seq_lens,
             block_tables=table.expand(self.groups, -1, -1),
@@ -97,13 +133,10 @@ class DraftInputs:
         table = self.staging.state.block_tables[self.group, :, :blocks].index_select(0, step.rows)
         slots = table.gather(1, entries // self.block_size) * self.block_size + entries % self.block_size
         slots = torch.where(positions < step.limits[:, None], slots, -1).view(-1)
-        inputs_class: type[StepInputs] = StepInputs
-        extra: dict[str, Any] = {}
-        if isinstance(step.inputs, SectionedInputs):  # drafts have the rotary offset of the last token that was kept
-            offsets = step.inputs.rotary_offsets.index_select(1, step.last_kept())
-            inputs_class = SectionedInputs
-            extra = {"rotary_offsets": offsets.repeat_interleave(count, 1)}
-        return inputs_class(
+        offsets = step.inputs.rotary_offsets
+        if offsets is not None:  # drafts have the rotary offset of the last token that was kept
+            offsets = offsets.index_select(1, step.last_kept()).repeat_interleave(count, 1)
+        return StepInputs(
             size=StepSize(requests * count, requests, count),
             input_ids=ids,
             positions=positions.view(-1),
@@ -111,7 +144,7 @@ class DraftInputs:
             query_start_loc=torch.arange(0, requests * count + 1, count, dtype=torch.int32, device=device),
             seq_lens=entries[:, -1].int() + 1,
             block_tables=table.expand(self.groups, -1, -1),
-            **extra,
+            rotary_offsets=offsets,
         )
 
     def width(self, step: SampledStep, count: int) -> int:
