@@ -14,17 +14,14 @@ from quire.layers.step_inputs import Array, StepInputs
 from quire.lora.store import AdapterStore
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
-from quire.models.model import Model
 from quire.observability.logging import logger
 from quire.ops.memory import upload
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.sampler import Sampler, SamplingBatch
 from quire.worker.drafters.drafter import Drafter
 from quire.worker.drafters.step import SampledStep
-from quire.worker.forward import Forward
-from quire.worker.input_batch import FlatBatch, InputBatch
-from quire.worker.runner import Runner
-from quire.worker.staging import Staging
+from quire.worker.input_batch import FlatBatch
+from quire.worker.runner import Runner, RunnerParts
 
 SCORED_AT_ONCE = 256  # prompt tokens whose logits are held in memory at the same time
 
@@ -63,20 +60,14 @@ class ModelRunner(Runner[_Launched]):
     """Executes the steps of models that generate, see Runner. `sample` launches the sampling."""
 
     def __init__(
-        self,
-        model: Model,
-        batch: InputBatch,
-        staging: Staging,
-        forward: Forward,
-        sampler: Sampler,
-        is_only_rank: bool = True,
-        drafter: Drafter | None = None,
+        self, parts: RunnerParts, sampler: Sampler, drafter: Drafter | None = None, drafts_stay: bool = False
     ) -> None:
-        super().__init__(model, batch, staging, forward, is_only_rank)
+        """drafts_stay: whether drafts stay on the device, see Speculation."""
+        super().__init__(parts)
         self.sampler = sampler
         self.drafter = drafter
-        self.drafts_stay = False  # whether drafts stay on the device, see Speculation
-        self.adapters = None if model.adapters is None else AdapterStore(model.adapters)
+        self.drafts_stay = drafts_stay
+        self.adapters = None if self.model.adapters is None else AdapterStore(self.model.adapters)
         self.processors = sampler.processors
         self._unread: deque[_Sampled] = deque()  # in the order of the steps
         # By row: the prompt logprobs of the chunks so far, until they are reported.

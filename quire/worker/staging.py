@@ -37,8 +37,15 @@ class Staging:
 
     inputs_class: type[StepInputs] = StepInputs
 
-    def __init__(self, device: Device, batch: InputBatch, kernels: Kernels, most_tokens: int) -> None:
-        """most_tokens: the largest number of tokens in a step."""
+    def __init__(
+        self,
+        device: Device,
+        batch: InputBatch,
+        kernels: Kernels,
+        most_tokens: int,
+        count_kept: Callable[..., Tensor] | None = None,
+    ) -> None:
+        """most_tokens: the largest number of tokens in a step. count_kept: takes the place of the kernel."""
         self.device = device
         self.batch = batch
         self.kernels = kernels
@@ -48,7 +55,7 @@ class Staging:
             self.inputs_class = SectionedInputs
         elif batch.cross_groups:
             self.inputs_class = CrossedInputs
-        self.count_kept: Callable[..., Tensor] = kernels.count_kept
+        self.count_kept: Callable[..., Tensor] = count_kept or kernels.count_kept
         self.declarations = self.inputs_class.declarations()
         self.state = shared_state(batch)
         if device.is_async:
