@@ -8,12 +8,12 @@ from typing import Any
 from quire.attention.base import ENTRY_ALIGNMENT, CacheBackend
 from quire.config.engine import EngineConfig
 from quire.kv.specs import ModelKVSpec, StateShape
+from quire.models.kv_groups import KVGroups
 from quire.models.model import Shape
 from quire.ops import Kernels
 from quire.ops.compiler import hidden
 from quire.parallel.mesh import Mesh
 from quire.worker.assembly.backends import choose_block_size, make_backends
-from quire.worker.drafters.drafter import Cached
 
 
 class ForwardKind(StrEnum):
@@ -112,13 +112,13 @@ class RankPlan:
         }
 
 
-def plan_rank(config: EngineConfig, max_model_len: int, mesh: Mesh, kernels: Kernels, model: Cached) -> RankPlan:
-    """The plan of a rank. model: with what this rank caches; its weights need not be there.
+def plan_rank(config: EngineConfig, max_model_len: int, mesh: Mesh, kernels: Kernels, cached: KVGroups) -> RankPlan:
+    """The plan of a rank. cached: what the layers of this rank keep.
 
     All ranks of a replica call this together. Raises ConfigError or ValueError if the options do not fit the model.
     """
-    block_size = choose_block_size(config, kernels, mesh, model)
-    backends = make_backends(config, block_size, kernels, mesh, model)
+    block_size = choose_block_size(config, kernels, mesh, cached.cache_shapes)
+    backends = make_backends(config, block_size, kernels, mesh, cached.cache_shapes)
     if config.model.torch_compile:
         copies = {backend: hidden(backend, "store", "prepare", "attend", "select_from") for backend in backends}
         backends = [copies[backend] for backend in backends]
@@ -130,7 +130,7 @@ def plan_rank(config: EngineConfig, max_model_len: int, mesh: Mesh, kernels: Ker
     is_async = config.scheduler.async_scheduling
     is_async = gpu if is_async is None else is_async
     runner = RunnerKind.POOL if config.model.runner == "pooling" else RunnerKind.GENERATE
-    groups = zip(model.kv_specs, model.cache_shapes, backends, strict=True)
+    groups = zip(cached.kv_specs, cached.cache_shapes, backends, strict=True)
     return RankPlan(
         kernels,
         tuple(CacheGroup(*group) for group in groups),

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.attention.by_head import EndingText
-from quire.engine.client import scheduler_limits
+from quire.engine.assemble import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
 from quire.executor.base import Executor

@@ -1,5 +1,6 @@
 """The attention backends of a rank, and the tokens of a block."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -19,23 +20,22 @@ from quire.models.model import Shape
 from quire.ops import Kernels
 from quire.parallel.mesh import Mesh
 from quire.worker.context import check_context, choose_context
-from quire.worker.drafters.drafter import Cached
 
 
 def make_backends(
-    config: EngineConfig, block_size: int, kernels: Kernels, mesh: Mesh, model: Cached
+    config: EngineConfig, block_size: int, kernels: Kernels, mesh: Mesh, shapes: Sequence[Shape]
 ) -> list[CacheBackend]:
-    """The backend of each KV group of a model or a drafter. Groups of the same shape share one.
+    """The backend of each KV group. Groups of the same shape share one. shapes: of the groups.
 
     Raises ConfigError or ValueError if no backend fits.
     """
     target = kernels.target
     speculation = config.scheduler.speculation
     choose = partial(choose_backend, pinned=config.kernels.attention_backend)
-    check_context(model.cache_shapes, config.parallel)
-    context = choose_context(mesh, model.cache_shapes)
+    check_context(shapes, config.parallel)
+    context = choose_context(mesh, shapes)
     by_shape: dict[Shape, CacheBackend] = {}
-    for cache in model.cache_shapes:
+    for cache in shapes:
         if isinstance(cache, StateShape):
             drafts = 0 if speculation is None else speculation.num_speculative_tokens
             by_shape[cache] = StateBackend(cache, block_size, drafts, "triton" in kernels.chosen["scan"])
@@ -65,19 +65,19 @@ def make_backends(
             elif config.cache.compression is not None:
                 backend = by_head(backend)
             by_shape[cache] = backend
-    return [by_shape[cache] for cache in model.cache_shapes]
+    return [by_shape[cache] for cache in shapes]
 
 
-def choose_block_size(config: EngineConfig, kernels: Kernels, mesh: Mesh, model: Cached) -> int:
+def choose_block_size(config: EngineConfig, kernels: Kernels, mesh: Mesh, shapes: Sequence[Shape]) -> int:
     """The tokens of a block: what the options say, but in a model with states, as many as take the memory of a state,
     on the rank where these are the most."""
     least = config.cache.block_size
-    if not any(isinstance(shape, StateShape) for shape in model.cache_shapes):
+    if not any(isinstance(shape, StateShape) for shape in shapes):
         return least
     if config.cache.mamba_block_size is not None:
         return config.cache.mamba_block_size
     sizes: dict[bool, int] = {}
-    for backend in make_backends(config, least, kernels, mesh, model):
+    for backend in make_backends(config, least, kernels, mesh, shapes):
         is_state = isinstance(backend, StateBackend)
         sizes[is_state] = max(sizes.get(is_state, 0), backend.entry_bytes())
     return -mesh.replica.minimum(-matching_block_size(least, sizes[True], sizes.get(False, 0) // least))

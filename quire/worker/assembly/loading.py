@@ -14,6 +14,7 @@ from quire.attention.base import CacheBackend
 from quire.checkpoints.weights import Checkpoint
 from quire.config.engine import EngineConfig
 from quire.layers.lora import AdapterSlots
+from quire.models.kv_groups import KVGroups
 from quire.models.load import load_model
 from quire.models.model import Model
 from quire.observability.logging import logger
@@ -71,7 +72,7 @@ def load_rank(
         load = partial(load_model, directory, config, max_model_len, device, mesh, mesh.rank == 0)
         model = load(slots)
     weights = weights_of(model)
-    plan = plan_rank(config, max_model_len, mesh, model.kernels, model)
+    plan = plan_rank(config, max_model_len, mesh, model.kernels, KVGroups(model.kv_specs, model.cache_shapes))
     drafter = None
     if plan.drafter_forward is not None:
         with memory.explained("the drafter's weights", device):

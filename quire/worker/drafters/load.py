@@ -14,7 +14,7 @@ from quire.kv.specs import StateShape
 from quire.messages.errors import error_text
 from quire.models.heads.head import ChainHead, StateHead
 from quire.models.heads.load import load_draft_model, load_head
-from quire.models.model import Model
+from quire.models.model import Model, Shape
 from quire.parallel.mesh import Communicator
 from quire.sampling.sampler import Sampler
 from quire.worker.device import Device
@@ -40,7 +40,7 @@ class DrafterParts:
         target: Model,
         max_model_len: int,
         group: Communicator,
-        backends_of: Callable[[Cached], list[CacheBackend]],
+        backends_of: Callable[[Sequence[Shape]], list[CacheBackend]],
     ) -> None:
         self.options = options
         self.target = target
@@ -69,7 +69,7 @@ class DrafterParts:
                 "choose one with attention alone"
             )
         try:
-            self.backends: Sequence[CacheBackend] = [] if self.cached is None else backends_of(self.cached)
+            self.backends: Sequence[CacheBackend] = [] if self.cached is None else backends_of(self.cached.cache_shapes)
         except ConfigError as error:
             raise ConfigError(f"speculative_config: the drafter cannot be used; {error_text(error)}") from None
         if self.cached is not None and not target.kv_specs:

@@ -1,0 +1,53 @@
+"""Which options an engine decides by itself, or changes, and why."""
+
+from collections.abc import Iterator
+
+from quire.config.engine import EngineConfig
+from quire.engine.machine import Machine
+from quire.engine.plan import Adjustment
+from quire.models.description import ModelDescription
+from quire.scheduler.limits import SchedulerLimits
+
+
+def adjustments_of(
+    given: EngineConfig, description: ModelDescription, limits: SchedulerLimits, machine: Machine, threads: int
+) -> Iterator[Adjustment]:
+    """given: the options as the user has chosen them."""
+    model = given.model
+    if model.dtype == "auto":
+        yield Adjustment("dtype", None, model.dtype_name, "the default on every device")
+    if model.max_model_len == -1:
+        yield Adjustment("max_model_len", "auto", limits.max_model_len, "or less, if the KV cache has no room for it")
+    elif model.max_model_len is None:
+        yield Adjustment("max_model_len", None, limits.max_model_len, "the longest text of the model")
+    if machine.is_cpu and given.kernels.threads is None:
+        yield Adjustment("threads", None, threads, machine.reason)
+    yield from _tokens_of_a_step(given, limits, machine)
+    yield from _steps_in_flight(given, limits, machine)
+    if not description.spec.is_encoder and not description.spec.cached and given.cache.enable_prefix_caching:
+        yield Adjustment("enable_prefix_caching", True, False, "the model has no KV cache")
+
+
+def _tokens_of_a_step(given: EngineConfig, limits: SchedulerLimits, machine: Machine) -> Iterator[Adjustment]:
+    asked = given.scheduler.max_num_batched_tokens
+    used = limits.max_num_batched_tokens
+    name = "max_num_batched_tokens"
+    if limits.whole_prompts and used != asked:
+        yield Adjustment(name, asked, used, "the longest prompt is computed in one step")
+    elif asked is None:
+        yield Adjustment(name, None, used, machine.reason if machine.is_cpu else "the default on GPUs")
+
+
+def _steps_in_flight(given: EngineConfig, limits: SchedulerLimits, machine: Machine) -> Iterator[Adjustment]:
+    speculation = given.scheduler.speculation
+    if given.scheduler.async_scheduling is not None:
+        return
+    if limits.stages > 1:
+        reason = "each stage of the pipeline has a step"
+    elif speculation is not None and not speculation.on_device:
+        reason = "proposers on the host need the results of a step before the next one"
+    elif machine.is_cpu:
+        reason = "on a CPU, a step is done when it has been submitted"
+    else:
+        reason = "a GPU computes a step while the next one is scheduled"
+    yield Adjustment("async_scheduling", None, limits.depth > 1, reason)
