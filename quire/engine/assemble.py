@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,7 @@ from quire.kv.specs import KVCacheSize
 from quire.lora.gate import AdapterGate
 from quire.messages.engine import RendezvousPlace
 from quire.models.description import describe
+from quire.models.heads.resolve import with_files
 from quire.models.kernel_units import choose_kernels
 from quire.models.kv_groups import kv_groups
 from quire.models.load import resolve_dtype
@@ -207,6 +208,17 @@ def plan_first_rank(plan: EnginePlan) -> RankPlan:
     kernels = choose_kernels(config, description.spec, description.config, is_gguf, target, mesh)
     groups = kv_groups(description.spec, plan.limits.max_model_len, mesh.tp)
     return plan_rank(config, plan.limits.max_model_len, mesh, kernels, groups)
+
+
+def explain(config: EngineConfig) -> dict[str, Any]:
+    """What an engine with these options would consist of, as JSON's types. No weights are downloaded or loaded.
+
+    Raises ConfigError, ValueError or ModelNotFoundError.
+    """
+    config, directory = with_files(config, weights=False)
+    max_model_len = describe(directory, config.model).max_model_len
+    plan = plan_engine(config, directory, max_model_len, shares_experts=config.parallel.shares_experts)
+    return plan.as_data(plan_first_rank(plan))
 
 
 def make_core(

@@ -132,7 +132,8 @@ class Machine:
 
     estimate: of the times of the model's steps, None if nothing is known. threads: with which the machine is fastest,
     None for the usual number. measurement: for the next start, None if none is needed. is_cpu: whether steps run on
-    CPUs. reason: for the numbers of threads and of tokens in a step, in the log.
+    CPUs. reason: for the numbers of threads and of tokens in a step, in the log. is_measurable: whether these may
+    follow from a measurement.
     """
 
     estimate: Estimate | None = None
@@ -147,11 +148,13 @@ class Machine:
         self._description = description
         self._may_choose_tokens = not shares_experts
         self.reason = "as the options say"
+        self.is_measurable = False
         # A profile holds for the threads that are chosen by it. Other machines have profiles of their own.
         is_alone = config.layout.machines == 1 and config.cluster.distributed_executor_backend != "ray"
         self.is_cpu = not uses_gpu(config)
         if not self.is_cpu or not is_alone or are_given(config.kernels.threads):
             return
+        self.is_measurable = True
         key = current_key(config.kernels.cpu_isa)
         found = read_profile(key)
         if found is None or found.is_due(time.time()) or not found.compiled:

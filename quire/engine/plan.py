@@ -1,33 +1,19 @@
 """What an engine consists of, decided before anything is loaded: for the core, the start log and `quire doctor`."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from quire._version import __version__
 from quire.config.engine import EngineConfig
 from quire.config.speculative import SpeculativeOptions
+from quire.engine.adjustments import Adjustment, adjustments_of_rank
 from quire.engine.machine import Machine
 from quire.models.description import ModelDescription
 from quire.observability.logging import logger
 from quire.scheduler.compression import Compression
 from quire.scheduler.limits import SchedulerLimits
 from quire.worker.plan import RankPlan
-
-
-@dataclass(frozen=True)
-class Adjustment:
-    """An option whose value the engine has chosen or changed. given: None if it was left to the engine."""
-
-    option: str
-    given: Any
-    used: Any
-    reason: str
-
-    @property
-    def text(self) -> str:
-        before = "" if self.given is None else f" instead of {self.given}"
-        return f"{self.option} is {self.used}{before}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -78,9 +64,7 @@ class EnginePlan:
             "adapters": config.lora.max_loras if config.lora.enable_lora else 0,
             "tiers": _tiers(config),
             "rank": rank.as_data(),
-            "adjusted": [
-                {"option": a.option, "given": a.given, "used": a.used, "reason": a.reason} for a in self.adjustments
-            ],
+            "adjusted": [asdict(adjustment) for adjustment in (*self.adjustments, *adjustments_of_rank(config, rank))],
         }
 
 

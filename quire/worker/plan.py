@@ -12,6 +12,7 @@ from quire.models.kv_groups import KVGroups
 from quire.models.model import Shape
 from quire.ops import Kernels
 from quire.ops.compiler import hidden
+from quire.ops.cpu import build
 from quire.parallel.mesh import Mesh
 from quire.worker.assembly.backends import choose_block_size, make_backends
 
@@ -99,6 +100,7 @@ class RankPlan:
         return {
             "device": str(target.device),
             "dtype": str(target.dtype).removeprefix("torch."),
+            "cpu_isa": _instruction_set() if target.device.type == "cpu" else None,
             "kernels": dict(self.kernels.chosen),
             "runner": str(self.runner),
             "forward": str(self.forward),
@@ -179,6 +181,12 @@ def choose_forward(
     if gpu:
         return ForwardKind.CAPTURED, "steps of some sizes are CUDA graphs"
     return ForwardKind.RECORDED, "steps of equally many tokens for each request are recorded"
+
+
+def _instruction_set() -> str | None:
+    """Of the compiled kernels; None if there are none, or none so far."""
+    library = build.library()
+    return None if library is None else build.instruction_set_of(library)
 
 
 def _drafter_forward(config: EngineConfig, gpu: bool) -> ForwardKind:
