@@ -26,7 +26,6 @@ from quire.kv.specs import KVCacheSize
 from quire.lora.gate import AdapterGate
 from quire.messages.engine import RendezvousPlace
 from quire.models.description import describe
-from quire.models.heads.resolve import with_files
 from quire.models.kernel_units import choose_kernels
 from quire.models.kv_groups import kv_groups
 from quire.models.load import resolve_dtype
@@ -192,8 +191,8 @@ def plan_engine(
 
 
 def plan_first_rank(plan: EnginePlan) -> RankPlan:
-    """What the first rank of the engine will do, without its weights. The ranks decide it themselves, by the same
-    function; those of a pipeline have some of the layers. Missing kernels are compiled, as at a start.
+    """What the first rank of the engine will execute, without its weights. Ranks call the same function, `plan_rank`;
+    those of a pipeline have some of the layers. Missing kernels are compiled, as at a start.
 
     Raises ConfigError or ValueError for options that do not fit the model or the machine.
     """
@@ -215,6 +214,8 @@ def explain(config: EngineConfig) -> dict[str, Any]:
 
     Raises ConfigError, ValueError or ModelNotFoundError.
     """
+    from quire.models.heads.resolve import with_files  # a core gets the files' places from its clients
+
     config, directory = with_files(config, weights=False)
     max_model_len = describe(directory, config.model).max_model_len
     plan = plan_engine(config, directory, max_model_len, shares_experts=config.parallel.shares_experts)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from quire._version import __version__
+from quire.checkpoints.formats.config import quantization_kind
 from quire.config.engine import EngineConfig
 from quire.config.speculative import SpeculativeOptions
 from quire.engine.adjustments import Adjustment, adjustments_of_rank
@@ -30,6 +31,12 @@ class EnginePlan:
     threads: int
     adjustments: tuple[Adjustment, ...]
 
+    @property
+    def _quantization(self) -> str | None:
+        """The format of the weights, None for dense ones."""
+        stored = "gguf" if self.directory.is_file() else quantization_kind(self.description.config)
+        return self.config.model.quantization or stored
+
     def log(self) -> None:
         """Log what was decided, for a start."""
         if self.machine.is_cpu:
@@ -47,7 +54,7 @@ class EnginePlan:
             "model": config.model.model or "quire-demo (bundled)",
             "directory": str(self.directory),
             "architectures": list(self.description.config.get("architectures") or []),
-            "quantization": config.model.quantization,
+            "quantization": self._quantization,
             "ranks": {
                 "tensor_parallel": parallel.tensor_parallel_size,
                 "pipeline_parallel": parallel.pipeline_parallel_size,

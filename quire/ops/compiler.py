@@ -1,4 +1,4 @@
-"""What torch.compile does not trace."""
+"""Excludes methods from torch.compile."""
 
 import copy
 from typing import TypeVar
@@ -9,8 +9,8 @@ T = TypeVar("T")
 
 
 def hidden(thing: T, *methods: str) -> T:
-    """A copy of an object, those of whose methods that have these names run outside of what torch.compile makes: their
-    kernels are compiled already."""
+    """A copy of an object whose methods of these names, where it has them, are excluded from torch.compile: they call
+    compiled kernels."""
     made = copy.copy(thing)
     for name in methods:
         if hasattr(made, name):

@@ -1,4 +1,4 @@
-"""The place of a first rank among ranks that have not been started, to plan what it will do."""
+"""The mesh of a first rank before any rank is started, to plan what it will execute."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,8 @@ from quire.parallel.sizes import AXES, MeshSizes
 
 @dataclass(frozen=True)
 class PlannedGroup(Communicator):
-    """A group whose ranks agree without talking: the others are assumed to have the values of this one. It cannot
-    exchange tensors."""
+    """A group whose other ranks do not run: their values are assumed to equal those of this rank. It cannot exchange
+    tensors."""
 
     def _agree(self, value: int, operation: dist.ReduceOp.RedOpType) -> int:
         return value * self.size if operation == dist.ReduceOp.SUM else value

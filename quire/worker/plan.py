@@ -143,7 +143,7 @@ def plan_rank(config: EngineConfig, max_model_len: int, mesh: Mesh, kernels: Ker
         forward,
         reason,
         _drafter_forward(config, gpu) if has_drafter else None,
-        is_async and config.parallel.pipeline_parallel_size == 1,
+        has_drafter and is_async and config.parallel.pipeline_parallel_size == 1,
     )
 
 

@@ -21,6 +21,7 @@ def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     limits = data["limits"]
     yield "Quire", data["quire"]
     yield "model", f"{data['model']} ({', '.join(data['architectures']) or 'GGUF'}) in {data['directory']}"
+    yield "weights", data["quantization"] or "dense"
     yield "ranks", ", ".join(f"{name} {size}" for name, size in data["ranks"].items() if size not in (1, False)) or "1"
     yield "device", f"{rank['device']}, {rank['dtype']}" + _threads(data)
     yield "kernels", _kernels(rank)
