@@ -77,7 +77,7 @@ def adjustments_of_rank(config: EngineConfig, rank: RankPlan) -> Iterator[Adjust
     """config: the options as the engine uses them."""
     least = config.cache.block_size
     if rank.shape_block_size != least:
-        reason = "so many tokens take the memory of a state"
+        reason = "each block keeps a recurrent state"
         yield Adjustment("block_size", least, rank.shape_block_size, reason)
     if rank.block_size != rank.shape_block_size:
         reason = "ranks divide the tokens of a block"

@@ -84,8 +84,8 @@ def test_drafters_on_the_device_are_shown(checkpoints):
     assert f"draft_model by {path}, up to 2 drafts, on the device, recorded" in "\n".join(lines(shown))
 
 
-def test_the_blocks_of_a_model_with_states_are_as_large_as_a_state(checkpoints):
-    shown = check(make_llm(checkpoints.path("qwen3_next"), mamba_block_size=None))
+def test_a_block_size_that_states_need_is_named_as_adjusted(checkpoints):
+    shown = check(make_llm(checkpoints.path("mamba"), mamba_block_size=None))
     [changed] = [adjusted for adjusted in shown["adjusted"] if adjusted["option"] == "block_size"]
     assert changed["given"] == 16
     assert changed["used"] == shown["rank"]["block_size"] > 16
