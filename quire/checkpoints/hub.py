@@ -195,9 +195,12 @@ def hub_name(directory: Path) -> tuple[str, str] | None:
     return name.removeprefix("models--").replace("--", "/"), directory.name
 
 
-def model_directory(options: ModelConfig) -> Path:
-    """The local directory or .gguf file of the model that the options name. Raises ModelNotFoundError."""
-    weights = options.load_format != "dummy"
+def model_directory(options: ModelConfig, weights: bool = True) -> Path:
+    """The local directory or .gguf file of the model that the options name. Raises ModelNotFoundError.
+
+    weights: False downloads no tensors.
+    """
+    weights = weights and options.load_format != "dummy"
     return resolve(options.model, options.revision, options.download_dir, options.hf_token, weights)
 
 

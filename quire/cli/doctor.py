@@ -1,5 +1,8 @@
 """Looks at everything on this machine that Quire depends on, and says what is wrong and what to do. Nothing is changed
 or downloaded, but for what --measure keeps. The exit status is 1 if there is a problem.
+
+With --model, it shows instead what an engine with these options would run, and why: attention backends, kernels, KV
+groups, limits, the drafter. No weights are downloaded or loaded. Kernels that are missing are compiled, as at a start.
 """  # the description of the command in its help
 
 import argparse
@@ -9,28 +12,57 @@ import json
 import platform
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire._version import __version__
+from quire.cli.flags import add_engine_flags, engine_options
+from quire.cli.model import add_model_flag
+from quire.config.engine import EngineConfig
+from quire.observability.logging import printable
 
 if TYPE_CHECKING:
     from quire.cli.checks.finding import Check
 
-HELP = "say what is wrong on this machine, and what to do"
+HELP = "say what is wrong on this machine, or what an engine would run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
-    parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     parser.add_argument(
         "--measure",
         action="store_true",
         help="measure this machine's speed, and keep the profile by which later starts choose threads and steps",
     )
+    add_model_flag(
+        parser,
+        "show what an engine with this model (checkpoint directory, .gguf file, Hugging Face id or "
+        "short name; quire-demo is the bundled one) and the options below would run",
+    )
+    add_engine_flags(parser)
     parser.set_defaults(log_level="ERROR")  # the table says it all
 
 
 def run(arguments: argparse.Namespace) -> int:
+    named = arguments.model is not None  # the name of the bundled model becomes None
+    options = engine_options(arguments)
+    if named or arguments.model is not None:
+        return _show_engine(arguments.model, options, arguments.json)
+    if options:
+        raise ValueError(f"--{next(iter(options)).replace('_', '-')} is for an engine; give its --model, too")
+    return _examine(arguments)
+
+
+def _show_engine(model: str | None, options: dict[str, Any], as_json: bool) -> int:
+    from quire.cli.checks.engine_text import lines
+    from quire.engine.assemble import explain  # imports torch
+
+    data = explain(EngineConfig.create(model=model, **options))
+    print(json.dumps(data, indent=2) if as_json else "\n".join(map(printable, lines(data))))
+    return 0
+
+
+def _examine(arguments: argparse.Namespace) -> int:
     from quire.cli.checks.examination import examine
     from quire.cli.checks.finding import Level
     from quire.cli.checks.table import Table

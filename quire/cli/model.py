@@ -33,9 +33,9 @@ def add_model(parser: argparse.ArgumentParser, text: str = _HELP) -> None:
     complete_models(flag)
 
 
-def add_model_flag(parser: argparse.ArgumentParser) -> None:
+def add_model_flag(parser: argparse.ArgumentParser, text: str = _HELP) -> None:
     """Add only --model, for commands whose first argument is something else."""
-    complete_models(parser.add_argument("--model", metavar="MODEL", help=_HELP))
+    complete_models(parser.add_argument("--model", metavar="MODEL", help=text))
 
 
 def complete_models(action: argparse.Action) -> None:

@@ -75,10 +75,8 @@ class EngineCore:
     stages, and the steps in flight sample for different requests.
 
     A core whose replica shares experts with others runs a dummy step, one without rows, when it has nothing to run and
-    another core has. measurement: of this machine, for the next start; None if none is needed.
+    another core has.
     """
-
-    measurement: "IdleMeasurement | None" = None
 
     def __init__(
         self,
@@ -88,12 +86,15 @@ class EngineCore:
         kv_events: "KVEvents | None" = None,
         fingerprint: Callable[[Path], str] = str,
         pinned_share: float = 0.25,
+        measurement: "IdleMeasurement | None" = None,
     ) -> None:
         """lockstep: with the cores whose replicas share experts with this one, None if there are none. kv_events: None
         if nobody is told about the prefix cache. fingerprint: of the KV blocks, once the weights have been replaced by
-        those in a folder. pinned_share: of the KV cache, that pinned prefixes may take."""
+        those in a folder. pinned_share: of the KV cache, that pinned prefixes may take. measurement: of this machine,
+        for the next start; None if none is needed."""
         self.scheduler = scheduler
         self.executor = executor
+        self.measurement = measurement
         self._lockstep = lockstep or NoLockstep()
         self._flights: deque[Flight] = deque()
         self._kv_events = kv_events or NoKVEvents()

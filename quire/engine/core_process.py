@@ -85,7 +85,7 @@ def run_core(
     core = None
     try:
         lean_torch.prepare()
-        from quire.engine.client import make_core, take_devices  # imports torch, which other processes do not need
+        from quire.engine.assemble import make_core, take_devices  # imports torch, which other processes do not need
         from quire.models.description import describe
 
         take_devices(rank, config)

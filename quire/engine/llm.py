@@ -12,8 +12,8 @@ from msgspec import structs
 from tqdm import tqdm
 
 from quire.config.engine import ConfigError, EngineConfig
+from quire.engine.assemble import make_core
 from quire.engine.beam_search import BeamSearchOutput, beam_search
-from quire.engine.client import make_core
 from quire.engine.frontend import Frontend, Message
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.output_processor import DeltaReader, OutputProcessor

@@ -131,7 +131,9 @@ class Machine:
     """The profile of this machine, if the options leave something to choose and the model runs on CPUs.
 
     estimate: of the times of the model's steps, None if nothing is known. threads: with which the machine is fastest,
-    None for the usual number. measurement: for the next start, None if none is needed.
+    None for the usual number. measurement: for the next start, None if none is needed. is_cpu: whether steps run on
+    CPUs. reason: for the numbers of threads and of tokens in a step, in the log. is_measurable: whether these may
+    follow from a measurement.
     """
 
     estimate: Estimate | None = None
@@ -145,29 +147,31 @@ class Machine:
         self._config = config
         self._description = description
         self._may_choose_tokens = not shares_experts
-        self._reason = "as the options say"
+        self.reason = "as the options say"
+        self.is_measurable = False
         # A profile holds for the threads that are chosen by it. Other machines have profiles of their own.
         is_alone = config.layout.machines == 1 and config.cluster.distributed_executor_backend != "ray"
-        self._is_cpu = not uses_gpu(config)
-        if not self._is_cpu or not is_alone or are_given(config.kernels.threads):
+        self.is_cpu = not uses_gpu(config)
+        if not self.is_cpu or not is_alone or are_given(config.kernels.threads):
             return
+        self.is_measurable = True
         key = current_key(config.kernels.cpu_isa)
         found = read_profile(key)
         if found is None or found.is_due(time.time()) or not found.compiled:
             self.measurement = IdleMeasurement(key, most_threads(), found)
         if found is None:
-            self._reason = "the defaults, since this machine has not been measured"
+            self.reason = "the defaults, since this machine has not been measured"
         elif not found.is_quiet:
-            self._reason = "the defaults, since this machine was busy when it was measured"
+            self.reason = "the defaults, since this machine was busy when it was measured"
         else:
-            self._reason = "the defaults, since this model's kernels have not been measured"
+            self.reason = "the defaults, since this model's kernels have not been measured"
         if found is None or config.model.model_impl == "transformers":
             return
         work = work_of(description.spec, description.config, config.model.quantization, directory)
         estimate = Estimate(found, work)
         if config.model.dtype_name == "bfloat16" and estimate.is_usable:
             self.estimate, self.threads = estimate, estimate.threads()
-            self._reason = f"as this machine was measured on {age_text(found)}"
+            self.reason = f"as this machine was measured on {age_text(found)}"
 
     def with_tokens_of_a_step(self) -> EngineConfig:
         """The options, with the number of tokens of a step that is chosen, if it is."""
@@ -185,8 +189,3 @@ class Machine:
         if needs_room:
             chosen = max(chosen, options.tokens_of_a_step(gpu=False))
         return replace(self._config, scheduler=replace(options, max_num_batched_tokens=chosen))
-
-    def log(self, threads: int, tokens: int) -> None:
-        """Say what was chosen. threads: of this process. tokens: the most of a step."""
-        if self._is_cpu:
-            logger.info("Threads: %d, steps of up to %s tokens: %s", threads, f"{tokens:,}", self._reason)

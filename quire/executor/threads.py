@@ -13,22 +13,31 @@ def are_given(option: int | None) -> bool:
     return option is not None or "OMP_NUM_THREADS" in os.environ
 
 
-def limit_threads(sharing: int, option: int | None = None, best: int | None = None) -> int:
-    """Limit torch to the processors that may run at once, divided among so many processes. Returns the number.
+def choose_threads(sharing: int, option: int | None = None, best: int | None = None) -> int:
+    """The threads of each of so many processes: they divide the processors that may run at once.
 
     torch respects the affinity of the process, but not a cgroup's quota. option: the number that the user has chosen
     for all of these processes. best: the number with which this machine is fastest, if that is known.
     """
-    wanted = torch.get_num_threads()
-    allowed = processors()
     if option is not None:
-        torch.set_num_threads(max(1, option // sharing))
-        return torch.get_num_threads()
+        return max(1, option // sharing)
+    wanted = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ:
         return wanted
+    allowed = processors()
     if allowed < wanted:
         logger.info("Threads: %d instead of %d, since the cgroup has a quota of processors", allowed, wanted)
-    chosen = min(allowed, wanted, best or wanted)
-    if chosen < wanted or sharing > 1:
-        torch.set_num_threads(max(1, chosen // sharing))
-    return torch.get_num_threads()
+    return max(1, min(allowed, wanted, best or wanted) // sharing)
+
+
+def limit_threads(sharing: int, option: int | None = None, best: int | None = None) -> int:
+    """Limit torch to the chosen threads. Returns the number."""
+    chosen = choose_threads(sharing, option, best)
+    use_threads(chosen)
+    return chosen
+
+
+def use_threads(number: int) -> None:
+    """Have torch use so many threads in this process."""
+    if number != torch.get_num_threads():
+        torch.set_num_threads(number)

@@ -1,7 +1,6 @@
 """The only decoder, and encoder. A DecoderSpec says which layers it is built from."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,9 +8,9 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, CacheBackend
 from quire.attention.cross import store_plan
-from quire.kv.specs import CacheEntry, CrossAttentionSpec, ModelKVSpec, attention_spec, group_entries
+from quire.kv.specs import CacheEntry, ModelKVSpec
 from quire.layers.attention import Attention, EncoderAttention
-from quire.layers.attention_spec import AttentionSpec, CacheShape, LatentAttentionSpec, LayerPlace
+from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder
 from quire.layers.cross_attention import CrossAttention
 from quire.layers.delta import DeltaNet
@@ -29,6 +28,7 @@ from quire.layers.rotary import RotaryEmbedding
 from quire.layers.rwkv import Rwkv
 from quire.layers.specs import MLPSpec
 from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RwkvSpec
+from quire.models.kv_groups import kv_groups, short_window
 from quire.models.model import Model, Shape
 from quire.models.pooler import Pooler
 from quire.models.spec import DecoderSpec
@@ -233,28 +233,9 @@ class LayerStack:
         own = range(spec.num_layers) if layers is None else layers
         if isinstance(spec.mixers[own.start], RwkvSpec) and own.start:
             raise ValueError("pipeline_parallel_size must be 1: all layers read the values of the first one")
-        windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
-        chunks = [c if c and c < max_model_len else None for c in spec.chunks or [None] * spec.num_layers]
-        self.kv_specs: Sequence[ModelKVSpec] = []
-        self.cache_shapes: Sequence[Shape] = []
-        if not spec.is_encoder:
-            kept = list[ModelKVSpec]()
-            shapes = list[Shape]()
-            for layer, part in spec.cached:
-                kv_spec = part.kv_spec(layer, windows[layer])
-                shape = part.cache_shape(builder.tensor_group)
-                if (chunk := chunks[layer]) is not None and isinstance(shape, CacheShape):
-                    kv_spec = attention_spec([layer], chunk=chunk)
-                    shape = replace(shape, chunk=chunk)
-                kept.append(kv_spec)
-                shapes.append(shape)
-                if spec.crossed and isinstance(shape, CacheShape):
-                    kept.append(CrossAttentionSpec((CacheEntry(layer, "cross"),), spec.crossed))
-                    shapes.append(replace(shape, crossed=spec.crossed))
-            self.kv_specs = group_entries(kept, max_model_len, shapes)
-            shape_of = {kv_spec.entries[0]: shape for kv_spec, shape in zip(kept, shapes, strict=True)}
-            self.cache_shapes = [shape_of[kv_spec.entries[0]] for kv_spec in self.kv_specs]
-        self.kv_specs = [kv_spec.of_layers(own) for kv_spec in self.kv_specs]
+        groups = kv_groups(spec, max_model_len, builder.tensor_group)
+        self.cache_shapes: Sequence[Shape] = groups.cache_shapes
+        self.kv_specs: Sequence[ModelKVSpec] = [kv_spec.of_layers(own) for kv_spec in groups.kv_specs]
         group_of = {entry: g for g, kv_spec in enumerate(self.kv_specs) for entry in kv_spec.entries}
         variants = list(dict.fromkeys(r for r in spec.rotary if r is not None))
         self.rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]] = [
@@ -267,8 +248,8 @@ class LayerStack:
             rotary = spec.rotary[i]
             table = None if rotary is None else variants.index(rotary)
             scale = spec.score_scales[i] if spec.score_scales else 1.0
-            groups = [group_of.get(CacheEntry(i, role), 0) for role in ("kv", "state", "cross")]
-            place = LayerPlace(groups[0], windows[i], table, scale, groups[1], groups[2])
+            kv, state, cross = (group_of.get(CacheEntry(i, role), 0) for role in ("kv", "state", "cross"))
+            place = LayerPlace(kv, short_window(spec, i, max_model_len), table, scale, state, cross)
             self.layers.append(make_layer(builder, spec, i, place))
 
     def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:

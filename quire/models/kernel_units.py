@@ -10,7 +10,7 @@ from quire.config.engine import EngineConfig
 from quire.layers.attention_spec import AttentionSpec
 from quire.layers.specs import MoESpec
 from quire.models.spec import DecoderSpec
-from quire.ops import Target
+from quire.ops import Kernels, Target
 from quire.ops.cpu import build
 from quire.ops.cpu.units import TEAM, TYPES
 from quire.parallel.mesh import Mesh
@@ -19,15 +19,20 @@ _OF_ALL = {TEAM, "replay", "attention_prepare", "elementwise", "linear", "sampli
 _OF_QUANTIZED = {"quantized_linear", "quantize", "narrow_codes"}
 
 
-def prepare_kernels(
+def choose_kernels(
     config: EngineConfig, spec: DecoderSpec, checkpoint: Mapping[str, Any], is_gguf: bool, target: Target, mesh: Mesh
-) -> None:
-    """Choose the instruction set, and the kernels that are compiled before the engine starts, or while it runs with
-    PyTorch's operations. checkpoint: its config.json. Raises ValueError if the processor lacks the instruction set."""
+) -> Kernels:
+    """The kernels of a model. Those that are missing are compiled now, or while the engine runs with PyTorch's
+    operations.
+
+    checkpoint: its config.json. Raises ValueError if the processor lacks the instruction set, or for kernels that are
+    pinned and cannot be used.
+    """
     build.choose_instruction_set(config.kernels.cpu_isa)
     if target.device.type == "cpu":
         kind = "gguf" if is_gguf else config.model.quantization or quantization_kind(checkpoint)
         build.prepare(needed_units(config, spec, kind, target.dtype, mesh), may_start_without(config, spec, mesh))
+    return Kernels(target, config.kernels.kernels)
 
 
 def needed_units(

@@ -27,7 +27,7 @@ from quire.layers.lora import AdapterSlots
 from quire.layers.specs import MoESpec
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription, describe
-from quire.models.kernel_units import prepare_kernels
+from quire.models.kernel_units import choose_kernels
 from quire.models.model import Model
 from quire.models.pooler import Pooler
 from quire.models.spec import DecoderSpec
@@ -95,21 +95,23 @@ def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     return checkpoint
 
 
-def _transformers_model(
-    description: ModelDescription,
-    config: EngineConfig,
-    max_model_len: int,
-    target: Target,
-    mesh: Mesh,
-    weights: Path | Checkpoint | None,
-) -> Model:
-    """weights: those of the checkpoint's or another folder, None for random ones."""
-    if isinstance(weights, Checkpoint):
-        raise ValueError("model_impl='transformers' takes new weights from a folder only")
-    prepare_kernels(config, description.spec, description.config, False, target, mesh)
-    from quire.models.transformers_backend.load import load_model  # imports transformers
+@dataclass(frozen=True)
+class _Wanted:
+    """What `load_model` was asked for, with the description of the checkpoint and the target of its kernels."""
 
-    return load_model(description, config, max_model_len, Kernels(target, config.kernels.kernels), mesh.tp, weights)
+    directory: Path
+    config: EngineConfig
+    max_model_len: int
+    mesh: Mesh
+    show_progress: bool
+    adapters: AdapterSlots | None
+    weights: Path | Checkpoint | None
+    description: ModelDescription
+    target: Target
+
+    @property
+    def is_random(self) -> bool:
+        return self.config.model.load_format == "dummy" and self.weights is None
 
 
 def load_model(
@@ -131,44 +133,72 @@ def load_model(
     description = describe(directory, config.model)
     check_format(config.model.quantization, description.config, directory.is_file())
     target = Target(device, resolve_dtype(config.model), config.kernels.batch_invariant)
-    if config.model.model_impl == "transformers":
-        is_dummy = config.model.load_format == "dummy" and weights is None
-        source = None if is_dummy else weights or directory
-        return _transformers_model(description, config, max_model_len, target, mesh, source)
-    stored = _open(directory, config, description, weights)
+    load = _load_transformers if config.model.model_impl == "transformers" else _load_decoder
+    wanted = _Wanted(directory, config, max_model_len, mesh, show_progress, adapters, weights, description, target)
+    return load(wanted)
+
+
+def _load_transformers(wanted: _Wanted) -> Model:
+    config = wanted.config
+    description = wanted.description
+    target = wanted.target
+    if isinstance(wanted.weights, Checkpoint):
+        raise ValueError("model_impl='transformers' takes new weights from a folder only")
+    kernels = choose_kernels(config, description.spec, description.config, False, target, wanted.mesh)
+    from quire.models.transformers_backend.load import load_model as load  # imports transformers
+
+    source = None if wanted.is_random else wanted.weights or wanted.directory
+    return load(description, config, wanted.max_model_len, kernels, wanted.mesh.tp, source)
+
+
+def _load_decoder(wanted: _Wanted) -> Model:
+    config = wanted.config
+    description = wanted.description
+    mesh = wanted.mesh
+    stored = _open(wanted)
     checkpoint = stored.checkpoint
     spec = description.spec
     if spec.tie_embeddings is None and checkpoint is not None:
         spec = replace(spec, tie_embeddings=not checkpoint.has(f"{spec.names['lm_head']}.weight"))
-    prepare_kernels(config, spec, description.config, directory.is_file(), target, mesh)
-    builder = _builder(config, description, spec, stored, target, mesh, adapters)
+    is_gguf = wanted.directory.is_file()
+    kernels = choose_kernels(config, spec, description.config, is_gguf, wanted.target, mesh)
+    builder = _builder(wanted, spec, stored, kernels)
     stage = None
     elsewhere = set[str]()
     if mesh.pp.size > 1:
         drafts = config.scheduler.speculation is not None and config.scheduler.speculation.on_device
         stage, elsewhere = choose_stage(builder, spec, config.parallel, mesh.pp.rank, drafts)
-    model = Decoder(builder, spec, max_model_len, stage)
+    model = Decoder(builder, spec, wanted.max_model_len, stage)
     if spec.media is not None:
-        _add_tower(model, builder, spec.media, directory, config)
+        _add_tower(model, builder, spec.media, wanted.directory, config)
     elsewhere |= builder.tensors_elsewhere
-    if adapters is not None:
-        adapters.elsewhere = {name.rpartition(".")[0] for name in elsewhere}
+    if wanted.adapters is not None:
+        wanted.adapters.elsewhere = {name.rpartition(".")[0] for name in elsewhere}
     if description.pooling is not None and model.stage.has_head:
-        folder = weights if isinstance(weights, Path) else directory
+        folder = wanted.weights if isinstance(wanted.weights, Path) else wanted.directory
         model.pooler = Pooler(builder, description.pooling.pooler, None if checkpoint is None else folder)
     if checkpoint is None:
-        load_dummy(builder, show_progress)
-        return model
+        load_dummy(builder, wanted.show_progress)
+    else:
+        _fill(wanted, model, builder, checkpoint, elsewhere)
+    return model
+
+
+def _fill(wanted: _Wanted, model: Decoder, builder: Builder, checkpoint: Checkpoint, elsewhere: set[str]) -> None:
+    """Fill a model's parameters from the checkpoint, or from the packed weights that an earlier start has kept.
+
+    elsewhere: the tensors that only other ranks need.
+    """
+    spec = model.spec
     tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()
-    ignored = (*spec.ignored, *extra_tensors(description.config), *tied)
+    ignored = (*spec.ignored, *extra_tensors(wanted.description.config), *tied)
     model.parts = parts_of(checkpoint, builder)
-    if weights is None and not is_deferred():  # new weights are used once, and so are those of a first minute
-        model.weight_cache = open_cache(config, directory, builder)
+    if wanted.weights is None and not is_deferred():  # new weights are used once, and so are those of a first minute
+        model.weight_cache = open_cache(wanted.config, wanted.directory, builder)
     builder.is_restored = model.weight_cache is not None and model.weight_cache.restore()
-    load_weights(checkpoint, builder, ignored, show_progress, elsewhere)
+    load_weights(checkpoint, builder, ignored, wanted.show_progress, elsewhere)
     if model.weight_cache is not None and not builder.is_restored:
         model.weight_cache.keep()
-    return model
 
 
 @dataclass(frozen=True)
@@ -180,34 +210,29 @@ class _Stored:
     shape_of: Callable[[str], tuple[int, ...] | None]
 
 
-def _open(
-    directory: Path, config: EngineConfig, description: ModelDescription, weights: Path | Checkpoint | None
-) -> _Stored:
+def _open(wanted: _Wanted) -> _Stored:
     """Open a GGUF file, random weights, or a checkpoint in any other format."""
-    if directory.is_file():
-        gguf = GgufCheckpoint(gguf_tensors(read_gguf(directory)))
+    fields = wanted.description.config
+    if wanted.directory.is_file():
+        gguf = GgufCheckpoint(gguf_tensors(read_gguf(wanted.directory)))
         return _Stored(gguf, gguf.linear_method(), gguf.shape_of)
-    if config.model.load_format == "dummy" and weights is None:
-        is_dense = quantization_kind(description.config) is None
+    if wanted.is_random:
+        is_dense = quantization_kind(fields) is None
         shape = () if is_dense else None  # quantized experts have tensors of their own
-        return _Stored(None, quantization_method(description.config), lambda name: shape)
-    files = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or directory)
-    checkpoint = presented(files, description.config)
-    method_of = checkpoint.linear_method() or quantization_method(description.config, checkpoint.has)
+        return _Stored(None, quantization_method(fields), lambda name: shape)
+    weights = wanted.weights
+    files = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or wanted.directory)
+    checkpoint = presented(files, fields)
+    method_of = checkpoint.linear_method() or quantization_method(fields, checkpoint.has)
     return _Stored(checkpoint, method_of, files.shape_of)
 
 
-def _builder(
-    config: EngineConfig,
-    description: ModelDescription,
-    spec: DecoderSpec,
-    stored: _Stored,
-    target: Target,
-    mesh: Mesh,
-    adapters: AdapterSlots | None,
-) -> Builder:
+def _builder(wanted: _Wanted, spec: DecoderSpec, stored: _Stored, kernels: Kernels) -> Builder:
     """Raises ConfigError if the options do not fit the model or this machine."""
-    kernels = Kernels(target, config.kernels.kernels)
+    config = wanted.config
+    mesh = wanted.mesh
+    target = wanted.target
+    adapters = wanted.adapters
     if config.model.torch_compile:
         if target.device.type == "cpu" and find_compiler() is None:
             raise ConfigError("torch_compile needs a C++ compiler; install g++, or leave torch_compile out")
@@ -215,7 +240,7 @@ def _builder(
     experts = _expert_ranks(config, spec, mesh, target.device, adapters)
     stream = (DividedStream if config.parallel.enable_sequence_parallel else ResidualStream)(mesh.tp)
     option = config.model.quantization
-    if option == "fp8" and quantization_kind(description.config) is not None:
+    if option == "fp8" and quantization_kind(wanted.description.config) is not None:
         option = None  # it is the checkpoint's format, whose dense layers remain dense
     quantizer = quantizer_of(option, spec.names)
     return Builder(kernels, mesh.tp, stored.method_of, quantizer, adapters, experts, stream, stored.shape_of)

@@ -114,7 +114,7 @@ class Task:
     def replica(self, layout: Layout, memory: Memory) -> Replica:
         options = self.options
         gpu = self.device.kind.is_gpu
-        depth = 1 + gpu if layout.pp == 1 else layout.pp + (not gpu)  # as in quire/engine/client.py
+        depth = 1 + gpu if layout.pp == 1 else layout.pp + (not gpu)  # as in quire/engine/assemble.py
         limits = SchedulerLimits(
             options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len, depth=depth, stages=layout.pp
         )

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.attention.base import CacheBackend
 from quire.attention.by_head import AttentionByHead, EndingText, HeadLayout
 from quire.attention.eviction import METHODS
 from quire.config.engine import ConfigError
@@ -35,10 +36,12 @@ from quire.models.spec import DecoderSpec
 from quire.ops import Kernels
 from quire.ops.memory import upload
 from quire.worker.device import Device
-from quire.worker.forward import Forward
+from quire.worker.forward import Forward, ForwardParts
 from quire.worker.input_batch import FlatBatch, InputBatch
 from quire.worker.staging import Staging
 from quire.worker.state import DeviceState
+
+_NO_PARTS = ForwardParts()
 
 
 def check_compression(spec: DecoderSpec, max_model_len: int) -> None:
@@ -62,9 +65,23 @@ class CompressedRows:
     """Which slices the KV heads of compressed requests have, by row. counts: how many blocks each head kept last.
     firsts: the number of its first slice, as slices are dealt. order: the layers in which slices are dealt."""
 
-    def __init__(self, options: KVCompressionOptions, batch: InputBatch, device: Device) -> None:
+    def __init__(
+        self,
+        options: KVCompressionOptions,
+        batch: InputBatch,
+        device: Device,
+        backend: AttentionByHead,
+        num_layers: int,
+        tables: Tensor,
+    ) -> None:
+        """num_layers: that keep keys and values. tables: the block tables on the device, [groups, rows, blocks]."""
         self.batch = batch
         self.device = device
+        self.backend = backend
+        self.tables = tables
+        self.layers = num_layers
+        self.kv_heads = backend.shape.num_kv_heads
+        self.slices = num_layers * self.kv_heads  # of a block
         self.block_size = batch.block_size
         self.eviction = METHODS[options.method](options, batch.block_size)
         rows = len(batch.num_tokens)
@@ -72,19 +89,11 @@ class CompressedRows:
         self.num_removed = np.zeros(rows, np.int64)  # tokens
         self.most_kept = np.zeros(rows, np.int64)  # at least the most blocks that a head keeps
         self.reads: dict[int, Callable[[], list[Tensor]]] = {}  # by row: the exact number, when it has been computed
-
-    tables: Tensor  # the block tables on the device, [groups, rows, blocks]
-
-    def bind(self, backend: AttentionByHead, num_layers: int) -> None:
-        """Called before the first step."""
-        self.backend = backend
-        self.layers = num_layers
-        self.kv_heads = backend.shape.num_kv_heads
-        self.slices = num_layers * self.kv_heads  # of a block
-        shape = (len(self.num_kept), self.layers)
-        device = self.device.torch_device
-        self.order = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.counts, self.firsts = (torch.zeros(*shape, self.kv_heads, dtype=torch.int64, device=device) for _ in "12")
+        by_layer = torch.zeros(rows, num_layers, dtype=torch.int64, device=device.torch_device)
+        by_head = by_layer[..., None].repeat(1, 1, self.kv_heads)
+        self.order = by_layer
+        self.counts = by_head
+        self.firsts = by_head.clone()
 
     def forget(self, rows: Any) -> None:
         """These rows are not compressed (any more)."""
@@ -229,11 +238,16 @@ class CompressingStaging(Staging):
     """Completes the inputs of steps that have to do with compressed requests."""
 
     def __init__(
-        self, device: Device, batch: InputBatch, kernels: Kernels, most_tokens: int, rows: CompressedRows
+        self,
+        device: Device,
+        batch: InputBatch,
+        kernels: Kernels,
+        most_tokens: int,
+        make_rows: Callable[[Tensor], CompressedRows],
     ) -> None:
+        """make_rows: from the block tables on the device, see CompressedRows."""
         super().__init__(device, batch, kernels, most_tokens)
-        self.rows = rows
-        rows.tables = self.state.block_tables
+        self.rows = make_rows(self.state.block_tables)
 
     def stage(
         self, flat: FlatBatch, size: StepSize, step: SchedulerOutput, extra: Mapping[str, Array]
@@ -250,10 +264,11 @@ class CompressingForward(Forward):
     """Compresses the texts that end with a step. It is eager, since attention by head is planned anew for each layer
     of each step."""
 
-    def __init__(self, model: Model, backends: Sequence[Any], rows: CompressedRows) -> None:
-        super().__init__(model, backends)
+    def __init__(
+        self, model: Model, backends: Sequence[CacheBackend], rows: CompressedRows, parts: ForwardParts = _NO_PARTS
+    ) -> None:
+        super().__init__(model, backends, parts)
         self.rows = rows
-        rows.bind(backends[0], len(model.kv_specs[0].entries))
 
     def run(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
         if inputs.by_head is None or not inputs.by_head.endings:

@@ -16,8 +16,7 @@ from quire.layers.step_inputs import StepInputs
 from quire.models.model import Model, Shape
 from quire.ops.memory import upload
 from quire.parallel.mesh import Communicator, Mesh
-from quire.parallel.pipeline import Pipe
-from quire.worker.forward import Forward
+from quire.worker.forward import Forward, ForwardParts
 
 
 def check_context(shapes: Sequence[Shape], options: ParallelConfig) -> None:
@@ -67,10 +66,10 @@ class ContextForward(Forward):
     states that are wanted, so that all of them can sample."""
 
     def __init__(
-        self, model: Model, backends: Sequence[ContextAttention], group: Communicator, pipe: Pipe | None = None
+        self, model: Model, backends: Sequence[ContextAttention], group: Communicator, parts: ForwardParts
     ) -> None:
         """group: the ranks that compute the other tokens."""
-        super().__init__(model, backends, pipe)
+        super().__init__(model, backends, parts)
         self.group = group
         self.owners = backends[0].owners
         # NCCL wants all ranks of a group to take part in the first thing that the group does.

@@ -1,6 +1,7 @@
 """The forward: computes hidden states from the inputs of a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -12,20 +13,35 @@ from quire.models.model import Model
 from quire.parallel.pipeline import Pipe
 
 
-class Forward:
-    """The eager forward: calls every kernel from Python in each step. backends: one for each KV group.
+@dataclass(frozen=True)
+class ForwardParts:
+    """What a forward may have beside a model and its backends.
 
-    taps: the tensors that receive hidden states of chosen layers, see Model.forward. Set them before the first step.
-    layer_done: see ForwardState; what is recorded, captured or computed in halves does not call it.
+    pipe: of a stage of a pipeline, None for a whole model. taps: the tensors that receive hidden states of chosen
+    layers, see Model.forward. layer_done: see ForwardState; what is recorded, captured or computed in halves does not
+    call it. compiled: the model's forward as torch.compile has made it, None for the model's own.
     """
 
-    def __init__(self, model: Model, backends: Sequence[CacheBackend], pipe: Pipe | None = None) -> None:
-        """pipe: of a stage of a pipeline, None for a whole model."""
+    pipe: Pipe | None = None
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
+    layer_done: Callable[[], None] | None = None
+    compiled: Callable[..., Tensor] | None = None
+
+
+_NO_PARTS = ForwardParts()
+
+
+class Forward:
+    """The eager forward: calls every kernel from Python in each step."""
+
+    def __init__(self, model: Model, backends: Sequence[CacheBackend], parts: ForwardParts = _NO_PARTS) -> None:
+        """backends: one for each KV group."""
         self.model = model
         self.backends = backends
-        self.pipe = pipe
-        self.taps: dict[int, Tensor] = {}
-        self.layer_done: Callable[[], None] | None = None
+        self.pipe = parts.pipe
+        self.taps = dict(parts.taps)
+        self.layer_done = parts.layer_done
+        self.compute = parts.compiled or model.forward
 
     def fit(self, size: StepSize) -> StepSize:
         """The size to which a step of this size is padded."""
@@ -62,7 +78,7 @@ class Forward:
         """Hidden states, as `__call__` returns them. x: the result of `embed`."""
         state = self.state(inputs)
         state.layer_done = self.layer_done
-        return self.model.forward(x, state, rows, self.taps)
+        return self.compute(x, state, rows, self.taps)
 
     def state(self, inputs: StepInputs) -> ForwardState:
         rotary = [table(inputs.rotary_positions) for table in self.model.rotary]

@@ -20,9 +20,10 @@ from quire.messages.errors import error_text
 from quire.models.model import Model
 from quire.observability.logging import logger
 from quire.ops.cpu.recording import Arena, Recording
-from quire.parallel.pipeline import Pipe
-from quire.worker.forward import Forward
+from quire.worker.forward import Forward, ForwardParts
 from quire.worker.staging import Staging
+
+_NO_PARTS = ForwardParts()
 
 
 @dataclass
@@ -41,8 +42,8 @@ class RecordedForward(Forward):
     A model whose layers do not consist of kernels only (see Recording) runs eagerly.
     """
 
-    def __init__(self, model: Model, backends: Sequence[CacheBackend], pipe: Pipe | None = None) -> None:
-        super().__init__(model, backends, pipe)
+    def __init__(self, model: Model, backends: Sequence[CacheBackend], parts: ForwardParts = _NO_PARTS) -> None:
+        super().__init__(model, backends, parts)
         self.usable = True
         self._arena = Arena()
         self._recorded: dict[StepSize, _Calls] = {}
@@ -68,7 +69,7 @@ class RecordedForward(Forward):
     def _record(self, x: Tensor, inputs: StepInputs) -> Tensor:
         state = self.state(inputs)
         with Recording(self._arena) as recording:
-            hidden = self.model.forward(x, state, None, self.taps)
+            hidden = self.compute(x, state, None, self.taps)
         state.first_values = None  # its memory is the arena's, for other recordings
         if recording.obstacle is None:
             self._recorded[inputs.size] = _Calls(recording, x, state, hidden)
@@ -127,13 +128,13 @@ class CapturedForward(Forward):
         most_tokens: int,
         most_per_request: int = 1,
         is_only_rank: bool = True,
-        pipe: Pipe | None = None,
+        parts: ForwardParts = _NO_PARTS,
         options: KernelConfig = _DEFAULTS,
     ) -> None:
         """most_per_request: steps of 1, 2, ... up to so many tokens of each request are captured. is_only_rank: if
         False, a capture that fails is an error, since the other ranks' graphs wait for this rank's part of each
         all-reduce."""
-        super().__init__(model, backends, pipe)
+        super().__init__(model, backends, parts)
         self.is_only_rank = is_only_rank
         self.staging = staging
         most_requests = len(staging.batch.num_tokens)

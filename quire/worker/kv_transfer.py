@@ -20,6 +20,16 @@ from quire.observability.logging import logger
 WHOLE = slice(None)
 
 
+def moment(device: torch.device) -> Callable[[], None]:
+    """Called on the thread that submits steps. The returned function waits until all that has been submitted has been
+    run."""
+    if device.type != "cuda":
+        return lambda: None
+    submitted = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    submitted.record(torch.cuda.current_stream(device))
+    return submitted.synchronize
+
+
 class Rows(ABC):
     """Copies single blocks between a rank's KV cache and tensors in CPU memory, on any thread.
 
@@ -37,11 +47,6 @@ class Rows(ABC):
     def mark(self) -> Callable[[], None]:
         """Called on the thread that submits steps. The returned function makes the calling thread see the results of
         all steps that have been submitted."""
-        return lambda: None
-
-    def moment(self) -> Callable[[], None]:
-        """Called on the thread that submits steps. The returned function waits until all that has been submitted has
-        been run."""
         return lambda: None
 
     @abstractmethod
@@ -88,11 +93,6 @@ class DeviceRows(Rows):
         submitted = torch.cuda.Event()  # type: ignore[no-untyped-call]
         submitted.record(torch.cuda.current_stream(self.blocks.device))
         return lambda: self._stream.wait_event(submitted)
-
-    def moment(self) -> Callable[[], None]:
-        submitted = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        submitted.record(torch.cuda.current_stream(self.blocks.device))
-        return submitted.synchronize
 
     def pin(self, memory: Tensor) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]

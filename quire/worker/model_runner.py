@@ -13,17 +13,14 @@ from quire.layers.forward_state import pick
 from quire.layers.step_inputs import Array, StepInputs
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
-from quire.models.model import Model
 from quire.observability.logging import logger
 from quire.ops.memory import upload
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.sampler import Sampler, SamplingBatch
 from quire.worker.drafters.drafter import Drafter, NoDrafter
 from quire.worker.drafters.step import SampledStep
-from quire.worker.forward import Forward
-from quire.worker.input_batch import FlatBatch, InputBatch
-from quire.worker.runner import Runner
-from quire.worker.staging import Staging
+from quire.worker.input_batch import FlatBatch
+from quire.worker.runner import Runner, RunnerParts
 
 SCORED_AT_ONCE = 256  # prompt tokens whose logits are held in memory at the same time
 
@@ -62,20 +59,14 @@ class ModelRunner(Runner[_Launched]):
     """Executes the steps of models that generate, see Runner. `sample` launches the sampling."""
 
     def __init__(
-        self,
-        model: Model,
-        batch: InputBatch,
-        staging: Staging,
-        forward: Forward,
-        sampler: Sampler,
-        is_only_rank: bool = True,
-        drafter: Drafter | None = None,
+        self, parts: RunnerParts, sampler: Sampler, drafter: Drafter | None = None, drafts_stay: bool = False
     ) -> None:
-        """drafter: None if drafts, if there are some, are made on the host."""
-        super().__init__(model, batch, staging, forward, is_only_rank)
+        """drafter: None if drafts, if there are some, are made on the host. drafts_stay: whether drafts stay on the
+        device, see Speculation."""
+        super().__init__(parts)
         self.sampler = sampler
         self.drafter = drafter or NoDrafter()
-        self.drafts_stay = False  # whether drafts stay on the device, see Speculation
+        self.drafts_stay = drafts_stay
         self.processors = sampler.processors
         self._unread: deque[_Sampled] = deque()  # in the order of the steps
         # By row: the prompt logprobs of the chunks so far, until they are reported.

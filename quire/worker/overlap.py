@@ -15,9 +15,8 @@ from quire.layers.forward_state import pick
 from quire.layers.step_inputs import StepInputs
 from quire.models.model import Model
 from quire.parallel.mesh import Communicator
-from quire.parallel.pipeline import Pipe
 from quire.parallel.step_halves import Halves
-from quire.worker.forward import Forward
+from quire.worker.forward import Forward, ForwardParts
 
 
 class OverlappedForward(Forward):
@@ -31,14 +30,14 @@ class OverlappedForward(Forward):
         self,
         model: Model,
         backends: Sequence[CacheBackend],
-        pipe: Pipe | None,
+        parts: ForwardParts,
         halves: Halves,
         group: Communicator,
         options: ParallelConfig,
     ) -> None:
         """halves: the turns of the model's layers. group: the ranks that exchange tokens, which divide the same
         steps."""
-        super().__init__(model, backends, pipe)
+        super().__init__(model, backends, parts)
         self._halves = halves
         self._group = group
         self._fewest = options.dbo_prefill_token_threshold, options.dbo_decode_token_threshold
@@ -55,7 +54,7 @@ class OverlappedForward(Forward):
         return pick(torch.cat(self._halves.run(*work)), rows)
 
     def _half(self, x: Tensor, inputs: StepInputs, part: slice) -> Tensor:
-        return self.model.forward(x, self.state(inputs), None, {layer: tap[part] for layer, tap in self.taps.items()})
+        return self.compute(x, self.state(inputs), None, {layer: tap[part] for layer, tap in self.taps.items()})
 
 
 def _part(inputs: StepInputs, part: slice) -> StepInputs:

@@ -10,12 +10,9 @@ from torch import Tensor
 from quire.layers.step_inputs import StepInputs
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.step import ModelRunnerOutput, NewRequest, Pooled, SchedulerOutput, TokenMasks
-from quire.models.model import Model
 from quire.models.pooler import Pooler
-from quire.worker.forward import Forward
-from quire.worker.input_batch import FlatBatch, InputBatch
-from quire.worker.runner import Runner
-from quire.worker.staging import Staging
+from quire.worker.input_batch import FlatBatch
+from quire.worker.runner import Runner, RunnerParts
 
 
 @dataclass
@@ -29,10 +26,8 @@ class PoolingRunner(Runner[_Launched]):
 
     pools = True
 
-    def __init__(
-        self, model: Model, pooler: Pooler, batch: InputBatch, staging: Staging, forward: Forward, is_only_rank: bool
-    ) -> None:
-        super().__init__(model, batch, staging, forward, is_only_rank)
+    def __init__(self, parts: RunnerParts, pooler: Pooler) -> None:
+        super().__init__(parts)
         self.pooler = pooler
         self._params: dict[int, PoolingParams] = {}  # by row
 

@@ -20,6 +20,7 @@ from quire.models.model import Model
 from quire.ops import Kernels
 from quire.ops.memory import lasting
 from quire.parallel.mesh import Communicator
+from quire.worker.forward import Forward
 from quire.worker.graphs import CapturedForward
 from quire.worker.kv_memory import KVMemory
 
@@ -70,44 +71,45 @@ class DeviceMemory:
             storage.copy_(values)
 
 
-class ResidentMemory:
-    """Carries out the executor's changes. Made right after the model is loaded: what it has by then are the weights.
+def weights_of(model: Model) -> list[Tensor]:
+    """The weights of a model that has just been loaded: all that it has by then. What is loaded afterwards stays when
+    they are given back."""
+    lasting.seal()
+    return list(_tensors(model, set()))
 
-    load: makes the same model anew, with the given weights, those from a folder, or (None) from the model's own. rank:
-    the number of this rank in its replica.
-    """
+
+class ResidentMemory:
+    """Carries out the executor's changes."""
 
     def __init__(
         self,
         model: Model,
+        weights: list[Tensor],
+        kv_memory: KVMemory,
+        forward: Forward,
         config: EngineConfig,
         directory: Path,
         load: Callable[[Path | Checkpoint | None], Model],
         rank: int = 0,
     ) -> None:
+        """weights: see weights_of. load: makes the same model anew, with the given weights, those from a folder, or
+        (None) from the model's own. rank: the number of this rank in its replica."""
         self._model = model
         self._config = config
         self._directory = directory
         self._load = load
-        self._weights = list(_tensors(model, set()))
-        lasting.seal()  # a drafter's weights stay when these are given back
+        self._weights = weights
         self._is_gpu = model.kernels.target.device.type == "cuda"
         self._store: Store = DeviceMemory() if self._is_gpu else HostPages()
-        self._cache: list[UntypedStorage] = []
-        self._kv_memory: KVMemory | None = None
-        self._forward: object = None
+        self._cache = [kv_memory.blocks.untyped_storage()]
+        self._kv_memory = kv_memory
+        self._forward = forward
         self._level = 0  # of sleep, as far as the weights are concerned; 0 while they are there
         self._has_cache = True
         self._source: ReadWeights | None = None  # of the weights in use, if they are not the model's own
         self._staged: tuple[ReadWeights, Model] | None = None
         self._rank = rank
         self._groups: Any = None  # those of trainers, made when one is met
-
-    def know(self, kv_memory: KVMemory, forward: object) -> None:
-        """Called once, when the rest of the rank has been made."""
-        self._cache = [kv_memory.blocks.untyped_storage()]
-        self._forward = forward
-        self._kv_memory = kv_memory
 
     def change(self, change: MemoryChange) -> None:
         """Raises ValueError or OSError if it cannot be; then nothing has changed."""
@@ -145,7 +147,7 @@ class ResidentMemory:
             self._store.release(storage, keep=level == 1)
         for storage in self._cache if self._has_cache else ():
             self._store.release(storage, keep=False)
-        if self._kv_memory is not None and self._has_cache:
+        if self._has_cache:
             self._kv_memory.give_back()
         self._level = max(level, self._level)
         self._has_cache = False

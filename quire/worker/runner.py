@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -24,6 +25,27 @@ from quire.worker.step_clock import NoClock
 Launched = TypeVar("Launched")  # a step whose forward has been launched
 
 
+@dataclass(frozen=True)
+class RunnerParts:
+    """What a runner of any kind consists of.
+
+    media: of a model that takes pictures or embeddings. balancer: of experts that may move. clock: told about each
+    step, if others wait for what it computes. is_only_rank: if False, running out of memory is an error, since the
+    other ranks wait for this rank's part of the step. in_lockstep: whether other replicas wait for a forward of each
+    step, also of those without rows.
+    """
+
+    model: Model
+    batch: InputBatch
+    staging: Staging
+    forward: Forward
+    media: NoMedia = field(default_factory=NoMedia)
+    balancer: NoBalancer = field(default_factory=NoBalancer)
+    clock: NoClock = field(default_factory=NoClock)
+    is_only_rank: bool = True
+    in_lockstep: bool = False
+
+
 class Runner(ABC, Generic[Launched]):
     """Executes steps. Each step takes two calls: `submit` launches the forward, then `sample` gives its results.
 
@@ -33,21 +55,19 @@ class Runner(ABC, Generic[Launched]):
 
     pools: bool = False  # whether requests are pooled instead of generating tokens
     was_finite: bool = False  # whether a step has shown that the model computes numbers, see check_numbers
-    in_lockstep: bool = False  # whether other replicas wait for a forward of each step, also of those without rows
 
-    def __init__(self, model: Model, batch: InputBatch, staging: Staging, forward: Forward, is_only_rank: bool) -> None:
-        """is_only_rank: if False, running out of memory is an error, since the other ranks wait for this rank's part of
-        the step."""
-        self.model = model
-        self.batch = batch
-        self.staging = staging
-        self.forward = forward
-        self.is_only_rank = is_only_rank
-        self.device = staging.device
-        self.adapters = NoAdapters() if model.adapters is None else AdapterStore(model.adapters)
-        self.media = NoMedia()  # of a model that takes pictures or embeddings: MediaInputs
-        self.balancer = NoBalancer()
-        self.clock = NoClock()
+    def __init__(self, parts: RunnerParts) -> None:
+        self.model = parts.model
+        self.batch = parts.batch
+        self.staging = parts.staging
+        self.forward = parts.forward
+        self.media = parts.media
+        self.balancer = parts.balancer
+        self.clock = parts.clock
+        self.is_only_rank = parts.is_only_rank
+        self.in_lockstep = parts.in_lockstep
+        self.device = parts.staging.device
+        self.adapters = NoAdapters() if parts.model.adapters is None else AdapterStore(parts.model.adapters)
         self._launched: dict[int, Launched | ModelRunnerOutput] = {}  # by step id; a skipped step has its output here
         self._skipped_epoch = -2  # steps of this epoch and of earlier ones are skipped
         self._refused: dict[int, dict[int, str]] = {}  # by step id: the refusals of a step that was launched

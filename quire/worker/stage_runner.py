@@ -10,12 +10,9 @@ from torch import Tensor
 
 from quire.layers.step_inputs import StepInputs
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
-from quire.models.model import Model
 from quire.sampling.logits_processors import LogitsProcessors
-from quire.worker.forward import Forward
-from quire.worker.input_batch import FlatBatch, InputBatch
-from quire.worker.runner import Runner
-from quire.worker.staging import Staging
+from quire.worker.input_batch import FlatBatch
+from quire.worker.runner import Runner, RunnerParts
 
 _NOT_KEPT = -1  # in place of a token that the last stage has sampled, but not kept
 
@@ -34,12 +31,10 @@ class StageRunner(Runner[_Launched]):
     """Runs the layers of its stage. The tokens that the last stage samples come later, with `take`: no step contains a
     request before its last tokens are known."""
 
-    def __init__(
-        self, model: Model, batch: InputBatch, staging: Staging, forward: Forward, processors: LogitsProcessors | None
-    ) -> None:
+    def __init__(self, parts: RunnerParts, processors: LogitsProcessors | None) -> None:
         """processors: like those of the last stage, since every stage must refuse the same requests. None if the model
         pools."""
-        super().__init__(model, batch, staging, forward, is_only_rank=False)
+        super().__init__(parts)
         self.processors = processors
         self.pools = processors is None
 

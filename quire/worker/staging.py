@@ -25,12 +25,19 @@ class Staging:
     their inputs, so that CUDA graphs can read it. That is safe since a step's kernels run before those of the next.
     """
 
-    def __init__(self, device: Device, batch: InputBatch, kernels: Kernels, most_tokens: int) -> None:
-        """most_tokens: the largest number of tokens in a step."""
+    def __init__(
+        self,
+        device: Device,
+        batch: InputBatch,
+        kernels: Kernels,
+        most_tokens: int,
+        count_kept: Callable[..., Tensor] | None = None,
+    ) -> None:
+        """most_tokens: the largest number of tokens in a step. count_kept: takes the place of the kernel."""
         self.device = device
         self.batch = batch
         self.kernels = kernels
-        self.count_kept: Callable[..., Tensor] = kernels.count_kept
+        self.count_kept: Callable[..., Tensor] = count_kept or kernels.count_kept
         self.declarations = StepInputs.declarations(*batch.optional_inputs)
         self.state = shared_state(batch)
         if device.is_async:

@@ -238,7 +238,7 @@ def test_nothing_is_kept_of_weights_that_changed_while_they_were_written(tmp_pat
 def test_the_file_counts_as_memory_that_is_used(folder, checkpoints, monkeypatch):
     """The system says that it could be freed, but the KV cache must not take its place."""
     path, free = checkpoints.path("llama"), 1 << 22
-    monkeypatch.setattr("quire.worker.worker.free_on_host", lambda mapped: free - mapped)
+    monkeypatch.setattr("quire.worker.assembly.cache.free_on_host", lambda mapped: free - mapped)
     start(path)
     llm = make_llm(path)
     mapped = runner_of(llm).model.weight_cache.mapped

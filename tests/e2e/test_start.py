@@ -89,7 +89,7 @@ def test_a_command_imports_no_other_command():
 
 @pytest.mark.slow
 def test_a_core_imports_nothing_of_the_text_side():
-    modules = modules_after("import quire.engine.core_process, quire.engine.client")
+    modules = modules_after("import quire.engine.core_process, quire.engine.assemble")
     assert "torch" in modules
     assert {"tokenizers", "jinja2", "quire.engine.frontend", "quire.models.architectures.llama"}.isdisjoint(modules)
 

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from quire.config.engine import EngineConfig
-from quire.engine.client import make_core
+from quire.engine.assemble import make_core
 from quire.engine.core import EngineCore
 from quire.engine.core_process import _serve
 from quire.executor.base import Executor

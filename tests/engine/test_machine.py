@@ -13,7 +13,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.config.engine import ConfigError, EngineConfig
 from quire.engine import machine
-from quire.engine.client import scheduler_limits
+from quire.engine.assemble import scheduler_limits
 from quire.engine.machine import IdleMeasurement, Machine
 from quire.executor import threads
 from quire.models.description import describe

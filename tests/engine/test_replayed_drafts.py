@@ -48,8 +48,8 @@ def test_the_counts_have_the_distribution_of_the_rates_and_repeat_themselves(che
     start = torch.tensor([0, *places.cumsum()])
     rows = torch.arange(int(start[-1])) % 2
     arguments = torch.empty(0), rows, torch.arange(len(rows)), rows, start
-    kept = ReplayedCounts(options, staging)(*arguments)
-    assert torch.equal(kept, ReplayedCounts(options, staging)(*arguments))
+    kept = ReplayedCounts(options, staging.device, staging.batch)(*arguments)
+    assert torch.equal(kept, ReplayedCounts(options, staging.device, staging.batch)(*arguments))
     counts = np.bincount(kept[places == 4].numpy(), minlength=5) / (places == 4).sum()
     expected = [0, 0.1, 0.9 * 0.5, 0.9 * 0.5 * 0.2, 0.9 * 0.5 * 0.8]
     assert np.abs(counts - expected).max() < 0.015

@@ -325,7 +325,7 @@ def test_decoders_embed_texts_that_ranks_divide():
 def test_heads_are_divided_where_there_are_enough(checkpoints, variant, options, kind):
     with mock.patch("quire.executor.choice.MultiprocExecutor", StagedExecutor):
         llm = make_llm(checkpoints.path(variant), **options.options)
-    assert {type(backend) for worker in llm.core.executor.workers for backend in worker.backends} == {kind}
+    assert {type(backend) for worker in llm.core.executor.workers for backend in worker.plan.backends} == {kind}
 
 
 @pytest.mark.parametrize(("division", "times"), [("pcp-3", 3), ("dcp-2-of-tp-2", 2), ("pcp-2-by-heads", 2)])

@@ -8,7 +8,7 @@ import pytest
 from test_tensor_parallel import RankedExecutor
 
 from quire.config.engine import ConfigError, EngineConfig
-from quire.engine.client import scheduler_limits
+from quire.engine.assemble import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.messages.engine import EngineCoreRequest
 from quire.ops.registry import OPS

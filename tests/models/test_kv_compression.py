@@ -13,7 +13,7 @@ from test_tensor_parallel import RankedExecutor
 from quire.attention.eviction import METHODS
 from quire.config.engine import ConfigError
 from quire.config.kv_compression import KVCompressionOptions
-from quire.engine.client import scheduler_limits
+from quire.engine.assemble import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams

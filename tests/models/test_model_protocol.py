@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import quire.worker.worker
+import quire.worker.assembly.loading
 from quire.attention.base import AttentionBackend
 from quire.checkpoints.hub import bundled_model
 from quire.layers.attention_spec import CacheShape
@@ -61,7 +61,7 @@ class Bigrams(Model):
 @pytest.fixture
 def bigrams(monkeypatch: pytest.MonkeyPatch) -> Bigrams:
     model = Bigrams()
-    monkeypatch.setattr(quire.worker.worker, "load_model", lambda *args, **options: model)
+    monkeypatch.setattr(quire.worker.assembly.loading, "load_model", lambda *args, **options: model)
     return model
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.config.engine import EngineConfig
-from quire.engine.client import scheduler_limits
+from quire.engine.assemble import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.kv.specs import StateSpec

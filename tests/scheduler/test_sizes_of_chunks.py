@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.config.engine import ConfigError, EngineConfig
-from quire.engine.client import scheduler_limits
+from quire.engine.assemble import scheduler_limits
 from quire.kv.specs import attention_spec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams

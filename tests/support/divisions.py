@@ -73,5 +73,5 @@ def divided(path: Any, division: str, **options: Any) -> LLM:
     with mock.patch("quire.executor.choice.MultiprocExecutor", StagedExecutor):
         if kind is None:
             return make_llm(path, **chosen.options, **options)
-        with mock.patch("quire.worker.worker.choose_context", return_value=kind):
+        with mock.patch("quire.worker.assembly.backends.choose_context", return_value=kind):
             return make_llm(path, **chosen.options, **options)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from quire.transfer.layout import RankLayout, rank_layout
 from quire.transfer.server import BlockServer
 from quire.transfer.store import PeerStore
 from quire.worker.kv_memory import KVMemory
-from quire.worker.kv_transfer import WHOLE, Rows
+from quire.worker.kv_transfer import WHOLE, Rows, moment
 from quire.worker.step_clock import StepClock
 
 SECRET, NAME = b"s" * 32, "producer-1"
@@ -134,7 +135,7 @@ class Producer:
             settings = {"name": NAME, "handle": memory.handle, **options}
             if computes:
                 layers = [layer for _, layer, *_ in heads(layout)]
-                self.clocks.append(StepClock(range(min(layers), max(layers) + 1), made.moment))
+                self.clocks.append(StepClock(range(min(layers), max(layers) + 1), partial(moment, torch.device("cpu"))))
                 settings["clock"] = self.clocks[-1]
             else:
                 fill(memory.blocks.numpy(), layout, self.group_of)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.attention.by_head import EndingText
-from quire.engine.client import scheduler_limits
+from quire.engine.assemble import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
 from quire.executor.base import Executor
@@ -48,11 +48,12 @@ from quire.worker.device import Device, layout, pack, unpack
 from quire.worker.drafters.drafter import Drafter, NoDrafter
 from quire.worker.drafters.heads import ChainDrafter, HeadLayers, StateDrafter
 from quire.worker.drafters.model import ModelDrafter
-from quire.worker.forward import Forward
+from quire.worker.forward import Forward, ForwardParts
 from quire.worker.graphs import CapturedForward
 from quire.worker.input_batch import InputBatch
-from quire.worker.media import MediaInputs
+from quire.worker.media import MediaInputs, NoMedia
 from quire.worker.model_runner import ModelRunner
+from quire.worker.runner import RunnerParts
 from quire.worker.staging import Staging
 
 
@@ -359,25 +360,28 @@ class LateExecutor(Executor):
         most_tokens = scheduler.limits.max_num_batched_tokens
         self.most_tokens = max(most_tokens, len(batch.num_tokens))
         staging = Staging(device, batch, kernels, self.most_tokens)
-        forward = Forward(model, backends)
-        if (compression := llm.config.cache.compression) is not None:
-            rows = LateRows(compression, batch, device)
-            staging = CompressingStaging(device, batch, kernels, self.most_tokens, rows)
-            forward = CompressingForward(model, backends, rows)
+        compression = llm.config.cache.compression
+        if compression is not None:
+            layers = len(self.real_model.kv_specs[0].entries)
+            make_rows = partial(LateRows, compression, batch, device, backends[0], layers)
+            staging = CompressingStaging(device, batch, kernels, self.most_tokens, make_rows)
+        sampler = Sampler(kernels, llm.config, device.torch_device, self.real_model.output_rules)
+        drafter = self.late_drafter(real.drafter, staging, sampler)
+        parts = ForwardParts(taps=drafter.taps)
+        forward = Forward(model, backends, parts)
+        if isinstance(staging, CompressingStaging):
+            forward = CompressingForward(model, backends, staging.rows)
         if captured:
             drafts = llm.config.scheduler.speculation.num_speculative_tokens if llm.config.scheduler.speculation else 0
-            forward = CapturedForward(model, backends, staging, most_tokens, 1 + drafts)
+            forward = CapturedForward(model, backends, staging, most_tokens, 1 + drafts, parts=parts)
             with self.stream:
                 forward.capture()
             if self.stream.queue:
                 self.stream.run_until(self.stream.queue[-1])
-        sampler = Sampler(kernels, llm.config, device.torch_device, self.real_model.output_rules)
-        drafter = self.late_drafter(real.drafter, staging, sampler)
-        forward.taps = dict(drafter.taps)
-        self.runner = ModelRunner(model, batch, staging, forward, sampler, drafter=drafter)
-        self.runner.drafts_stay = scheduler.limits.depth > 1
-        if isinstance(real.media, MediaInputs):
-            self.runner.media = MediaInputs(model, batch)
+        media = MediaInputs(model, batch) if isinstance(real.media, MediaInputs) else NoMedia()
+        drafts_stay = scheduler.limits.depth > 1
+        runner_parts = RunnerParts(model, batch, staging, forward, media)
+        self.runner = ModelRunner(runner_parts, sampler, drafter, drafts_stay)
 
     def late_drafter(self, drafter: Drafter, staging: Staging, sampler: Sampler) -> Drafter:
         """A drafter of the same kind over the same weights and the same cache."""

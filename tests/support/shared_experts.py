@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire.config.engine import EngineConfig
-from quire.engine.client import scheduler_limits
+from quire.engine.assemble import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.engine.lockstep_base import Lockstep
 from quire.messages.engine import EngineCoreRequest

@@ -80,7 +80,7 @@ def test_a_rank_reads_blocks_of_another(
         layout = store._layout
         for group, layer, head, offset, size in heads(layout):
             index = [entry.layer for entry in layout.groups[group].entries].index(layer)
-            view = theirs.backends[group].view(theirs.kv_memory.blocks, index)
+            view = theirs.plan.backends[group].view(theirs.kv_memory.blocks, index)
             number = head - layout.groups[group].entries[index].first_head
             assert view[3, number].numel() * view.element_size() == size
             assert view[3, number].data_ptr() == theirs.kv_memory.blocks[3].data_ptr() + offset

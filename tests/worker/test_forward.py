@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
+from quire.config.engine import EngineConfig
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
-from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Communicator, Mesh
-from quire.worker.forward import Forward
-from quire.worker.worker import _forward
+from quire.worker.plan import ForwardKind, choose_forward
 from support.engines import make_llm, runner_of
 
 VARIANTS = ["llama", "gemma2", "minicpm", "mixtral", "falcon", "falcon-40b", "opt-post-norm-projections", "deepseek_v3"]
@@ -62,10 +58,9 @@ def test_the_last_layer_is_narrowed(checkpoints):
     assert seen == [24, 7]
 
 
-def test_steps_are_not_captured_where_experts_move(checkpoints):
+@pytest.mark.parametrize(("moves", "kind"), [(True, ForwardKind.EAGER), (False, ForwardKind.CAPTURED)])
+def test_steps_are_not_captured_where_experts_move(moves, kind):
     """A graph would go on with the tables of the experts' first places."""
-    llm = make_llm(checkpoints.path("mixtral"))
-    model, late = runner_of(llm).model, SimpleNamespace(device=SimpleNamespace(is_async=True))
-    model.experts = ExpertRanks(Communicator(), replicated=True, measures=True)  # type: ignore[attr-defined]
-    staging: Any = late
-    assert type(_forward(llm.config, model, [], staging, Mesh(), None)) is Forward
+    config = EngineConfig.create(tensor_parallel_size=2, enable_expert_parallel=True, enable_eplb=moves)
+    group = Communicator(0, 2, capturable=True)
+    assert choose_forward(config, Mesh(size=2, tp=group, ep=group), gpu=True, backends=[])[0] is kind

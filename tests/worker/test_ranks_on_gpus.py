@@ -49,7 +49,7 @@ with stand_in(CARDS["sm_90"], count):
         Counter(kind for launch in launches for kind in collectives if launch.name.startswith(kind))
         for launches in graphs
     ]
-    backends = [backend.name for backend in worker.backends]
+    backends = [backend.name for backend in worker.plan.backends]
     print(json.dumps([str(worker.device.torch_device), type(forward).__name__, counted, budgets[0], backends]))
 """
 

@@ -12,8 +12,8 @@ from quire.config.engine import EngineConfig
 from quire.models.decoder import Decoder
 from quire.models.load import load_model
 from quire.parallel.mesh import Mesh
+from quire.worker.assembly.loading import count_text
 from quire.worker.memory import weights_in_memory
-from quire.worker.worker import _count
 from support.checkpoints import FAMILIES, write_checkpoint
 from support.gguf_files import write_gguf
 from support.quantized import FORMATS, write_quantized
@@ -69,7 +69,7 @@ def test_small_weights_do_not_count_the_large_storage_in_which_they_lie(tmp_path
     ("number", "text"), [(4_490_000, "4.49 M"), (134_515_008, "135 M"), (7.25e9, "7.25 B"), (9, "9")]
 )
 def test_a_count_is_written_for_people(number, text):
-    assert _count(int(number)) == text
+    assert count_text(int(number)) == text
 
 
 @pytest.mark.slow

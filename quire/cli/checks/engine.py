@@ -25,6 +25,6 @@ def need_engine() -> None:
 def num_threads() -> int:
     """The threads that an engine with one rank starts for its kernels. Raises RuntimeError like `need_engine`."""
     need_engine()
-    from quire.executor.threads import limit_threads
+    from quire.executor.threads import choose_threads
 
-    return limit_threads(sharing=1)
+    return choose_threads(sharing=1)

@@ -12,15 +12,16 @@ from quire.models.pooling import is_pooling_model
 from quire.observability.logging import logger
 
 
-def with_files(config: EngineConfig) -> tuple[EngineConfig, Path]:
+def with_files(config: EngineConfig, weights: bool = True) -> tuple[EngineConfig, Path]:
     """The model's directory or .gguf file, and the config with a complete speculative_config: its `model` is the
     drafter's directory, and `method` and `num_speculative_tokens` are known.
 
     If the model that the user named is a drafter of the library speculators, its target is the model. It is the drafter
     unless the user's speculative_config has another model or method. For a model that makes embeddings or scores, the
-    options `runner` and `dtype` are completed. Raises ConfigError or ModelNotFoundError.
+    options `runner` and `dtype` are completed. weights: False downloads no tensors. Raises ConfigError or
+    ModelNotFoundError.
     """
-    directory = model_directory(config.model)
+    directory = model_directory(config.model, weights)
     options = config.model
     drafter = {} if directory.is_file() else read_json(directory, "config.json")
     if is_pooling_model({**drafter, **options.hf_overrides}, directory, options):
@@ -44,11 +45,12 @@ def with_files(config: EngineConfig) -> tuple[EngineConfig, Path]:
         if "model" in given or given.get("method", "replay") not in ("replay", fields["method"]):
             fields = {}
         config = replace(config, scheduler=replace(config.scheduler, speculative_config={**fields, **given}))
-        directory = resolve(target, None, options.download_dir, options.hf_token, options.load_format != "dummy")
-    return _with_drafter(config), directory
+        fetched = weights and options.load_format != "dummy"
+        directory = resolve(target, None, options.download_dir, options.hf_token, fetched)
+    return _with_drafter(config, weights), directory
 
 
-def _with_drafter(config: EngineConfig) -> EngineConfig:
+def _with_drafter(config: EngineConfig, weights: bool) -> EngineConfig:
     """The config with the directory of the drafter instead of its name."""
     options = config.scheduler.speculation
     model = config.model
@@ -67,7 +69,7 @@ def _with_drafter(config: EngineConfig) -> EngineConfig:
     if options.acceptance_rates:
         logger.warning("speculative_config: drafts are accepted at given rates, so that answers mean nothing")
     if options.method not in ("mtp", "replay"):
-        place = resolve(options.model, options.revision, model.download_dir, model.hf_token)
+        place = resolve(options.model, options.revision, model.download_dir, model.hf_token, weights)
         fields = _what_its_config_says(place, str(options.model))
         count = options.num_speculative_tokens or fields.get("num_speculative_tokens", 0)
         method = options.method or fields["method"]

@@ -14,15 +14,18 @@ from quire.kv.specs import StateShape
 from quire.messages.errors import error_text
 from quire.models.heads.head import ChainHead, StateHead
 from quire.models.heads.load import load_draft_model, load_head
-from quire.models.model import Model
+from quire.models.model import Model, Shape
 from quire.parallel.mesh import Communicator
 from quire.sampling.sampler import Sampler
+from quire.worker.device import Device
 from quire.worker.drafters.drafter import Cached, Drafter
 from quire.worker.drafters.heads import ChainDrafter, HeadLayers, StateDrafter
 from quire.worker.drafters.model import ModelDrafter
 from quire.worker.drafters.replay import NewestTokenAgain, ReplayedCounts
 from quire.worker.forward import Forward
 from quire.worker.graphs import RecordedForward
+from quire.worker.input_batch import InputBatch
+from quire.worker.plan import ForwardKind, RankPlan
 from quire.worker.staging import Staging
 
 
@@ -37,10 +40,9 @@ class DrafterParts:
         target: Model,
         max_model_len: int,
         group: Communicator,
-        backends_of: Callable[[Cached], list[CacheBackend]],
+        backends_of: Callable[[Sequence[Shape]], list[CacheBackend]],
     ) -> None:
         self.options = options
-        self.config = config
         self.target = target
         self.part: Cached | StateHead
         if options.method == "draft_model":
@@ -67,7 +69,7 @@ class DrafterParts:
                 "choose one with attention alone"
             )
         try:
-            self.backends: Sequence[CacheBackend] = [] if self.cached is None else backends_of(self.cached)
+            self.backends: Sequence[CacheBackend] = [] if self.cached is None else backends_of(self.cached.cache_shapes)
         except ConfigError as error:
             raise ConfigError(f"speculative_config: the drafter cannot be used; {error_text(error)}") from None
         if self.cached is not None and not target.kv_specs:
@@ -91,16 +93,15 @@ class DrafterParts:
             offset += kv_spec.page_bytes(backend.entry_bytes)
         self.cached.bind_cache(self.backends, memory)
 
-    def drafter(self, staging: Staging, sampler: Sampler, most_tokens: int, hidden_size: int) -> Drafter:
-        """most_tokens: of a step. hidden_size: of the target model."""
-        if self.options.acceptance_rates:
-            staging.count_kept = ReplayedCounts(self.options, staging)
+    def count_kept(self, device: Device, batch: InputBatch) -> Callable[..., Tensor] | None:
+        """What takes the place of the op count_kept, if the options say which drafts are accepted."""
+        return ReplayedCounts(self.options, device, batch) if self.options.acceptance_rates else None
+
+    def drafter(self, staging: Staging, sampler: Sampler, plan: RankPlan) -> Drafter:
+        """The drafter over the parts. Raises ConfigError for a draft model that cannot draft in parallel."""
         if self.cached is None:
             return StateDrafter(cast(StateHead, self.part), staging, sampler)
-        asked = self.config.model
-        is_recorded = not (staging.device.is_async or asked.enforce_eager or asked.torch_compile)
-        is_recorded &= self.config.parallel.decode_context_parallel_size == 1
-        kind = RecordedForward if is_recorded else Forward
+        kind = RecordedForward if plan.drafter_forward is ForwardKind.RECORDED else Forward
         if self.options.method == "draft_model":
             model = cast(Model, self.part)
             mask = None
@@ -109,7 +110,7 @@ class DrafterParts:
                 if mask is None:
                     message = "speculative_config: parallel_drafting needs pard_token in the draft model's config"
                     raise ConfigError(message)
-            return ModelDrafter(model, kind(model, self.backends), staging, sampler, most_tokens, mask)
+            return ModelDrafter(model, kind(model, self.backends), staging, sampler, plan.most_tokens, mask)
         head = cast(ChainHead, self.part)
         layers = cast(Model, HeadLayers(head))
         return ChainDrafter(
@@ -118,7 +119,7 @@ class DrafterParts:
             Forward(layers, self.backends),
             staging,
             sampler,
-            most_tokens,
-            hidden_size,
+            plan.most_tokens,
+            self.target.hidden_size,
             self.target.kernels.target.dtype,
         )

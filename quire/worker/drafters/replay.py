@@ -6,7 +6,8 @@ from torch import Tensor
 from quire.config.speculative import SpeculativeOptions
 from quire.models.heads.head import Choose
 from quire.ops.reference.sampling import uniform_noise
-from quire.worker.staging import Staging
+from quire.worker.device import Device
+from quire.worker.input_batch import InputBatch
 
 
 class ReplayedCounts:
@@ -16,16 +17,17 @@ class ReplayedCounts:
     model has sampled after drafts which may differ from them.
     """
 
-    def __init__(self, options: SpeculativeOptions, staging: Staging) -> None:
-        self.staging = staging
+    def __init__(self, options: SpeculativeOptions, device: Device, batch: InputBatch) -> None:
+        self.device = device
+        self.batch = batch
         most = options.num_speculative_tokens
         rates = [*options.acceptance_rates, *most * options.acceptance_rates[-1:]][:most]
-        self.rates = torch.tensor([*rates, 0.0], device=staging.device.torch_device)  # no draft follows the last place
+        self.rates = torch.tensor([*rates, 0.0], device=device.torch_device)  # no draft follows the last place
 
     def __call__(
         self, token_ids: Tensor, rows: Tensor, positions: Tensor, sampled: Tensor, place_start_loc: Tensor
     ) -> Tensor:
-        seeds = self.staging.device.upload({"seeds": self.staging.batch.seed})["seeds"][rows]
+        seeds = self.device.upload({"seeds": self.batch.seed})["seeds"][rows]
         noise = uniform_noise(seeds, positions, 1)[:, 0]
         number = torch.arange(len(self.rates), device=rows.device)  # of a place within its request
         places = (place_start_loc[:-1, None] + number).clamp(max=len(noise) - 1)  # [requests, most places]

@@ -1,4 +1,4 @@
-"""Makes an engine core from a configuration: executor, scheduler, limits."""
+"""Assembles an engine: decides what it consists of, as a plan, and makes a core as the plan says."""
 
 import os
 from bisect import bisect_right
@@ -6,26 +6,35 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quire.checkpoints.formats.config import check_format
 from quire.config.engine import ConfigError, EngineConfig
+from quire.engine.adjustments import adjustments_of
 from quire.engine.core import EngineCore
 from quire.engine.fingerprint import cache_fingerprint
 from quire.engine.machine import Machine
+from quire.engine.plan import EnginePlan
 from quire.engine.tiers import make_tiers
 from quire.executor.base import Executor
 from quire.executor.choice import make_executor, uses_gpu
-from quire.executor.threads import limit_threads
+from quire.executor.threads import choose_threads, use_threads
 from quire.kv.hashing import hash_root
 from quire.kv.specs import KVCacheSize
 from quire.lora.gate import AdapterGate
 from quire.messages.engine import RendezvousPlace
 from quire.models.description import describe
+from quire.models.kernel_units import choose_kernels
+from quire.models.kv_groups import kv_groups
+from quire.models.load import resolve_dtype
 from quire.models.spec import DecoderSpec
 from quire.observability.logging import logger
+from quire.ops import Target
 from quire.parallel.mesh import Communicator
+from quire.parallel.planning import planned_mesh
+from quire.parallel.sizes import MeshSizes
 from quire.scheduler.compression import Compression
 from quire.scheduler.encoding import EncoderCache
 from quire.scheduler.gate import Connector
@@ -40,6 +49,7 @@ from quire.structured.gate import GrammarGate, Loaded
 from quire.worker.compression import check_compression
 from quire.worker.context import check_context
 from quire.worker.machine_defaults import Estimate
+from quire.worker.plan import RankPlan, plan_rank
 
 if TYPE_CHECKING:
     from quire.engine.kv_events import KVEvents
@@ -153,6 +163,64 @@ def take_devices(rank: int, config: EngineConfig) -> None:
 _PATIENCE = 3600.0  # seconds for a grammar, with those before it, in an engine with one user
 
 
+def plan_engine(
+    config: EngineConfig, directory: Path, max_model_len: int, *, shares_experts: bool = False
+) -> EnginePlan:
+    """What an engine with these options consists of. Nothing is loaded or started.
+
+    shares_experts: with other replicas, which must have steps of the same size. Raises ConfigError or ValueError for
+    options that do not fit the model or the machine.
+    """
+    given = config
+    description = describe(directory, config.model)
+    spec = description.spec
+    machine = Machine(config, description, directory, shares_experts=shares_experts)
+    config = machine.with_tokens_of_a_step()
+    limits = scheduler_limits(config, max_model_len, machine.estimate)
+    limits.validate()
+    check_backend(config.sampling.structured_outputs_config)
+    if spec.has_states:
+        _check_states(config)
+    compression = _compression(config, spec, max_model_len, limits)
+    group = Communicator(0, config.parallel.tensor_parallel_size)
+    check_context([] if spec.is_encoder else [part.cache_shape(group) for _, part in spec.cached], config.parallel)
+    threads = choose_threads(len(config.layout.here), config.kernels.threads, machine.threads)
+    adjustments = tuple(adjustments_of(given, description, limits, machine, threads))
+    return EnginePlan(config, directory, description, limits, compression, machine, threads, adjustments)
+
+
+def plan_first_rank(plan: EnginePlan) -> RankPlan:
+    """What the first rank of the engine will execute, without its weights. Ranks call the same function, `plan_rank`;
+    those of a pipeline have some of the layers. Missing kernels are compiled, as at a start.
+
+    Raises ConfigError or ValueError for options that do not fit the model or the machine.
+    """
+    config = plan.config
+    description = plan.description
+    is_gguf = plan.directory.is_file()
+    check_format(config.model.quantization, description.config, is_gguf)
+    kind = "cuda" if uses_gpu(config) else "cpu"
+    is_near = config.layout.machines == 1 and config.cluster.distributed_executor_backend != "ray"
+    mesh = planned_mesh(MeshSizes.of(config.parallel), kind, can_share_memory=is_near)
+    target = Target(mesh.device(kind), resolve_dtype(config.model), config.kernels.batch_invariant)
+    kernels = choose_kernels(config, description.spec, description.config, is_gguf, target, mesh)
+    groups = kv_groups(description.spec, plan.limits.max_model_len, mesh.tp)
+    return plan_rank(config, plan.limits.max_model_len, mesh, kernels, groups)
+
+
+def explain(config: EngineConfig) -> dict[str, Any]:
+    """What an engine with these options would consist of, as JSON's types. No weights are downloaded or loaded.
+
+    Raises ConfigError, ValueError or ModelNotFoundError.
+    """
+    from quire.models.heads.resolve import with_files  # a core gets the files' places from its clients
+
+    config, directory = with_files(config, weights=False)
+    max_model_len = describe(directory, config.model).max_model_len
+    plan = plan_engine(config, directory, max_model_len, shares_experts=config.parallel.shares_experts)
+    return plan.as_data(plan_first_rank(plan))
+
+
 def make_core(
     config: EngineConfig,
     directory: Path,
@@ -167,59 +235,16 @@ def make_core(
     place: where the replicas meet that share experts, None for a replica that shares none. rank: the core's number.
     has_one_user: who may submit thousands of grammars at once, and waits for them.
     """
-    description = describe(directory, config.model)
-    spec = description.spec
-    group = Communicator(0, config.parallel.tensor_parallel_size)
-    machine = Machine(config, description, directory, shares_experts=place is not None)
-    config = machine.with_tokens_of_a_step()
-    limits = scheduler_limits(config, max_model_len, machine.estimate)
-    limits.validate()  # before the model is loaded
-    check_backend(config.sampling.structured_outputs_config)
-    if spec.has_states:
-        _check_states(config)
-    compression = _compression(config, spec, max_model_len, limits)
-    check_context([] if spec.is_encoder else [part.cache_shape(group) for _, part in spec.cached], config.parallel)
-    threads = limit_threads(len(config.layout.here), config.kernels.threads, machine.threads)
-    machine.log(threads, limits.max_num_batched_tokens)
+    plan = plan_engine(config, directory, max_model_len, shares_experts=place is not None)
+    config = plan.config
+    use_threads(plan.threads)
+    plan.log()
     executor = make_executor(config, directory, max_model_len, place)
     kv = executor.kv_cache
-    if config.model.max_model_len == -1:
-        limits = _fitting(limits, kv)
-        max_model_len = limits.max_model_len
     fingerprint = partial(cache_fingerprint, config, directory, kv.layout)
-    adapters = None
-    if config.lora.enable_lora:
-        adapters = AdapterGate(executor, config.lora.max_loras, config.lora.num_in_memory)
     try:
-        speculation = _speculation(config, limits, executor)
-        described = fingerprint()
-        tiers = make_tiers(config, kv, hash_root(described))
-        scheduler = Scheduler(
-            limits,
-            kv.num_blocks,
-            list(kv.specs),
-            kv.block_size,
-            config.cache.enable_prefix_caching and bool(kv.specs),
-            described,
-            grammars=GrammarGate(partial(_load_grammars, config, directory, spec, has_one_user)),
-            vocab_size=spec.vocab_size,
-            speculation=speculation,
-            adapters=adapters,
-            tiers=tiers,
-            mover=executor,
-            compression=compression,
-            encoders=_encoders(config, spec, limits),
-        )
-        if config.profile.enable_layerwise_nvtx_tracing:
-            from quire.observability.profiling.ranges import mark_core
-
-            mark_core(scheduler)
+        scheduler = _scheduler(plan, executor, fingerprint(), has_one_user)
         kv_events = _kv_events(config, kv, rank)
-        if config.cache.transfer is not None and kv.specs:
-            plugin = import_module(f"{config.cache.transfer.kv_connector_module_path}.exchange")
-            exchange: Connector = plugin.make_connector(config, directory, kv, scheduler.kv, executor, len(tiers))
-            scheduler.connectors.append(exchange)
-            scheduler.gates.append(exchange)
     except ValueError:
         executor.shutdown()
         raise
@@ -228,12 +253,51 @@ def make_core(
         from quire.engine.lockstep import Waves  # zmq need not be there for one replica
 
         lockstep = Waves(place, config.parallel.data_parallel_size)
-    core = EngineCore(scheduler, executor, lockstep, kv_events, fingerprint, config.cache.pinned_prefix_share)
-    if rank == config.layout.here[0]:  # one replica measures
-        core.measurement = machine.measurement
+    measurement = plan.machine.measurement if rank == config.layout.here[0] else None  # one replica measures
+    share = config.cache.pinned_prefix_share
+    core = EngineCore(scheduler, executor, lockstep, kv_events, fingerprint, share, measurement)
     if kv.specs:
-        _log_kv_cache(kv, scheduler, max_model_len)
+        _log_kv_cache(kv, scheduler)
     return core
+
+
+def _scheduler(plan: EnginePlan, executor: Executor, fingerprint: str, has_one_user: bool) -> Scheduler:
+    """The scheduler for the KV cache of an executor. fingerprint: of its blocks. Raises ConfigError or ValueError."""
+    config = plan.config
+    spec = plan.description.spec
+    kv = executor.kv_cache
+    limits = plan.limits if config.model.max_model_len != -1 else _fitting(plan.limits, kv)
+    adapters = None
+    if config.lora.enable_lora:
+        adapters = AdapterGate(executor, config.lora.max_loras, config.lora.num_in_memory)
+    tiers = make_tiers(config, kv, hash_root(fingerprint))
+    scheduler = Scheduler(
+        limits,
+        kv.num_blocks,
+        list(kv.specs),
+        kv.block_size,
+        config.cache.enable_prefix_caching and bool(kv.specs),
+        fingerprint,
+        grammars=GrammarGate(partial(_load_grammars, config, plan.directory, spec, has_one_user)),
+        vocab_size=spec.vocab_size,
+        speculation=_speculation(config, limits, executor),
+        adapters=adapters,
+        tiers=tiers,
+        mover=executor,
+        compression=plan.compression,
+        encoders=_encoders(config, spec, limits),
+    )
+    if config.profile.enable_layerwise_nvtx_tracing:
+        from quire.observability.profiling.ranges import mark_core
+
+        mark_core(scheduler)
+    transfer = config.cache.transfer
+    if transfer is not None and kv.specs:
+        plugin = import_module(f"{transfer.kv_connector_module_path}.exchange")
+        exchange: Connector = plugin.make_connector(config, plan.directory, kv, scheduler.kv, executor, len(tiers))
+        scheduler.connectors.append(exchange)
+        scheduler.gates.append(exchange)
+    return scheduler
 
 
 def _compression(
@@ -280,7 +344,8 @@ def _load_grammars(config: EngineConfig, directory: Path, spec: DecoderSpec, has
     return Loaded(load_backend(libraries, vocabulary), compiler, eos_token_ids)
 
 
-def _log_kv_cache(kv: KVCacheSize, scheduler: Scheduler, max_model_len: int) -> None:
+def _log_kv_cache(kv: KVCacheSize, scheduler: Scheduler) -> None:
+    max_model_len = scheduler.limits.max_model_len
     room = scheduler.kv.room(max_model_len)
     logger.info(
         "KV cache: %.2f GiB, %s blocks of %d tokens, room for %s tokens: %.1f requests of the full %s tokens "

@@ -1,0 +1,18 @@
+"""Excludes methods from torch.compile."""
+
+import copy
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def hidden(thing: T, *methods: str) -> T:
+    """A copy of an object whose methods of these names, where it has them, are excluded from torch.compile: they call
+    compiled kernels."""
+    made = copy.copy(thing)
+    for name in methods:
+        if hasattr(made, name):
+            setattr(made, name, torch.compiler.disable(getattr(made, name)))  # type: ignore[no-untyped-call]
+    return made

@@ -1,0 +1,95 @@
+"""The attention backends of a rank, and the tokens of a block."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from quire.attention.base import AttentionShape, CacheBackend
+from quire.attention.by_head import by_head
+from quire.attention.cells import CELLS
+from quire.attention.chunked import in_chunks
+from quire.attention.cross import across
+from quire.attention.selection import choose_backend
+from quire.attention.sparse import SparseAttention
+from quire.attention.states import StateBackend, matching_block_size
+from quire.config.engine import ConfigError, EngineConfig
+from quire.kv.specs import StateShape
+from quire.layers.attention_spec import CacheShape
+from quire.models.model import Shape
+from quire.ops import Kernels
+from quire.parallel.mesh import Mesh
+from quire.worker.context import check_context, choose_context
+
+
+def make_backends(
+    config: EngineConfig, block_size: int, kernels: Kernels, mesh: Mesh, shapes: Sequence[Shape]
+) -> list[CacheBackend]:
+    """The backend of each KV group. Groups of the same shape share one. shapes: of the groups.
+
+    Raises ConfigError or ValueError if no backend fits.
+    """
+    target = kernels.target
+    speculation = config.scheduler.speculation
+    choose = partial(choose_backend, pinned=config.kernels.attention_backend)
+    check_context(shapes, config.parallel)
+    context = choose_context(mesh, shapes)
+    by_shape: dict[Shape, CacheBackend] = {}
+    for cache in shapes:
+        if isinstance(cache, StateShape):
+            drafts = 0 if speculation is None else speculation.num_speculative_tokens
+            by_shape[cache] = StateBackend(cache, block_size, drafts, "triton" in kernels.chosen["scan"])
+        elif cache not in by_shape:
+            shape = AttentionShape(
+                cache.num_heads,
+                cache.num_kv_heads,
+                cache.head_dim,
+                block_size,
+                target.dtype,
+                target.device,
+                cache.value_dim,
+                _cell(config, cache),
+                target.batch_invariant,
+            )
+            if (indexer := cache.indexer) is not None:
+                by_shape[cache] = SparseAttention(shape, indexer.top_k, indexer.head_dim, choose)
+                continue
+            backend = choose(shape) if context is None else context(shape, mesh.cp, mesh.dcp, choose, kernels)
+            if cache.chunk is not None:
+                if context is not None or config.cache.compression is not None:
+                    message = "cannot divide or compress the contexts of a model with attention chunks"
+                    raise ConfigError(f"{config.model.model}: context parallelism and kv_compression {message}")
+                backend = in_chunks(backend, cache.chunk)
+            elif cache.crossed:
+                backend = across(backend)
+            elif config.cache.compression is not None:
+                backend = by_head(backend)
+            by_shape[cache] = backend
+    return [by_shape[cache] for cache in shapes]
+
+
+def choose_block_size(config: EngineConfig, kernels: Kernels, mesh: Mesh, shapes: Sequence[Shape]) -> int:
+    """The tokens of a block: what the options say, but in a model with states, as many as take the memory of a state,
+    on the rank where these are the most."""
+    least = config.cache.block_size
+    if not any(isinstance(shape, StateShape) for shape in shapes):
+        return least
+    if config.cache.mamba_block_size is not None:
+        return config.cache.mamba_block_size
+    sizes: dict[bool, int] = {}
+    for backend in make_backends(config, least, kernels, mesh, shapes):
+        is_state = isinstance(backend, StateBackend)
+        sizes[is_state] = max(sizes.get(is_state, 0), backend.entry_bytes())
+    return -mesh.replica.minimum(-matching_block_size(least, sizes[True], sizes.get(False, 0) // least))
+
+
+def _cell(config: EngineConfig, shape: CacheShape) -> torch.dtype | None:
+    """The type of an element of the cache. None means the model's own type."""
+    if (name := config.cache.kv_cache_dtype) not in CELLS:
+        return None
+    if shape.holds_positions:
+        raise ConfigError(
+            f"kv_cache_dtype={name!r} cannot be used with {config.model.model}: for its linear biases (ALiBi), keys "
+            "hold positions, which one byte cannot tell apart; leave it at auto"
+        )
+    return CELLS[name]

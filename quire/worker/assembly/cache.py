@@ -1,0 +1,77 @@
+"""Allocates the KV cache of a rank: as many blocks as memory allows on all ranks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.config.engine import EngineConfig
+from quire.kv.specs import KVCacheSize
+from quire.parallel.mesh import Mesh
+from quire.platform.limits import free_on_host
+from quire.worker import memory
+from quire.worker.assembly.loading import LoadedRank
+from quire.worker.kv_memory import KVMemory
+from quire.worker.runner import Runner
+from quire.worker.warm_up import warm_up
+
+
+@dataclass(frozen=True)
+class RankCache:
+    """memory: of this rank. size: of the cache on all ranks."""
+
+    memory: KVMemory
+    size: KVCacheSize
+
+
+def make_cache(config: EngineConfig, mesh: Mesh, loaded: LoadedRank, runner: Runner[Any], budget: int) -> RankCache:
+    """Allocate the cache, and bind the model to it. All ranks of a replica call this together.
+
+    budget: bytes of a GPU for this rank. Raises ConfigError if the cache does not fit into memory.
+    """
+    plan = loaded.plan
+    device = runner.device.torch_device
+    rank_bytes = mesh.replica.each(loaded.block_bytes)
+    if device.type == "cuda":
+        free = _free_on_gpu(config, loaded, runner, budget)
+    else:
+        free = _free_on_host(config, mesh, loaded)
+        free -= config.cache.kv_offloading_bytes * loaded.block_bytes // sum(rank_bytes)
+    tables = [group.spec.table_length(runner.batch.max_model_len, plan.block_size) for group in plan.groups]
+    useful = config.scheduler.max_num_seqs * sum(tables) + 1
+    num_blocks = memory.num_blocks(config, free, loaded.block_bytes, useful, device)
+    num_blocks = mesh.replica.minimum(num_blocks)
+    kv_memory = _allocate(config, loaded, num_blocks, device)
+    if config.cache.kv_cache_pretouch:
+        kv_memory.blocks.zero_()
+    dtype = plan.kernels.target.dtype
+    layout = "; ".join(f"{backend.name}, {dtype}, {backend.layout}" for backend in loaded.backends)
+    specs = tuple(group.spec for group in plan.groups)
+    return RankCache(kv_memory, KVCacheSize(num_blocks, rank_bytes, specs, layout, plan.block_size))
+
+
+def _free_on_gpu(config: EngineConfig, loaded: LoadedRank, runner: Runner[Any], budget: int) -> int:
+    """Bytes that are left by the largest step, which is run."""
+    most_tokens = loaded.plan.most_tokens
+    _allocate(config, loaded, 1, runner.device.torch_device)  # the dummy step needs a null block
+    tokens = min(most_tokens, config.scheduler.max_num_seqs * runner.batch.max_model_len)
+    encoders = config.multimodal.limits(most_tokens, most_tokens)
+    free = memory.left_by_a_step(runner, budget, tokens, encoders)
+    warm_up(runner, tokens)
+    return free
+
+
+def _free_on_host(config: EngineConfig, mesh: Mesh, loaded: LoadedRank) -> int:
+    """This rank's share of the free memory of the machine."""
+    together = mesh.ranks_on_machine
+    cached = loaded.model.weight_cache
+    free = free_on_host(0 if cached is None else cached.mapped * together)  # replicas map the same files
+    return free // (together * max(1, len(config.layout.here)))
+
+
+def _allocate(config: EngineConfig, loaded: LoadedRank, num_blocks: int, device: torch.device) -> KVMemory:
+    transfer = config.cache.transfer
+    shared = device.type == "cpu" and transfer is not None and transfer.produces
+    kv_memory = KVMemory(num_blocks, loaded.block_bytes, device, shared)
+    loaded.bind_cache(kv_memory.blocks)
+    return kv_memory
