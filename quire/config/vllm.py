@@ -122,11 +122,9 @@ def translate(options: Mapping[str, Any], known: Iterable[str], others: Iterable
             implied |= of_value
         else:
             _check(name, value, [*known, *others])
-    overrides = implied.pop("hf_overrides", None)
-    if overrides:
-        result["hf_overrides"] = {**overrides, **_object("hf_overrides", result.get("hf_overrides"))}
     if parser := objects["structured_outputs_config"].pop("reasoning_parser", None):
         implied["reasoning_parser"] = parser
+    _merge_overrides(result, implied)
     objects["speculative_config"] = _speculative(objects["speculative_config"])
     return {**implied, **result, **{name: value for name, value in objects.items() if value}}
 
@@ -150,6 +148,12 @@ def _replace(name: str, value: Any, result: dict[str, Any], implied: dict[str, A
         implied["hf_overrides"] = {**implied.get("hf_overrides", {}), name: value}
     else:
         result.setdefault(successor, value)
+
+
+def _merge_overrides(result: dict[str, Any], implied: dict[str, Any]) -> None:
+    """Moves the fields of hf_overrides that other options imply to the option itself, unless it has them."""
+    if fields := implied.pop("hf_overrides", None):
+        result["hf_overrides"] = {**fields, **_object("hf_overrides", result.get("hf_overrides"))}
 
 
 def _implied(name: str, value: Any) -> Mapping[str, Any] | None:
