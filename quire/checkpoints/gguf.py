@@ -8,6 +8,7 @@ import mmap
 import re
 import struct
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -270,33 +271,52 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
     for _ in range(num_values):
         name = cursor.text()
         metadata[name] = cursor.value()
-    table = []
-    for _ in range(num_tensors):
+    table = [_Entry.read(cursor) for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise WeightError(f"general.alignment is {alignment!r}")
+    base = -(-cursor.position // alignment) * alignment
+    tensors = {entry.name: entry.tensor(path, base) for entry in table}
+    _check_places(tensors, len(cursor.data))
+    return GgufFile(path, metadata, tensors)
+
+
+class _Entry(NamedTuple):
+    """An entry of the table of tensors. kind: ggml's number of the type. offset: from the end of the table."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+    @classmethod
+    def read(cls, cursor: _Cursor) -> "_Entry":
         name = cursor.text()
         dims = cursor.number("<u4")
         if not 1 <= dims <= 4:
             raise WeightError(f"tensor {name} has {dims} dimensions")
         shape = tuple(reversed(cursor.array("<u8", dims)))
-        table.append((name, shape, cursor.number("<u4"), cursor.number("<u8")))
-    alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise WeightError(f"general.alignment is {alignment!r}")
-    base = -(-cursor.position // alignment) * alignment
-    tensors = {}
-    for name, shape, number, offset in table:
-        kind = TYPES.get(number)
+        return cls(name, shape, cursor.number("<u4"), cursor.number("<u8"))
+
+    def tensor(self, path: Path, base: int) -> GgufTensor:
+        kind = TYPES.get(self.kind)
         if kind is None:
             supported = ", ".join(t.name for t in TYPES.values())
-            raise WeightError(f"tensor {name} is of ggml type {number}, which is not supported; supported: {supported}")
-        if shape[-1] % kind.elements or (len(shape) == 1 and not kind.is_float):
-            raise WeightError(f"tensor {name} has rows of {shape[-1]} elements, which cannot be {kind.name}")
-        tensors[name] = tensor = GgufTensor(path, base + offset, kind, shape)
-        if tensor.stop > len(cursor.data):
+            raise WeightError(
+                f"tensor {self.name} is of ggml type {self.kind}, which is not supported; supported: {supported}"
+            )
+        if self.shape[-1] % kind.elements or (len(self.shape) == 1 and not kind.is_float):
+            raise WeightError(f"tensor {self.name} has rows of {self.shape[-1]} elements, which cannot be {kind.name}")
+        return GgufTensor(path, base + self.offset, kind, self.shape)
+
+
+def _check_places(tensors: Mapping[str, GgufTensor], file_bytes: int) -> None:
+    for name, tensor in tensors.items():
+        if tensor.stop > file_bytes:
             raise WeightError(f"tensor {name} lies beyond the end of the file")
     for name, following in pairwise(sorted(tensors, key=lambda name: tensors[name].offset)):
         if tensors[name].stop > tensors[following].offset:  # such as blocks of another size than ggml's
             raise WeightError(f"tensors {name} and {following} overlap")
-    return GgufFile(path, metadata, tensors)
 
 
 _FLOATS = ("F64", "F32", "F16", "BF16")

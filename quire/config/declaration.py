@@ -4,10 +4,18 @@ import json
 import os
 import pkgutil
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, field, is_dataclass
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from quire.messages.errors import error_text
+
+T = TypeVar("T")
+AtLeast0 = Annotated[int, msgspec.Meta(ge=0)]
+AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ConfigError(ValueError):
@@ -43,20 +51,23 @@ def check_seconds(name: str, value: Any, *, zero: bool = False, most: float = fl
 
 
 def read_value(name: str, value: Any, hint: Any, metadata: Any) -> Any:
-    """The option's value, converted from text if the option is a size, a JSON object or a list. Raises ConfigError."""
+    """The option's value, read from text if the option is a size, a JSON object or a list.
+
+    Raises ConfigError if it does not have the annotated type.
+    """
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if get_origin(hint) is list:
-        return _read_list(name, value)
-    if isinstance(value, str) and metadata.get("size"):
-        return parse_size(value)
-    if metadata.get("json") and is_dataclass(value) and not isinstance(value, type):
+        value = _read_list(name, value)
+    elif isinstance(value, str) and metadata.get("size"):
+        value = parse_size(value)
+    elif metadata.get("json") and is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
-    if isinstance(value, str) and metadata.get("json"):
+    elif isinstance(value, str) and metadata.get("json"):
         value = read_json(name, value)
         if not isinstance(value, dict):
             raise ConfigError(f"{name} must be a JSON object, got {value!r}")
-    return value
+    return converted(name, value, hint)
 
 
 def _read_list(name: str, value: Any) -> Any:
@@ -74,20 +85,43 @@ def read_json(name: str, text: str) -> Any:
         raise ConfigError(f"{name}: {text!r} is not valid JSON: {error_text(error)}") from error
 
 
-def check_type(name: str, value: Any, hint: Any) -> None:
-    """Raises ConfigError unless `value` has the annotated type (unions, Literal and plain classes)."""
-    kinds = get_args(hint) if get_origin(hint) not in (Literal, dict, list) and get_args(hint) else (hint,)
-    for kind in kinds:
+def read_object(option: str, given: Mapping[str, Any], kind: type[T]) -> T:
+    """The class of the fields of an option that is a JSON object, whose __post_init__ checks what types cannot express.
+
+    Raises ConfigError, which names the option and the field.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    for name in given:
+        if name not in hints:
+            raise ConfigError(f"{option} has no field {name!r}; it has {', '.join(hints)}")
+    values = {name: converted(f"{option}: {name}", value, hints[name]) for name, value in given.items()}
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error_text(error)}") from None
+
+
+def converted(name: str, value: Any, hint: Any) -> Any:
+    """The value in the annotated type. Of numbers, only integers are converted, to floats. Raises ConfigError."""
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        accepted = _accepted(hint, has_type=", got" not in str(error))
+        raise ConfigError(f"{name} must be {accepted}, got {value!r}") from None
+
+
+def _accepted(hint: Any, has_type: bool) -> str:
+    """The values that an annotated type accepts. has_type: the refused value has the type, and is out of its range."""
+    names = []
+    for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
         if get_origin(kind) is Literal:
-            if value in get_args(kind):
-                return
-            raise ConfigError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}")
-        kind = get_origin(kind) or kind
-        accepted = (int, float) if kind is float else kind
-        if isinstance(value, accepted) and not (kind in (int, float) and isinstance(value, bool)):
-            return
-    names = " or ".join("None" if k is type(None) else (get_origin(k) or k).__name__ for k in kinds)
-    raise ConfigError(f"{name} must be of type {names}, got {value!r}")
+            return f"one of {', '.join(map(repr, get_args(kind)))}"
+        if get_origin(kind) is Annotated:
+            kind, limits = get_args(kind)
+            if has_type:
+                return f"at least {limits.ge}" if limits.le is None else f"a number from {limits.ge} to {limits.le}"
+        names.append("None" if kind is NoneType else str(kind) if get_args(kind) else kind.__name__)
+    return f"of type {' or '.join(names)}".replace("typing.", "")
 
 
 def parse_size(text: str) -> int:

@@ -1,10 +1,8 @@
 """The options of --eplb-config: how experts are moved between ranks."""
 
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
 
-from quire.config.declaration import ConfigError, at_least
-from quire.messages.errors import error_text
+from quire.config.declaration import AtLeast0, AtLeast1, ConfigError
 
 
 @dataclass(frozen=True)
@@ -15,9 +13,9 @@ class BalanceOptions:
     ranks.
     """
 
-    window_size: int = 1000
-    step_interval: int = 3000
-    num_redundant_experts: int = 0
+    window_size: AtLeast1 = 1000
+    step_interval: AtLeast1 = 3000
+    num_redundant_experts: AtLeast0 = 0
     log_balancedness: bool = False
     log_balancedness_interval: int = 1
     use_async: bool = False
@@ -26,22 +24,7 @@ class BalanceOptions:
     enable_migration_batching: bool = False
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "window_size", "step_interval")
-        at_least(self, 0, "num_redundant_experts")
         if self.window_size > self.step_interval:
             raise ConfigError(
-                f"eplb_config: window_size must be at most step_interval ({self.step_interval}), got {self.window_size}"
+                f"window_size must be at most step_interval ({self.step_interval}), got {self.window_size}"
             )
-
-    @classmethod
-    def read(cls, given: dict[str, Any]) -> Self:
-        """Raises ConfigError for unknown fields and wrong values."""
-        names = [f.name for f in fields(cls)]
-        for name in given:
-            if name not in names:
-                raise ConfigError(f"eplb_config has no field {name!r}; it has {', '.join(names)}")
-        try:
-            return cls(**given)
-        except ConfigError as error:
-            text = error_text(error)
-            raise ConfigError(text if text.startswith("eplb_config") else f"eplb_config: {text}") from None

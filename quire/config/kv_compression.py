@@ -1,12 +1,12 @@
 """The fields of the option kv_compression, and how many blocks a compressed text keeps."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
-from quire.config.declaration import ConfigError
+from msgspec import Meta
 
-METHODS = "kv_compress", "adakv", "snapkv", "pyramidkv", "streaming_llm"
+from quire.config.declaration import AtLeast0, AtLeast1, ConfigError, read_object
 
 
 @dataclass(frozen=True)
@@ -19,41 +19,26 @@ class KVCompressionOptions:
     budget is. interval: after so many more tokens, a request's cache is compressed again; 0 for never.
     """
 
-    method: str = "kv_compress"
-    ratio: float = 4.0
-    window: int = 128
-    sinks: int = 4
-    kernel_size: int = 15
-    pooling: str = "avg"
-    safeguard: float = 0.2
-    steepness: float = 20.0
+    method: Literal["kv_compress", "adakv", "snapkv", "pyramidkv", "streaming_llm"] = "kv_compress"
+    ratio: Annotated[float, Meta(ge=1, le=1024)] = 4.0
+    window: AtLeast1 = 128
+    sinks: AtLeast0 = 4
+    kernel_size: AtLeast1 = 15
+    pooling: Literal["avg", "max"] = "avg"
+    safeguard: Annotated[float, Meta(ge=0, le=1)] = 0.2
+    steepness: Annotated[float, Meta(ge=1, le=1024)] = 20.0
     interval: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kernel_size % 2 == 0:
+            raise ConfigError(f"kernel_size must be an odd number, got {self.kernel_size}")
+        if self.interval and self.interval < self.window:
+            raise ConfigError(f"interval must be 0 or at least the window, got {self.interval}")
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
         """Raises ConfigError for a field that is unknown or wrong."""
-        known = {field.name: field.type for field in fields(cls)}
-        for name, value in given.items():
-            if name not in known:
-                raise ConfigError(f"kv_compression has no field {name!r}; it has {', '.join(known)}")
-            kinds: tuple[type, ...] = (int, float) if known[name] is float else (known[name],)  # type: ignore[assignment]
-            if type(value) not in kinds:
-                raise ConfigError(f"kv_compression: {name} has the wrong type: {value!r}")
-        options = cls(**given)
-        for name, valid, rule in (
-            ("method", options.method in METHODS, f"one of {', '.join(METHODS)}"),
-            ("ratio", 1 <= options.ratio <= 1024, "a number from 1 to 1024"),
-            ("window", options.window >= 1, "at least 1"),
-            ("sinks", options.sinks >= 0, "at least 0"),
-            ("kernel_size", options.kernel_size >= 1 and options.kernel_size % 2, "an odd number"),
-            ("pooling", options.pooling in ("avg", "max"), "avg or max"),
-            ("safeguard", 0 <= options.safeguard <= 1, "a number from 0 to 1"),
-            ("steepness", 1 <= options.steepness <= 1024, "a number from 1 to 1024"),
-            ("interval", options.interval in (0, max(options.interval, options.window)), "0 or at least the window"),
-        ):
-            if not valid:
-                raise ConfigError(f"kv_compression: {name} must be {rule}, got {getattr(options, name)!r}")
-        return options
+        return read_object("kv_compression", given, cls)
 
     def fewest_blocks(self, num_tokens: int, block_size: int) -> int:
         """How many of a text's full blocks each head keeps at least: as many as its sinks and its window need."""

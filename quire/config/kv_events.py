@@ -1,10 +1,10 @@
 """The fields of the option kv_events_config, with vLLM's names."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
-from quire.config.declaration import ConfigError, check_type
+from quire.config.declaration import AtLeast1, ConfigError, read_object
 
 LOOPBACK = "127.0.0.1", "localhost", "[::1]"
 
@@ -19,32 +19,24 @@ class KVEventOptions:
     """
 
     enable_kv_cache_events: bool = False
-    publisher: str | None = None
+    publisher: Literal["zmq", "null"] | None = None
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
+    buffer_steps: AtLeast1 = 10_000
+    hwm: AtLeast1 = 100_000
+    max_queue_size: AtLeast1 = 100_000
     topic: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("endpoint", "replay_endpoint"):
+            address = getattr(self, name)
+            if address is not None and not is_endpoint(address):
+                raise ConfigError(f"{name} must be tcp://HOST:PORT or ipc://PATH, got {address!r}")
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self | None:
         """None if no events are asked for. Raises ConfigError for a field that is unknown or wrong."""
-        known = {field.name: field.type for field in fields(cls)}
-        for name, value in given.items():
-            if name not in known:
-                raise ConfigError(f"kv_events_config has no field {name!r}: {', '.join(known)}")
-            check_type(f"kv_events_config: {name}", value, known[name])
-        options = cls(**given)
-        if options.publisher not in (None, "zmq", "null"):
-            raise ConfigError(f"kv_events_config: publisher must be 'zmq' or 'null', got {options.publisher!r}")
-        for name in ("buffer_steps", "hwm", "max_queue_size"):
-            if getattr(options, name) < 1:
-                raise ConfigError(f"kv_events_config: {name} must be at least 1, got {getattr(options, name)}")
-        for name in ("endpoint", "replay_endpoint"):
-            address = getattr(options, name)
-            if address is not None and not is_endpoint(address):
-                raise ConfigError(f"kv_events_config: {name} must be tcp://HOST:PORT or ipc://PATH, got {address!r}")
+        options = read_object("kv_events_config", given, cls)
         return options if options.enable_kv_cache_events and options.publisher != "null" else None
 
     def binds(self) -> bool:

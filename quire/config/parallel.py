@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quire.config.declaration import ConfigError, at_least, option
+from quire.config.declaration import ConfigError, at_least, option, read_object
 from quire.config.experts import BalanceOptions
 
 
@@ -68,7 +68,7 @@ class ParallelConfig:
 
     @property
     def balance(self) -> BalanceOptions:
-        return BalanceOptions.read(self.eplb_config)
+        return read_object("eplb_config", self.eplb_config, BalanceOptions)
 
     @property
     def shares_experts(self) -> bool:

@@ -2,13 +2,10 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
-from quire.config.declaration import ConfigError, check_type
-
-_NUMBERS = ("delay_iterations", "wait_iterations", "warmup_iterations", "max_iterations")
-_NOT_SUPPORTED = ("capture_torch_profiler", "detailed_trace_annotation")
+from quire.config.declaration import AtLeast0, AtLeast1, ConfigError, read_object
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class ProfilerConfig:
     vLLM's, and has no effect: the processes of the API are never recorded.
     """
 
-    profiler: str | None = None
+    profiler: Literal["torch", "cuda"] | None = None
     torch_profiler_dir: str = ""
     torch_profiler_with_stack: bool = True
     torch_profiler_with_flops: bool = False
@@ -33,46 +30,30 @@ class ProfilerConfig:
     capture_torch_profiler: bool = False
     detailed_trace_annotation: bool = False
     ignore_frontend: bool = False
-    delay_iterations: int = 0
-    max_iterations: int = 0
-    warmup_iterations: int = 0
-    active_iterations: int = 5
-    wait_iterations: int = 0
+    delay_iterations: AtLeast0 = 0
+    max_iterations: AtLeast0 = 0
+    warmup_iterations: AtLeast0 = 0
+    active_iterations: AtLeast1 = 5
+    wait_iterations: AtLeast0 = 0
+
+    def __post_init__(self) -> None:
+        folder = self.torch_profiler_dir
+        if self.profiler == "torch" and not folder:
+            raise ConfigError("profiler 'torch' needs torch_profiler_dir, the folder for its traces")
+        if self.profiler != "torch" and folder:
+            raise ConfigError("torch_profiler_dir needs profiler to be 'torch'")
+        if "://" in folder:
+            raise ConfigError(f"torch_profiler_dir must be a folder, and cannot be the address {folder!r}")
+        for name in ("capture_torch_profiler", "detailed_trace_annotation"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} is not supported by Quire yet")
+        if folder:
+            object.__setattr__(self, "torch_profiler_dir", os.path.abspath(os.path.expanduser(folder)))
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
-        """The folder of the result is absolute. Raises ConfigError for a field that is unknown or wrong."""
-        known = {field.name: field.type for field in fields(cls)}
-        for name, value in given.items():
-            if name not in known:
-                raise ConfigError(f"profiler_config has no field {name!r}: {', '.join(known)}")
-            check_type(f"profiler_config: {name}", value, known[name])
-        options = cls(**given)
-        options._check_profiler()
-        for name in _NOT_SUPPORTED:
-            if getattr(options, name):
-                raise ConfigError(f"profiler_config: {name} is not supported by Quire yet")
-        for name, minimum in (*((name, 0) for name in _NUMBERS), ("active_iterations", 1)):
-            if getattr(options, name) < minimum:
-                raise ConfigError(f"profiler_config: {name} must be at least {minimum}, got {getattr(options, name)}")
-        if not options.torch_profiler_dir:
-            return options
-        folder = os.path.abspath(os.path.expanduser(options.torch_profiler_dir))
-        return cls(**{**given, "torch_profiler_dir": folder})
-
-    def _check_profiler(self) -> None:
-        """Raises ConfigError if there is no such profiler, or if it does not go with torch_profiler_dir."""
-        if self.profiler not in (None, "torch", "cuda"):
-            raise ConfigError(f"profiler_config: profiler must be 'torch' or 'cuda', got {self.profiler!r}")
-        if self.profiler == "torch" and not self.torch_profiler_dir:
-            raise ConfigError("profiler_config: profiler 'torch' needs torch_profiler_dir, the folder for its traces")
-        if self.profiler != "torch" and self.torch_profiler_dir:
-            raise ConfigError("profiler_config: torch_profiler_dir needs profiler to be 'torch'")
-        if "://" in self.torch_profiler_dir:
-            raise ConfigError(
-                "profiler_config: torch_profiler_dir must be a folder, and cannot be the address "
-                f"{self.torch_profiler_dir!r}"
-            )
+        """Raises ConfigError for a field that is unknown or wrong."""
+        return read_object("profiler_config", given, cls)
 
     @property
     def plan(self) -> list[tuple[int, str]]:

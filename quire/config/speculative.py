@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Self
 
-from quire.config.declaration import ConfigError
+from quire.config.declaration import AtLeast1, ConfigError, read_object
 
 HOST_METHODS = "ngram", "suffix", "custom_class"
 DEVICE_METHODS = "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "replay"
@@ -14,13 +14,6 @@ _MTP = "deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mt
 _OTHER_NAMES = {**dict.fromkeys(_MTP, "mtp"), "ngram_gpu": "ngram"}  # vLLM's
 _IMPORT_PATH = re.compile(r"[a-zA-Z_]\w*(\.[a-zA-Z_]\w*)+")
 _MOST_DRAFTS = 32
-_KINDS: dict[Any, tuple[type, ...]] = {  # of values
-    float: (float, int),
-    int: (int,),
-    int | None: (int,),
-    bool: (bool,),
-    tuple[float, ...]: (list, tuple),
-}
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class SpeculativeOptions:
     model: str | None = None
     adaptive: bool = True
     revision: str | None = None
-    max_model_len: int | None = None
+    max_model_len: AtLeast1 | None = None
     parallel_drafting: bool = False
     quantization: str | None = None
     draft_tensor_parallel_size: int | None = None
@@ -61,71 +54,56 @@ class SpeculativeOptions:
     acceptance_rates: tuple[float, ...] = ()
     draft_method: str | None = None
 
+    def __post_init__(self) -> None:
+        for name, value in self._defaults().items():
+            object.__setattr__(self, name, value)
+        if not all(0 <= rate <= 1 for rate in self.acceptance_rates) or (self.acceptance_rates and not self.on_device):
+            raise ConfigError("acceptance_rates must be numbers from 0 to 1, and not for host methods")
+        fewest = int(not self.on_device)  # 0 leaves it to the head's config
+        if not fewest <= self.num_speculative_tokens <= _MOST_DRAFTS:
+            raise ConfigError(
+                f"num_speculative_tokens must be from 1 to {_MOST_DRAFTS}, got {self.num_speculative_tokens}"
+            )
+        if not 1 <= max(self.prompt_lookup_min, 1) <= max(self.prompt_lookup_max, 1):
+            raise ConfigError("prompt_lookup_min must be at least 1 and at most prompt_lookup_max")
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        """Raises ConfigError for a field that is unknown, missing or wrong."""
+        return read_object("speculative_config", given, cls)
+
     @property
     def on_device(self) -> bool:
         """Whether a drafter makes the drafts, next to the model."""
         return self.method not in HOST_METHODS
 
-    @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Self:
-        """Raises ConfigError for a field that is unknown, missing or wrong."""
-        known = {field.name: field.type for field in fields(cls)}
-        for name, value in given.items():
-            if name not in known:
-                raise ConfigError(f"speculative_config has no field {name!r}: {', '.join(known)}")
-            kind = _KINDS.get(known[name], (str,))
-            if type(value) not in kind:
-                raise ConfigError(f"speculative_config: {name} has the wrong type: {value!r}")
-        options = cls(**_with_method(given))
-        options._check()
-        return options
+    def _defaults(self) -> dict[str, Any]:
+        """The method by Quire's name, and the fields whose defaults depend on it. Raises ConfigError."""
+        method = self._method()
+        if method == "custom_class" and not self.model:
+            raise ConfigError("custom_class needs model, the import path of the class")
+        if method == "ngram":
+            longest = self.prompt_lookup_max or self.prompt_lookup_min or 5
+            shortest = self.prompt_lookup_min or longest
+            return {"method": method, "prompt_lookup_max": longest, "prompt_lookup_min": shortest}
+        if method == "suffix":
+            drafts = self.num_speculative_tokens or self.suffix_decoding_max_tree_depth
+            return {"method": method, "num_speculative_tokens": drafts}
+        return {"method": method}
 
-    def _check(self) -> None:
-        """Raises ConfigError for a value out of range."""
-        rates = self.acceptance_rates
-        if not all(type(rate) in (float, int) and 0 <= rate <= 1 for rate in rates) or (rates and not self.on_device):
-            message = "speculative_config: acceptance_rates must be numbers from 0 to 1, and not for host methods"
-            raise ConfigError(message)
-        fewest = int(not self.on_device)  # 0 leaves it to the head's config
-        if not fewest <= self.num_speculative_tokens <= _MOST_DRAFTS:
-            raise ConfigError(
-                f"speculative_config: num_speculative_tokens must be from 1 to {_MOST_DRAFTS}, got "
-                f"{self.num_speculative_tokens}"
-            )
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ConfigError(f"speculative_config: max_model_len must be at least 1, got {self.max_model_len}")
-        if not 1 <= max(self.prompt_lookup_min, 1) <= max(self.prompt_lookup_max, 1):
-            raise ConfigError("speculative_config: prompt_lookup_min must be at least 1 and at most prompt_lookup_max")
-
-
-def _with_method(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with the method by Quire's name, and with the defaults that depend on it. Raises ConfigError."""
-    values = dict(given)
-    if values.get("method") == "replay":
-        if not values.get("acceptance_rates"):
-            raise ConfigError("speculative_config: replay needs acceptance_rates, one for each place of a draft")
-        if values.get("model") or values.get("draft_method"):
-            values["method"] = values.pop("draft_method", None)
-    model = values.get("model", "")
-    given_method = _method(values.get("method"), model)
-    values["method"] = method = _OTHER_NAMES.get(str(given_method), given_method)
-    if given_method is not None and method not in METHODS:
-        raise ConfigError(f"speculative_config: method must be one of {', '.join(METHODS)}, got {given_method!r}")
-    if method == "ngram":
-        longest = values.get("prompt_lookup_max") or values.get("prompt_lookup_min") or 5
-        values["prompt_lookup_max"] = longest
-        values["prompt_lookup_min"] = values.get("prompt_lookup_min") or longest
-    if method == "suffix":
-        values.setdefault("num_speculative_tokens", values.get("suffix_decoding_max_tree_depth", 24))
-    if method == "custom_class" and not model:
-        raise ConfigError("speculative_config: custom_class needs model, the import path of the class")
-    return values
-
-
-def _method(given: str | None, model: str) -> str | None:
-    """The method that is given, or that the model implies."""
-    if model in ("ngram", "[ngram]"):
-        return "ngram"
-    if given is None and _IMPORT_PATH.fullmatch(model):
-        return "custom_class"
-    return given
+    def _method(self) -> str | None:
+        """The method that is given, or that the model implies. Raises ConfigError."""
+        method = self.method
+        if method == "replay":
+            if not self.acceptance_rates:
+                raise ConfigError("replay needs acceptance_rates, one for each place of a draft")
+            if self.model or self.draft_method:
+                method = self.draft_method
+        if self.model in ("ngram", "[ngram]"):
+            return "ngram"
+        if method is None:
+            return "custom_class" if _IMPORT_PATH.fullmatch(self.model or "") else None
+        method = _OTHER_NAMES.get(method, method)
+        if method not in METHODS:
+            raise ConfigError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        return method

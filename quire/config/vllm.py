@@ -105,7 +105,7 @@ def translate(options: Mapping[str, Any], known: Iterable[str], others: Iterable
     known = frozenset(known)
     result: dict[str, Any] = {}
     implied: dict[str, Any] = {}  # by other options; those that are given take precedence
-    objects = {name: _object(name, options.get(name)) for name in dict.fromkeys(o for o, _ in FIELD_FLAGS.values())}
+    objects = _objects(options)
     for name, value in options.items():
         if value is None:
             if name not in known and name not in FOREIGN:
@@ -115,24 +115,25 @@ def translate(options: Mapping[str, Any], known: Iterable[str], others: Iterable
         elif name in RETIRED:
             _replace(name, value, result, implied)
         elif name in FIELD_FLAGS:
-            option, field = FIELD_FLAGS[name]
-            if objects[option].setdefault(field, value) != value:
-                raise ConfigError(f"{name}={value!r} contradicts another option: {field}={objects[option][field]!r}")
+            _set_field(name, value, objects)
         elif name == "compilation_config":
-            for option, of_option in read_compilation(value).items():
-                implied.setdefault(option, of_option)
+            implied = {**read_compilation(value), **implied}
         elif (of_value := _implied(name, value)) is not None:
             implied |= of_value
         else:
             _check(name, value, [*known, *others])
-    overrides = implied.pop("hf_overrides", None)
-    if overrides:
-        result["hf_overrides"] = {**overrides, **_object("hf_overrides", result.get("hf_overrides"))}
     if parser := objects["structured_outputs_config"].pop("reasoning_parser", None):
         implied["reasoning_parser"] = parser
-    speculative = objects["speculative_config"]
-    objects["speculative_config"] = {field: value for field, value in speculative.items() if _is_read(field, value)}
+    _merge_overrides(result, implied)
+    objects["speculative_config"] = _speculative(objects["speculative_config"])
     return {**implied, **result, **{name: value for name, value in objects.items() if value}}
+
+
+def _set_field(name: str, value: Any, objects: Mapping[str, dict[str, Any]]) -> None:
+    """Sets the field of another option for which an option stands. Raises ConfigError if it has another value."""
+    option, field = FIELD_FLAGS[name]
+    if objects[option].setdefault(field, value) != value:
+        raise ConfigError(f"{name}={value!r} contradicts another option: {field}={objects[option][field]!r}")
 
 
 def _replace(name: str, value: Any, result: dict[str, Any], implied: dict[str, Any]) -> None:
@@ -149,6 +150,12 @@ def _replace(name: str, value: Any, result: dict[str, Any], implied: dict[str, A
         result.setdefault(successor, value)
 
 
+def _merge_overrides(result: dict[str, Any], implied: dict[str, Any]) -> None:
+    """Moves the fields of hf_overrides that other options imply to the option itself, unless it has them."""
+    if fields := implied.pop("hf_overrides", None):
+        result["hf_overrides"] = {**fields, **_object("hf_overrides", result.get("hf_overrides"))}
+
+
 def _implied(name: str, value: Any) -> Mapping[str, Any] | None:
     """The options that a value of an option sets, {} for a value that sets none; None if the tables say more of it."""
     of_values = IMPLIED.get(name, {})
@@ -159,12 +166,22 @@ def _implied(name: str, value: Any) -> Mapping[str, Any] | None:
     return {} if found is None and of_values and name not in NOT_SUPPORTED and name not in NO_EFFECT else found
 
 
+def _objects(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Copies of the options that have fields with flags of their own."""
+    return {name: _object(name, options.get(name)) for name in dict.fromkeys(name for name, _ in FIELD_FLAGS.values())}
+
+
 def _object(name: str, value: Any) -> Any:
     """A copy of the option's JSON object, which may be given as text."""
     value = read_json(name, value) if isinstance(value, str) else value or {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} must be a JSON object, got {value!r}")
     return dict(value)
+
+
+def _speculative(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of speculative_config that Quire reads. Raises ConfigError for one of vLLM that is not supported."""
+    return {field: value for field, value in given.items() if _is_read(field, value)}
 
 
 def _is_read(field: str, value: Any) -> bool:

@@ -130,7 +130,7 @@ class LLM:
         requests = self._process(as_list(prompts), sampling_params, priority, tokenization_kwargs, lora_request)
         return self._complete(requests, use_tqdm)
 
-    def chat(
+    def chat(  # noqa: PLR0913  # vLLM's signature
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,

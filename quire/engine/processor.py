@@ -99,7 +99,7 @@ def end_of_sequence(tokenizer: Tokenizer, generation_config: dict[str, Any]) -> 
 class Processor:
     """Validates and tokenizes requests. The engine core can run every request that passes."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # assembles its parts
         self,
         tokenizer: Tokenizer,
         max_model_len: int,

@@ -52,7 +52,7 @@ def _check_producer(params: TransferParams, options: KVTransferOptions | None) -
         address = ipaddress.ip_address(params.remote_host)
     except ValueError:
         raise ValueError(f"{_NAME}: remote_host must be an IP address, got {params.remote_host!r}") from None
-    networks = None if options is None else options.producers
+    networks = None if options is None else options.extra.networks
     if networks is not None and not any(address in network for network in networks):
         raise ValueError(
             f"{_NAME}: remote_host {params.remote_host} is not one of the producers that this server may connect to"

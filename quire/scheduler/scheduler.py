@@ -38,7 +38,7 @@ class Scheduler:
     and its blocks.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # assembles its parts
         self,
         limits: SchedulerLimits,
         num_blocks: int,

@@ -94,12 +94,9 @@ def _check_steps(name: str, part: Any) -> None:
     for count, (path, step) in enumerate(_steps(name, part)):
         if count >= _MOST_STEPS:
             raise ValueError(f"{name} has more than {_MOST_STEPS} steps")
-        for key, value in step.items():
-            if isinstance(value, str) and len(value) > _LONGEST and key != "precompiled_charsmap":
-                raise ValueError(f"{path}.{key} has {len(value):,} characters; at most {_LONGEST:,} are allowed")
-        pattern = step.get("pattern")
-        expression = pattern.get("Regex") if isinstance(pattern, dict) else None
-        if isinstance(expression, str):
+        _check_lengths(path, step)
+        expression = _expression(step)
+        if expression is not None:
             try:
                 check_expression(expression)
             except ValueError as error:
@@ -109,11 +106,24 @@ def _check_steps(name: str, part: Any) -> None:
         growth *= _growth(step)
         if growth > MOST_GROWTH:
             raise ValueError(f"{path} may make a text more than {MOST_GROWTH} times as long, with the steps before it")
-        for token in (
-            (step.get("special_tokens") or {}).values() if isinstance(step.get("special_tokens"), dict) else ()
-        ):
-            if isinstance(token, dict) and isinstance(ids := token.get("ids"), list) and len(ids) > _MOST_STEPS:
-                raise ValueError(f"{path}.special_tokens has a token of {len(ids):,} ids")
+
+
+def _check_lengths(path: str, step: dict[str, Any]) -> None:
+    """Of the texts of a step, and of what its special tokens stand for."""
+    for key, value in step.items():
+        if isinstance(value, str) and len(value) > _LONGEST and key != "precompiled_charsmap":
+            raise ValueError(f"{path}.{key} has {len(value):,} characters; at most {_LONGEST:,} are allowed")
+    special = step.get("special_tokens")
+    for token in special.values() if isinstance(special, dict) else ():
+        if isinstance(token, dict) and isinstance(ids := token.get("ids"), list) and len(ids) > _MOST_STEPS:
+            raise ValueError(f"{path}.special_tokens has a token of {len(ids):,} ids")
+
+
+def _expression(step: dict[str, Any]) -> str | None:
+    """The regular expression of a step."""
+    pattern = step.get("pattern")
+    expression = pattern.get("Regex") if isinstance(pattern, dict) else None
+    return expression if isinstance(expression, str) else None
 
 
 def _steps(path: str, part: Any, depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -187,9 +197,8 @@ def has_quadratic_step(backend: Backend | PartialBackend) -> bool:
     for part in (backend.normalizer, backend.pre_tokenizer):
         state = msgspec.json.decode(part.__getstate__()) if part is not None else None
         for _, step in _steps("", state):
-            pattern = step.get("pattern")
-            expression = pattern.get("Regex") if isinstance(pattern, dict) else None
-            if isinstance(expression, str) and is_quadratic(expression):
+            expression = _expression(step)
+            if expression is not None and is_quadratic(expression):
                 return True
     return getattr(backend.model, "max_input_chars_per_word", 0) > _LONG_WORD
 

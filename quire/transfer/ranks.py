@@ -68,4 +68,6 @@ def rank_store(
                 f"kv_transfer_config: rank {rank} cannot listen at kv_ip={options.kv_ip}, port {port} "
                 f"(kv_port + 1 + {rank}): {error_text(error)}"
             ) from error
-    return PeerStore(layout, rank, secret, transports=transports, streams=options.streams, nixl=nixl, server=server)
+    return PeerStore(
+        layout, rank, secret, transports=transports, streams=options.extra.streams, nixl=nixl, server=server
+    )

@@ -42,7 +42,7 @@ class BlockServer:
     Which blocks may be read when is up to the engines: the server gives whoever knows the secret any block.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # assembles its parts
         self,
         rows: Rows,
         layout: RankLayout,

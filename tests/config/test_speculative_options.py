@@ -21,7 +21,7 @@ from quire.config.vllm import SPECULATIVE_NO_EFFECT, SPECULATIVE_NOT_SUPPORTED
         ({"method": "ngram"}, "num_speculative_tokens must be from 1 to 32, got 0"),
         ({"method": "ngram", "num_speculative_tokens": 99}, "from 1 to 32, got 99"),
         ({"method": "suffix", "max_model_len": 0}, "max_model_len must be at least 1, got 0"),
-        ({"method": "ngram", "num_speculative_tokens": "3"}, "num_speculative_tokens has the wrong type: '3'"),
+        ({"method": "ngram", "num_speculative_tokens": "3"}, "num_speculative_tokens must be of type int, got '3'"),
         ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_minn": 2}, "no field 'prompt_lookup_minn'"),
         (
             {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 2},

@@ -167,7 +167,7 @@ def test_ports_follow_the_rank_and_only_what_the_user_names_is_open_to_others():
         ({"endpoint": "tcp://here"}, "endpoint must be tcp://HOST:PORT"),
         ({"endpoint": "inproc://x"}, "endpoint must be tcp://HOST:PORT"),
         ({"replay_endpoint": "tcp://*:x"}, "replay_endpoint must be"),
-        ({"publisher": "kafka"}, "publisher must be 'zmq' or 'null'"),
+        ({"publisher": "kafka"}, "publisher must be one of 'zmq', 'null'"),
         ({"hwm": 0}, "hwm must be at least 1"),
         ({"buffer_steps": "many"}, "buffer_steps must be of type int"),
         ({"topics": ""}, "has no field 'topics'"),

@@ -309,9 +309,9 @@ def test_ranks_say_what_one_rank_says(checkpoints: Checkpoints, case: Case, meth
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_compression": {"method": "h2o"}}, "method must be one of kv_compress, adakv"),
+        ({"kv_compression": {"method": "h2o"}}, "method must be one of 'kv_compress', 'adakv'"),
         ({"kv_compression": {"ratio": 0.5}}, "ratio must be a number from 1 to 1024, got 0.5"),
-        ({"kv_compression": {"window": "32"}}, "window has the wrong type"),
+        ({"kv_compression": {"window": "32"}}, "window must be of type int, got '32'"),
         ({"kv_compression": {**FIELDS, "interval": 7}}, "interval must be 0 or at least the window, got 7"),
         ({"kv_compression": {"budget": 5}}, "has no field 'budget'; it has method, ratio"),
         ({"kv_cache_dtype": "int8"}, "kv_compression and kv_cache_dtype='int8' exclude each other"),

@@ -164,7 +164,7 @@ def test_a_prefix_cannot_lead_out_of_the_folder(path, tmp_path):
     ("fields", "problem"),
     [
         ({"profile": "torch"}, "profiler_config has no field 'profile'"),
-        ({"profiler": "nsys", "torch_profiler_dir": "x"}, "profiler must be 'torch' or 'cuda', got 'nsys'"),
+        ({"profiler": "nsys", "torch_profiler_dir": "x"}, "profiler must be one of 'torch', 'cuda', got 'nsys'"),
         ({"profiler": "torch"}, "profiler 'torch' needs torch_profiler_dir"),
         ({"profiler": "cuda", "torch_profiler_dir": "x"}, "torch_profiler_dir needs profiler to be 'torch'"),
         ({"profiler": "torch", "torch_profiler_dir": "s3://bucket"}, "cannot be the address"),

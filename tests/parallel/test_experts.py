@@ -78,7 +78,7 @@ def test_an_expert_that_stays_on_its_rank_keeps_its_slot():
     [
         ({"enable_eplb": True}, "enable_expert_parallel"),
         ({"eplb_config": {"windows": 3}}, "eplb_config has no field 'windows'"),
-        ({"eplb_config": {"step_interval": 0}}, "eplb_config: step_interval must be an integer of at least 1"),
+        ({"eplb_config": {"step_interval": 0}}, "eplb_config: step_interval must be at least 1, got 0"),
         ({"eplb_config": {"window_size": 10, "step_interval": 5}}, "eplb_config: window_size must be at most"),
         ({"enable_dbo": True}, "enable_dbo .* data_parallel_size"),
         ({"enable_dbo": True, "enable_expert_parallel": True}, "enable_dbo .* data_parallel_size"),
