@@ -193,6 +193,9 @@ class AttentionBackend(CacheBackend):
     def unsupported(cls, shape: AttentionShape) -> str | None:
         """Why this backend cannot serve the shape, or None if it can."""
 
+    def of_role(self, role: str) -> "AttentionBackend":
+        return self
+
     @property
     def tokens_per_block(self) -> int:
         return self.shape.block_size

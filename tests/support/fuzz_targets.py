@@ -415,7 +415,7 @@ Infinity 1e-400 0 -1
 # ---- KV-transfer frames
 
 _KEY = b"k" * 32
-_LAYOUT = RankLayout(64, (GroupLayout("f", 32, 8, (Entry(0, 0, 2), Entry(1, 0, 2))),))
+_LAYOUT = RankLayout(64, (GroupLayout("f", (Entry(0, "kv", 0, 2, 0, 8), Entry(1, "kv", 0, 2, 32, 8))),))
 
 
 @cache

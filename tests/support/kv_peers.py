@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionShape
+from quire.attention.base import ENTRY_ALIGNMENT, AttentionBackend, AttentionShape
 from quire.attention.reference import ReferenceAttention
+from quire.attention.sparse import SparseAttention
 from quire.kv.specs import group_entries
-from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
+from quire.layers.attention_spec import AttentionSpec, IndexerSpec, LatentAttentionSpec
 from quire.layers.specs import NormSpec
 from quire.messages.transfers import Peer, Transfer
 from quire.parallel.mesh import Communicator
@@ -31,7 +32,8 @@ SECRET, NAME = b"s" * 32, "producer-1"
 
 @dataclass(frozen=True)
 class ModelModel:
-    """What matters of a model. kv_heads: 0 for latents."""
+    """What matters of a model. kv_heads: 0 for latents. index_dim: of the keys of indexers, which every layer has, or
+    with shares_selections every second one; 0 for none."""
 
     layers: int = 4
     heads: int = 8
@@ -39,6 +41,8 @@ class ModelModel:
     head_dim: int = 8
     windows: tuple[int | None, ...] = (None,)
     block_size: int = 4
+    index_dim: int = 0
+    shares_selections: bool = False
 
     def layouts(self, tp: int, pp: int) -> list[RankLayout]:
         """The layout of each rank."""
@@ -46,14 +50,11 @@ class ModelModel:
 
     def layout(self, rank: int, tp: int, stage: int, pp: int) -> RankLayout:
         group = Communicator(rank, tp)
-        mixer: AttentionSpec | LatentAttentionSpec
-        if self.kv_heads:
-            mixer = AttentionSpec(self.heads * self.head_dim, self.heads, self.kv_heads, self.head_dim)
-        else:
-            mixer = LatentAttentionSpec(32, self.heads, None, 12, 8, 4, 8, NormSpec(12, 1e-6), 1.0)
         windows = [self.windows[layer % len(self.windows)] for layer in range(self.layers)]
-        shapes = [mixer.cache_shape(group)] * self.layers
-        specs = group_entries([mixer.kv_spec(i, window) for i, window in enumerate(windows)], 64, shapes)
+        mixers = [self._mixer(layer) for layer in range(self.layers)]
+        shapes = [mixer.cache_shape(group) for mixer in mixers]
+        kept = [mixer.kv_spec(layer, window) for layer, (mixer, window) in enumerate(zip(mixers, windows, strict=True))]
+        specs = group_entries(kept, 64, shapes)
         own = range(self.layers * stage // pp, self.layers * (stage + 1) // pp)
         specs = [spec.of_layers(own) for spec in specs]
         shape = AttentionShape(
@@ -65,27 +66,42 @@ class ModelModel:
             torch.device("cpu"),
             shapes[0].value_dim,
         )
-        backends = [ReferenceAttention(shape)] * len(specs)
-        pages = (spec.page_bytes(backends[0].entry_bytes) for spec in specs)
-        return rank_layout([mixer] * self.layers, group, specs, backends, max(*pages, 64))
+        backend: AttentionBackend = ReferenceAttention(shape)
+        if self.index_dim:
+            backend = SparseAttention(shape, 16, self.index_dim, ReferenceAttention)
+        pages = (spec.page_bytes(backend.entry_bytes) for spec in specs)
+        return rank_layout(mixers, group, specs, [backend] * len(specs), max(*pages, 64))
+
+    def _mixer(self, layer: int) -> AttentionSpec | LatentAttentionSpec:
+        if self.kv_heads:
+            return AttentionSpec(self.heads * self.head_dim, self.heads, self.kv_heads, self.head_dim)
+        norm = NormSpec(12, 1e-6)
+        if not self.index_dim:
+            return LatentAttentionSpec(32, self.heads, None, 12, 8, 4, 8, norm, 1.0)
+        indexer = IndexerSpec(2, self.index_dim, 16)
+        shares = self.shares_selections and layer % 2 == 1
+        return LatentAttentionSpec(32, self.heads, 16, 12, 8, 4, 8, norm, 1.0, indexer=indexer, shares_selection=shares)
 
 
 GQA, LATENTS, WINDOWS = ModelModel(), ModelModel(kv_heads=0), ModelModel(layers=8, windows=(8, None))
 NUM_BLOCKS = 16  # of a consumer
 
 
-def content(group: int, layer: int, head: int, block: object, size: int) -> bytes:
+def content(group: int, layer: int, head: str, block: object, size: int) -> bytes:
     """What a block has at a head of a layer."""
     return random.Random(f"{group} {layer} {head} {block}").randbytes(size)
 
 
-def heads(layout: RankLayout) -> Iterator[tuple[int, int, int, int, int]]:
-    """Group, layer, head, offset and size of all heads that a rank keeps, counted independently of quire.transfer."""
+def heads(layout: RankLayout) -> Iterator[tuple[int, int, str, int, int]]:
+    """Group, layer, role and number of the head, offset and size of all heads that a rank keeps, counted independently
+    of quire.transfer."""
     for group, part in enumerate(layout.groups):
-        for index, entry in enumerate(part.entries):
+        start = 0
+        for entry in part.entries:
+            size = entry.head_bytes
             for place in range(entry.num_heads):
-                offset = index * part.entry_bytes + place * part.head_bytes
-                yield group, entry.layer, entry.first_head + place, offset, part.head_bytes
+                yield group, entry.layer, f"{entry.role} {entry.first_head + place}", start + place * size, size
+            start += -(-entry.num_heads * size // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
 
 
 def fill(blocks: np.ndarray, layout: RankLayout, group_of: dict[int, int], only: int | None = None) -> None:

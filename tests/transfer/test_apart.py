@@ -29,8 +29,8 @@ from support.waiting import LONGEST
 pytestmark = pytest.mark.slow
 
 COMBINES = [
-    "prefill and decode apart × prefix caching, chunked prefill, sliding window, latent attention, seeded sampling,"
-    " n > 1, tensor parallelism, pipeline parallelism"
+    "prefill and decode apart × prefix caching, chunked prefill, sliding window, latent attention, sparse attention,"
+    " seeded sampling, n > 1, tensor parallelism, pipeline parallelism"
 ]
 SMALL: dict[str, Any] = {
     "max_model_len": 1024,
@@ -137,7 +137,7 @@ def test_a_prompt_is_computed_by_one_engine_and_answered_by_another(secret, port
     run(main())
 
 
-VARIANTS = ["llama", "mistral-window-20", "gemma3", "deepseek_v3"]
+VARIANTS = ["llama", "mistral-window-20", "gemma3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa-shared-selections"]
 OTHERS: list[Any] = [
     pytest.param({}, {"tensor_parallel_size": 2}, id="1-2", marks=pytest.mark.slow),
     pytest.param({"tensor_parallel_size": 2}, {}, id="2-1"),
@@ -175,6 +175,11 @@ async def compare(path: Path, secret: str, port: int, there: dict[str, Any], her
 )
 def test_windows_latents_and_several_groups(checkpoints, secret, port, variant):
     run(compare(checkpoints.path(variant), secret, port, {}, {}))
+
+
+def test_the_keys_of_indexers_travel_with_the_latents(checkpoints, secret, port):
+    """The decoding engine selects tokens by keys that it has not computed, also in layers that share selections."""
+    run(compare(checkpoints.path("glm_moe_dsa-shared-selections"), secret, port, {}, {"tensor_parallel_size": 2}))
 
 
 @pytest.mark.nightly

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quire.messages.transfers import Transfer
-from quire.transfer.layout import RankLayout, plan
+from quire.transfer.layout import Entry, GroupLayout, RankLayout, plan
 from support.kv_peers import ModelModel, check, content, fill, heads
 
 MODELS = {
@@ -19,6 +19,8 @@ MODELS = {
     "uneven heads": ModelModel(layers=3, heads=6, kv_heads=3),
     "padded entries": ModelModel(head_dim=5, block_size=3),
     "latents": ModelModel(kv_heads=0),
+    "indexers": ModelModel(kv_heads=0, index_dim=6),
+    "shared selections": ModelModel(layers=5, kv_heads=0, index_dim=6, block_size=5, shares_selections=True),
     "windows": ModelModel(layers=8, windows=(8, 8, None)),
 }
 SIZES = list(itertools.product((1, 2, 4), (1, 2)))
@@ -52,8 +54,7 @@ def test_equal_layouts_need_one_run_for_each_group(model: ModelModel, tp: int, p
     for rank, own in enumerate(layouts):
         for group, reads in zip(own.groups, plan(own, layouts, rank), strict=True):
             if group.entries:
-                used = (len(group.entries) - 1) * group.entry_bytes + group.entries[-1].num_heads * group.head_bytes
-                assert list(reads.values()) == [[(0, 0, used)]]
+                assert list(reads.values()) == [[(0, 0, group.entries[-1].stop)]]
             else:
                 assert not reads
 
@@ -73,6 +74,12 @@ def test_what_does_not_fit_is_named() -> None:
         plan(own, ModelModel(head_dim=16).layouts(1, 1), 0)
     with pytest.raises(ValueError, match="different numbers of KV groups: 1 here, 4 there"):
         plan(own, MODELS["windows"].layouts(1, 1), 0)
+
+
+def test_a_layout_whose_entries_are_outside_its_blocks_is_refused() -> None:
+    for start, head_bytes in ((-8, 8), (0, 0), (52, 8)):
+        with pytest.raises(ValueError, match="fit into 64 bytes"):
+            RankLayout(64, (GroupLayout("f", (Entry(0, "kv", 0, 2, start, head_bytes),)),))
 
 
 def test_a_layout_survives_the_wire() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from quire.config.engine import ConfigError, EngineConfig
+from quire.kv.specs import CacheEntry
 from quire.messages.transfers import Peer, Transfer
 from quire.parallel.mesh import Mesh
 from quire.transfer.layout import plan
@@ -63,7 +64,12 @@ def _worker(path: Path, secret_file: str, transfer: dict[str, Any], **options: A
 @pytest.mark.parametrize("transport", ["QuireConnector", "TcpConnector"])
 @pytest.mark.parametrize(
     ("variant", "options"),
-    [("qwen3", {}), ("gemma3", {"kv_cache_dtype": "int8"}), ("deepseek_v3", {"attention_backend": "reference"})],
+    [
+        ("qwen3", {}),
+        ("gemma3", {"kv_cache_dtype": "int8"}),
+        ("deepseek_v3", {"attention_backend": "reference"}),
+        ("glm_moe_dsa-shared-selections", {}),
+    ],
 )
 def test_a_rank_reads_blocks_of_another(
     checkpoints: Any, secret_file: str, port: int, variant: str, options: dict[str, Any], transport: str
@@ -79,11 +85,14 @@ def test_a_rank_reads_blocks_of_another(
         assert store.server is None
         layout = store._layout
         for group, layer, head, offset, size in heads(layout):
-            index = [entry.layer for entry in layout.groups[group].entries].index(layer)
-            view = theirs.plan.backends[group].view(theirs.kv_memory.blocks, index)
-            number = head - layout.groups[group].entries[index].first_head
-            assert view[3, number].numel() * view.element_size() == size
-            assert view[3, number].data_ptr() == theirs.kv_memory.blocks[3].data_ptr() + offset
+            role, number = head.split()
+            spec = theirs.kv_cache.specs[group]
+            index = spec.entries.index(CacheEntry(layer, role))
+            backend = theirs.plan.backends[group]
+            start = sum(backend.entry_bytes(entry.role) for entry in spec.entries[:index])
+            view = backend.of_role(role).view_at(theirs.kv_memory.blocks, start)[3, int(number)]
+            assert view.numel() * view.element_size() == size
+            assert view.data_ptr() == theirs.kv_memory.blocks[3].data_ptr() + offset
 
         blocks = ours.kv_memory.blocks.numpy()
         blocks[1:] = dice.integers(0, 255, blocks[1:].shape, np.uint8)
