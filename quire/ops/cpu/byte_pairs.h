@@ -87,6 +87,16 @@ QUIRE_INLINE u32x16 odd_bytes(u32x16 codes) {
 
 QUIRE_INLINE u32x16 even_bytes(u32x16 codes) { return codes & 0x00ff00ffu; }
 
+// The same sums, in registers: gcc would add up the products of several words first, and have no registers for them.
+QUIRE_INLINE u32x16 kept(u32x16 sums) {
+#ifdef __AVX512F__
+  asm volatile("" : "+v"(sums));
+#else
+  for_parts([&](auto i) { asm volatile("" : "+x"(sums.parts[i.value])); });
+#endif
+  return sums;
+}
+
 QUIRE_INLINE u32x16 splat_word(const void* p) {
   uint32_t word;
   memcpy(&word, p, sizeof(word));

@@ -61,23 +61,27 @@ QUIRE_INLINE i32x16 dot_word(i32x16 sum, u32x16 codes, const uint32_t* x, std::i
   return dot_bytes(dot_bytes(sum, codes & 0x0f0f0f0fu, x[0]), codes >> 4 & 0x0f0f0f0fu, x[1]);
 }
 
-// Activations in 8 bits: codes [rows, stride], scales and sums of codes [rows, groups]. With QUIRE_PAIRS also the
-// beginnings of runs, [rows, groups, runs], or the codes in 16 bits, [rows, stride].
+// Activations in 8 bits: codes [rows, stride]; scales, sums of codes, and totals, which are their products: [groups,
+// rows], since visits read those of neighbouring rows. With QUIRE_PAIRS also the beginnings of runs, [groups, runs,
+// rows], or the codes in 16 bits, [rows, stride].
 struct Activations {
-  int64_t stride = 0, groups = 0, runs = 0;
+  int64_t stride = 0, rows = 0, runs = 0;
   std::vector<int8_t> codes;
-  std::vector<float> scales;
+  std::vector<float> scales, totals;
   std::vector<int32_t> sums;
   std::vector<uint32_t> beginnings;
   std::vector<int16_t> wide;
 
   // bits: of the codes in memory; wide_bits: as they are multiplied
+  int64_t at(int64_t group, int64_t row) const { return group * rows + row; }
+
   template <class T>
-  void quantize(const T* x, int64_t x_stride, int64_t rows, int64_t in, int64_t group, int bits, int wide_bits,
+  void quantize(const T* x, int64_t x_stride, int64_t x_rows, int64_t in, int64_t group, int bits, int wide_bits,
                 bool has_offsets, int threads) {
     stride = in + 2 * LANES;  // a group is written in steps of 16
-    groups = (in + group - 1) / group;
-    codes.resize(rows * stride), scales.resize(rows * groups), sums.resize(rows * groups);
+    rows = x_rows;
+    const int64_t groups = (in + group - 1) / group;
+    codes.resize(rows * stride), scales.resize(rows * groups), sums.resize(rows * groups), totals.resize(rows * groups);
 #ifdef QUIRE_PAIRS
     const Runs run(bits, has_offsets);
     const bool is_wide = bits == 8 && !SUMS_ARE_WIDE;
@@ -89,12 +93,13 @@ struct Activations {
       memset(to + in, 0, stride - in);  // which the rest of a unit of weights is multiplied with
       for (int64_t g = 0, from = 0; g < groups; g++, from += group) {
         const int64_t count = std::min(group, in - from);
-        quantize_group(x + row * x_stride + from, count, wide_bits, to + from, scales[row * groups + g],
-                       sums[row * groups + g]);
+        const int64_t i = at(g, row);
+        quantize_group(x + row * x_stride + from, count, wide_bits, to + from, scales[i], sums[i]);
+        totals[i] = scales[i] * float(sums[i]);
 #ifdef QUIRE_PAIRS
         for (int64_t r = 0; r < runs; r++) {
           const int64_t first = 4 * run.words * r, bytes = std::min<int64_t>(4 * run.words, (count - first + 15) & -16);
-          beginnings[(row * groups + g) * runs + r] = beginning(to + from + first, bytes, run.centre);
+          beginnings[at(g * runs + r, row)] = beginning(to + from + first, bytes, run.centre);
         }
 #endif
       }
@@ -123,8 +128,7 @@ struct Activations {
       if (bits == 4) bytes = __builtin_shufflevector(bytes, bytes, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
       memcpy(to + i, &bytes, sizeof(bytes));
     });
-    sum = 0;
-    for (int i = 0; i < LANES; i++) sum += total[i];
+    sum = folded(total, [](i32x16 a, i32x16 b) { return a + b; })[0];
   }
 };
 

@@ -61,6 +61,7 @@ struct PairVisits {
           if constexpr (wide_bits(N) == BITS) visit_row<N, C>(part, row, line, sums, ahead);
         });
       }
+    if constexpr (R > 1) format().expect_results(part, row, R);
     const int64_t group_words = format().group_words;
     Ahead::Pace pace = ahead.pace((part.words + group_words - 1) / group_words * C);
     for (int c = 0; c < C; c++) {
@@ -72,43 +73,57 @@ struct PairVisits {
     }
   }
 
+  // Adds the products of four bytes of each of `count` words of codes to the sums of R rows.
+  template <int R>
+  static QUIRE_INLINE void add_run(u32x16 (&pairs)[R], const uint32_t*& w, int stride, const int8_t*& codes,
+                                   int64_t x_stride, int64_t count) {
+    auto add = [&] __attribute__((always_inline)) {
+      const u32x16 line = load_words(w);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++) pairs[r] = kept(add_pairs(pairs[r], line, splat_word(codes + r * x_stride)));
+      w += stride, codes += 4;
+    };
+    for (; count >= 4; count -= 4) add(), add(), add(), add();
+    for (; count > 0; count--) add();
+  }
+
   // Several rows with a line of bytes.
   template <int R>
   __attribute__((noinline)) void visit_pairs(const Part& part, int64_t row, int line, float* sums, Ahead& ahead,
                                              Ahead::Pace& pace) const {
     constexpr int IN_WORD = INPUTS / 4;  // words of bytes in a word
     const Activations& x = format().x;
-    const int64_t group_words = format().group_words;
     const Runs run(format().bits, format().has_offsets());
     const int stride = part.stride();
-    const int64_t words = part.words * IN_WORD, in_group = group_words * IN_WORD, x_runs = x.groups * x.runs;
-    const int64_t x_stride = x.stride;
+    const int64_t words = part.words * IN_WORD, in_group = format().group_words * IN_WORD, x_stride = x.stride;
+    const int64_t in_run = run.words, x_rows = x.rows;
+    const int64_t first_group = part.word / format().group_words;
     const uint32_t* w = part.weights + line * LANES;
     const int8_t* codes = x.codes.data() + row * x_stride + part.word * INPUTS;
-    int64_t g = part.word / group_words, at = line * LANES;
-    for (int64_t begin = 0; begin < words; begin += in_group, g++, at += stride) {
-      const int64_t end = std::min(begin + in_group, words);
-      const uint32_t* beginning = x.beginnings.data() + row * x_runs + g * x.runs;
-      i32x16 sum[R][1];
+    const uint32_t* beginnings = x.beginnings.data() + x.at(first_group * x.runs, row);
+    uint32_t earlier[R * LANES] = {};  // sums of a group's runs but its last one
+    auto loaded = [&](int r) __attribute__((always_inline)) { return as<i32x16>(load_words(earlier + r * LANES)); };
+    GroupEnds<R> ends(format(), part, row, first_group, line, sums);
+    for (int64_t left = words; left > 0; left -= in_group) {
+      int64_t in_this = std::min(in_group, left);
       ahead.fetch(pace);
-      for (int64_t first = begin; first < end; first += run.words, beginning++) {
-        const int64_t stop = std::min(first + run.words, end);
-        u32x16 pairs[R];
+      u32x16 pairs[R];
+      i32x16 sum[R];
+      for (bool is_first = true;; is_first = false) {
 #pragma GCC unroll 6
-        for (int r = 0; r < R; r++) pairs[r] = splat(beginning[r * x_runs]);
-#pragma GCC unroll 2
-        for (int64_t i = first; i < stop; i++, w += stride, codes += 4) {
-          const u32x16 line = load_words(w);
+        for (int r = 0; r < R; r++) pairs[r] = splat(beginnings[r]);
+        beginnings += x_rows;
+        add_run(pairs, w, stride, codes, x_stride, std::min(in_run, in_this));
+        if ((in_this -= in_run) <= 0) break;
 #pragma GCC unroll 6
-          for (int r = 0; r < R; r++) pairs[r] = add_pairs(pairs[r], line, splat_word(codes + r * x_stride));
-        }
-#pragma GCC unroll 6
-        for (int r = 0; r < R; r++) sum[r][0] = first == begin ? total(pairs[r]) : sum[r][0] + total(pairs[r]);
+        for (int r = 0; r < R; r++) store(earlier + r * LANES, as<u32x16>(is_first ? total(pairs[r]) : loaded(r) + total(pairs[r])));
       }
-      if (run.rest)
 #pragma GCC unroll 6
-        for (int r = 0; r < R; r++) sum[r][0] += splat(run.rest * x.sums[(row + r) * x.groups + g]);
-      format().end_group(part, row, g, at, sum, sums);
+      for (int r = 0; r < R; r++) sum[r] = total(pairs[r]);
+      if (in_group > in_run)
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) sum[r] += loaded(r);
+      ends.add(sum, run.rest);
     }
   }
 
@@ -117,29 +132,73 @@ struct PairVisits {
   __attribute__((noinline)) void visit_wide(const Part& part, int64_t row, int line, float* sums, Ahead& ahead,
                                             Ahead::Pace& pace) const {
     const Activations& x = format().x;
-    const int64_t group_words = format().group_words;
+    const int64_t group_words = format().group_words, x_stride = x.stride;
     const int stride = part.stride();
-    const int64_t words = part.words, x_stride = x.stride;
     const uint32_t* w = part.weights + line * LANES;
     const int16_t* codes = x.wide.data() + row * x_stride + part.word * 4;
-    int64_t g = part.word / group_words, at = line * LANES;
-    for (int64_t begin = 0; begin < words; begin += group_words, g++, at += stride) {
-      const int64_t end = std::min(begin + group_words, words);
-      i32x16 sum[R][1];
+    const int32_t centre = format().has_offsets() ? 0 : format().centre();
+    GroupEnds<R> ends(format(), part, row, part.word / group_words, line, sums);
+    for (int64_t left = part.words; left > 0; left -= group_words) {
+      i32x16 sum[R] = {};
       ahead.fetch(pace);
-      format().begin_group(row, g, sum);
 #pragma GCC unroll 2
-      for (int64_t i = begin; i < end; i++, w += 2 * stride, codes += 4) {
+      for (int64_t i = std::min(group_words, left); i > 0; i--, w += 2 * stride, codes += 4) {
         const u32x16 even = load_words(w), odd = load_words(w + stride);
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
-          sum[r][0] = add_wide(sum[r][0], even, splat_word(codes + r * x_stride));
-          sum[r][0] = add_wide(sum[r][0], odd, splat_word(codes + r * x_stride + 2));
+          sum[r] = add_wide(sum[r], even, splat_word(codes + r * x_stride));
+          sum[r] = add_wide(sum[r], odd, splat_word(codes + r * x_stride + 2));
         }
       }
-      format().end_group(part, row, g, at, sum, sums);
+      ends.add(sum, -centre);
     }
   }
+
+  // Adds the sums of groups of R rows and a line, one group after the other, to `sums`. Reads nothing through pointers
+  // to structures: the compiler would read them again after each store.
+  template <int R>
+  class GroupEnds {
+   public:
+    GroupEnds(const Format& format, const Part& part, int64_t row, int64_t group, int line, float* sums)
+        : x_rows_(format.x.rows), stride_(part.stride()), x_scales_(format.x.scales.data() + format.x.at(group, row)),
+          x_totals_(format.x.totals.data() + format.x.at(group, row)),
+          x_sums_(format.x.sums.data() + format.x.at(group, row)), scales_(part.scales + line * LANES),
+          offsets_(part.offsets ? part.offsets + line * LANES : nullptr), sums_(sums) {
+      if (!part.is_first()) return;
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++) store(sums + r * PANEL, f32x16{});
+    }
+
+    // Of the next group. rest: a multiple of the sum of x that belongs to each sum.
+    QUIRE_INLINE void add(i32x16 (&sum)[R], int32_t rest) {
+      if (rest)
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) sum[r] += splat(rest * x_sums_[r]);
+      const f32x16 scales = load(scales_);
+      auto added = [&](int r) __attribute__((always_inline)) {
+        return fma(to_float(sum[r]), scales * x_scales_[r], load((const float*)sums_ + r * PANEL));
+      };
+      if (offsets_) {
+        const f32x16 offsets = load(offsets_);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++)
+          store(sums_ + r * PANEL, fma(offsets, splat(x_totals_[r]), added(r)));
+        offsets_ += stride_;
+      } else {
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) store(sums_ + r * PANEL, added(r));
+      }
+      x_scales_ += x_rows_, x_totals_ += x_rows_, x_sums_ += x_rows_, scales_ += stride_;
+    }
+
+   private:
+    const int64_t x_rows_;
+    const int stride_;
+    const float *x_scales_, *x_totals_;
+    const int32_t* x_sums_;
+    const float *scales_, *offsets_;
+    float* const sums_;
+  };
 
   // One row, whose codes, of N bits, are widened in registers: it needs each of them once.
   template <int N, int C>
@@ -158,10 +217,10 @@ struct PairVisits {
     int64_t g = part.word / group_words, at = line * LANES;
     for (int64_t begin = 0; begin < part.words; begin += group_words, g++, at += stride) {
       const int64_t end = std::min(begin + group_words, part.words);
-      const uint32_t* beginning = x.beginnings.data() + (row * x.groups + g) * x.runs;
+      const uint32_t* beginning = x.beginnings.data() + x.at(g * x.runs, row);
       i32x16 sum[1][C];
       format().begin_group(row, g, sum);
-      for (int64_t first = begin; first < end; first += run_words, beginning++) {
+      for (int64_t first = begin; first < end; first += run_words, beginning += x.rows) {
         const int64_t stop = std::min(first + run_words, end);
         const bool is_second = HAS_HALVES && (part.word + first) / TAKEN % 2;
         const uint32_t* next = w;
@@ -210,7 +269,7 @@ struct PairVisits {
       }
       if (!HALVES && run.rest)
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) sum[0][c] += splat(run.rest * x.sums[row * x.groups + g]);
+        for (int c = 0; c < C; c++) sum[0][c] += splat(run.rest * x.sums[x.at(g, row)]);
       format().end_group(part, row, g, at, sum, sums);
     }
   }
