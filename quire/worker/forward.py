@@ -41,7 +41,11 @@ class Forward:
         self.pipe = parts.pipe
         self.taps = dict(parts.taps)
         self.layer_done = parts.layer_done
-        self.compute = parts.compiled or model.forward
+        self._compiled = parts.compiled
+
+    def compute(self, x: Tensor, state: ForwardState, rows: Tensor | None, taps: Mapping[int, Tensor]) -> Tensor:
+        """The model's layers, see Model.forward; as torch.compile has compiled them, if it has."""
+        return (self._compiled or self.model.forward)(x, state, rows, taps)
 
     def fit(self, size: StepSize) -> StepSize:
         """The size to which a step of this size is padded."""

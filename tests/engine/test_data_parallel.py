@@ -11,9 +11,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from quire.config.engine import ConfigError, EngineConfig
-from quire.engine import client, cores
+from quire.engine import assemble, cores
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.core_client import CoreState
 from quire.engine.llm import LLM
@@ -254,21 +255,21 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch, visible, expected):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     else:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(client.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     config = EngineConfig.create(data_parallel_size=2, tensor_parallel_size=2)
-    client.take_devices(1, config)
+    assemble.take_devices(1, config)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
     with pytest.raises(ConfigError, match="data_parallel_size=3 needs 6 GPUs, but there are 4"):
-        client.take_devices(0, EngineConfig.create(data_parallel_size=3, tensor_parallel_size=2))
+        assemble.take_devices(0, EngineConfig.create(data_parallel_size=3, tensor_parallel_size=2))
 
 
 def test_the_gpus_of_a_machine_are_counted_from_its_first_replica(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(client.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     options = {"data_parallel_size_local": 2, "data_parallel_start_rank": 4}
-    client.take_devices(5, EngineConfig.create(data_parallel_size=8, tensor_parallel_size=2, **options))
+    assemble.take_devices(5, EngineConfig.create(data_parallel_size=8, tensor_parallel_size=2, **options))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
     options["data_parallel_size_local"] = 3
     config = EngineConfig.create(data_parallel_size=8, tensor_parallel_size=2, **options)
     with pytest.raises(ConfigError, match="data_parallel_size_local=3 needs 6 GPUs, but there are 4"):
-        client.take_devices(4, config)
+        assemble.take_devices(4, config)
