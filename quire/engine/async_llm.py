@@ -175,7 +175,7 @@ class AsyncLLM:
         return adapter
 
     async def _load(self, adapter: Adapter, core: int) -> None:
-        await self._compute("adapter", [0], core, adapter)
+        await self._compute("adapter", self.processor.shortest_prompt, core, adapter)
 
     async def _compute(self, name: str, prompt: Prompt, core: int, adapter: Adapter | None) -> None:
         """Have a core compute a prompt. Raises ValueError or BusyError if it cannot."""

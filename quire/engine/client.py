@@ -120,7 +120,6 @@ def _encoders(config: EngineConfig, spec: DecoderSpec, limits: SchedulerLimits) 
             "tokens of a picture see each other" if two_way else "cross-attention reads one context",
         ),
         ("max_itl", limits.pace is not None and two_way, "a picture is computed in one step"),
-        ("enable_lora", config.lora.enable_lora and crossed, "keys of an encoder have no adapters"),
         ("kv_transfer_config", config.cache.transfer is not None and crossed, "keys of an encoder are not sent"),
         (
             "enable_prompt_embeds",

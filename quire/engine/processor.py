@@ -188,6 +188,8 @@ class Processor:
             prompt, media, rotary = self._with_media(prompt, add_special_tokens, keep)
         if self.media is not None and self.media.needs_media and not media:
             raise ValueError("multi_modal_data: this model needs a sound in each prompt")
+        if adapter is not None:
+            media = [item.of_adapter(adapter.key) for item in media]
         text, token_ids, cache_salt = self.tokenize(prompt, add_special_tokens, keep, from_left)
         self.check_tokens(token_ids, self.vocab_size)
         self._check_room(len(token_ids))
@@ -229,6 +231,13 @@ class Processor:
             None if encoded is None else encoded.text,
             None if encoded is None else encoded.token_ids,
         )
+
+    @property
+    def shortest_prompt(self) -> Prompt:
+        """A prompt of one token, with a sound if the model needs one."""
+        if self.media is None or not self.media.needs_media:
+            return [0]
+        return {"prompt_token_ids": [0], "multi_modal_data": {"audio": self.media.silence}}
 
     def check_priority(self, priority: int) -> None:
         """Raises ValueError for a priority that is wrong or not in use."""

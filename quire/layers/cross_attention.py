@@ -34,11 +34,11 @@ class CrossAttention(CachedAttention):
             builder, own["o"], spec.num_heads * dim, inner, hidden, spec.output_bias, is_copy=share.is_copy
         )
 
-    def store(self, states: Tensor, plan: Any) -> None:
-        """states: the encoder's results, [encoder tokens, hidden]. plan: see store_plan."""
+    def store(self, states: Tensor, plan: Any, slots: Tensor | None) -> None:
+        """states: the encoder's results, [encoder tokens, hidden]. plan: see store_plan. slots: of the adapters."""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
-        kv = self.kv(states).view(len(states), 2 * self.num_kv_heads, self.head_dim)
+        kv = self.kv(states, slots).view(len(states), 2 * self.num_kv_heads, self.head_dim)
         self.backend.store(self.cache, kv[:, : self.num_kv_heads], kv[:, self.num_kv_heads :], plan)
 
     def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:

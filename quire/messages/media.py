@@ -47,6 +47,14 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True):
     modality: str
     tensors: dict[str, Buffer]
 
+    def of_adapter(self, key: str) -> "MediaItem":
+        """The item in a request with an adapter, whose key this is. If the model reads it by cross-attention, the
+        encoder has adapters, too, so its results are those of no other request."""
+        if not self.place.crossed:
+            return self
+        place = msgspec.structs.replace(self.place, key=f"{self.place.key} {key}")
+        return msgspec.structs.replace(self, place=place)
+
 
 @dataclass(frozen=True)
 class EncoderLimits:

@@ -279,14 +279,14 @@ class LayerStack:
                 cache = backend.of_role(entry.role).view_at(blocks, start)
                 self.layers[entry.layer - self.first_layer].reader(entry.role).bind(backend, cache)
 
-    def store_encoded(self, states: Tensor, group: int, blocks: Tensor) -> None:
+    def store_encoded(self, states: Tensor, group: int, blocks: Tensor, slots: Tensor | None = None) -> None:
         layers = [self.layers[entry.layer - self.first_layer].cross for entry in self.kv_specs[group].entries]
         backend = self.backends[group]
         assert isinstance(backend, AttentionBackend)
         plan = store_plan(backend, blocks, len(states))
         for cross in layers:
             assert cross is not None
-            cross.store(states, plan)
+            cross.store(states, plan, slots)
 
     def run(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}

@@ -27,7 +27,8 @@ class Tower(Protocol):
 
     def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """tensors: of one item, as the preprocessing of quire.multimodal makes them -> [embeds, hidden], or for
-        DeepStack [embeds, hidden * (1 + levels)]"""
+        DeepStack [embeds, hidden * (1 + levels)]. If the item's request has an adapter, and the model reads the results
+        by cross-attention, `slots` among them is the adapter's slot for each of these, [embeds], int64."""
 
 
 class Model(Protocol):
@@ -72,9 +73,9 @@ class Model(Protocol):
         memory: for each group, uint8 [blocks, bytes]: the part of all blocks in which its entries lie, from the start
         """
 
-    def store_encoded(self, states: Tensor, group: int, blocks: Tensor) -> None:
+    def store_encoded(self, states: Tensor, group: int, blocks: Tensor, slots: Tensor | None = None) -> None:
         """Fill the blocks of a request in a KV group of cross-attention. states: the tower's result, [tokens, hidden];
-        blocks: their ids, [blocks], int64"""
+        blocks: their ids, [blocks], int64; slots: as for `embed`"""
         raise TypeError("the model has no cross-attention")
 
     def embed(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:

@@ -169,6 +169,12 @@ class MediaProcessor:
         return self._family is not None and self._family.crossed > 0
 
     @property
+    def silence(self) -> Any:
+        """A short sound, for a model that needs one."""
+        assert self._family is not None
+        return np.zeros(self._family.sample_rate // 10, np.float32)
+
+    @property
     def kinds(self) -> dict[str, Kind]:
         return {} if self._family is None else self._family.kinds
 

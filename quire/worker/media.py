@@ -99,7 +99,7 @@ class MediaInputs(NoMedia):
             self._embeds.pop(key, None)
         if self._is_first:
             for item in step.encode:
-                self._embeds[item.place.key] = self._encode(item)
+                self._embeds[item.place.key] = self._encode(item, self._slots_of(item.place))
 
     def place(self, flat: FlatBatch) -> FlatBatch:
         if self.has_sections:
@@ -148,7 +148,19 @@ class MediaInputs(NoMedia):
         length = -(-place.crossed // self._batch.block_size)
         for group in self._batch.cross_groups:
             blocks = self._batch.block_tables[group, row, :length].astype(np.int64)
-            self._model.store_encoded(self._embeds[place.key], group, upload(blocks, self.device))
+            slots = self._slots(row, place)
+            self._model.store_encoded(self._embeds[place.key], group, upload(blocks, self.device), slots)
+
+    def _slots_of(self, place: MediaPlace) -> Tensor | None:
+        """The slots for an item that a running request needs. All requests with its key have the same adapter, see
+        MediaItem.of_adapter."""
+        rows = self._places.items() if place.crossed else ()
+        return next((self._slots(row, place) for row, places in rows if place in places), None)
+
+    def _slots(self, row: int, place: MediaPlace) -> Tensor | None:
+        """The slot of a row's adapter for each embedding that cross-attention reads; None if it has no adapter."""
+        slot = int(self._batch.adapters[row])
+        return None if slot < 0 else upload(np.full(place.crossed, slot), self.device)
 
     def _rotary_offsets(self, flat: FlatBatch) -> Array:
         offsets = np.repeat(self._behind[flat.token_rows][None], AXES, 0)
@@ -166,8 +178,10 @@ class MediaInputs(NoMedia):
                     del self._offsets[row]
         return offsets
 
-    def _encode(self, item: MediaItem) -> Tensor:
+    def _encode(self, item: MediaItem, slots: Tensor | None = None) -> Tensor:
         tensors = {name: tensor_of(buffer, self.device) for name, buffer in item.tensors.items()}
+        if slots is not None:
+            tensors["slots"] = slots
         if item.modality == "embeds":
             embeds = tensors["embeds"].to(self.dtype)
         elif self.tower is None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from quire.config.engine import ConfigError
 from quire.engine.llm import LLM
 from quire.layers.attention_spec import Buckets
 from quire.messages.sampling_params import SamplingParams
@@ -214,8 +213,6 @@ def test_models_without_an_encoder_refuse_its_prompts(checkpoints):
 
 
 def test_options_and_configs_that_do_not_fit_are_refused(folder):
-    with pytest.raises(ConfigError, match="enable_lora"):  # test_whisper.py has the others
-        LLM(str(written(folder, "bart")), dtype="float32", enable_lora=True)
     with pytest.raises(ValueError, match="tie_word_embeddings=False is not supported"):
         LLM(str(written(folder, "bart")), dtype="float32", hf_overrides={"tie_word_embeddings": False})
     for overrides, reason in (

@@ -155,11 +155,7 @@ def test_what_cannot_be_heard_is_refused(folder, prompt, reason):
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("enable_lora", True),
-        ("decode_context_parallel_size", 2),
-        pytest.param("pipeline_parallel_size", 2, marks=pytest.mark.slow),
-    ],
+    [("decode_context_parallel_size", 2), pytest.param("pipeline_parallel_size", 2, marks=pytest.mark.slow)],
 )
 def test_options_that_do_not_fit_are_refused(folder, name, value):
     with pytest.raises(ConfigError, match=name):

@@ -131,7 +131,13 @@ def network(folder: Path, kind: str) -> Any:
 @torch.inference_mode()
 def continuation(folder: Path, kind: str, token_ids: list[int], decoder: list[int]) -> Continuation:
     """What transformers says. token_ids: of the encoder."""
-    model, tokens, certain = network(folder, kind), torch.tensor([decoder]), NUM_TOKENS
+    return continuation_of(network(folder, kind), token_ids, decoder)
+
+
+@torch.inference_mode()
+def continuation_of(model: Any, token_ids: list[int], decoder: list[int]) -> Continuation:
+    """What a model of transformers says."""
+    tokens, certain = torch.tensor([decoder]), NUM_TOKENS
     encoded = model.get_encoder()(input_ids=torch.tensor([token_ids]))
     for count in range(NUM_TOKENS):
         scores = model(encoder_outputs=encoded, decoder_input_ids=tokens, use_cache=False).logits[:, -1]

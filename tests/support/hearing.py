@@ -130,6 +130,12 @@ def network(folder: Path) -> Any:
 @torch.inference_mode()
 def continuation(folder: Path, samples: npt.NDArray[np.float32], prompt: list[int]) -> Continuation:
     """What transformers says: its model, and its rules for the output."""
+    return continuation_of(network(folder), samples, prompt)
+
+
+@torch.inference_mode()
+def continuation_of(whisper: Any, samples: npt.NDArray[np.float32], prompt: list[int]) -> Continuation:
+    """What a model of transformers says with these rules."""
     from transformers import (
         GenerationConfig,
         LogitsProcessorList,
@@ -138,7 +144,7 @@ def continuation(folder: Path, samples: npt.NDArray[np.float32], prompt: list[in
         WhisperTimeStampLogitsProcessor,
     )
 
-    whisper, begin = network(folder), len(prompt)
+    begin = len(prompt)
     rules = LogitsProcessorList(
         [
             SuppressTokensLogitsProcessor(GENERATION["suppress_tokens"]),

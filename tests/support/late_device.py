@@ -35,6 +35,7 @@ from quire.messages.engine import EngineCoreOutput
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
 from quire.models.towers.text import Encoder as TextEncoder
+from quire.models.towers.whisper import Encoder as SoundEncoder
 from quire.sampling.sampler import Sampler
 from quire.scheduler.compression import Compression
 from quire.scheduler.encoding import EncoderCache
@@ -231,14 +232,15 @@ class LateModel(_Late):
 
     @property
     def tower(self) -> Any:
-        """Encoders of pictures and sounds are operations of torch, and those of texts are kernels."""
+        """Encoders of pictures are operations of torch; those of texts and sounds, which take adapters, are kernels."""
         real = self.real.tower
-        if not isinstance(real, TextEncoder):
+        if not isinstance(real, TextEncoder | SoundEncoder):
             return real
         size, dtype = self.real.hidden_size, self.real.kernels.target.dtype
 
         def encode(modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
-            return self.stream.launch(lambda: real(modality, tensors), len(tensors["ids"]), size, dtype=dtype)
+            count = len(tensors["ids"] if isinstance(real, TextEncoder) else real.positions)
+            return self.stream.launch(lambda: real(modality, tensors), count, size, dtype=dtype)
 
         return encode
 

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.layers.build import Builder
+from quire.layers.linear import Adapters, LinearShape, adapters_of
+from quire.layers.specs import OutputPart
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
@@ -27,19 +29,27 @@ class Linear:
         out_features: int,
         bias: bool = True,
         kernel: Sequence[int] = (),
+        takes_adapters: bool = False,
     ) -> None:
         """kernel: further dimensions of the checkpoint's weight, that of a convolution over patches which do not
-        overlap. in_features counts all of a patch."""
+        overlap. in_features counts all of a patch. takes_adapters: whether low-rank adapters can change the layer."""
         rest = 1
         for size in kernel:
             rest *= size
         weight = builder.whole(f"{name}.weight", out_features, in_features // rest, *kernel)
         self.weight = weight.view(out_features, in_features)
         self.bias = builder.whole(f"{name}.bias", out_features) if bias else None
+        self.adapters = Adapters()
+        if takes_adapters:
+            part = OutputPart(name, out_features, 0, out_features)
+            self.adapters = adapters_of(builder, LinearShape((part,), in_features, 0, in_features))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [..., in_features] -> [..., out_features]"""
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+        """x: [..., in_features] -> [..., out_features]. slots: of the adapters, [rows of x]; None if there are none."""
+        out = F.linear(x, self.weight, self.bias)
+        if slots is None:
+            return out
+        return self.adapters.add(out.flatten(0, -2), x.flatten(0, -2), slots).view(out.shape)
 
 
 class LayerNorm:

@@ -27,8 +27,9 @@ class Encoder:
         device = self.device
         ids = upload(tensors["ids"].numpy(), device)
         bounds = upload(np.array([0, count], np.int32), device)
+        slots = tensors.get("slots")
         inputs = StepInputs(
-            size=StepSize(count, 1),
+            size=StepSize(count, 1, adapted=slots is not None),
             longest_prompt=count,
             input_ids=ids,
             positions=torch.arange(count, device=device),
@@ -36,8 +37,10 @@ class Encoder:
             query_start_loc=bounds,
             seq_lens=bounds[1:],
             block_tables=bounds.new_empty(0, 1, 0),
+            adapters=slots,
         )
-        return self.model.forward(self.model.embed(ids, inputs.positions), ForwardState(inputs, [], []))
+        x = self.model.embed(ids, inputs.positions, slots)
+        return self.model.forward(x, ForwardState(inputs, [], [], slots=slots))
 
 
 def make(builder: Builder, spec: MediaSpec) -> Encoder:

@@ -22,28 +22,38 @@ _NEVER = float("-inf")
 
 
 class Layer:
-    def __init__(self, builder: Builder, name: str, config: Config) -> None:
+    def __init__(self, builder: Builder, name: str, config: Config, takes_adapters: bool) -> None:
         hidden = config["d_model"]
         inner = config["encoder_ffn_dim"]
         self.heads = config["encoder_attention_heads"]
         self.activation = ACTIVATIONS[config.get("activation_function", "gelu")]
         self.norm1 = LayerNorm(builder, f"{name}.self_attn_layer_norm", hidden, 1e-5)
         self.q, self.k, self.v, self.out = (
-            Linear(builder, f"{name}.self_attn.{part}", hidden, hidden, bias=part != "k_proj")
+            Linear(
+                builder,
+                f"{name}.self_attn.{part}",
+                hidden,
+                hidden,
+                bias=part != "k_proj",
+                takes_adapters=takes_adapters,
+            )
             for part in ("q_proj", "k_proj", "v_proj", "out_proj")
         )
         self.norm2 = LayerNorm(builder, f"{name}.final_layer_norm", hidden, 1e-5)
-        self.fc1 = Linear(builder, f"{name}.fc1", hidden, inner)
-        self.fc2 = Linear(builder, f"{name}.fc2", inner, hidden)
+        self.fc1 = Linear(builder, f"{name}.fc1", hidden, inner, takes_adapters=takes_adapters)
+        self.fc2 = Linear(builder, f"{name}.fc2", inner, hidden, takes_adapters=takes_adapters)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
         normed = self.norm1(x)
-        x = x + self.out(attend(self.q(normed), self.k(normed), self.v(normed), self.heads))
-        return x + self.fc2(self.activation(self.fc1(self.norm2(x))))
+        attended = attend(self.q(normed, slots), self.k(normed, slots), self.v(normed, slots), self.heads)
+        x = x + self.out(attended, slots)
+        return x + self.fc2(self.activation(self.fc1(self.norm2(x), slots)), slots)
 
 
 class Encoder:
-    def __init__(self, builder: Builder, config: Config, name: str = "model.encoder") -> None:
+    def __init__(
+        self, builder: Builder, config: Config, name: str = "model.encoder", takes_adapters: bool = False
+    ) -> None:
         hidden = config["d_model"]
         bins = config["num_mel_bins"]
         self.convolutions = [
@@ -51,23 +61,25 @@ class Encoder:
             for conv, width in (("conv1", bins), ("conv2", hidden))
         ]
         self.positions = builder.whole(f"{name}.embed_positions.weight", config["max_source_positions"], hidden)
-        self.layers = [Layer(builder, f"{name}.layers.{i}", config) for i in range(config["encoder_layers"])]
+        self.layers = [
+            Layer(builder, f"{name}.layers.{i}", config, takes_adapters) for i in range(config["encoder_layers"])
+        ]
         self.norm = LayerNorm(builder, f"{name}.layer_norm", hidden, 1e-5)
 
-    def states(self, mel: Tensor, length: int | None = None) -> Tensor:
+    def states(self, mel: Tensor, length: int | None = None, slots: Tensor | None = None) -> Tensor:
         """mel: [bins, frames] -> the results of the last layer before its norm: [1, frames / 2, hidden], or only the
-        first `length` of them, which then see no others."""
+        first `length` of them, which then see no others. slots: see Tower."""
         x = mel.to(self.positions.dtype)[None]
         for stride, (weight, bias) in enumerate(self.convolutions, 1):
             x = F.gelu(F.conv1d(x, weight, bias, stride=stride, padding=1))
         x = (x.transpose(1, 2) + self.positions)[:, :length]
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, slots)
         return x
 
     def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """mel: [bins, frames] -> [frames / 2, hidden]"""
-        return self.norm(self.states(tensors["mel"]))[0]
+        return self.norm(self.states(tensors["mel"], slots=tensors.get("slots")))[0]
 
 
 class OutputRules(LogitsProcessor):
@@ -127,7 +139,7 @@ class OutputRules(LogitsProcessor):
 
 
 def make(builder: Builder, spec: MediaSpec) -> Encoder:
-    return Encoder(builder, spec.config)
+    return Encoder(builder, spec.config, takes_adapters=True)
 
 
 def output_rules(directory: Path, spec: MediaSpec, config: EngineConfig, device: torch.device) -> OutputRules:
