@@ -114,7 +114,7 @@ def test_of_sounds(folder, way):
             samples = sounds.sound(number)
             prompt = {"prompt_token_ids": beginning, "multi_modal_data": {"audio": (samples, sounds.RATE)}}
             expected.append((prompt, adapter, sounds.continuation_of(network, samples, beginning)))
-    way(way_of(path, params, expected, sounds.POSITIONS, few_blocks=40))
+    way(way_of(path, params, expected, sounds.POSITIONS, few_blocks=18))
 
 
 def test_a_server_loads_an_adapter_of_a_model_that_needs_sounds(folder, tmp_path):
