@@ -27,7 +27,7 @@ import sys
 from llama_cpp import Llama
 Llama(sys.argv[1], n_ctx=512, verbose=False)("Once upon a time", max_tokens=1)
 """
-_IMPORT = "from quire.platform import lean_torch; lean_torch.prepare(); import torch"
+_IMPORT = "from quire.platform.torch_import import quick_imports\nwith quick_imports():\n    import torch"
 
 
 def timed(command: list[str], environment: dict[str, str]) -> tuple[float, float]:

@@ -1,8 +1,6 @@
 """`python -m quire`: the same as `quire`."""
 
-import sys
-
-from quire.cli.main import main
+from quire.cli.main import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

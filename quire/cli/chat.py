@@ -12,6 +12,7 @@ from quire.cli.terminal import Answer, Terminal
 from quire.messages.errors import error_text
 from quire.parsing.events import Content, Event, Reasoning
 from quire.parsing.reasoning import REASONING
+from quire.platform.torch_import import quick_imports
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
@@ -52,18 +53,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     terminal = Terminal(arguments.plain, not arguments.no_history)
     options = engine_options(arguments)
-    from quire.config.engine import EngineConfig
-    from quire.engine.frontend import Frontend
-    from quire.engine.llm import LLM  # imports torch
-    from quire.models.heads.resolve import with_files
+    with quick_imports():
+        from quire.config.engine import EngineConfig
+        from quire.engine.frontend import Frontend
+        from quire.models.heads.resolve import with_files
 
-    config = EngineConfig.create(model=arguments.model, **options)
-    frontend = Frontend(*with_files(config), in_process=True)
-    if not frontend.has_chat_template:
-        raise ValueError(
-            "this model has no chat template, so it cannot hold a conversation; give it one with "
-            "--chat-template FILE, or let it continue a text with: quire generate"
-        )
+        config = EngineConfig.create(model=arguments.model, **options)
+        frontend = Frontend(*with_files(config), in_process=True)
+        if not frontend.has_chat_template:
+            raise ValueError(
+                "this model has no chat template, so it cannot hold a conversation; give it one with "
+                "--chat-template FILE, or let it continue a text with: quire generate"
+            )
+        from quire.engine.llm import LLM  # imports torch
     llm = LLM.from_frontend(frontend)
     name = arguments.model or "the bundled model"
     chat = Chat(llm, name, terminal, sampling_options(arguments), arguments.system)

@@ -7,6 +7,7 @@ import sys
 from quire.cli.flags import engine_options
 from quire.cli.model import add_model_flag, check_prompt
 from quire.cli.sampling import add_text_flags, sampling_options
+from quire.platform.torch_import import quick_imports
 
 HELP = "complete a prompt, and print the text as it is generated"
 
@@ -27,9 +28,15 @@ def run(arguments: argparse.Namespace) -> int:
         if sys.stdin.isatty():
             raise ValueError('no prompt; try: quire generate "Once upon a time"')
         prompt = sys.stdin.read().rstrip("\n")
-    from quire.engine.llm import LLM  # imports torch
+    with quick_imports():
+        from quire.config.engine import EngineConfig
+        from quire.engine.frontend import Frontend
+        from quire.models.heads.resolve import with_files
 
-    llm = LLM(arguments.model, **options)
+        config = EngineConfig.create(model=arguments.model, **options)
+        frontend = Frontend(*with_files(config), in_process=True)
+        from quire.engine.llm import LLM  # imports torch
+    llm = LLM.from_frontend(frontend)
     params = llm.processor.default_sampling_params(**sampling)
     outputs = llm.stream(prompt, params)  # raises its errors here, before anything is shown
     sys.stdout.write(prompt)

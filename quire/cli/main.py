@@ -6,14 +6,16 @@ import os
 import sys
 import threading
 from importlib import import_module
+from typing import NoReturn
 
 from quire._version import __version__
 from quire.messages.errors import error_text
 from quire.observability.logging import configure_logging, log_options, logger
 from quire.platform import lean_torch
-from quire.platform.garbage import skip_last_collection
-from quire.platform.termination import end_on_signals
+from quire.platform.garbage import collect_rarely, skip_last_collection
+from quire.platform.termination import end_on_signals, end_process
 
+collect_rarely()
 lean_torch.prepare()
 atexit.register(skip_last_collection)
 
@@ -90,3 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+
+
+def command() -> NoReturn:
+    """What `quire` and `python -m quire` run."""
+    end_process(main())

@@ -27,10 +27,10 @@ from quire.messages.changes import Look, Pause, TrainerOrder
 from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, RendezvousPlace
 from quire.messages.errors import EngineDeadError, error_text
 from quire.observability.logging import LogOptions, configure_logging, logger
-from quire.platform import lean_torch
 from quire.platform.garbage import skip_last_collection
 from quire.platform.stacks import FOLDER_VARIABLE, offer_stacks
 from quire.platform.termination import leave_end_to_parent
+from quire.platform.torch_import import quick_imports
 
 if TYPE_CHECKING:  # the parent of the process imports this file, too
     from quire.engine.core import EngineCore
@@ -84,9 +84,11 @@ def run_core(
     threading.Thread(target=_beat, args=(context, folder, watched), name="heartbeat", daemon=True).start()
     core = None
     try:
-        lean_torch.prepare()
-        from quire.engine.assemble import make_core, take_devices  # imports torch, which other processes do not need
-        from quire.models.description import describe
+        with quick_imports():
+            from quire.models.description import describe
+
+            max_model_len = describe(directory, config.model).max_model_len
+            from quire.engine.assemble import make_core, take_devices  # imports torch, which other processes do not need
 
         take_devices(rank, config)
         if listener is not None:
@@ -95,7 +97,7 @@ def run_core(
             _store = open_meeting(listener.getsockname()[0], listener)  # it lives as long as this core
         if place is not None:
             os.environ.update(interface_variables(place.host))
-        core = make_core(config, directory, describe(directory, config.model).max_model_len, place, rank)
+        core = make_core(config, directory, max_model_len, place, rank)
         core.trials.journal = folder / JOURNAL
         core.busy = partial(_report_busy, core.progress, report)
         report(_ready(core, address))

@@ -27,9 +27,9 @@ from quire.messages.changes import PROFILE_SECONDS, Change, Profile, TrainerOrde
 from quire.messages.errors import error_text
 from quire.messages.transfers import Transfer
 from quire.observability.logging import configure_logging
-from quire.platform import lean_torch
 from quire.platform.garbage import skip_last_collection
 from quire.platform.stacks import FOLDER_VARIABLE, offer_stacks
+from quire.platform.torch_import import quick_imports
 from quire.platform.untrusted.limits import BusyError, WorkerError
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ def main() -> None:
 
 def _work(link: Link, start: messages.Start, rank: int, secret: bytes) -> None:
     """Load the model and execute steps until the executor has gone."""
-    lean_torch.prepare()
-    import torch  # imported late: it takes seconds, during which heartbeats are sent already
+    with quick_imports():  # late, since they take seconds, during which heartbeats are sent already
+        import torch
 
-    from quire.worker.stage_runner import StageRunner
-    from quire.worker.worker import Worker
+        from quire.worker.stage_runner import StageRunner
+        from quire.worker.worker import Worker
 
     torch.set_num_threads(start.num_threads)
     mesh = _join(start, rank, secret)

@@ -1,20 +1,29 @@
-"""Imports torch without a part that only its compiler needs, and which takes a quarter of the time.
+"""Imports torch without a module that only torch's compiler needs, and that takes a quarter of the import time.
 
-This is torch._meta_registrations: what operators do with tensors that have no memory. It is imported when something
-reads it, or before one of the modules that torch would have imported with it.
+The module is torch._meta_registrations: the operators' implementations for tensors without memory. It is imported as
+soon as its content is read, and before any module that depends on it. Versions of torch that were not tested, and
+copies whose files look different, are imported as usual.
 """
 
-import gc
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
+else:
+    Loader = object  # importing importlib.abc takes 10 ms
+
+OLDEST = (2, 11)  # the versions that were tested
+NEWEST = (2, 13)
 
 _DEFERRED = "torch._meta_registrations"
-_RELATED = {
+_DEPENDENT = {
     "torch._decomp",
     "torch._dynamo",
     "torch._inductor",
@@ -22,61 +31,93 @@ _RELATED = {
     "torch._prims_common.wrappers",
     "torch._refs",
     "torch.utils._content_store",
+    "transformers",
 }
+_VERSION = re.compile(r"^__version__ = '(\d+)\.(\d+)\.\d+(?:\+\w+)?'$", re.MULTILINE)  # a release, no development build
+_IMPORT = "    from torch import _meta_registrations\n"
+_GENERATORS = "torch._C._set_generator_metaclass("
 
 
 def prepare() -> None:
-    """To be called by a process of Quire's own before it imports torch; afterwards it has little effect."""
-    # Importing torch creates 170,000 objects that stay alive. Python's default, a garbage collection after every 700
-    # new objects, takes a fifth of the import time.
-    gc.set_threshold(100_000)
-    if "torch" not in sys.modules:
-        sys.meta_path.insert(0, _Watch())
+    """To be called by a process of Quire's own. It has no effect once torch is imported."""
+    if "torch" not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
 
 
-def _catch_up() -> ModuleType:
-    """The module that was deferred."""
-    if isinstance(sys.modules.get(_DEFERRED), _StandIn):
+def can_defer(folder: Path) -> bool:
+    """Whether the torch in this folder is one whose module can be deferred."""
+    try:
+        version = _VERSION.search((folder / "version.py").read_text())
+        if version is None or not OLDEST <= (int(version[1]), int(version[2])) <= NEWEST:
+            return False
+        generators = (folder / "_prims" / "rng_prims.py").read_text()
+        return (
+            (folder / "_meta_registrations.py").is_file()
+            and (folder / "__init__.py").read_text().count(_IMPORT) == 1
+            and (_GENERATORS not in generators or f"\n{_GENERATORS}OpaqueBaseMeta)\n" in generators)
+        )
+    except OSError:
+        return False
+
+
+def _stop() -> None:
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+
+
+def _import_deferred() -> ModuleType:
+    """The deferred module, with everything that it imports, in the order that torch intends."""
+    if isinstance(sys.modules.get(_DEFERRED), _Placeholder):
         del sys.modules[_DEFERRED]
-        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watch)]
+        _stop()
     return import_module(_DEFERRED)
 
 
 def _allow_generators() -> None:
-    """torch 2.13 refuses to make a torch.Generator before a module that is deferred has done this."""
+    """Since torch 2.13, torch.Generator cannot be used before this call, which a module makes that is now deferred."""
     torch: Any = sys.modules["torch"]
     if hasattr(torch._C, "_set_generator_metaclass"):
         torch._C._set_generator_metaclass(import_module("torch._opaque_base").OpaqueBaseMeta)
 
 
-class _StandIn(ModuleType):
+class _Placeholder(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for by tools that look at all modules
+        if name.startswith("__"):  # tools that look at all modules ask for these
             raise AttributeError(name)
-        return getattr(_catch_up(), name)
+        return getattr(_import_deferred(), name)
 
 
-class _Watch(MetaPathFinder, Loader):
-    """Sees which modules are imported."""
+class _Finder:
+    """Defers the module, and notices when another module needs it."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name == _DEFERRED:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name == "torch":
+            spec = PathFinder.find_spec(name, path)
+            if spec is None or spec.origin is None or not can_defer(Path(spec.origin).parent):
+                _stop()
+        elif name == _DEFERRED:
             _allow_generators()
-            return ModuleSpec(name, self)
-        if name not in _RELATED:
-            return None
-        _catch_up()
-        module = sys.modules.get(name)
-        if module is None:
-            return None
-        # It is imported now, and must not be loaded again: the import goes on with the module's own spec
-        module.__spec__ = ModuleSpec(name, self, origin=module.__file__, is_package=hasattr(module, "__path__"))
-        return module.__spec__
+            return ModuleSpec(name, _Existing(_Placeholder(name)))
+        elif name in _DEPENDENT and _DEFERRED in sys.modules:
+            _import_deferred()
+            if (module := sys.modules.get(name)) is not None:
+                spec = ModuleSpec(name, _Existing(module), is_package=hasattr(module, "__path__"))
+                module.__spec__ = spec  # importlib uses it instead of the returned one
+                return spec
+        return None
+
+
+class _Existing(Loader):
+    """A loader of a module that exists already. A module that was executed must not be executed again."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._spec = module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        if spec.name == _DEFERRED:
-            return _StandIn(spec.name)
-        return sys.modules[spec.name]  # imported meanwhile
+        return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        pass
+        if self._spec is not None:
+            module.__spec__ = self._spec

@@ -1,9 +1,15 @@
-"""SIGTERM and SIGHUP end a command in an orderly way, even if Python drops the exception that says so."""
+"""How a process ends: in an orderly way on SIGTERM and SIGHUP, even if Python drops the exception, and quickly."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import signal
+import sys
+import threading
 from types import FrameType
+from typing import NoReturn
 
 _received: list[int] = []
 
@@ -45,3 +51,16 @@ def end_if_told() -> None:
 def _end(number: int, frame: FrameType | None) -> None:
     _received.append(number)
     raise SystemExit(128 + number)
+
+
+def end_process(status: int) -> NoReturn:
+    """End the process like sys.exit in its main thread, but without the destruction of all objects, which takes 0.2 to
+    0.3 s after torch was imported. Threads are joined, functions of atexit are called, and the output is flushed."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):  # Python reports what cannot be written
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -1,9 +1,14 @@
-"""What torch defers is there as soon as something needs it."""
+"""The deferred module of torch is imported as soon as something needs it, and only known versions of torch defer it."""
 
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+
+from quire.platform.lean_torch import NEWEST, OLDEST, can_defer
 
 START = """
 import sys
@@ -61,3 +66,53 @@ def test_nothing_is_deferred_once_torch_is_imported():
 def test_a_commands_process_imports_torch_leanly():
     code = "import quire.cli.main, sys, torch\nassert 'torch._decomp' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_installed_torch_is_one_whose_module_can_be_deferred() -> None:
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    assert can_defer(Path(spec.origin).parent)
+
+
+FILES = {  # of a package that is laid out like torch
+    "version.py": "__version__ = '{version}'\n",
+    "__init__.py": "from . import _C\nif True:\n    from torch import _meta_registrations\n",
+    "_meta_registrations.py": "is_imported = True\n",
+    "_prims/__init__.py": "",
+    "_prims/rng_prims.py": "\ntorch._C._set_generator_metaclass(OpaqueBaseMeta)\n",
+    "_C.py": "",
+}
+NEXT = f"{NEWEST[0]}.{NEWEST[1] + 1}.0"
+BEFORE = f"{OLDEST[0]}.{OLDEST[1] - 1}.0"
+KNOWN = f"{NEWEST[0]}.{NEWEST[1]}.0+cpu"
+OTHER_IMPORT = FILES["__init__.py"].replace("from torch import", "from . import")
+OTHER_CALL = FILES["_prims/rng_prims.py"].replace("OpaqueBaseMeta", "SomethingElse")
+LAYOUTS = {  # the version, the files that differ, and whether the module is deferred
+    "a known version": (KNOWN, {}, True),
+    "the oldest version": (f"{OLDEST[0]}.{OLDEST[1]}.0", {"_prims/rng_prims.py": ""}, True),
+    "a newer version": (NEXT, {}, False),
+    "an older version": (BEFORE, {}, False),
+    "a development build": (f"{NEWEST[0]}.{NEWEST[1]}.0a0+git1234567", {}, False),
+    "another import of the module": (KNOWN, {"__init__.py": OTHER_IMPORT}, False),
+    "another way to allow generators": (KNOWN, {"_prims/rng_prims.py": OTHER_CALL}, False),
+    "a package without the file": (KNOWN, {"_prims/rng_prims.py": None}, False),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_unknown_torch_is_imported_as_usual(layout: str, tmp_path: Path) -> None:
+    version, differences, is_deferred = LAYOUTS[layout]
+    for name, text in {**FILES, **differences}.items():
+        if text is not None:
+            file = tmp_path / "torch" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text.format(version=version))
+    code = (
+        "import sys\nfrom quire.platform import lean_torch\nlean_torch.prepare()\nimport torch\n"
+        "deferred = sys.modules['torch._meta_registrations']\n"
+        "print(not hasattr(deferred, '__file__'), torch._meta_registrations.is_imported)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.split() == [str(is_deferred), "True"]
