@@ -94,15 +94,18 @@ class Selection:
     """Which keys each token of a step may select, and the slots of those that it selects, in order of position.
 
     rows: [tokens], int32, indices of their requests in block_table, which lists blocks. seen: [tokens], int32, how
-    many keys of its request a token sees, at least 1. slots: [tokens, most], int32; if a token sees more keys than
-    `most`, it selects so many, and else all of them, behind which the row is arbitrary. place: where kernels on a CPU
-    find block_table: its address and its stride.
+    many keys of its request a token sees. slots: [tokens, most], int32; if a token sees more keys than `most`, it
+    selects so many, and else all of them, behind which the row is arbitrary. scores: [tokens, most], float32, if ranks
+    have yet to choose among their selected keys. The scores of these are then written there, and `slots` gets the
+    numbers of the keys instead, counted from the beginning of block_table. place: where kernels on a CPU find
+    block_table: its address and its stride.
     """
 
     rows: Tensor
     seen: Tensor
     block_table: Tensor
     slots: Tensor
+    scores: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.place = (ctypes.c_int64 * 2)()

@@ -183,7 +183,8 @@ class CpuAttention(PreparingBackend):
         q = q.contiguous()
         weights = weights.contiguous()
         slots = selection.slots
-        kernel("quire_select", "pplllpplppppll")(
+        scores = selection.scores
+        kernel("quire_select", "pplllpplpppppll")(
             self._geometry_address,
             q.data_ptr(),
             *q.shape[:2],
@@ -195,6 +196,7 @@ class CpuAttention(PreparingBackend):
             selection.rows.data_ptr(),
             selection.seen.data_ptr(),
             slots.data_ptr(),
+            None if scores is None else scores.data_ptr(),
             slots.shape[1],
             torch.get_num_threads(),
         )

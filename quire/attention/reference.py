@@ -67,14 +67,19 @@ class ReferenceAttention(AttentionBackend):
     def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:
         size = self.shape.block_size
         most = selection.slots.shape[1]
+        best = selection.scores
         for token, (row, seen) in enumerate(zip(selection.rows.tolist(), selection.seen.tolist(), strict=True)):
             table = selection.block_table[row]
             positions = torch.arange(seen, device=q.device)
-            if seen > most:
+            if seen > most or best is not None:
                 keys = self._keys(cache, table, seen)[0, :, 0]
                 scores = weights[token].float() @ (q[token].float() @ keys.T).relu()
                 positions = scores.argsort(descending=True, stable=True)[:most].sort().values
-            selection.slots[token, : len(positions)] = table[positions // size] * size + positions % size
+            if best is None:
+                selection.slots[token, : len(positions)] = table[positions // size] * size + positions % size
+            else:
+                selection.slots[token, : len(positions)] = positions
+                best[token, : len(positions)] = scores[positions]
 
     def attend(self, q: Tensor, cache: Tensor, plan: StepLayout, **how: Unpack[Scores]) -> tuple[Tensor, Tensor]:
         window = how.get("window")

@@ -5,6 +5,7 @@ lists their slots. So backends need no second kind of attention, only tables of 
 indexer keeps a key of its own for each token, as a second entry of the layer beside the latents.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
@@ -23,8 +24,17 @@ class SparsePlan:
     selection: Selection
 
 
-class SparseAttention(AttentionBackend):
-    """Layers call `select`, or use the selection that the layer before has left in the plan, and then `attend`."""
+class SelectingAttention(AttentionBackend):
+    """Attention to selected keys. The indexer's keys are the entries of role "indexer"."""
+
+    @abstractmethod
+    def select_from(self, cache: Tensor, q: Tensor, weights: Tensor, k: Tensor, plan: Any) -> None:
+        """Store the indexer's keys of the step, k: [tokens, 1, dim], in the layer's entry for them, then select for its
+        tokens. q, weights: see AttentionBackend.select."""
+
+
+class SparseAttention(SelectingAttention):
+    """Layers call `select_from`, or use the selection that the layer before has left in the plan, and then `attend`."""
 
     def __init__(
         self, shape: AttentionShape, most: int, indexer_dim: int, choose: Callable[[AttentionShape], AttentionBackend]
@@ -68,8 +78,6 @@ class SparseAttention(AttentionBackend):
         self.latents.store(cache, k, v, plan.inner)
 
     def select_from(self, cache: Tensor, q: Tensor, weights: Tensor, k: Tensor, plan: SparsePlan) -> None:
-        """Store the indexer's keys of the step, k: [tokens, 1, dim], in the layer's entry for them, then select for its
-        tokens. q, weights: see AttentionBackend.select."""
         self.keys.store(cache, k, None, plan.inner)
         self.keys.select(q, weights, cache, plan.selection)
 

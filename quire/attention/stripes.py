@@ -30,16 +30,17 @@ from quire.attention.context import ContextAttention, Ints, packed, unpacked
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """How some queries attend to this rank's stripe.
 
-    order: the queries in the order in which they are computed, [queries]; those that see no key come last, in no
-    request. place: where each query is in that order. is_blind: whether a query sees no key. window: in the stripe.
+    order: the queries in the order in which they are computed, [queries], or all as they come; those that see no key
+    come last, in no request. place: where each query is in that order. is_blind: whether a query sees no key. window:
+    in the stripe.
     """
 
     plan: Any
-    order: Tensor
-    place: Tensor
+    order: Tensor | slice
+    place: Tensor | slice
     is_blind: Tensor
     window: int | None
 
@@ -53,7 +54,7 @@ class StripedPlan:
     store: Any
     shares: Sequence[int]
     queries: list[tuple[Tensor, Tensor]]
-    parts: dict[int | None, list[list[_Part]]] = field(default_factory=dict)
+    parts: dict[int | None, list[list[Part]]] = field(default_factory=dict)
 
 
 class StripedAttention(ContextAttention):
@@ -103,7 +104,7 @@ class StripedAttention(ContextAttention):
         only_slots = StepLayout(layout.query_start_loc[:1], layout.seq_lens[:0], slots, layout.block_table[:0])
         return StripedPlan(layout, self.inner.plan(only_slots), shares, queries)
 
-    def _parts(self, layout: StepLayout, requests: Tensor, positions: Tensor, window: int | None) -> list[_Part]:
+    def _parts(self, layout: StepLayout, requests: Tensor, positions: Tensor, window: int | None) -> list[Part]:
         """How queries attend to this rank's stripe. Of a window of w tokens, w // n are of the stripe, or one more:
         equally many for all queries of a class."""
         n, last = self.stripes, (positions - self.stripe) // self.stripes  # the last key in the stripe, or -1
@@ -118,7 +119,7 @@ class StripedAttention(ContextAttention):
 
     def _part(
         self, layout: StepLayout, requests: Tensor, positions: Tensor, keys: Tensor, sees: Tensor, window: int | None
-    ) -> _Part:
+    ) -> Part:
         """keys: how many keys of the stripe are not behind a query. sees: whether the part has the query."""
         numbers = torch.arange(len(requests) + 1, device=requests.device)
         classes = self.dcp.size
@@ -145,7 +146,7 @@ class StripedAttention(ContextAttention):
             tokens_per_request=int(is_single),
         )
         place = torch.empty_like(order).index_copy_(0, order, numbers[:-1])
-        return _Part(self.inner.plan(inner), order, place, sees.logical_not(), window)
+        return Part(self.inner.plan(inner), order, place, sees.logical_not(), window)
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: StripedPlan) -> None:
         count = plan.shares[self.cp.rank]
@@ -186,7 +187,7 @@ class StripedAttention(ContextAttention):
         return results
 
     def _attend(
-        self, q: Tensor, cache: Tensor, parts: list[_Part], scores: Scores, memory: Tensor | None = None
+        self, q: Tensor, cache: Tensor, parts: list[Part], scores: Scores, memory: Tensor | None = None
     ) -> Tensor:
         """The result over this rank's stripe, packed. memory: where it is written, None for new memory."""
         found = []

@@ -122,7 +122,11 @@ def _encoders(config: EngineConfig, spec: DecoderSpec, limits: SchedulerLimits) 
         ("prefill_context_parallel_size", parallel.prefill_context_parallel_size > 1, "ranks divide tokens"),
         ("enable_sequence_parallel", parallel.enable_sequence_parallel, "ranks divide tokens"),
         ("enable_dbo", parallel.enable_dbo, "steps are divided"),
-        ("kv_compression", config.cache.compression is not None, "keys of pictures are not scored"),
+        (
+            "kv_compression",
+            config.cache.compression is not None and (two_way or crossed),
+            "tokens of a picture see each other" if two_way else "keys of an encoder are not scored",
+        ),
         ("pipeline_parallel_size", limits.stages > 1 and (two_way or levels > 0 or crossed), "later stages lack them"),
         (
             "decode_context_parallel_size",

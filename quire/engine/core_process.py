@@ -88,7 +88,10 @@ def run_core(
             from quire.models.description import describe
 
             max_model_len = describe(directory, config.model).max_model_len
-            from quire.engine.assemble import make_core, take_devices  # imports torch, which other processes do not need
+            from quire.engine.assemble import (  # imports torch, which other processes do not need
+                make_core,
+                take_devices,
+            )
 
         take_devices(rank, config)
         if listener is not None:

@@ -9,9 +9,11 @@ changes no product. Here scores are products in the model's own type with sums i
 Selections need whole scores, so every rank of a tensor group computes all heads, and all select the same tokens.
 """
 
+from typing import Any
+
 from torch import Tensor
 
-from quire.attention.sparse import SparseAttention, SparsePlan
+from quire.attention.sparse import SelectingAttention
 from quire.layers.attention_spec import IndexerSpec
 from quire.layers.build import Builder
 from quire.layers.linear import ReplicatedLinear
@@ -32,7 +34,7 @@ class Indexer:
         self.k_norm = make_norm(builder, names["index_k_norm"], dim, NormSpec("layer", 1e-6, bias=True))
         self.weights = ReplicatedLinear(builder, names["index_weights"], hidden, heads)
 
-    def bind(self, backend: SparseAttention, cache: Tensor) -> None:
+    def bind(self, backend: SelectingAttention, cache: Tensor) -> None:
         """cache: the layer's entry for the indexer's keys."""
         self.cache = cache
 
@@ -42,8 +44,8 @@ class Indexer:
         compressed: Tensor,
         slots: Tensor | None,
         rotary: tuple[Tensor, Tensor],
-        backend: SparseAttention,
-        plan: SparsePlan,
+        backend: SelectingAttention,
+        plan: Any,
     ) -> None:
         """Select the tokens to which the step's tokens attend. x: [tokens, hidden]; compressed: what the queries of the
         attention are made of, [tokens, q_rank]; slots: of the tokens' adapters."""

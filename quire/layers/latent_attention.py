@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quire.attention.sparse import SparseAttention
+from quire.attention.sparse import SelectingAttention
 from quire.layers.attention import CachedAttention
 from quire.layers.attention_spec import LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder
@@ -90,7 +90,9 @@ class LatentAttention(CachedAttention):
         q = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x, slots))
         if self.indexer is not None:
             assert self.place.rotary is not None, "an indexer rotates its keys"
-            self.indexer.select(x, q, slots, state.rotary[self.place.rotary], cast(SparseAttention, self.backend), plan)
+            self.indexer.select(
+                x, q, slots, state.rotary[self.place.rotary], cast(SelectingAttention, self.backend), plan
+            )
         q = self.q(q, slots).view(tokens, self.num_heads, -1)
         compressed = self.kv_a(x, slots)
         latent = self.kv_a_norm(compressed[:, : spec.kv_rank])

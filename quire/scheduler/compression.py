@@ -18,6 +18,9 @@ class Compression:
     reported by workers, and the other blocks go back to the pool as soon as the step is scheduled that computes the
     last tokens: all later steps are run after the worker has moved the kept keys.
 
+    A request with pictures is compressed when the last window of its text has none, behind its prompt or later: only
+    text scores keys then, and a step that computes the window again has nothing to encode.
+
     A request is compressed at numbers of tokens that follow from its prompt alone. One that is preempted, or continued
     in another core, computes its tokens anew, and is compressed at the same numbers. So it goes on with the same
     tokens.
@@ -45,7 +48,8 @@ class Compression:
         params = request.source.sampling_params
         if params is not None and params.kv_compression is not False:
             request.compression = NextCompression()
-            self._aim(request, request.num_prompt_tokens)
+            behind_media = [item.place.end + self.options.window for item in request.source.media]
+            self._aim(request, max([request.num_prompt_tokens, *behind_media]))
 
     def _aim(self, request: Request, num_tokens: int) -> None:
         """Find the first number of tokens at which the request loses blocks: this one, or some intervals more."""

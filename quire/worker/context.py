@@ -34,11 +34,6 @@ def check_context(shapes: Sequence[Shape], options: ParallelConfig) -> None:
                 "decode_context_parallel_size and prefill_context_parallel_size divide the keys of a "
                 "text, but a recurrent layer has none; leave them out"
             )
-        if shape.indexer is not None:
-            raise ConfigError(
-                "decode_context_parallel_size and prefill_context_parallel_size cannot divide the "
-                "contexts of a model with sparse attention; leave them out"
-            )
         if shape.holders % dcp:
             raise ConfigError(
                 f"decode_context_parallel_size={dcp} must divide the number of ranks that have the same "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -85,11 +85,15 @@ class SparseWorld:
         cell = self.kept.cell
         return x.float() if cell is None else from_bytes(to_bytes(x, cell), cell)
 
-    def wanted(self, r: int, position: int) -> tuple[Tensor, list[int]]:
-        """The result of a token, and the positions that it selects, in order."""
+    def scores(self, r: int, position: int) -> list[float]:
+        """Of the keys that a token sees."""
         keys = self.stored(self.keys[r][: position + 1, 0])
         products = torch.einsum("hd,kd->hk", self.index_q[r][position].float(), keys)
-        scores = (products.clamp(min=0) * self.weights[r][position].float()[:, None]).sum(0).tolist()
+        return (products.clamp(min=0) * self.weights[r][position].float()[:, None]).sum(0).tolist()
+
+    def wanted(self, r: int, position: int) -> tuple[Tensor, list[int]]:
+        """The result of a token, and the positions that it selects, in order."""
+        scores = self.scores(r, position)
         best = sorted(range(position + 1), key=lambda key: (-scores[key], key))[: self.top_k]
         chosen = sorted(best)
         latents = self.stored(self.latents[r][chosen, 0])
@@ -107,6 +111,22 @@ class SparseWorld:
             assert slots[token, : len(expected)].tolist() == expected
             torch.testing.assert_close(out[token].float(), result, atol=tolerance, rtol=tolerance)
 
+    def check_scores(self, tolerance: float) -> None:
+        """Of the keys that are selected, if they are wanted; their numbers take the place of slots."""
+        self.run([(r, 0, cached) for r, (cached, _) in enumerate(self.requests) if cached])
+        parts = [(r, cached, cached + new) for r, (cached, new) in enumerate(self.requests)]
+        self.run(parts)
+        given = self.sparse.plan(layout_of(self.table, parts)).selection
+        selection = replace(given, scores=torch.empty(given.slots.shape))
+        q, weights = (torch.cat([x[r][b:e] for r, b, e in parts]) for x in (self.index_q, self.weights))
+        self.sparse.keys.select(q, weights, self.key_cache, selection)
+        tokens = [(r, position) for r, begin, end in parts for position in range(begin, end)]
+        for token, (r, position) in enumerate(tokens):
+            _, chosen = self.wanted(r, position)
+            assert selection.slots[token, : len(chosen)].tolist() == chosen
+            found, scores = selection.scores[token, : len(chosen)].tolist(), self.scores(r, position)
+            assert found == pytest.approx([scores[key] for key in chosen], abs=tolerance, rel=tolerance)
+
 
 @pytest.fixture(params=[ReferenceAttention, CpuAttention], ids=lambda backend: backend.name)
 def backend(request: pytest.FixtureRequest) -> type[AttentionBackend]:
@@ -117,6 +137,10 @@ def backend(request: pytest.FixtureRequest) -> type[AttentionBackend]:
 @pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, *CELLS, *OF_FLOAT16], ids=str)
 def test_a_token_attends_to_the_tokens_with_the_highest_scores(backend, kept):
     SparseWorld(backend, kept, MIXED).check(1e-5 if kept.dtype is torch.float32 else 2e-2)
+
+
+def test_the_scores_of_selected_keys(backend):
+    SparseWorld(backend, FLOAT32, MIXED).check_scores(1e-4)
 
 
 def test_of_equal_scores_the_first_win(backend):

@@ -29,6 +29,10 @@ def test_a_token_attends_to_the_tokens_with_the_highest_scores(kept):
     SparseWorld(TritonAttention, kept, REQUESTS).check(1e-5 if kept.dtype is torch.float32 else ROUNDING)
 
 
+def test_the_scores_of_selected_keys():
+    SparseWorld(TritonAttention, FLOAT32, REQUESTS).check_scores(1e-4)
+
+
 @pytest.mark.slow
 def test_of_equal_scores_the_first_win(monkeypatch):
     monkeypatch.setattr(quire.attention.triton.select, "_MOST_SCORES", 64)  # a token at a time

@@ -38,8 +38,8 @@ COMBINES = [
     "context parallelism × tensor parallelism, pipeline parallelism, chunked prefill, prefix caching, preemption, "
     "sliding window, seeded sampling, stop strings, n > 1, penalties and token rules, logprobs, prompt logprobs, "
     "expert parallelism, sequence parallelism, data parallelism, "
-    "structured outputs, speculation, drafters on the device, adapters, experts, latent attention, two steps in "
-    "flight, sinks, soft caps and ALiBi"
+    "structured outputs, speculation, drafters on the device, adapters, experts, latent attention, sparse attention, "
+    "two steps in flight, sinks, soft caps and ALiBi"
 ]
 
 
@@ -69,16 +69,17 @@ def says(llm: LLM, expected: list[Continuation]) -> None:
         ("deepseek_v2", "pcp-2-and-pp-2"),
         ("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2"),
         pytest.param("deepseek_v3", "dcp-4-of-tp-4", marks=pytest.mark.slow),
+        ("deepseek_v32", "dcp-2-of-tp-2"),
+        ("glm_moe_dsa-shared-selections", "pcp-3"),
     ],
 )
 def test_ranks_together_say_what_transformers_says(checkpoints, references, variant, division):
     says(divided(checkpoints.path(variant), division), references.continuations(variant)[: len(LENGTHS)])
 
 
-@pytest.mark.parametrize("variant", ["llama4", "deepseek_v32", "glm_moe_dsa"])
-def test_contexts_that_cannot_be_divided(checkpoints, variant):
+def test_contexts_that_cannot_be_divided(checkpoints):
     with pytest.raises(ConfigError, match=r"cannot divide .*the contexts"):
-        divided(checkpoints.path(variant), "pcp-2-over-stripes")
+        divided(checkpoints.path("llama4"), "pcp-2-over-stripes")
 
 
 @pytest.mark.nightly

@@ -97,11 +97,13 @@ def kept_tokens(
 class MaskedModel:
     """A model of transformers whose queries behind some points see only some keys before them.
 
-    points: where the text was compressed, and by layer and KV head, the tokens of full blocks before that which are
-    seen behind it.
+    media: what the model gets besides the text. num_tokens: only ids below it are generated. points: where the text was
+    compressed, and by layer and KV head, the tokens of full blocks before that which are seen behind it.
     """
 
     model: Any
+    media: dict[str, Tensor] = field(default_factory=dict)
+    num_tokens: int | None = None
     points: list[tuple[int, list[list[list[int]]]]] = field(default_factory=list)
     queries: list[Tensor] = field(default_factory=list)  # [heads, tokens, dim] by layer, of the last forward
     keys: list[Tensor] = field(default_factory=list)
@@ -126,10 +128,13 @@ class MaskedModel:
 
         AttentionInterface.register("masked", self.attend)
         before = self.model.config._attn_implementation
-        self.model.set_attn_implementation("masked")
+        self.model.set_attn_implementation({"text_config": "masked"} if self.media else "masked")
         self.queries, self.keys = [], []
         try:
-            return self.model(torch.tensor([text])).logits[0]
+            media = dict(self.media)
+            if (kinds := media.get("mm_token_type_ids")) is not None:  # of the prompt; text follows
+                media["mm_token_type_ids"] = torch.nn.functional.pad(kinds, (0, len(text) - kinds.shape[1]))
+            return self.model(torch.tensor([text]), **media).logits[0]
         finally:
             self.model.set_attn_implementation(before)
 
@@ -149,19 +154,24 @@ class MaskedModel:
         ]
         self.points.append((len(text), kept))
 
-    def generate(self, options: KVCompressionOptions, prompt: list[int], count: int, ratio: float) -> list[int]:
-        """The likeliest tokens, compressed behind the prompt and after each interval."""
+    def generate(
+        self, options: KVCompressionOptions, prompt: list[int], count: int, ratio: float, first: int = 0
+    ) -> list[int]:
+        """The likeliest tokens, compressed behind the prompt, or later behind the first `first` tokens, and after each
+        interval."""
         self.points, text, held, before = [], list(prompt), 0, 0
+        first = max(first, len(prompt))
         for _ in range(count):
             length = len(text)
             logits = self.logits(text)[-1]
-            if length == len(prompt) or (options.interval and (length - len(prompt)) % options.interval == 0):
+            behind = length - first
+            if behind == 0 or (behind > 0 and options.interval and behind % options.interval == 0):
                 held += length // BLOCK_SIZE - before // BLOCK_SIZE
                 before, kept = length, options.kept_blocks(length, BLOCK_SIZE, ratio)
                 if kept is not None and kept < held:
                     self.compress(options, text, kept)
                     held = kept
-            text.append(int(logits.argmax()))
+            text.append(int(logits[: self.num_tokens].argmax()))
         return text[len(prompt) :]
 
 

@@ -60,7 +60,7 @@ DIVISIONS = {
     "pcp-2-and-dcp-2-of-tp-2": Division(2, 2, 2),
     "pcp-2-and-pp-2": Division(2, pp=2),
 }
-NOT_DIVISIBLE = ("llama4_text", "deepseek_v32", "glm_moe_dsa")
+NOT_DIVISIBLE = ("llama4_text",)
 
 
 def has_divisible_contexts(variant: str) -> bool:

@@ -36,6 +36,7 @@ def _index_scores(
     width,
     heads,
     most,
+    is_always: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -46,12 +47,16 @@ def _index_scores(
     NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A program for each token and RUN keys. HEADS, COLUMNS: powers of two, at least heads and DIM."""
+    """A program for each token and RUN keys. is_always: whether scores are wanted even if all keys are selected. HEADS,
+    COLUMNS: powers of two, at least heads and DIM."""
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * RUN
     count = tl.load(seen + token)
-    if (first >= count) | (count <= most):
+    if first >= count:
         return
+    if not is_always:
+        if count <= most:
+            return
     head = tl.arange(0, HEADS)
     column = tl.arange(0, COLUMNS)
     in_tile = tl.arange(0, KEYS)
@@ -79,9 +84,19 @@ def _index_scores(
 
 @triton.jit(do_not_specialize=["table_stride", "width"], do_not_specialize_on_alignment=["block_table", "rows", "seen"])
 def _select_slots(
-    slots, scores, block_table, rows, seen, table_stride, width, most, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr
+    slots,
+    best,
+    scores,
+    block_table,
+    rows,
+    seen,
+    table_stride,
+    width,
+    most,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """A program for each token."""
+    """A program for each token. best: None, or the scores of the selected keys, whose numbers `slots` gets then."""
     token = tl.program_id(0).to(tl.int64)
     count = tl.load(seen + token)
     table = block_table + tl.load(rows + token).to(tl.int64) * table_stride
@@ -108,8 +123,12 @@ def _select_slots(
             is_selected = (exists & (key > least)) | (is_equal & (order.to(tl.float32) <= equal))
             equal_before += tl.sum(is_equal.to(tl.int32))
         to = selected - 1 + tl.cumsum(is_selected.to(tl.int32), 0)
-        block = tl.load(table + position // BLOCK_SIZE, mask=is_selected, other=0)
-        tl.store(slots + to, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=is_selected)
+        if best is None:
+            block = tl.load(table + position // BLOCK_SIZE, mask=is_selected, other=0)
+            tl.store(slots + to, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=is_selected)
+        else:
+            tl.store(slots + to, position, mask=is_selected)
+            tl.store(best + token * most + to, tl.load(scores + position, mask=is_selected), mask=is_selected)
         selected += tl.sum(is_selected.to(tl.int32))
 
 
@@ -137,7 +156,7 @@ def select(
         rows = s.rows[part]
         seen = s.seen[part]
         count = part.stop - first
-        if width > most:
+        if width > most or s.scores is not None:
             _index_scores[(count, triton.cdiv(width, _RUN))](
                 scores,
                 q[part],
@@ -151,6 +170,7 @@ def select(
                 width,
                 heads,
                 most,
+                s.scores is not None,
                 dim,
                 max(16, triton.next_power_of_2(dim)),
                 max(16, triton.next_power_of_2(heads)),
@@ -166,6 +186,7 @@ def select(
             )
         _select_slots[(count,)](
             s.slots[part],
+            None if s.scores is None else s.scores[part],
             scores,
             table,
             rows,

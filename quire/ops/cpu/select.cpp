@@ -36,6 +36,7 @@ struct Indexer {
   const int32_t *table, *rows, *seen;
   int64_t table_stride;
   int32_t* slots;  // [tokens, most]
+  float* best;     // [tokens, most], or null: the scores of selected keys, whose numbers are then in `slots`
   int64_t most, threads;
 
   // The scores of the item's keys, for each of its tokens at `scores + token * width`.
@@ -98,9 +99,13 @@ struct Indexer {
     const int count = seen[token];
     const int32_t* blocks = table + rows[token] * table_stride;
     int32_t* to = slots + token * most;
-    auto slot = [&](int key) { return blocks[key / g.block_size] * g.block_size + key % g.block_size; };
+    float* score = best + token * most;
+    auto take = [&](int key) {
+      if (best) *score++ = scores[key];
+      *to++ = best ? key : blocks[key / g.block_size] * g.block_size + key % g.block_size;
+    };
     if (count <= most) {
-      for (int key = 0; key < count; key++) to[key] = slot(key);
+      for (int key = 0; key < count; key++) take(key);
       return;
     }
     thread_local std::vector<uint32_t> numbers;
@@ -113,7 +118,7 @@ struct Indexer {
     int64_t equal = most;  // how many keys with the least score are selected
     for (int key = 0; key < count; key++) equal -= all[key] > least;
     for (int key = 0; key < count; key++)
-      if (all[key] > least || (all[key] == least && equal-- > 0)) *to++ = slot(key);
+      if (all[key] > least || (all[key] == least && equal-- > 0)) take(key);
   }
 
   void run(int64_t tokens) const {
@@ -129,7 +134,7 @@ struct Indexer {
       for (int64_t token = first, end; token < stop; token = end) {
         for (end = token + 1; end < stop && end - token < MOST_TOKENS && rows[end] == rows[token];) end++;
         const int count = *std::max_element(seen + token, seen + end);
-        for (int begin = 0; count > most && begin < count; begin += RUN_KEYS)
+        for (int begin = 0; (best || count > most) && begin < count; begin += RUN_KEYS)
           items.push_back({int(token), int(end - token), begin, std::min(begin + RUN_KEYS, count)});
       }
       if (kept.size() < size_t((stop - first) * width)) kept.resize((stop - first) * width);
@@ -145,15 +150,16 @@ struct Indexer {
 
 extern "C" {
 // q: [tokens, heads, head_dim], heads without gaps. block_stride: elements of the cache from one block to the next.
-// place: the address of the block table, and its stride.
+// place: the address of the block table, and its stride. best: see Selection.scores; null if they are not wanted.
 void quire_select(const Geometry* g, const void* q, int64_t tokens, int64_t heads, int64_t q_stride,
                   const void* weights, const void* cache, int64_t block_stride, const int64_t* place,
-                  const int32_t* rows, const int32_t* seen, int32_t* slots, int64_t most, int64_t threads) {
+                  const int32_t* rows, const int32_t* seen, int32_t* slots, float* best, int64_t most,
+                  int64_t threads) {
   with_storage(*g, [&](auto storage) {
     using S = decltype(storage);
     using Tensor = typename S::Tensor;
     Indexer<S>{*g, (const Tensor*)q, heads, q_stride, (const Tensor*)weights, (const uint32_t*)cache,
-               block_stride / TOKENS<S>, (const int32_t*)place[0], rows, seen, place[1], slots, most, threads}
+               block_stride / TOKENS<S>, (const int32_t*)place[0], rows, seen, place[1], slots, best, most, threads}
         .run(tokens);
   });
 }

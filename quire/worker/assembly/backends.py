@@ -12,6 +12,7 @@ from quire.attention.chunked import in_chunks
 from quire.attention.cross import across
 from quire.attention.selection import choose_backend
 from quire.attention.sparse import SparseAttention
+from quire.attention.sparse_stripes import StripedSparseAttention
 from quire.attention.states import StateBackend, matching_block_size
 from quire.config.engine import ConfigError, EngineConfig
 from quire.kv.specs import StateShape
@@ -52,7 +53,11 @@ def make_backends(
                 target.batch_invariant,
             )
             if (indexer := cache.indexer) is not None:
-                by_shape[cache] = SparseAttention(shape, indexer.top_k, indexer.head_dim, choose)
+                sparse = indexer.top_k, indexer.head_dim
+                if context is None:
+                    by_shape[cache] = SparseAttention(shape, *sparse, choose)
+                else:
+                    by_shape[cache] = StripedSparseAttention(shape, mesh.cp, mesh.dcp, choose, kernels, *sparse)
                 continue
             backend = choose(shape) if context is None else context(shape, mesh.cp, mesh.dcp, choose, kernels)
             if cache.chunk is not None:
