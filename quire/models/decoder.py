@@ -231,8 +231,6 @@ class LayerStack:
         self.kernels = builder.kernels
         self.residual_stream = builder.residual_stream
         own = range(spec.num_layers) if layers is None else layers
-        if isinstance(spec.mixers[own.start], RwkvSpec) and own.start:
-            raise ValueError("pipeline_parallel_size must be 1: all layers read the values of the first one")
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
         chunks = [c if c and c < max_model_len else None for c in spec.chunks or [None] * spec.num_layers]
         self.kv_specs: Sequence[ModelKVSpec] = []

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.config.declaration import ConfigError
 from quire.layers.attention_spec import AttentionSpec, HeadShare
 
 if TYPE_CHECKING:
@@ -99,8 +98,6 @@ def rank_layout(
     """
     groups = []
     for spec, backend in zip(kv_specs, backends, strict=True):
-        if len(spec.layers) < len(spec.entries):
-            raise ConfigError("kv_transfer_config cannot be used with a model with sparse attention; leave it out")
         num_heads, *rest = backend.block_shape
         shape = backend.shape
         size = backend.cache_dtype.itemsize

@@ -17,9 +17,10 @@ from quire.attention.cross import across
 from quire.attention.selection import choose_backend
 from quire.attention.sparse import SparseAttention
 from quire.attention.states import StateBackend, matching_block_size
-from quire.config.engine import ConfigError, EngineConfig
+from quire.config.conflicts import check
+from quire.config.engine import EngineConfig
+from quire.config.features import Place, Setup
 from quire.kv.specs import KVCacheSize, StateShape
-from quire.layers.attention_spec import CacheShape
 from quire.layers.lora import AdapterSlots
 from quire.messages.changes import Change, Profile
 from quire.messages.step import StepCosts
@@ -80,12 +81,9 @@ class Worker:
         started = time.perf_counter()
         pools = config.model.runner == "pooling"
         sharing = mesh.ranks_on_device(device.type)
-        if device.type == "cuda" and sharing > 1 and mesh.cp.size * mesh.dcp.size > 1:
-            raise ConfigError(
-                "decode_context_parallel_size and prefill_context_parallel_size need a GPU for each "
-                f"rank, but {sharing} ranks share one; lower them, or use device=cpu"
-            )
-        if device.type == "cuda" and sharing > 1 and mesh.rank == 0:
+        shares_gpu = device.type == "cuda" and sharing > 1
+        check(Setup(config, place=Place(on_cpu=device.type == "cpu", shares_gpu=shares_gpu)))
+        if shares_gpu and mesh.rank == 0:
             logger.warning(
                 "%d ranks share a GPU: they exchange tensors through the host, without CUDA graphs; give each its own",
                 sharing,
@@ -240,12 +238,8 @@ class Worker:
         if self.drafter is not None:
             drafter = self.drafter.drafter(staging, sampler, most_tokens, model.hidden_size)
             forward.taps = dict(drafter.taps)
-            if any(layer + 1 < model.stage.layers.start for layer in drafter.taps):
-                method = self.drafter.options.method
-                raise ConfigError(
-                    f"speculative_config: {method} reads layers that are in other stages; lower "
-                    "pipeline_parallel_size, or give pipeline_layers"
-                )
+            is_apart = any(layer + 1 < model.stage.layers.start for layer in drafter.taps)
+            check(Setup(config, place=Place(stages_apart=is_apart)))
         runner = ModelRunner(model, batch, staging, forward, sampler, is_only_rank, drafter)
         is_async = config.scheduler.async_scheduling
         is_async = self.device.torch_device.type == "cuda" if is_async is None else is_async
@@ -320,7 +314,7 @@ def _backends(config: EngineConfig, block_size: int, kernels: Kernels, mesh: Mes
                 target.dtype,
                 target.device,
                 cache.value_dim,
-                _cell(config, cache),
+                _cell(config),
                 target.batch_invariant,
             )
             if (indexer := cache.indexer) is not None:
@@ -328,9 +322,6 @@ def _backends(config: EngineConfig, block_size: int, kernels: Kernels, mesh: Mes
                 continue
             backend = choose(shape) if context is None else context(shape, mesh.cp, mesh.dcp, choose, kernels)
             if cache.chunk is not None:
-                if context is not None or config.cache.compression is not None:
-                    message = "cannot divide or compress the contexts of a model with attention chunks"
-                    raise ConfigError(f"{config.model.model}: context parallelism and kv_compression {message}")
                 backend = in_chunks(backend, cache.chunk)
             elif cache.crossed:
                 backend = across(backend)
@@ -355,16 +346,9 @@ def _block_size(config: EngineConfig, kernels: Kernels, mesh: Mesh, model: Cache
     return -mesh.replica.minimum(-matching_block_size(least, sizes[True], sizes.get(False, 0) // least))
 
 
-def _cell(config: EngineConfig, shape: CacheShape) -> torch.dtype | None:
+def _cell(config: EngineConfig) -> torch.dtype | None:
     """The type of an element of the cache. None means the model's own type."""
-    if (name := config.cache.kv_cache_dtype) not in CELLS:
-        return None
-    if shape.holds_positions:
-        raise ConfigError(
-            f"kv_cache_dtype={name!r} cannot be used with {config.model.model}: for its linear biases (ALiBi), keys "
-            "hold positions, which one byte cannot tell apart; leave it at auto"
-        )
-    return CELLS[name]
+    return CELLS.get(config.cache.kv_cache_dtype)
 
 
 def _count(number: int) -> str:

@@ -104,7 +104,7 @@ def test_the_type_of_the_cache_may_be_named_as_vllm_does(path):
     assert EngineConfig.create(kv_cache_dtype="fp8_e4m3").cache.kv_cache_dtype == "fp8"
     named = make_llm(path, dtype="bfloat16", kv_cache_dtype="bfloat16")
     assert tokens_of(generate(named, ["a"])) == tokens_of(generate(make_llm(path, dtype="bfloat16"), ["a"]))
-    with pytest.raises(ConfigError, match="kv_cache_dtype='float16' needs dtype='float16', but dtype is 'bfloat16'"):
+    with pytest.raises(ConfigError, match="kv_cache_dtype='float16' needs dtype='float16'"):
         EngineConfig.create(kv_cache_dtype="float16")
 
 

@@ -125,5 +125,5 @@ def test_what_cannot_work_is_an_error_at_start(checkpoints):
     ):
         bundled("fp4")
     path = checkpoints.path("falcon-rw")
-    with pytest.raises(ConfigError, match=f"kv_cache_dtype='int8' cannot be used with {path}: .*ALiBi"):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8' cannot be used with a model that has .*ALiBi"):
         make_llm(path, kv_cache_dtype="int8")

@@ -233,7 +233,7 @@ def test_one_of_several_servers_has_its_replica_under_its_own_number():
 
 
 def test_an_engine_in_one_process_has_one_core():
-    with pytest.raises(ConfigError, match=r"data_parallel_size=2.*quire serve"):
+    with pytest.raises(ConfigError, match=r"data_parallel_size cannot be used in an LLM.*quire serve"):
         LLM(**OPTIONS, data_parallel_size=2)
 
 

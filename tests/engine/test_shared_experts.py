@@ -123,7 +123,7 @@ def test_a_lost_core_takes_the_others_along_and_all_streams_go_on(path, expected
 
 def test_an_option_that_one_core_refuses_ends_all_of_them(path):
     async def check() -> None:
-        with pytest.raises(ConfigError, match="the model has no experts"):
+        with pytest.raises(ConfigError, match="a model that has no experts"):
             async with engine(None):
                 pass
 

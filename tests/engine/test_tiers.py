@@ -272,7 +272,7 @@ def test_a_reset_forgets_what_is_beyond_the_pool_only_if_asked(checkpoints, tmp_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_offloading_size": 1.0, "enable_prefix_caching": False}, "need enable_prefix_caching"),
+        ({"kv_offloading_size": 1.0, "enable_prefix_caching": False}, "needs enable_prefix_caching"),
         ({"kv_offloading_size": -1.0}, "is a number of GiB"),
         ({"kv_offloading_size": 1e-6}, "no room for a block"),
         ({"kv_offloading_disk_size": "1G"}, "give that, too"),

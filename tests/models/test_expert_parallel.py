@@ -176,7 +176,7 @@ def test_quantized_experts_are_dealt_as_they_are(checkpoints, quantization, more
 
 def test_a_model_without_experts_is_refused(checkpoints):
     path = checkpoints.path("llama")
-    with pytest.raises(ConfigError, match="enable_expert_parallel: the model has no experts"):
+    with pytest.raises(ConfigError, match="enable_expert_parallel cannot be used with a model that has no experts"):
         make_llm(path, enable_expert_parallel=True)
 
 

@@ -46,7 +46,7 @@ def processes(path: Any, stages: int, **options: Any) -> LLM:
 
 
 def test_stages_are_refused_if_all_layers_read_the_values_of_the_first(checkpoints):
-    with pytest.raises(ValueError, match="pipeline_parallel_size must be 1"):
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size .* layers that all read the values of the first one"):
         staged(checkpoints.path("rwkv7"), 2)
 
 
@@ -171,7 +171,7 @@ def test_drafters_run_behind_the_last_stage(checkpoints, tmp_path_factory, kind)
 def test_a_drafter_that_reads_earlier_layers_is_refused(checkpoints, tmp_path_factory):
     drafters = Drafters(checkpoints, tmp_path_factory)
     config = drafters.config("eagle3", "llama")
-    with pytest.raises(ValueError, match="eagle3 reads layers that are in other stages"):
+    with pytest.raises(ValueError, match="a drafter that reads layers of other stages"):
         processes(drafters.target("llama"), 3, speculative_config=config)
 
 
