@@ -218,6 +218,10 @@ _INTERFACE = (
     Conflict(f.API_PROCESSES, f.HEADLESS, "there is no API on this machine", "leave api_server_count out"),
     Conflict(f.DATA_PARALLEL, f.IN_LLM, "it runs one core, in this process", "use quire serve or AsyncLLM"),
     Conflict(f.HEADLESS, f.IN_LLM, "it is for other machines of quire serve"),
+    Conflict(f.LORA, f.NEW_WEIGHTS, "adapters were trained for the weights in use", "start another engine with them"),
+    Conflict(f.EPLB, f.NEW_WEIGHTS, "it has moved experts", "start another engine with them"),
+    Conflict(f.TRANSFER, f.NEW_WEIGHTS, "other engines would not know of it", "start another engine with them"),
+    Conflict(f.EPLB, f.DEEP_SLEEP, "it has moved experts", "sleep at level 1"),
 )
 CONFLICTS = (*_MACHINES, *_RANKS, *_MODEL, *_SCHEDULING, *_CACHE, *_MEDIA, *_INTERFACE)
 

@@ -49,6 +49,14 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Operation:
+    """What a running engine is asked for."""
+
+    replaces_weights: bool = False
+    drops_weights: bool = False
+
+
+@dataclass(frozen=True)
 class Setup:
     """What is known at one point of the start. Features of parts that are not known yet are off."""
 
@@ -56,6 +64,7 @@ class Setup:
     server: "ServerConfig | None" = None
     model: ModelFacts = ModelFacts()
     place: Place = Place()
+    operation: Operation = Operation()
 
 
 class Kind(Enum):
@@ -66,6 +75,7 @@ class Kind(Enum):
     MISSING = "{a} needs {b}"
     MODEL = "{a} cannot be used with a model that has {b}"
     PLACE = "{a} cannot be used {b}"
+    OPERATION = "{b} cannot be used in an engine with {a}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,10 @@ def _model(name: str, is_on: Callable[[ModelFacts], bool]) -> Feature:
 
 def _place(name: str, is_on: Callable[[Place], bool]) -> Feature:
     return Feature(name, lambda setup: is_on(setup.place), Kind.PLACE)
+
+
+def _operation(name: str, is_on: Callable[[Operation], bool]) -> Feature:
+    return Feature(name, lambda setup: is_on(setup.operation), Kind.OPERATION)
 
 
 def _drafts(config: "EngineConfig", on_device: bool) -> bool:
@@ -234,3 +248,8 @@ IN_LLM = _place("in an LLM", lambda p: p.in_llm)
 ON_CPU = _place("on a CPU", lambda p: p.on_cpu)
 SHARED_GPU = _place("where ranks share a GPU", lambda p: p.shares_gpu)
 STAGES_APART = _place("with a drafter that reads layers of other stages", lambda p: p.stages_apart)
+
+# ---- what it is asked for
+
+NEW_WEIGHTS = _operation("new weights", lambda o: o.replaces_weights)
+DEEP_SLEEP = _operation("sleep at level 2", lambda o: o.drops_weights)

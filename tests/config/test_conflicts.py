@@ -13,7 +13,7 @@ import pytest
 from quire.config import features as f
 from quire.config.conflicts import CONFLICTS, Conflict, check
 from quire.config.engine import OPTIONS, ConfigError, EngineConfig, ServerConfig
-from quire.config.features import Feature, Kind, Place, Setup
+from quire.config.features import Feature, Kind, Operation, Place, Setup
 from quire.engine.frontend import Frontend
 from quire.engine.llm import LLM
 from quire.models.heads.resolve import with_files
@@ -157,7 +157,7 @@ def started(conflict: Conflict, path_of: Callable[[str], str]) -> None:
     """Start what has both features, as far as it gets."""
     a, b = conflict.a, conflict.b
     models = MODELS | WITH_EXPERTS if a is f.DBO else MODELS
-    name, more = models.get(b, ("llama", {}))
+    name, more = models.get(b, ("mixtral" if a is f.EPLB else "llama", {}))
     options = {**ENABLED.get(b, {}), **ENABLED[a], **more}
     for option in MISSING.get(b, ()):
         del options[option]
@@ -167,8 +167,15 @@ def started(conflict: Conflict, path_of: Callable[[str], str]) -> None:
     config = EngineConfig.create(model=path_of(name), **options)
     if b in PLACES:
         check(Setup(config, place=PLACES[b]))
+    elif a is f.TRANSFER and b.kind is Kind.OPERATION:  # without another engine
+        check(Setup(config, operation=Operation(replaces_weights=True)))
     elif b is f.IN_LLM:
         LLM(path_of(name), **options)
+    elif b.kind is Kind.OPERATION:
+        llm = LLM(
+            path_of(name), dtype="float32", max_num_seqs=2, max_model_len=64, num_gpu_blocks_override=8, **options
+        )
+        llm.sleep(level=2) if b is f.DEEP_SLEEP else llm.update_weights(path_of(name))
     elif b is f.ON_CPU:
         Worker(config, Path(path_of(name)), 64, Mesh())
     else:
@@ -228,6 +235,7 @@ ALLOWED = {
 TWO_NAMES = {
     "models/heads/resolve.py",
     "scheduler/compression.py",
+    "server/app.py",  # the chat template decides whether the second option is needed
     "server/listening.py",
     "worker/context.py",
     "worker/memory.py",
@@ -242,9 +250,11 @@ def raised_texts() -> dict[str, list[str]]:
         source = path.read_text(encoding="utf-8")
         if name.startswith("config/") or "ConfigError(" not in source:
             continue
-        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-        made = [call for call in calls if ast.unparse(call.func) == "ConfigError"]
-        found[name] = [ast.unparse(call) for call in made]
+        nodes = list(ast.walk(ast.parse(source)))
+        made = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "ConfigError"]
+        named = {ast.unparse(argument) for call in made for argument in call.args if isinstance(argument, ast.Name)}
+        texts = [node for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in named]
+        found[name] = [ast.unparse(node) for node in (*made, *texts)]
     return found
 
 
