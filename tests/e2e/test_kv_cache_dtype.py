@@ -17,8 +17,6 @@ from support.engines import assert_preempted, generate, make_llm, teacher_forced
 
 pytestmark = pytest.mark.texts
 
-COMBINES = ["one-byte KV cache × chunked prefill, prefix caching, preemption, sliding window"]
-
 TEXT = Path(__file__).parents[1] / "data" / "demo_eval" / "heldout.txt"
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SMALL = {"max_model_len": 256, "max_num_seqs": 16, "num_gpu_blocks_override": 400}

@@ -25,8 +25,6 @@ from support.engines import run_and_leave_no_core as run
 
 pytestmark = [pytest.mark.texts, pytest.mark.slow]
 
-COMBINES = ["data parallelism × seeded sampling, n > 1, replay after a crash"]
-
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 64}
 GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=100, ignore_eos=True, n=2)

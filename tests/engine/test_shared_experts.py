@@ -25,8 +25,6 @@ from support.waiting import LONGEST
 
 pytestmark = [pytest.mark.texts, pytest.mark.slow]
 
-COMBINES = ["expert parallelism × data parallelism, replay after a crash, seeded sampling, new weights"]
-
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=100, ignore_eos=True),
     SamplingParams(temperature=1.0, seed=3, max_tokens=100, ignore_eos=True),

@@ -23,12 +23,6 @@ from support.server import eventually
 from support.server_process import Server
 from support.streams import MODEL, all_streams
 
-COMBINES = [
-    "prefix caching, preemption, sliding window, latent attention, two steps in flight, tensor parallelism, pipeline"
-    " parallelism × KV tiers",
-    "replay after a crash, recurrent layers × KV tiers",
-]
-
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 TEXTS = [[3 + (7 * i + 5 * j + j // 9) % 90 for j in range(120)] for i in range(6)]
 IN_MEMORY: dict[str, Any] = {"kv_offloading_size": 0.05}

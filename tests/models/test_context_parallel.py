@@ -34,15 +34,6 @@ from support.reference import LENGTHS, Continuation, prompts
 from support.shared_experts import SharedExperts
 from support.staged_ranks import StagedExecutor
 
-COMBINES = [
-    "context parallelism × tensor parallelism, pipeline parallelism, chunked prefill, prefix caching, preemption, "
-    "sliding window, seeded sampling, stop strings, n > 1, penalties and token rules, logprobs, prompt logprobs, "
-    "expert parallelism, sequence parallelism, data parallelism, "
-    "structured outputs, speculation, drafters on the device, adapters, experts, latent attention, two steps in "
-    "flight, sinks, soft caps and ALiBi"
-]
-
-
 TRIED = [division for division in DIVISIONS if division != "pcp-2"]
 
 

@@ -25,10 +25,6 @@ from support.ways import FIRST
 
 pytestmark = pytest.mark.texts
 
-COMBINES = [
-    "expert parallelism × tensor parallelism, data parallelism, pipeline parallelism, chunked prefill, prefix caching, "
-    "preemption, sliding window, two steps in flight, experts"
-]
 RECURRENT = {name: v for name, v in STATES.items() if v[1].get("num_experts") or v[1].get("num_local_experts")}
 EXPERTS = {**FIRST_EXPERTS, **RECENT_EXPERTS, **RECURRENT}
 FIRST_WITH_EXPERTS = [*(variant for variant in FIRST if variant in EXPERTS), "granitemoehybrid-experts"]

@@ -28,12 +28,6 @@ from support.staged_ranks import StagedExecutor
 
 pytestmark = pytest.mark.texts
 
-COMBINES = [
-    "pipeline parallelism × tensor parallelism, chunked prefill, prefix caching, preemption, sliding window, seeded "
-    "sampling, stop strings, n > 1, penalties and token rules, logprobs, prompt logprobs, structured outputs, "
-    "speculation, drafters on the device, adapters, experts, latent attention"
-]
-
 
 def staged(path: Any, stages: int, ranks: int = 1, **options: Any) -> LLM:
     """An engine whose ranks are threads."""

@@ -28,11 +28,6 @@ from support.ways import FIRST
 
 pytestmark = pytest.mark.texts
 
-COMBINES = [
-    "sequence parallelism × tensor parallelism, pipeline parallelism, chunked prefill, prefix caching, preemption, "
-    "sliding window, seeded sampling, stop strings, n > 1, logprobs, prompt logprobs, drafters on the device, "
-    "adapters, experts, latent attention"
-]
 TEXT = prompts(300, 9)[8][:40]
 CHUNKS = [1, 2, 7, 30]  # with three ranks, the first two leave some without tokens
 
