@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write", action="store_true", help="write the documents that tests produce, don't compare them")
     parser.addoption("--speculate", choices=CHOICES, help="run the tests marked texts, with drafts of this kind")
     parser.addoption("--sample-seed", type=int, default=0, metavar="N", help="which cases of large matrices run")
+    parser.addoption("--record-features", action="store_true", help="note which features tests combine, in tests/data")
     costs.pytest_addoption(parser)
     skips.pytest_addoption(parser)
 
@@ -61,6 +62,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "plain(reason): though marked texts, it cannot run with drafts")
     if name := config.getoption("--speculate"):
         config.pluginmanager.register(Everywhere(name))
+    if config.getoption("--record-features"):
+        from support import combinations  # imports the engine
+
+        combinations.register(config)
     costs.pytest_configure(config)
     skips.pytest_configure(config)
 

@@ -32,26 +32,10 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.pinned_prefix_share <= 1:
             raise ConfigError(f"pinned_prefix_share must be from 0 to 1, got {self.pinned_prefix_share!r}")
-        if self.events is not None and not self.enable_prefix_caching:
-            raise ConfigError("kv_events_config tells what the prefix cache has; leave enable_prefix_caching at true")
-        if self.transfer is not None and not self.enable_prefix_caching:  # or it raises ConfigError
-            raise ConfigError(
-                "kv_transfer_config needs enable_prefix_caching: what comes from other engines is found "
-                "as cached prefixes; leave no_enable_prefix_caching out"
-            )
+        _ = self.events, self.transfer, self.compression  # raise ConfigError
         at_least(self, 1, "block_size", "mamba_block_size", "kv_cache_memory_bytes", "kv_offloading_disk_size")
-        if self.compression is not None and self.kv_cache_dtype in ("int8", "fp8"):  # or it raises ConfigError
-            raise ConfigError(
-                f"kv_compression and kv_cache_dtype={self.kv_cache_dtype!r} exclude each other, since "
-                "cells of one byte cannot be moved; leave one of the two out"
-            )
         if self.kv_offloading_size is not None and not 0 <= self.kv_offloading_size < 2**20:
             raise ConfigError(f"kv_offloading_size is a number of GiB, got {self.kv_offloading_size!r}")
-        if self.has_tiers and not self.enable_prefix_caching:
-            raise ConfigError(
-                "kv_offloading_size and kv_offloading_path need enable_prefix_caching: what they keep is "
-                "found as cached prefixes; leave no_enable_prefix_caching out"
-            )
         if self.kv_offloading_disk_size is not None and self.kv_offloading_path is None:
             raise ConfigError("kv_offloading_disk_size bounds the folder of kv_offloading_path; give that, too")
         at_least(self, 2, "num_gpu_blocks_override")

@@ -56,10 +56,6 @@ class ClusterConfig:
             raise ConfigError(
                 f"node_rank={self.node_rank} must be less than nnodes={self.nnodes}; machines are numbered from 0"
             )
-        if self.headless and self.data_parallel_backend == "ray":
-            raise ConfigError("headless: Ray starts the replicas on the other machines; leave headless out there")
-        if self.nnodes > 1 and self.uses_ray:
-            raise ConfigError("nnodes: Ray finds the machines; leave nnodes out, or take the backend mp")
 
     @property
     def uses_ray(self) -> bool:
@@ -90,13 +86,20 @@ class ClusterConfig:
             )
         return layout
 
-    def check_secret(self, layout: Layout) -> None:
-        """Raises ConfigError if machines would have to trust each other without a secret."""
+    def check_secret(self, layout: Layout, exchanges: bool) -> None:
+        """Raises ConfigError if machines or engines would have to trust each other without a secret.
+
+        exchanges: whether the engine exchanges KV blocks with others."""
         needs_secret = self.headless or layout.machines > 1 or (layout.elsewhere and self.data_parallel_backend == "mp")
         if needs_secret and self.cluster_secret_file is None:
             raise ConfigError(
                 "cluster_secret_file is missing: machines that share an engine need a common secret; "
                 "make one with: (umask 077; openssl rand -hex 32 > FILE), and copy it to all"
+            )
+        if exchanges and self.cluster_secret_file is None:
+            raise ConfigError(
+                "kv_transfer_config needs cluster_secret_file, by which engines know each other; make "
+                "one with: (umask 077; openssl rand -hex 32 > FILE), and give it to all"
             )
 
     @property
@@ -116,7 +119,7 @@ class ClusterConfig:
                 f"nnodes={self.nnodes}: {replicas * ranks} ranks cannot be divided equally among so many machines"
             )
         if on_each < ranks:
-            return self._spanning(replicas, ranks // on_each, ranks % on_each)
+            return self._spanning(ranks // on_each, ranks % on_each)
         if on_each % ranks:
             raise ConfigError(f"nnodes={self.nnodes}: each machine must have whole replicas, of {ranks} ranks each")
         count = on_each // ranks
@@ -139,23 +142,13 @@ class ClusterConfig:
 
     def _single_replica(self, start: int) -> Layout:
         """A server with one replica: that of data_parallel_rank, or the first of this machine."""
-        if self.headless or self.data_parallel_hybrid_lb or self.data_parallel_size_local not in (None, 1):
-            raise ConfigError(
-                "data_parallel_external_lb and data_parallel_rank: each server has one replica; "
-                "leave headless, data_parallel_hybrid_lb and data_parallel_size_local out"
-            )
         if self.data_parallel_rank is None and self.nnodes == 1:
             raise ConfigError("data_parallel_external_lb: say which replica this server has, with data_parallel_rank")
         rank = start if self.data_parallel_rank is None else self.data_parallel_rank
         return Layout(range(rank, rank + 1), range(rank, rank + 1))
 
-    def _spanning(self, replicas: int, machines: int, rest: int) -> Layout:
+    def _spanning(self, machines: int, rest: int) -> Layout:
         """The layout of a replica that several machines share."""
-        if replicas > 1:
-            raise ConfigError(
-                f"nnodes={self.nnodes}: replicas that span machines, and several of them "
-                f"(data_parallel_size={replicas}), need distributed_executor_backend=ray"
-            )
         if rest:
             raise ConfigError(f"nnodes={self.nnodes}: the machines must have equally many ranks")
         if self.node_rank > 0:

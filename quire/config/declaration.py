@@ -106,7 +106,7 @@ def converted(name: str, value: Any, hint: Any) -> Any:
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
-        accepted = _accepted(hint, has_type=", got" not in str(error))
+        accepted = _accepted(hint, has_type=", got" not in error_text(error))
         raise ConfigError(f"{name} must be {accepted}, got {value!r}") from None
 
 

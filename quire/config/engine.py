@@ -10,8 +10,10 @@ from typing import Any, Literal, Self, get_type_hints
 
 from quire.config.cache import CacheConfig as CacheConfig
 from quire.config.cluster import ClusterConfig, Layout
+from quire.config.conflicts import check
 from quire.config.declaration import ConfigError as ConfigError
 from quire.config.declaration import at_least, check_seconds, option, read_value
+from quire.config.features import Setup
 from quire.config.http import HttpLimits
 from quire.config.kernels import KernelConfig
 from quire.config.lora import LoRAConfig
@@ -183,6 +185,7 @@ class ServerConfig(HttpLimits):
             raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, the authorities that sign clients' certificates")
         if (self.ssl_ca_certs or self.ssl_ciphers) and not self.ssl_certfile:
             raise ConfigError("ssl_ca_certs and ssl_ciphers need ssl_certfile and ssl_keyfile")
+        check(Setup(server=self))
 
     @classmethod
     def create(cls, **options: Any) -> Self:
@@ -212,91 +215,12 @@ class EngineConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
     def __post_init__(self) -> None:
-        layout = self.layout  # raises ConfigError
-        if self.parallel.shares_experts:
-            self._check_shared_experts(layout)
-        kv_dtype = self.cache.kv_cache_dtype
-        dtype = self.model.dtype_name
-        if kv_dtype in ("bfloat16", "float16") and kv_dtype != dtype:
-            message = f"kv_cache_dtype={kv_dtype!r} needs dtype={kv_dtype!r}, but dtype is {dtype!r}; leave one at auto"
-            raise ConfigError(message)
+        check(Setup(self))
+        _ = self.layout  # raises ConfigError
         if self.model.model_impl == "transformers":
-            from quire.config.transformers import check
+            from quire.config.transformers import check_installed
 
-            check(self)
-        if self.lora.enable_lora and self.model.torch_compile:
-            raise ConfigError("enable_lora and torch_compile exclude each other; leave one of the two out")
-        drafts = self.scheduler.speculation
-        if self.parallel.prefill_context_parallel_size > 1 and drafts is not None and drafts.on_device:
-            raise ConfigError(
-                "prefill_context_parallel_size and drafters on the device (speculative_config) exclude "
-                "each other, since ranks would not know which tokens are theirs; leave one of the two "
-                "out, or use a method like ngram"
-            )
-        if self.cache.compression is not None:
-            self._check_compression()
-        if self.cache.transfer is not None:
-            self._check_transfer(layout, produces=self.cache.transfer.produces)
-        if self.kernels.batch_invariant and self.model.torch_compile:
-            raise ConfigError(
-                "batch_invariant and torch_compile exclude each other: what torch.compile generates "
-                "depends on the sizes of the batch; leave one of the two out"
-            )
-
-    def _check_shared_experts(self, layout: Layout) -> None:
-        if self.cluster.distributed_executor_backend == "ray":
-            raise ConfigError(
-                "enable_expert_parallel: Ray cannot place ranks of replicas that share them; leave "
-                "distributed_executor_backend out"
-            )
-        if not self.cluster.headless and len(layout.served) < self.parallel.data_parallel_size:
-            raise ConfigError(
-                "enable_expert_parallel: replicas that share experts need one server for all; "
-                "give the other machines headless"
-            )
-
-    def _check_compression(self) -> None:
-        drafts = self.scheduler.speculation
-        parallel = self.parallel
-        for name, given, reason in (
-            ("pipeline_parallel_size", parallel.pipeline_parallel_size > 1, "layers share budgets"),
-            ("prefill_context_parallel_size", parallel.prefill_context_parallel_size > 1, "scores need whole contexts"),
-            ("decode_context_parallel_size", parallel.decode_context_parallel_size > 1, "scores need whole contexts"),
-            ("enable_dbo", parallel.enable_dbo, "the halves of a step would have to be planned apart"),
-            (
-                "drafters on the device (speculative_config)",
-                drafts is not None and drafts.on_device,
-                "drafters keep their entries in the same blocks",
-            ),
-            ("batch_invariant", self.kernels.batch_invariant, "attention by head sums up in another order"),
-            ("torch_compile", self.model.torch_compile, "layers plan attention by head"),
-        ):
-            if given:
-                raise ConfigError(
-                    f"kv_compression and {name} exclude each other, since {reason}; leave one of the two out"
-                )
-
-    def _check_transfer(self, layout: Layout, produces: bool) -> None:
-        drafts = self.scheduler.speculation
-        parallel = self.parallel
-        for given, reason in (
-            (parallel.prefill_context_parallel_size > 1, "prefill_context_parallel_size divides blocks"),
-            (parallel.decode_context_parallel_size > 1, "decode_context_parallel_size divides blocks"),
-            (self.cache.compression is not None, "kv_compression gives blocks another meaning"),
-            (
-                drafts is not None and drafts.on_device,
-                "drafters on the device (speculative_config) need entries of their own, which are not exchanged",
-            ),
-            (
-                produces and parallel.data_parallel_size > 1,
-                "consumers must know which replica has a request (data_parallel_size): run a server for each replica, "
-                "and let quire route share out requests",
-            ),
-            (produces and layout.machines > 1, "consumers look for all ranks at one address, and nnodes divides them"),
-            (produces and self.cluster.uses_ray, "consumers must know where the ranks are, and Ray decides that"),
-        ):
-            if given:
-                raise ConfigError(f"kv_transfer_config cannot be used here, since {reason}")
+            check_installed()
 
     @property
     def layout(self) -> Layout:
@@ -313,12 +237,7 @@ class EngineConfig:
         values = _checked(translate(given, engine_names, others=OPTIONS[ServerConfig]))
         groups = {group: {n: v for n, v in values.items() if n in OPTIONS[config]} for group, config in GROUPS.items()}
         made = cls(**{group: config(**groups[group]) for group, config in GROUPS.items()})
-        made.cluster.check_secret(made.layout)
-        if made.cache.transfer is not None and made.cluster.cluster_secret_file is None:
-            raise ConfigError(
-                "kv_transfer_config needs cluster_secret_file, by which engines know each other; make "
-                "one with: (umask 077; openssl rand -hex 32 > FILE), and give it to all"
-            )
+        made.cluster.check_secret(made.layout, exchanges=made.cache.transfer is not None)
         return made
 
 

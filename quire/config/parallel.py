@@ -38,27 +38,10 @@ class ParallelConfig:
             )
         at_least(self, 1, "dbo_decode_token_threshold", "dbo_prefill_token_threshold")
         _ = self.balance  # raises ConfigError
-        if self.enable_eplb and not self.enable_expert_parallel:
-            raise ConfigError("enable_eplb moves experts between ranks, which needs enable_expert_parallel")
-        if self.enable_dbo and not self.shares_experts:
-            raise ConfigError(
-                "enable_dbo hides the exchange of tokens between replicas that share experts; it needs "
-                "enable_expert_parallel and data_parallel_size of at least 2"
-            )
-        if self.enable_dbo and self.prefill_context_parallel_size > 1:
-            raise ConfigError(
-                "enable_dbo and prefill_context_parallel_size exclude each other, since both divide the "
-                "tokens of a step; leave one of the two out"
-            )
         if self.pipeline_layers and len(self.pipeline_layers) != self.pipeline_parallel_size:
             raise ConfigError(
                 "pipeline_layers must have a number for each of the pipeline_parallel_size="
                 f"{self.pipeline_parallel_size} stages, got {self.pipeline_layers}"
-            )
-        if self.enable_sequence_parallel and self.tensor_parallel_size == 1:
-            raise ConfigError(
-                "enable_sequence_parallel divides tokens among tensor-parallel ranks; give a "
-                "tensor_parallel_size of 2 or more, or leave it out"
             )
 
     @property
@@ -74,3 +57,8 @@ class ParallelConfig:
     def shares_experts(self) -> bool:
         """Whether the replicas share experts, and so run their steps together."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
+    def exchanges_tokens(self) -> bool:
+        """Whether ranks with different tokens share experts, and so send each other tokens."""
+        return self.enable_expert_parallel and self.data_parallel_size * self.prefill_context_parallel_size > 1

@@ -40,15 +40,6 @@ class SchedulerConfig:
                 f"max_num_active_seqs must be at most max_num_seqs ({self.max_num_seqs}), got "
                 f"{self.max_num_active_seqs}"
             )
-        for name, given in (
-            ("max_itl", self.max_itl),
-            ("long_prefill_token_threshold", self.long_prefill_token_threshold),
-        ):
-            if given and not self.enable_chunked_prefill:
-                raise ConfigError(
-                    f"enable_chunked_prefill=False and {name} exclude each other, since {name} divides "
-                    "prompts into chunks; leave one of the two out"
-                )
 
     @property
     def speculation(self) -> SpeculativeOptions | None:

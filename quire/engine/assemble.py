@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quire.checkpoints.formats.config import check_format
+from quire.config.conflicts import check
 from quire.config.engine import ConfigError, EngineConfig
+from quire.config.features import Setup
 from quire.engine.adjustments import adjustments_of
 from quire.engine.core import EngineCore
 from quire.engine.fingerprint import cache_fingerprint
@@ -46,7 +48,6 @@ from quire.speculation.choice import make_proposer
 from quire.speculation.lengths import DraftLengths
 from quire.structured.backends import check_backend, load_backend
 from quire.structured.gate import GrammarGate, Loaded
-from quire.worker.compression import check_compression
 from quire.worker.context import check_context
 from quire.worker.machine_defaults import Estimate
 from quire.worker.plan import RankPlan, plan_rank
@@ -64,8 +65,6 @@ def scheduler_limits(config: EngineConfig, max_model_len: int, estimate: Estimat
     gpu = uses_gpu(config)
     is_async = gpu if options.async_scheduling is None else options.async_scheduling
     if options.speculation and not options.speculation.on_device and is_async:
-        if options.async_scheduling:
-            raise ConfigError("async_scheduling: proposers on the host need the results of a step before the next one")
         is_async = False
     stages = config.parallel.pipeline_parallel_size
     # On a CPU, the time of a step follows from its tokens, so one more step fills gaps at no cost. On a GPU, each step
@@ -74,11 +73,6 @@ def scheduler_limits(config: EngineConfig, max_model_len: int, estimate: Estimat
     tokens = options.tokens_of_a_step(gpu)
     pools = config.model.runner == "pooling"
     is_whole = pools or not options.enable_chunked_prefill
-    if is_whole and not pools and (given := options.max_num_batched_tokens or max_model_len) < max_model_len:
-        raise ConfigError(
-            "enable_chunked_prefill=False computes a prompt in one step; raise max_num_batched_tokens "
-            f"({given}) to at least max_model_len ({max_model_len}), or leave it out"
-        )
     pace = None
     if options.max_itl is not None and not pools:
         seconds = options.max_itl / 1000
@@ -112,40 +106,9 @@ def _fitting(limits: SchedulerLimits, kv: KVCacheSize) -> SchedulerLimits:
 
 
 def _encoders(config: EngineConfig, spec: DecoderSpec, limits: SchedulerLimits) -> EncoderCache | None:
-    """The encoder cache of an engine that takes pictures, sounds or embeddings. Raises ConfigError."""
+    """The encoder cache of an engine that takes pictures, sounds or embeddings."""
     if spec.media is None and not config.multimodal.enable_prompt_embeds:
         return None
-    parallel = config.parallel
-    crossed = spec.crossed > 0
-    two_way, levels = (spec.media.two_way, spec.media.levels) if spec.media is not None else (False, 0)
-    for name, given, reason in (
-        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size > 1, "ranks divide tokens"),
-        ("enable_sequence_parallel", parallel.enable_sequence_parallel, "ranks divide tokens"),
-        ("enable_dbo", parallel.enable_dbo, "steps are divided"),
-        (
-            "kv_compression",
-            config.cache.compression is not None and (two_way or crossed),
-            "tokens of a picture see each other" if two_way else "keys of an encoder are not scored",
-        ),
-        ("pipeline_parallel_size", limits.stages > 1 and (two_way or levels > 0 or crossed), "later stages lack them"),
-        (
-            "decode_context_parallel_size",
-            parallel.decode_context_parallel_size > 1 and (two_way or crossed),
-            "tokens of a picture see each other" if two_way else "cross-attention reads one context",
-        ),
-        ("max_itl", limits.pace is not None and two_way, "a picture is computed in one step"),
-        ("kv_transfer_config", config.cache.transfer is not None and crossed, "keys of an encoder are not sent"),
-        (
-            "enable_prompt_embeds",
-            config.multimodal.enable_prompt_embeds and spec.position_offset is not None,
-            "the model adds positions to embeddings",
-        ),
-    ):
-        if given:
-            raise ConfigError(
-                f"{name} cannot be used with pictures, sounds, texts of an encoder or embeddings as inputs here, since "
-                f"{reason}"
-            )
     return EncoderCache(config.multimodal.limits(limits.max_num_batched_tokens, limits.longest_chunk))
 
 
@@ -177,15 +140,14 @@ def plan_engine(
     """
     given = config
     description = describe(directory, config.model)
+    check(Setup(config, model=description.facts))
     spec = description.spec
     machine = Machine(config, description, directory, shares_experts=shares_experts)
     config = machine.with_tokens_of_a_step()
     limits = scheduler_limits(config, max_model_len, machine.estimate)
     limits.validate()
     check_backend(config.sampling.structured_outputs_config)
-    if spec.has_states:
-        _check_states(config)
-    compression = _compression(config, spec, max_model_len, limits)
+    compression = _compression(config, limits)
     group = Communicator(0, config.parallel.tensor_parallel_size)
     check_context([] if spec.is_encoder else [part.cache_shape(group) for _, part in spec.cached], config.parallel)
     threads = choose_threads(len(config.layout.here), config.kernels.threads, machine.threads)
@@ -304,14 +266,11 @@ def _scheduler(plan: EnginePlan, executor: Executor, fingerprint: str, has_one_u
     return scheduler
 
 
-def _compression(
-    config: EngineConfig, spec: DecoderSpec, max_model_len: int, limits: SchedulerLimits
-) -> Compression | None:
-    """Raises ConfigError if the model or the limits do not allow the compression that the options ask for."""
+def _compression(config: EngineConfig, limits: SchedulerLimits) -> Compression | None:
+    """Raises ConfigError if the limits do not allow the compression that the options ask for."""
     options = config.cache.compression
     if options is None:
         return None
-    check_compression(spec, max_model_len)
     compression = Compression(options, config.cache.block_size)
     compression.check(limits)
     return compression
@@ -362,16 +321,6 @@ def _log_kv_cache(kv: KVCacheSize, scheduler: Scheduler) -> None:
         f"{max_model_len:,}",
         100 * scheduler.kv.kept_share(max_model_len),
     )
-
-
-def _check_states(config: EngineConfig) -> None:
-    """Raises ConfigError for options that do not work with recurrent layers."""
-    if config.cache.transfer is not None:
-        raise ConfigError(
-            "kv_transfer_config reads keys and values of other engines, but no states of recurrent layers; leave it out"
-        )
-    if config.parallel.enable_dbo:
-        raise ConfigError("enable_dbo computes a step in halves, which recurrent layers do not allow; leave it out")
 
 
 def _kv_events(config: EngineConfig, kv: KVCacheSize, rank: int) -> "KVEvents | None":

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from quire.checkpoints.hub import tokenizer_directory
 from quire.checkpoints.metadata import load_generation_config, load_tokenizer
+from quire.config.conflicts import check
 from quire.config.declaration import imported
 from quire.config.engine import ConfigError, EngineConfig, ModelConfig
+from quire.config.features import Setup
 from quire.engine.pooling import PoolingProcessor
 from quire.engine.processor import GGUF_CHAT_DEFAULTS, Processor, Prompt, PromptFields
 from quire.lora.files import find_adapter
@@ -41,6 +43,7 @@ class Frontend:
         self.directory = directory
         m = config.model
         description = describe(directory, m)
+        check(Setup(config, model=description.facts))
         self.max_model_len = description.max_model_len
         self.model_type = str(description.config.get("model_type", ""))
         self.tokenizer = load_tokenizer(tokenizer_directory(m, directory))

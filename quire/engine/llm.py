@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import structs
 from tqdm import tqdm
 
-from quire.config.engine import ConfigError, EngineConfig
+from quire.config.conflicts import check
+from quire.config.engine import EngineConfig
+from quire.config.features import Place, Setup
 from quire.engine.assemble import make_core
 from quire.engine.beam_search import BeamSearchOutput, beam_search
 from quire.engine.frontend import Frontend, Message
@@ -86,13 +88,7 @@ class LLM:
     def _start(self, frontend: Frontend) -> None:
         self.config = frontend.config
         self.frontend = frontend
-        if (replicas := self.config.parallel.data_parallel_size) > 1:
-            raise ConfigError(
-                f"data_parallel_size={replicas}: an LLM runs one core, in this process; quire serve and "
-                "AsyncLLM run several"
-            )
-        if self.config.cluster.headless:
-            raise ConfigError("headless is for quire serve")
+        check(Setup(self.config, place=Place(in_llm=True)))
         self.processor = self.frontend.processor
         self.dtype = self.config.model.dtype_name
         self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler)

@@ -231,8 +231,6 @@ class LayerStack:
         self.kernels = builder.kernels
         self.residual_stream = builder.residual_stream
         own = range(spec.num_layers) if layers is None else layers
-        if isinstance(spec.mixers[own.start], RwkvSpec) and own.start:
-            raise ValueError("pipeline_parallel_size must be 1: all layers read the values of the first one")
         groups = kv_groups(spec, max_model_len, builder.tensor_group)
         self.cache_shapes: Sequence[Shape] = groups.cache_shapes
         self.kv_specs: Sequence[ModelKVSpec] = [kv_spec.of_layers(own) for kv_spec in groups.kv_specs]

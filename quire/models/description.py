@@ -6,6 +6,8 @@ from pathlib import Path
 
 from quire.checkpoints.metadata import hf_config
 from quire.config.engine import ConfigError, ModelConfig
+from quire.config.features import ModelFacts
+from quire.models.facts import facts_of
 from quire.models.pooling import PoolingDescription, describe_pooling, is_pooling_model
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec, HfConfig
@@ -26,6 +28,10 @@ class ModelDescription:
     spec: DecoderSpec
     max_model_len: int
     pooling: PoolingDescription | None = None
+
+    @property
+    def facts(self) -> ModelFacts:
+        return facts_of(self.spec, self.max_model_len, pools=self.pooling is not None)
 
 
 def describe(directory: Path, options: ModelConfig) -> ModelDescription:

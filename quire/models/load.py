@@ -24,7 +24,6 @@ from quire.layers.build import Builder
 from quire.layers.deep_ep import open_buffer
 from quire.layers.linear import LinearMethod
 from quire.layers.lora import AdapterSlots
-from quire.layers.specs import MoESpec
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription, describe
 from quire.models.kernel_units import choose_kernels
@@ -47,22 +46,12 @@ def resolve_dtype(options: ModelConfig) -> torch.dtype:
     return dtype
 
 
-def _expert_ranks(
-    config: EngineConfig, spec: DecoderSpec, mesh: Mesh, device: torch.device, adapters: AdapterSlots | None
-) -> ExpertRanks | None:
-    """The ranks to which the experts of each layer are dealt. Raises ConfigError if the options do not fit the
-    model."""
+def _expert_ranks(config: EngineConfig, spec: DecoderSpec, mesh: Mesh, device: torch.device) -> ExpertRanks | None:
+    """The ranks to which the experts of each layer are dealt. Raises ConfigError if DeepEP cannot be used."""
     options = config.parallel
     if not options.enable_expert_parallel:
         return None
-    if not any(isinstance(mlp, MoESpec) for mlp in spec.mlps):
-        raise ConfigError("enable_expert_parallel: the model has no experts; leave it out")
     replicated = mesh.ep.size == mesh.tp.size
-    if adapters is not None and (not replicated or options.enable_eplb):
-        raise ConfigError(
-            "enable_lora: experts cannot have adapters if ranks exchange tokens or experts; leave out "
-            "enable_expert_parallel"
-        )
     if mesh.ep.size == 1:
         return None
     group = mesh.tp if replicated else mesh.ep
@@ -237,7 +226,7 @@ def _builder(wanted: _Wanted, spec: DecoderSpec, stored: _Stored, kernels: Kerne
         if target.device.type == "cpu" and find_compiler() is None:
             raise ConfigError("torch_compile needs a C++ compiler; install g++, or leave torch_compile out")
         kernels.hide_from_compiler()
-    experts = _expert_ranks(config, spec, mesh, target.device, adapters)
+    experts = _expert_ranks(config, spec, mesh, target.device)
     stream = (DividedStream if config.parallel.enable_sequence_parallel else ResidualStream)(mesh.tp)
     option = config.model.quantization
     if option == "fp8" and quantization_kind(wanted.description.config) is not None:

@@ -33,8 +33,6 @@ class Compression:
 
     def check(self, limits: SchedulerLimits) -> None:
         """Raises ConfigError if steps may have no room for a whole window."""
-        if limits.pace is not None:
-            raise ConfigError("kv_compression: a step must have room for a whole window, so max_itl cannot be used")
         room = min(limits.longest_chunk, limits.max_num_batched_tokens - limits.max_num_seqs + 1)
         if room < self.options.window:
             raise ConfigError(

@@ -33,7 +33,7 @@ class ServedAdapter:
 
 
 class Adapters:
-    """The served adapters by name. Raises ConfigError for options that contradict each other."""
+    """The served adapters by name."""
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> None:
         self._llm = llm
@@ -41,10 +41,6 @@ class Adapters:
         self._model_names = model_names
         self.by_name: dict[str, ServedAdapter] = {}
         self._changing = asyncio.Lock()
-        if config.lora_modules and not llm.config.lora.enable_lora:
-            raise ConfigError("lora_modules needs enable_lora")
-        if config.lora_folder and not config.enable_admin_api:
-            raise ConfigError("lora_folder needs enable_admin_api, which lets clients load adapters")
 
     def get(self, name: str) -> Adapter | None:
         served = self.by_name.get(name)

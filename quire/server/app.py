@@ -9,7 +9,9 @@ from fastapi_swagger import patch_fastapi
 from starlette.middleware.cors import CORSMiddleware
 
 from quire._version import __version__
+from quire.config.conflicts import check
 from quire.config.engine import ConfigError, ServerConfig
+from quire.config.features import Setup
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.frontend import chosen_parser
 from quire.observability.logging import logger
@@ -66,8 +68,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     # FastAPI's own page loads its script from the internet, which servers often cannot reach, nor their users.
     if not config.disable_fastapi_docs:
         patch_fastapi(app, redirect_from_root_to_docs=False, title="Quire's API")
-    if config.weights_folder and not config.enable_admin_api:
-        raise ConfigError("weights_folder needs enable_admin_api, which lets clients replace the weights")
+    check(Setup(llm.config, config))
     adapters = Adapters(llm, config, model_names)
     log = RequestLog(config)
     app.state.server = Server(llm, config, model_names, _tool_parser(config, llm), app, adapters, log, MediaLoader(llm))

@@ -119,10 +119,6 @@ class ApiProcesses:
 
     def __init__(self, cores: Cores, config: ServerConfig, listening: socket.socket) -> None:
         """Raises ConfigError for options that need all requests in one process."""
-        if config.lora_folder:
-            raise ConfigError("api_server_count: lora_folder needs one API process, since adapters are loaded into one")
-        if config.response_store == "memory":
-            raise ConfigError("api_server_count: response_store must be a file or a database that processes can share")
         self._cores = cores
         self._config = config
         self._listening = listening

@@ -5,7 +5,9 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from quire.config.engine import ConfigError, EngineConfig, ServerConfig
+from quire.config.conflicts import check
+from quire.config.engine import EngineConfig, ServerConfig
+from quire.config.features import Setup
 from quire.engine.core_client import CoreClient, start_cores
 from quire.models.heads.resolve import with_files
 from quire.server.listening import listening_socket, raise_descriptor_limit
@@ -17,9 +19,8 @@ def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -
     Raises ConfigError, OSError or EngineDeadError if it cannot start.
     """
     engine_config = EngineConfig.create(model=model, **options)
+    check(Setup(engine_config, config))
     if engine_config.cluster.headless:
-        if config.api_server_count > 1:
-            raise ConfigError("headless: there is no API on this machine; leave api_server_count out")
         from quire.engine.headless import run_headless
 
         return run_headless(*with_files(engine_config))

@@ -25,14 +25,11 @@ from torch import Tensor
 from quire.attention.base import CacheBackend
 from quire.attention.by_head import AttentionByHead, EndingText, HeadLayout
 from quire.attention.eviction import METHODS
-from quire.config.engine import ConfigError
 from quire.config.kv_compression import KVCompressionOptions
-from quire.layers.attention_spec import AttentionSpec
 from quire.layers.forward_state import pick
 from quire.layers.step_inputs import Array, StepInputs, StepSize
 from quire.messages.step import SchedulerOutput
 from quire.models.model import Model
-from quire.models.spec import DecoderSpec
 from quire.ops import Kernels
 from quire.ops.memory import upload
 from quire.worker.device import Device
@@ -42,23 +39,6 @@ from quire.worker.staging import Staging
 from quire.worker.state import DeviceState
 
 _NO_PARTS = ForwardParts()
-
-
-def check_compression(spec: DecoderSpec, max_model_len: int) -> None:
-    """Raises ConfigError for a model whose KV cache cannot be compressed."""
-    windows = any(window is not None and window < max_model_len for window in spec.windows)
-    mixers = [mixer for mixer in spec.mixers if isinstance(mixer, AttentionSpec)]
-    for found, feature in (
-        (spec.is_encoder, "no KV cache"),
-        (spec.has_states, "recurrent layers"),
-        (len(mixers) < len(spec.mixers), "latent attention"),
-        (windows, "sliding windows below max_model_len"),
-        (any(mixer.alibi for mixer in mixers), "linear biases (ALiBi)"),
-        (any(mixer.sinks for mixer in mixers), "learned attention sinks"),
-        (len(set(spec.mixers)) > 1, "layers with different heads"),
-    ):
-        if found:
-            raise ConfigError(f"kv_compression cannot be used with a model that has {feature}; leave it out")
 
 
 class CompressedRows:

@@ -10,7 +10,6 @@ from quire.attention.context import ContextAttention
 from quire.attention.headwise import HeadwiseAttention
 from quire.attention.stripes import StripedAttention
 from quire.config.engine import ConfigError, ParallelConfig
-from quire.kv.specs import StateShape
 from quire.layers.attention_spec import CacheShape
 from quire.layers.step_inputs import StepInputs
 from quire.models.model import Model, Shape
@@ -20,20 +19,11 @@ from quire.worker.forward import Forward, ForwardParts
 
 
 def check_context(shapes: Sequence[Shape], options: ParallelConfig) -> None:
-    """Raises ConfigError if the options cannot divide the contexts of a model with caches of these shapes."""
+    """Raises ConfigError if decode_context_parallel_size does not divide the ranks with the same cache."""
     dcp = options.decode_context_parallel_size
     tp = options.tensor_parallel_size
-    if dcp * options.prefill_context_parallel_size > 1 and not shapes:
-        raise ConfigError(
-            "decode_context_parallel_size and prefill_context_parallel_size need a model with a KV "
-            "cache; leave them out"
-        )
-    for shape in shapes if dcp * options.prefill_context_parallel_size > 1 else ():
-        if isinstance(shape, StateShape):
-            raise ConfigError(
-                "decode_context_parallel_size and prefill_context_parallel_size divide the keys of a "
-                "text, but a recurrent layer has none; leave them out"
-            )
+    for shape in shapes if dcp > 1 else ():
+        assert isinstance(shape, CacheShape)
         if shape.holders % dcp:
             raise ConfigError(
                 f"decode_context_parallel_size={dcp} must divide the number of ranks that have the same "

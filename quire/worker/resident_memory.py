@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from quire.checkpoints.weights import Checkpoint
+from quire.config.conflicts import check
 from quire.config.engine import EngineConfig
+from quire.config.features import Operation, Setup
 from quire.layers.lora import AdapterSlots, LowRank
 from quire.messages.changes import MemoryChange, ReadWeights, Sleep, TakeWeights, TrainerOrder, WakeUp
 from quire.models.description import describe
@@ -139,10 +141,7 @@ class ResidentMemory:
         return list({t.untyped_storage()._cdata: t.untyped_storage() for t in self._weights}.values())
 
     def _sleep(self, level: int) -> None:
-        if level == 2 and self._config.parallel.enable_eplb:
-            raise ValueError(
-                "weights cannot be dropped in an engine with enable_eplb, which has moved experts; sleep at level 1"
-            )
+        check(Setup(self._config, operation=Operation(drops_weights=level == 2)))
         for storage in self._storages() if level > self._level else ():
             self._store.release(storage, keep=level == 1)
         for storage in self._cache if self._has_cache else ():
@@ -211,13 +210,7 @@ class ResidentMemory:
         """Raises ValueError if the weights cannot be replaced."""
         if self._directory.is_file():
             raise ValueError("the weights of a GGUF file cannot be replaced")
-        for name, given in (
-            ("enable_lora", self._config.lora.enable_lora),
-            ("enable_eplb, which has moved experts", self._config.parallel.enable_eplb),
-            ("kv_transfer_config, since other engines would not know of it", self._config.cache.transfer is not None),
-        ):
-            if given:
-                raise ValueError(f"weights cannot be replaced in an engine with {name}")
+        check(Setup(self._config, operation=Operation(replaces_weights=True)))
 
     def _take(self, change: TakeWeights) -> None:
         staged = self._staged

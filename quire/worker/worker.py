@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.config.engine import ConfigError, EngineConfig
+from quire.config.conflicts import check
+from quire.config.engine import EngineConfig
+from quire.config.features import Place, Setup
 from quire.messages.changes import Change, Profile
 from quire.messages.step import StepCosts
 from quire.observability.logging import logger
@@ -85,14 +87,11 @@ def _budget(config: EngineConfig, mesh: Mesh, device: torch.device) -> int:
 
     Raises ConfigError if ranks share a GPU that cannot, or if other processes use it.
     """
-    if device.type != "cuda":
+    on_cpu = device.type == "cpu"
+    sharing = 1 if on_cpu else mesh.ranks_on_device(device.type)
+    check(Setup(config, place=Place(on_cpu=on_cpu, shares_gpu=sharing > 1)))
+    if on_cpu:
         return 0
-    sharing = mesh.ranks_on_device(device.type)
-    if sharing > 1 and mesh.cp.size * mesh.dcp.size > 1:
-        raise ConfigError(
-            "decode_context_parallel_size and prefill_context_parallel_size need a GPU for each "
-            f"rank, but {sharing} ranks share one; lower them, or use device=cpu"
-        )
     if sharing > 1 and mesh.rank == 0:
         logger.warning(
             "%d ranks share a GPU: they exchange tensors through the host, without CUDA graphs; give each its own",

@@ -25,7 +25,6 @@ from quire.ops import Kernels, Target
 from support.thread_group import Meeting, ThreadGroup, on_every_rank
 
 KERNELS = Kernels(Target(torch.device("cpu"), torch.float32))
-COMBINES = ["context parallelism × sliding window, sinks, soft caps and ALiBi, one-byte KV cache, latent attention"]
 
 
 class Divided:

@@ -24,7 +24,6 @@ from quire.attention.sparse_stripes import StripedSparseAttention
 from quire.ops import Kernels, Target
 from support.thread_group import Meeting, ThreadGroup, on_every_rank
 
-COMBINES = ["context parallelism × sparse attention, one-byte KV cache"]
 KERNELS = Kernels(Target(torch.device("cpu"), torch.float32))
 BLOCK = 16  # of a rank
 SIZES = [(1, 2), (1, 4), (2, 1), (3, 1), (2, 2), (3, 2)]  # of cp and dcp

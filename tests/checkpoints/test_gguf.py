@@ -63,8 +63,6 @@ from support.waiting import eventually
 
 pytestmark = pytest.mark.texts
 
-COMBINES = ["GGUF, sliding window"]
-
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "gguf_greedy.json").read_text("utf-8"))
 TEXT = prompts(300, 9)[8][:60]
 SOME = [

@@ -49,7 +49,7 @@ def check(llm: LLM) -> dict[str, Any]:
     assert rank["block_bytes"] + drafter == worker.kv_memory.blocks.shape[1] == kv.rank_bytes[0]
     assert [group["layers"] for group in rank["kv_groups"]] == [list(spec.layers) for spec in kv.specs]
     assert [group["backend"] for group in rank["kv_groups"]] == [b.name for b in runner.forward.backends]
-    assert (shown["drafter"] is None) == (llm.core.scheduler.speculation is None)
+    assert (shown["drafter"] is not None) == llm.core.scheduler.speculation.is_active
     return shown
 
 

@@ -1,27 +1,25 @@
-"""docs/features.md: its table names the tests that run two features together, as these declare it.
+"""docs/features.md: which features exclude each other, and which tests ran two of the others together.
 
-A test file declares it in a constant:
-
-    COMBINES = [
-        "chunked prefill, prefix caching, preemption",  # each two of these
-        "penalties × chunked prefill, preemption",  # each before the cross with each behind it
-    ]
+The first table is that of quire/config/conflicts.py. The second one is what `pytest --record-features` has seen, see
+tests/support/combinations.py.
 """
 
 from __future__ import annotations
 
-import ast
-from collections import defaultdict
-from itertools import combinations, product
+import re
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
-PAGE = TESTS.parent / "docs" / "features.md"
-BEGIN, END = "<!-- written by tests/docs/test_features_page.py --write -->\n", "<!-- end -->\n"
+from quire.config.conflicts import CONFLICTS, Conflict
+from quire.config.features import Kind
+from support.combinations import FEATURES, Combinations, merged, read
 
-# In this order. The first ones have a column too.
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "features.md"
+SECTION = re.compile(r"(<!-- (\w+): written by .*? -->\n)(.*?)(<!-- end of \2 -->\n)", re.DOTALL)
+# These have a column, too.
 COLUMNS = [
     "chunked prefill",
     "prefix caching",
@@ -33,105 +31,66 @@ COLUMNS = [
     "n > 1",
     "two steps in flight",
 ]
-FEATURES = [
-    *COLUMNS,
-    "penalties and token rules",
-    "logprobs",
-    "prompt logprobs",
-    "beam search",
-    "experts",
-    "latent attention",
-    "recurrent layers",
-    "sparse attention",
-    "sinks, soft caps and ALiBi",
-    "GGUF",
-    "one-byte KV cache",
-    "recorded steps",
-    "CUDA graphs",
-    "replay after a crash",
-    "long_prefill_token_threshold",
-    "batch invariance",
-    "tensor parallelism",
-    "sequence parallelism",
-    "data parallelism",
-    "pipeline parallelism",
-    "context parallelism",
-    "expert parallelism",
-    "several machines",
-    "KV tiers",
-    "prefill and decode apart",
-    "structured outputs",
-    "thinking budgets",
-    "speculation",
-    "drafters on the device",
-    "adapters",
-    "KV events",
-    "pauses and sleep",
-    "new weights",
-    "pinned prefixes",
-    "KV compression",
-    "multimodal input",
-    "cross-attention",
-]
+# Their tests run at night, or make a core without the rest of an engine, which the recorder does not see.
+UNRECORDED = {"thinking budgets", "torch_compile", "batch invariance", "data parallelism", "prefill and decode apart"}
+ROWS = [*COLUMNS, *(feature for feature in FEATURES if feature not in COLUMNS)]
 
 
-def declared(path: Path) -> list[str]:
-    """The strings of a file's COMBINES; the file is not imported."""
-    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "COMBINES":
-            return list(ast.literal_eval(statement.value))
-    return []
+def conflicts() -> str:
+    lines = ["| feature | cannot be combined with | because |", "|---|---|---|"]
+    lines += [f"| {conflict.a.name} | {other(conflict)} | {conflict.reason} |" for conflict in CONFLICTS]
+    return "\n".join(lines) + "\n"
 
 
-def features_of(text: str) -> list[str]:
-    """The features that a list names; a name may have commas of its own."""
-    found = []
-    for feature in sorted(FEATURES, key=len, reverse=True):
-        if feature in text:
-            found.append(feature)
-            text = text.replace(feature, "")
-    assert not text.strip(", "), f"no feature of {Path(__file__).name} is called {text.strip(', ')!r}"
-    return found
+def other(conflict: Conflict) -> str:
+    """The second feature, as a phrase of its own."""
+    phrases = {Kind.MISSING: "leaving {} out", Kind.MODEL: "a model that has {}", Kind.PLACE: "running {}"}
+    return phrases.get(conflict.b.kind, "{}").format(conflict.b.name)
 
 
-def pairs_of(line: str) -> set[frozenset[str]]:
-    before, cross, behind = line.partition("×")
-    if cross:
-        return {frozenset(pair) for pair in product(features_of(before), features_of(behind)) if len(set(pair)) == 2}
-    return {frozenset(pair) for pair in combinations(features_of(before), 2)}
-
-
-def written_page() -> str:
-    """The table, and the list of the test files that its numbers stand for."""
-    files = defaultdict(list)  # of a pair of features
-    numbered: list[str] = []
-    for path in sorted(TESTS.rglob("test_*.py")):
-        pairs = set().union(*map(pairs_of, declared(path)))
-        if pairs:
-            numbered.append(path.relative_to(TESTS.parent).as_posix())
-        for pair in pairs:
-            files[pair].append(str(len(numbered)))
-    lines = [f"{number}. `{path}`" for number, path in enumerate(numbered, 1)]
+def combined(record: Combinations) -> str:
+    """The test files, and the table whose numbers stand for them."""
+    files = sorted({name for others in record.values() for names in others.values() for name in names})
+    number = {name: str(index) for index, name in enumerate(files, 1)}
+    lines = [f"{number[name]}. `{name}`" for name in files]
     lines += ["", f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for index, feature in enumerate(FEATURES[1:], 1):
-        cells = [" ".join(files[frozenset((feature, column))]) for column in COLUMNS[:index]]
+    for index, feature in enumerate(ROWS[1:], 1):
+        cells = [" ".join(map(number.__getitem__, ran(record, feature, column))) for column in COLUMNS[:index]]
         cells += [""] * (len(COLUMNS) - len(cells))
         lines.append(f"| **{feature}** | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def test_the_page_names_the_tests_that_run_two_features_together(pytestconfig: pytest.Config):
+def ran(record: Combinations, one: str, two: str) -> list[str]:
+    return record.get(one, {}).get(two) or record.get(two, {}).get(one) or []
+
+
+def test_the_page_shows_both_tables(pytestconfig: pytest.Config):
     text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, behind = rest.partition(END)
-    expected = f"{before}{BEGIN}\n{written_page()}\n{END}{behind}"
+    written = {"conflicts": conflicts(), "tests": combined(read())}
+    assert {match[2] for match in SECTION.finditer(text)} == set(written)
+    expected = SECTION.sub(lambda match: f"{match[1]}\n{written[match[2]]}\n{match[4]}", text)
     if pytestconfig.getoption("write"):
         PAGE.write_text(expected, encoding="utf-8")
-    assert pytestconfig.getoption("write") or text == expected, f"run `pytest -n 0 {Path(__file__).name} --write`"
+    assert pytestconfig.getoption("write") or text == expected, f"run `pytest -n0 {Path(__file__).name} --write`"
 
 
-def test_a_feature_without_a_name_in_the_table_is_refused():
-    assert pairs_of("chunked prefill, n > 1") == {frozenset(("chunked prefill", "n > 1"))}
-    assert len(pairs_of("logprobs, beam search × chunked prefill, preemption")) == 4
-    with pytest.raises(AssertionError, match="levitation"):
-        pairs_of("chunked prefill, levitation")
+def test_a_test_has_combined_each_feature_with_another():
+    missing = {one for one in FEATURES if not any(ran(read(), one, two) for two in FEATURES)}
+    assert missing == UNRECORDED, (
+        "Run the tests of these features with `pytest --record-features`, correct UNRECORDED, and write the page: "
+        f"`pytest -n0 {Path(__file__).name} --write`."
+    )
+
+
+def test_files_and_features_of_the_record_exist():
+    assert merged(read(), {}) == read()
+
+
+def test_a_record_keeps_few_files_of_a_pair():
+    pairs = set(combinations(["chunked prefill", "preemption", "priority"], 2))
+    names = ["tests/conftest.py", "tests/docs/test_links.py", "tests/quick.txt", "tests/gpu"]
+    found = merged({}, dict.fromkeys(names, pairs))
+    assert found["chunked prefill"] == {"preemption": sorted(names)[:3], "priority": sorted(names)[:3]}
+    assert merged(found, {"tests/bench": {("preemption", "priority")}})["preemption"]["priority"][0] == "tests/bench"
+    assert merged({"chunked prefill": {"priority": ["tests/gone.py"], "levitation": ["tests/gpu"]}}, {}) == {}

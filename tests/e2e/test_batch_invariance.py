@@ -20,8 +20,6 @@ from support.threads import thread_count
 
 pytestmark = pytest.mark.texts
 
-COMBINES = ["batch invariance × chunked prefill, prefix caching, preemption, sliding window, seeded sampling"]
-
 Answer = tuple[list[int], list[dict[int, float]]]
 
 TEXT = Path(__file__).parents[1] / "data" / "demo_eval" / "heldout.txt"

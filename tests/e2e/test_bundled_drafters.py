@@ -14,7 +14,6 @@ PROMPTS = [
     "How many legs does a spider have?",
     "Write a short poem about the sea.",
 ]
-COMBINES = ["drafters on the device × seeded sampling"]
 
 
 @pytest.mark.sampled(3)

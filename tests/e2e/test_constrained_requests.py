@@ -22,13 +22,6 @@ from support.late_device import run_late
 
 pytestmark = [pytest.mark.texts, pytest.mark.slow]
 
-COMBINES = [
-    "structured outputs, thinking budgets × chunked prefill, prefix caching, preemption, sliding window",
-    "structured outputs, thinking budgets × seeded sampling, two steps in flight, penalties and token rules, logprobs",
-    "structured outputs, thinking budgets × CUDA graphs, replay after a crash, tensor parallelism",
-    "structured outputs × thinking budgets",
-]
-
 TIGHT = {"num_gpu_blocks_override": 28, "max_num_batched_tokens": 24, "max_num_seqs": 12}
 VARIANTS = ["qwen3-mixed-windows-biases", pytest.param("llama", marks=pytest.mark.slow)]
 VOCAB = 320

@@ -23,8 +23,6 @@ from support.waiting import LONGEST, eventually
 
 pytestmark = pytest.mark.slow
 
-COMBINES = ["prefill and decode apart × seeded sampling, several machines, replay after a crash"]
-
 TEXT = "a fox who lived near a river and told stories to all the animals that came to drink. "
 TOKENS = 40
 OPTIONS = [

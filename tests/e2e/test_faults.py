@@ -19,8 +19,6 @@ from support.waiting import LONGEST, eventually
 
 pytestmark = pytest.mark.slow
 
-COMBINES = ["replay after a crash, seeded sampling"]
-
 ARGUMENTS = ["--served-model-name", MODEL, "--dtype", "float32", "--logits-processors", "support.faults:Faults"]
 
 

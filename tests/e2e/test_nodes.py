@@ -19,11 +19,6 @@ from support.streams import MODEL, STREAMS, all_streams, expected_streams
 
 pytestmark = pytest.mark.slow
 
-COMBINES = [
-    "several machines × tensor parallelism, pipeline parallelism, data parallelism, expert parallelism, seeded "
-    "sampling, replay after a crash"
-]
-
 OPTIONS = ["--dtype", "float32", "--max-model-len", "192", "--kv-cache-memory-bytes", "64M"]
 # The options of both machines, with those of machine 0, and those of machine 1.
 LAYOUTS = {

@@ -13,11 +13,6 @@ from quire.checkpoints.hub import bundled_model
 from support.server_process import Server
 from support.waiting import LONGEST
 
-COMBINES = [
-    "speculation × replay after a crash, seeded sampling",
-    "drafters on the device × replay after a crash, seeded sampling",
-]
-
 PROMPTS = [f"Tom has a {name}. The {name} likes Tom. Tom likes the" for name in ("cat", "dog", "bird", "fish")]
 SPECULATION = '{"method": "suffix", "num_speculative_tokens": 6, "adaptive": false}'
 OPTIONS = ["--dtype", "float32", "--speculative-config", SPECULATION, "--served-model-name", "small"]

@@ -14,8 +14,6 @@ from support.engines import assert_nothing_is_left
 
 pytestmark = pytest.mark.texts
 
-COMBINES = ["structured outputs × n > 1, stop strings, seeded sampling, penalties and token rules, logprobs"]
-
 PERSON = {
     "type": "object",
     "properties": {

@@ -26,8 +26,6 @@ from support.waiting import LONGEST, eventually_async
 
 pytestmark = pytest.mark.texts
 
-COMBINES = ["replay after a crash × seeded sampling, n > 1"]
-
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 64}
 GREEDY = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=120, ignore_eos=True, n=2)

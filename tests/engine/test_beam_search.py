@@ -14,8 +14,6 @@ from support.checkpoints import EOS, Checkpoints
 from support.engines import assert_nothing_is_left, make_llm
 from support.reference import prompts
 
-COMBINES = ["beam search × chunked prefill, prefix caching"]
-
 PROMPTS = [prompts(320, 8)[i] for i in (0, 1, 5, 7)]  # of 1, 15, 32 and 33 tokens
 
 

@@ -26,8 +26,6 @@ from support.engines import run_and_leave_no_core as run
 
 pytestmark = [pytest.mark.texts, pytest.mark.slow]
 
-COMBINES = ["data parallelism × seeded sampling, n > 1, replay after a crash"]
-
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 64}
 GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=100, ignore_eos=True, n=2)
@@ -234,7 +232,7 @@ def test_one_of_several_servers_has_its_replica_under_its_own_number():
 
 
 def test_an_engine_in_one_process_has_one_core():
-    with pytest.raises(ConfigError, match=r"data_parallel_size=2.*quire serve"):
+    with pytest.raises(ConfigError, match=r"data_parallel_size cannot be used in an LLM.*quire serve"):
         LLM(**OPTIONS, data_parallel_size=2)
 
 

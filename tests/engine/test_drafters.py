@@ -18,11 +18,6 @@ from support.proposers import Perfect
 from support.reference import References, prompts
 from support.requests import requests, said, with_grammars
 
-COMBINES = [
-    "drafters on the device × chunked prefill, prefix caching, preemption, sliding window, latent attention, experts,"
-    " seeded sampling, logprobs, stop strings, n > 1, structured outputs, penalties and token rules"
-]
-
 TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 24, "max_num_seqs": 12}
 WINDOWED = "qwen3-mixed-windows-biases"
 ALL = [

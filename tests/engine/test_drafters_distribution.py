@@ -22,7 +22,6 @@ from support.reference import References
 from support.reference import logits as reference_logits
 from support.sampling import chi_square, chi_square_bound, distribution, processed
 
-COMBINES = ["drafters on the device × penalties and token rules, structured outputs, two steps in flight"]
 PROMPT, LENGTH, COUNT = [5, 90, 41, 7, 200], 3, 3000
 LETTERS = "[a-zA-Z ]"
 

@@ -13,9 +13,6 @@ from support.engines import generate, make_llm, tokens_of
 from support.late_device import run_late
 from support.reference import References
 
-COMBINES = [
-    "drafters on the device × two steps in flight, CUDA graphs, structured outputs, preemption, chunked prefill"
-]
 TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 24, "max_num_seqs": 12}
 
 

@@ -17,8 +17,6 @@ from support.engines import GREEDY, assert_nothing_is_left, generate, make_llm, 
 
 pytestmark = pytest.mark.texts
 
-COMBINES = ["seeded sampling, n > 1"]
-
 SHORT = GREEDY.clone(max_tokens=8)
 TEXT = "Once upon a time"
 

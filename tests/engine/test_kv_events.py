@@ -24,8 +24,6 @@ from support.client_environment import client_python
 from support.kv_router import END, RouterView, Subscriber
 from support.waiting import LONGEST, eventually
 
-COMBINES = ["KV events × data parallelism"]
-
 SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 40}
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 

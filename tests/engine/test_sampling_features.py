@@ -28,11 +28,6 @@ from support.sampling import processed, scores
 
 pytestmark = pytest.mark.texts
 
-COMBINES = [
-    "penalties and token rules, logprobs, prompt logprobs × chunked prefill, prefix caching, preemption, "
-    "sliding window, seeded sampling, n > 1, two steps in flight"
-]
-
 VARIANTS = ["llama", "qwen3-mixed-windows-biases"]
 TIGHT = {"num_gpu_blocks_override": 22, "max_num_batched_tokens": 24, "max_num_seqs": 12}
 CHUNKED = {"max_num_batched_tokens": 24, "max_num_seqs": 12}

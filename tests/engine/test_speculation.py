@@ -14,11 +14,6 @@ from support.proposers import PROPOSERS, Perfect, speculate
 from support.reference import References
 from support.requests import requests, said, with_grammars
 
-COMBINES = [
-    "speculation × chunked prefill, prefix caching, preemption, sliding window, seeded sampling, logprobs,"
-    " stop strings, n > 1, structured outputs, penalties and token rules"
-]
-
 VARIANTS = ["llama", "qwen3-mixed-windows-biases"]
 TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 24, "max_num_seqs": 12}
 

@@ -33,11 +33,6 @@ from support.reference import References
 
 pytestmark = pytest.mark.texts
 
-COMBINES = [
-    "two steps in flight × chunked prefill, prefix caching, sliding window, seeded sampling, stop strings",
-    "stop strings × chunked prefill, prefix caching, preemption, sliding window",
-]
-
 VARIANTS = ["llama", "qwen3-mixed-windows-biases"]
 TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 24, "max_num_seqs": 12}
 

@@ -23,12 +23,6 @@ from support.server import eventually
 from support.server_process import Server
 from support.streams import MODEL, all_streams
 
-COMBINES = [
-    "prefix caching, preemption, sliding window, latent attention, two steps in flight, tensor parallelism, pipeline"
-    " parallelism × KV tiers",
-    "replay after a crash, recurrent layers × KV tiers",
-]
-
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 TEXTS = [[3 + (7 * i + 5 * j + j // 9) % 90 for j in range(120)] for i in range(6)]
 IN_MEMORY: dict[str, Any] = {"kv_offloading_size": 0.05}
@@ -272,7 +266,7 @@ def test_a_reset_forgets_what_is_beyond_the_pool_only_if_asked(checkpoints, tmp_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_offloading_size": 1.0, "enable_prefix_caching": False}, "need enable_prefix_caching"),
+        ({"kv_offloading_size": 1.0, "enable_prefix_caching": False}, "needs enable_prefix_caching"),
         ({"kv_offloading_size": -1.0}, "is a number of GiB"),
         ({"kv_offloading_size": 1e-6}, "no room for a block"),
         ({"kv_offloading_disk_size": "1G"}, "give that, too"),

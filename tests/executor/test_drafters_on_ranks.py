@@ -12,7 +12,6 @@ from support.drafters import Drafters
 from support.engines import generate, make_llm, tokens_of
 from support.reference import prompts
 
-COMBINES = ["drafters on the device × tensor parallelism, chunked prefill, preemption"]
 TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 24, "max_num_seqs": 6}
 PARAMS = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(9)]
 

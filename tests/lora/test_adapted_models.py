@@ -11,10 +11,6 @@ from support.checkpoints import FAMILIES
 from support.engines import make_llm
 from support.reference import prompts
 
-COMBINES = [
-    "adapters × chunked prefill, prefix caching, sliding window, experts, latent attention, sinks, soft caps and "
-    "ALiBi, recurrent layers"
-]
 IN_EACH_RUN = ("llama", "deepseek_v3", "falcon_h1")  # also with experts, latent attention, recurrent layers
 FIRST = [
     pytest.param(variants[0], marks=[] if variants[0] in IN_EACH_RUN else pytest.mark.sampled(12))

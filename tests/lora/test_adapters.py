@@ -26,10 +26,6 @@ from support.reference import prompts
 from support.staged_ranks import StagedExecutor
 from support.waiting import LONGEST
 
-COMBINES = [
-    "adapters × prefix caching, preemption, two steps in flight, CUDA graphs, recorded steps, prompt logprobs",
-    "adapters × tensor parallelism, speculation, drafters on the device, structured outputs",
-]
 TEXTS = prompts(300, 10)
 ATTENTION = {"model.layers.0.self_attn.q_proj": (64, 64), "model.layers.2.self_attn.o_proj": (64, 64)}
 

@@ -25,10 +25,6 @@ from support.encoder_ways import WAYS, Encoded
 from support.engines import make_llm
 from support.server import Host
 
-COMBINES = [
-    "adapters × cross-attention, chunked prefill, preemption, two steps in flight, speculation, tensor parallelism"
-]
-
 # The modules that each adapter changes: those of all layers, of the encoder, and those that make keys and values of its
 # results.
 PARTS = (r"\.(layers|block)\.", r"(^|\.)encoder\.(layers|block)\.", r"\.(encoder_attn|EncDecAttention)\.[kv]")

@@ -25,10 +25,6 @@ from support.ways import FIRST
 
 pytestmark = pytest.mark.texts
 
-COMBINES = [
-    "expert parallelism × tensor parallelism, data parallelism, pipeline parallelism, chunked prefill, prefix caching, "
-    "preemption, sliding window, two steps in flight, experts"
-]
 RECURRENT = {name: v for name, v in STATES.items() if v[1].get("num_experts") or v[1].get("num_local_experts")}
 EXPERTS = {**FIRST_EXPERTS, **RECENT_EXPERTS, **RECURRENT}
 FIRST_WITH_EXPERTS = [*(variant for variant in FIRST if variant in EXPERTS), "granitemoehybrid-experts"]
@@ -176,7 +172,7 @@ def test_quantized_experts_are_dealt_as_they_are(checkpoints, quantization, more
 
 def test_a_model_without_experts_is_refused(checkpoints):
     path = checkpoints.path("llama")
-    with pytest.raises(ConfigError, match="enable_expert_parallel: the model has no experts"):
+    with pytest.raises(ConfigError, match="enable_expert_parallel cannot be used with a model that has no experts"):
         make_llm(path, enable_expert_parallel=True)
 
 

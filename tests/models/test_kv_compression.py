@@ -38,11 +38,6 @@ from support.reference import References
 
 pytestmark = pytest.mark.texts
 
-COMBINES = [
-    "KV compression × chunked prefill, prefix caching, preemption, seeded sampling, n > 1, two steps in flight, "
-    "tensor parallelism, speculation, replay after a crash, structured outputs"
-]
-
 VARIANT = "llama-gqa2-tied-llama3"
 FIELDS = {"window": 8, "sinks": 2, "ratio": 3}
 LONGEST = 232

@@ -25,14 +25,6 @@ from support.reference import LENGTHS, Continuation
 from support.staged_ranks import StagedExecutor
 from support.ways import FIRST, WAYS, check
 
-COMBINES = [
-    "chunked prefill, prefix caching, preemption, sliding window, two steps in flight",
-    "experts, latent attention, sparse attention, sinks, soft caps and ALiBi × chunked prefill, prefix caching, "
-    "preemption, sliding window, two steps in flight",
-    "recurrent layers × experts, latent attention, chunked prefill, prefix caching, preemption, two steps in flight",
-    "recurrent layers × tensor parallelism",
-]
-
 WITH_EXPERTS = {
     *EXPERTS,
     *RECENT_EXPERTS,

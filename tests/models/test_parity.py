@@ -14,8 +14,6 @@ from support.ways import FIRST, check
 
 pytestmark = pytest.mark.texts
 
-COMBINES = ["chunked prefill, prefix caching, preemption, sliding window"]
-
 BOUND = 5e-5  # of the logits' standard deviation
 
 # Float32 rounds, and sharp attention makes more of that. Measured: 8.5e-5, 5.9e-5 and 5.4e-5, where transformers in

@@ -28,12 +28,6 @@ from support.staged_ranks import StagedExecutor
 
 pytestmark = pytest.mark.texts
 
-COMBINES = [
-    "pipeline parallelism × tensor parallelism, chunked prefill, prefix caching, preemption, sliding window, seeded "
-    "sampling, stop strings, n > 1, penalties and token rules, logprobs, prompt logprobs, structured outputs, "
-    "speculation, drafters on the device, adapters, experts, latent attention"
-]
-
 
 def staged(path: Any, stages: int, ranks: int = 1, **options: Any) -> LLM:
     """An engine whose ranks are threads."""
@@ -46,7 +40,7 @@ def processes(path: Any, stages: int, **options: Any) -> LLM:
 
 
 def test_stages_are_refused_if_all_layers_read_the_values_of_the_first(checkpoints):
-    with pytest.raises(ValueError, match="pipeline_parallel_size must be 1"):
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size .* layers that all read the values of the first one"):
         staged(checkpoints.path("rwkv7"), 2)
 
 
@@ -171,7 +165,7 @@ def test_drafters_run_behind_the_last_stage(checkpoints, tmp_path_factory, kind)
 def test_a_drafter_that_reads_earlier_layers_is_refused(checkpoints, tmp_path_factory):
     drafters = Drafters(checkpoints, tmp_path_factory)
     config = drafters.config("eagle3", "llama")
-    with pytest.raises(ValueError, match="eagle3 reads layers that are in other stages"):
+    with pytest.raises(ValueError, match="a drafter that reads layers of other stages"):
         processes(drafters.target("llama"), 3, speculative_config=config)
 
 

@@ -14,10 +14,6 @@ from support.families.states import STATES
 
 pytestmark = pytest.mark.texts
 
-COMBINES = [
-    "recurrent layers × chunked prefill, n > 1, seeded sampling, recorded steps, speculation, drafters on the device"
-]
-
 
 def state_groups(llm: LLM) -> list[int]:
     return [group for group, spec in enumerate(llm.core.scheduler.kv.specs) if isinstance(spec, StateSpec)]

@@ -45,12 +45,6 @@ from support.ways import FIRST
 
 pytestmark = pytest.mark.texts
 
-COMBINES = [
-    "chunked prefill, prefix caching, preemption, sliding window, seeded sampling, stop strings, n > 1",
-    "tensor parallelism × chunked prefill, prefix caching, preemption, sliding window, seeded sampling, stop "
-    "strings, n > 1, two steps in flight",
-]
-
 
 def worker(path: Any, group: ThreadGroup, **options: Any) -> Worker:
     config = EngineConfig.create(model=str(path), dtype="float32", max_num_seqs=32, **options)

@@ -18,8 +18,6 @@ from support.engines import assert_nothing_is_left, assert_preempted, generate, 
 from support.late_device import run_late
 from support.seeing import FIRST, MODELS, prepared, tokenizer
 
-COMBINES = ["KV compression, multimodal input × chunked prefill, preemption, two steps in flight"]
-
 FIELDS: dict[str, Any] = {"window": 8, "sinks": 2, "ratio": 3}
 NUM_TOKENS = 60
 # Tokens that stand for pictures are not generated, since transformers would count them.

@@ -26,11 +26,6 @@ from support.encoder_ways import WAYS, Encoded, check_cross_blocks
 from support.engines import assert_nothing_is_left, generate, make_llm, runner_of
 from support.server import Host
 
-COMBINES = [
-    "cross-attention × chunked prefill, prefix caching, preemption, two steps in flight, tensor parallelism",
-    "cross-attention × speculation",
-]
-
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 BEFORE = list(range(10, 60))
 CASES: list[tuple[str, list[int] | None]] = [  # the encoder's text, and what follows the beginning of the decoder's

@@ -18,11 +18,6 @@ from support.late_device import run_late
 from support.rehearsal import rehearsed
 from support.seeing import FIRST, MODELS, NUM_TOKENS, prepared
 
-COMBINES = [
-    "multimodal input × chunked prefill, prefix caching, preemption, two steps in flight, tensor parallelism, "
-    "pipeline parallelism"
-]
-
 MakeLLM = Callable[..., LLM]
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SMALLEST_CHUNK = {"gemma3": 48}  # whose pictures must be in one chunk

@@ -20,8 +20,6 @@ from support.reference import Continuation
 from support.seeing import FIRST, MODELS, NUM_TOKENS, continuations, picture, prepared
 from support.seeing_qwen import QWEN_MARK
 
-COMBINES = ["recurrent layers × multimodal input", "multimodal input × drafters on the device"]
-
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 

@@ -39,11 +39,6 @@ from support.hearing import (
     written,
 )
 
-COMBINES = [
-    "cross-attention × chunked prefill, prefix caching, preemption, two steps in flight, tensor parallelism",
-    "cross-attention × speculation",
-]
-
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 BEFORE = [PREVIOUS, *range(20, 60)]
 PROMPTS = [

@@ -12,11 +12,6 @@ from support.reference import prompts
 
 pytestmark = pytest.mark.texts
 
-COMBINES = [
-    "seeded sampling × chunked prefill, prefix caching, preemption, sliding window, two steps in flight",
-    "preemption, two steps in flight",
-]
-
 VARIANTS = ["llama", "qwen3-mixed-windows-biases"]
 PARAMS = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, max_tokens=32, ignore_eos=True)
 

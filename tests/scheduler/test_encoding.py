@@ -24,8 +24,6 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request import Status
 from quire.scheduler.scheduler import Scheduler
 
-COMBINES = ["multimodal input × chunked prefill, prefix caching, preemption, two steps in flight"]
-
 SIZES = {"a": 3, "b": 5, "c": 5, "d": 8, "e": 2}  # embeddings by the key of a picture
 PICTURE, MAX_MODEL_LEN = 99, 48
 

@@ -44,16 +44,6 @@ from support.kv_router import RouterView
 from support.kv_specs import HeadBudgetSpec
 from support.tiers import MoverModel
 
-COMBINES = [
-    "recurrent layers × KV events, chunked prefill, prefix caching, preemption, priority, two steps in flight, KV"
-    " tiers, speculation, drafters on the device, long_prefill_token_threshold",
-    "KV events × chunked prefill, prefix caching, preemption, sliding window, priority, two steps in flight",
-    "chunked prefill, prefix caching, preemption, sliding window, priority, two steps in flight",
-    "KV compression × chunked prefill, prefix caching, preemption, priority, two steps in flight",
-    "long_prefill_token_threshold × chunked prefill, prefix caching, preemption, sliding window, priority, two"
-    " steps in flight",
-]
-
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 40
 EOS, STOP_TOKEN = 0, 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from quire.config.conflicts import check
 from quire.config.engine import ConfigError, EngineConfig
+from quire.config.features import ModelFacts, Setup
 from quire.engine.assemble import scheduler_limits
 from quire.kv.specs import attention_spec
 from quire.messages.engine import EngineCoreRequest
@@ -64,14 +66,14 @@ def test_the_options_of_vllm_set_the_limits():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_num_batched_tokens": 512}, r"raise max_num_batched_tokens \(512\) to at least max_model_len \(2048\)"),
+        ({"max_num_batched_tokens": 512}, "raise max_num_batched_tokens to at least max_model_len"),
         ({"max_itl": 100}, "enable_chunked_prefill=False and max_itl exclude each other"),
         ({"long_prefill_token_threshold": 100}, "and long_prefill_token_threshold exclude each other"),
     ],
 )
 def test_whole_prompts_and_options_that_divide_them_exclude_each_other(options, message):
     with pytest.raises(ConfigError, match=message):
-        limits_of(enable_chunked_prefill=False, **options)
+        check(Setup(EngineConfig.create(enable_chunked_prefill=False, **options), model=ModelFacts(max_model_len=2048)))
 
 
 def test_more_requests_than_buffers_cannot_run():

@@ -24,8 +24,6 @@ from support.server import Host, Service, eventually
 from support.trainer import Trainer, described
 from support.waiting import LONGEST
 
-COMBINES = ["pauses and sleep, new weights × data parallelism, prefix caching", "new weights × replay after a crash"]
-
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16}
 OPTIONS["kv_cache_memory_bytes"] = 64 << 20
 TEXT = "Once upon a time there was a small engine that could read a whole book in one night, and it said to the dog"

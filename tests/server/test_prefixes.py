@@ -15,8 +15,6 @@ from quire.messages.sampling_params import SamplingParams
 from support.server import Host, Service, eventually
 from support.waiting import LONGEST
 
-COMBINES = ["pinned prefixes × prefix caching, preemption, data parallelism, replay after a crash, pauses and sleep"]
-
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "num_gpu_blocks_override": 80}
 TEXT = "Once upon a time there was a small engine that could read a whole book in one night, and it said to the dog"
 FULL = 16  # tokens of its full blocks

@@ -28,10 +28,6 @@ from support.waiting import LONGEST
 
 pytestmark = pytest.mark.slow
 
-COMBINES = [
-    "prefill and decode apart × prefix caching, chunked prefill, sliding window, latent attention, sparse attention,"
-    " seeded sampling, n > 1, tensor parallelism, pipeline parallelism"
-]
 SMALL: dict[str, Any] = {
     "max_model_len": 1024,
     "max_num_seqs": 8,

@@ -26,8 +26,6 @@ from support.triton_kernels import INSTALLED
 
 pytestmark = pytest.mark.texts
 
-COMBINES = ["CUDA graphs × chunked prefill, preemption, sliding window, seeded sampling, two steps in flight"]
-
 VARIANTS = ["llama", "qwen3-mixed-windows-biases", "gemma2", "mixtral", "gpt2"]
 TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 40, "max_num_seqs": 12}
 

@@ -21,8 +21,6 @@ from support.engines import assert_preempted, generate, make_llm, tokens_of
 
 pytestmark = pytest.mark.texts
 
-COMBINES = ["recorded steps × chunked prefill, preemption, sliding window, stop strings"]
-
 if library() is None:
     pytest.skip("the CPU kernels cannot be compiled here", allow_module_level=True)
 

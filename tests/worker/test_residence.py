@@ -211,7 +211,7 @@ def test_a_drafter_stays_when_the_weights_are_dropped(quantization):
 
 def test_weights_of_experts_that_have_moved_are_not_dropped(checkpoints):
     llm = make_llm(checkpoints.path("mixtral"), enable_expert_parallel=True, enable_eplb=True)
-    with pytest.raises(ValueError, match="enable_eplb, which has moved experts; sleep at level 1"):
+    with pytest.raises(ValueError, match="enable_eplb, since it has moved experts; sleep at level 1"):
         llm.sleep(level=2)
     with pytest.raises(ValueError, match="level must be 1 or 2, got 3"):
         llm.sleep(level=3)

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.checkpoints.hub import model_directory, read_json, resolve
+from quire.config.conflicts import check
 from quire.config.engine import ConfigError, EngineConfig
+from quire.config.features import ModelFacts, Setup
 from quire.messages.errors import error_text
 from quire.models.heads.config import speculative_fields, speculators_target
 from quire.models.pooling import is_pooling_model
@@ -29,10 +31,7 @@ def with_files(config: EngineConfig, weights: bool = True) -> tuple[EngineConfig
         kept = str(drafter.get("dtype") or drafter.get("torch_dtype") or "float32")
         dtype = "float32" if options.dtype == "auto" and kept == "float32" else options.dtype
         config = replace(config, model=replace(options, runner="pooling", dtype=dtype))
-        if config.scheduler.speculation is not None:
-            raise ConfigError("speculative_config: a model that pools generates nothing")
-        if config.lora.enable_lora:
-            raise ConfigError("enable_lora: adapters are for models that generate, and this one pools")
+        check(Setup(config, model=ModelFacts(pools=True)))
         return config, directory
     try:
         found = speculators_target(drafter, str(directory))

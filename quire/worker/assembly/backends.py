@@ -14,9 +14,8 @@ from quire.attention.selection import choose_backend
 from quire.attention.sparse import SparseAttention
 from quire.attention.sparse_stripes import StripedSparseAttention
 from quire.attention.states import StateBackend, matching_block_size
-from quire.config.engine import ConfigError, EngineConfig
+from quire.config.engine import EngineConfig
 from quire.kv.specs import StateShape
-from quire.layers.attention_spec import CacheShape
 from quire.models.model import Shape
 from quire.ops import Kernels
 from quire.parallel.mesh import Mesh
@@ -49,7 +48,7 @@ def make_backends(
                 target.dtype,
                 target.device,
                 cache.value_dim,
-                _cell(config, cache),
+                _cell(config),
                 target.batch_invariant,
             )
             if (indexer := cache.indexer) is not None:
@@ -61,9 +60,6 @@ def make_backends(
                 continue
             backend = choose(shape) if context is None else context(shape, mesh.cp, mesh.dcp, choose, kernels)
             if cache.chunk is not None:
-                if context is not None or config.cache.compression is not None:
-                    message = "cannot divide or compress the contexts of a model with attention chunks"
-                    raise ConfigError(f"{config.model.model}: context parallelism and kv_compression {message}")
                 backend = in_chunks(backend, cache.chunk)
             elif cache.crossed:
                 backend = across(backend)
@@ -88,13 +84,6 @@ def choose_block_size(config: EngineConfig, kernels: Kernels, mesh: Mesh, shapes
     return -mesh.replica.minimum(-matching_block_size(least, sizes[True], sizes.get(False, 0) // least))
 
 
-def _cell(config: EngineConfig, shape: CacheShape) -> torch.dtype | None:
+def _cell(config: EngineConfig) -> torch.dtype | None:
     """The type of an element of the cache. None means the model's own type."""
-    if (name := config.cache.kv_cache_dtype) not in CELLS:
-        return None
-    if shape.holds_positions:
-        raise ConfigError(
-            f"kv_cache_dtype={name!r} cannot be used with {config.model.model}: for its linear biases (ALiBi), keys "
-            "hold positions, which one byte cannot tell apart; leave it at auto"
-        )
-    return CELLS[name]
+    return CELLS.get(config.cache.kv_cache_dtype)

@@ -8,7 +8,9 @@ import torch
 from quire.attention.base import CacheBackend
 from quire.attention.by_head import AttentionByHead
 from quire.attention.context import ContextAttention
-from quire.config.engine import ConfigError, EngineConfig
+from quire.config.conflicts import check
+from quire.config.engine import EngineConfig
+from quire.config.features import Place, Setup
 from quire.models.model import Model
 from quire.parallel.mesh import Mesh
 from quire.parallel.pipeline import Pipe
@@ -55,7 +57,7 @@ def make_runner(
     sampler = None
     if config.model.runner != "pooling":
         sampler = Sampler(model.kernels, config, device.torch_device, model.output_rules)
-    drafter = None if sampler is None else _drafter(loaded, staging, sampler)
+    drafter = None if sampler is None else _drafter(config, loaded, staging, sampler)
     transfer = config.cache.transfer
     clock = None
     if transfer is not None and transfer.produces:
@@ -92,16 +94,13 @@ def _staging(config: EngineConfig, device: Device, batch: InputBatch, loaded: Lo
     return Staging(device, batch, kernels, most_tokens, count_kept)
 
 
-def _drafter(loaded: LoadedRank, staging: Staging, sampler: Sampler) -> Drafter | None:
+def _drafter(config: EngineConfig, loaded: LoadedRank, staging: Staging, sampler: Sampler) -> Drafter | None:
     """Raises ConfigError for one that reads what this rank does not have."""
     if loaded.drafter is None:
         return None
     drafter = loaded.drafter.drafter(staging, sampler, loaded.plan)
-    if any(layer + 1 < loaded.model.stage.layers.start for layer in drafter.taps):
-        raise ConfigError(
-            f"speculative_config: {loaded.drafter.options.method} reads layers that are in other stages; lower "
-            "pipeline_parallel_size, or give pipeline_layers"
-        )
+    is_apart = any(layer + 1 < loaded.model.stage.layers.start for layer in drafter.taps)
+    check(Setup(config, place=Place(stages_apart=is_apart)))
     return drafter
 
 

@@ -8,9 +8,12 @@ from torch import Tensor
 
 from quire.attention.base import CacheBackend
 from quire.checkpoints.metadata import hf_config
+from quire.config.conflicts import check
 from quire.config.engine import ConfigError, EngineConfig
+from quire.config.features import ModelFacts, Setup
 from quire.config.speculative import SpeculativeOptions
 from quire.kv.specs import StateShape
+from quire.layers.attention_spec import CacheShape
 from quire.messages.errors import error_text
 from quire.models.heads.head import ChainHead, StateHead
 from quire.models.heads.load import load_draft_model, load_head
@@ -27,6 +30,16 @@ from quire.worker.graphs import RecordedForward
 from quire.worker.input_batch import InputBatch
 from quire.worker.plan import ForwardKind, RankPlan
 from quire.worker.staging import Staging
+
+
+def _facts(cached: Cached | None) -> ModelFacts:
+    """What the cache of a drafter can be combined with."""
+    shapes = [] if cached is None else [shape for shape in cached.cache_shapes if isinstance(shape, CacheShape)]
+    return ModelFacts(
+        sparse=any(shape.indexer is not None for shape in shapes),
+        chunks=any(shape.chunk is not None for shape in shapes),
+        alibi=any(shape.holds_positions for shape in shapes),
+    )
 
 
 class DrafterParts:
@@ -69,11 +82,10 @@ class DrafterParts:
                 "choose one with attention alone"
             )
         try:
+            check(Setup(config, model=_facts(self.cached)))
             self.backends: Sequence[CacheBackend] = [] if self.cached is None else backends_of(self.cached.cache_shapes)
         except ConfigError as error:
             raise ConfigError(f"speculative_config: the drafter cannot be used; {error_text(error)}") from None
-        if self.cached is not None and not target.kv_specs:
-            raise ConfigError(f"speculative_config: {options.method} needs a model with a KV cache")
 
     @property
     def entry_bytes(self) -> int:

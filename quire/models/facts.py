@@ -1,0 +1,35 @@
+"""The facts of a model that decide which features it can be combined with, see config/conflicts.py."""
+
+from quire.config.features import ModelFacts
+from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
+from quire.layers.specs import MoESpec
+from quire.layers.state_spec import RwkvSpec
+from quire.models.spec import DecoderSpec
+
+
+def facts_of(spec: DecoderSpec, max_model_len: int, pools: bool = False) -> ModelFacts:
+    """max_model_len: the longest request in tokens, from which on windows and chunks have no effect."""
+    cached = [] if spec.is_encoder else [part for _, part in spec.cached]
+    attention = [part for part in cached if isinstance(part, AttentionSpec)]
+    latent = [part for part in cached if isinstance(part, LatentAttentionSpec)]
+    media = spec.media
+    return ModelFacts(
+        max_model_len=max_model_len,
+        pools=pools,
+        has_no_cache=spec.is_encoder,
+        has_no_experts=not any(isinstance(mlp, MoESpec) for mlp in spec.mlps),
+        recurrent=spec.has_states,
+        sparse=any(part.indexer is not None or part.shares_selection for part in latent),
+        latent=bool(latent),
+        windows=any(window is not None and window < max_model_len for window in spec.windows),
+        chunks=any(chunk is not None and chunk < max_model_len for chunk in spec.chunks or ()),
+        alibi=any(part.alibi for part in attention),
+        sinks=any(part.sinks for part in attention),
+        different_heads=len(set(spec.mixers)) > 1,
+        shares_first_values=any(isinstance(part, RwkvSpec) for part in cached),
+        learned_positions=spec.position_offset is not None,
+        media=media is not None,
+        two_way=media is not None and media.two_way,
+        levels=media is not None and media.levels > 0,
+        crossed=spec.crossed > 0,
+    )
