@@ -32,7 +32,7 @@ COLUMNS = [
     "two steps in flight",
 ]
 # Their tests run at night, or make a core without the rest of an engine, which the recorder does not see.
-UNRECORDED = {"thinking budgets", "torch_compile", "batch invariance", "data parallelism", "prefill and decode apart"}
+UNRECORDED = {"torch_compile", "batch invariance", "data parallelism", "prefill and decode apart"}
 ROWS = [*COLUMNS, *(feature for feature in FEATURES if feature not in COLUMNS)]
 
 
