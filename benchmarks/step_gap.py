@@ -1,5 +1,4 @@
-"""Measures the gap between two steps in a core's process, from a step's last kernel to the next step's first, by
-streams. The rest of a step is the model.
+"""Measures the gap between two steps in a core's process, by the number of streams. The rest of a step is the model.
 
     python benchmarks/step_gap.py [--streams 1,64,512] [--tokens 200] [--rounds 3] [--json FILE]
 
