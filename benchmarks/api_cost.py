@@ -1,8 +1,8 @@
-"""What the HTTP API costs: N streams through `quire serve` against the same requests in the offline engine.
+"""Measures the cost of the HTTP API: N streams through `quire serve`, compared with the same requests offline.
 
     python benchmarks/api_cost.py [MODEL] [--streams 64] [--tokens 64] [--rounds 3]
 
-Rounds alternate. The client shares the machine's cores with the server, and its share is part of the cost shown.
+Rounds alternate. The client shares the machine's cores with the server, so its own cost is included.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Paged attention on the CPU against torch's own on contiguous tensors, at the shape of Qwen3-0.6B in bfloat16.
+"""Compares paged CPU attention with torch's attention on contiguous tensors, with Qwen3-0.6B's shapes in bfloat16.
 
     python benchmarks/attention_cpu.py [--threads 2] [--latent]
 
---latent: at that of DeepSeek-V2-Lite, whose cache is latent, against plain matrix products. Prints the milliseconds of
-a whole step, all 28 layers, for decode and for prefill chunks of 512 tokens, with caches of bfloat16, int8 and fp8 in
-turn. Each layer has its own cache, blocks scattered over it, so that nothing stays in the processor's caches that would
-not in an engine.
+--latent: with DeepSeek-V2-Lite's shapes and latent cache, compared with plain matrix products. Prints the milliseconds
+of a whole step (all 28 layers) for decoding and for prefill chunks of 512 tokens, with bfloat16, int8 and fp8 caches.
+Each layer has its own cache with scattered blocks, so the processor's caches hold no more of it than in an engine.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ DEEPSEEK = AttentionShape(16, 1, 576, BLOCK, torch.bfloat16, CPU, value_dim=512)
 
 
 def milliseconds(steps: list[Callable[[], object]], rounds: int) -> list[tuple[float, float]]:
-    """The median and the best of so many rounds, in each of which every step runs once."""
+    """Return the median and the best of `rounds` rounds, each of which runs every step once."""
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(rounds + 1):
         for step, mine in zip(steps, times, strict=True):
@@ -43,7 +42,7 @@ def milliseconds(steps: list[Callable[[], object]], rounds: int) -> list[tuple[f
 
 
 def paged(shape: AttentionShape, requests: int, length: int, new: int) -> Callable[[], None]:
-    """A step of `requests` of `length` tokens, of which the last `new` are this step's."""
+    """A step of `requests` requests of `length` tokens, of which the last `new` are computed in this step."""
     backend = CpuAttention(shape)
     blocks = -(-length // BLOCK)
     table = torch.randperm(requests * blocks).int().view(requests, blocks)
@@ -80,7 +79,7 @@ def paged(shape: AttentionShape, requests: int, length: int, new: int) -> Callab
 
 
 def contiguous(shape: AttentionShape, requests: int, length: int, new: int) -> Callable[[], None]:
-    """The same by scaled_dot_product_attention over keys and values that lie in order; nothing is stored."""
+    """The same with scaled_dot_product_attention over contiguous keys and values; nothing is stored."""
 
     def tensors(heads: int, tokens: int) -> Tensor:
         return torch.randn(requests, heads, tokens, shape.head_dim, dtype=torch.bfloat16)

@@ -1,14 +1,14 @@
-"""What a rank sends to other ranks, for each axis: counted in real layers, and scaled to the shapes of real models.
+"""Counts the bytes that a rank sends to others for each axis, in real layers and scaled to the shapes of real models.
 
     python -m benchmarks.bytes_of_axes [--ranks 4]
 
-The layers of a small model of the same architecture run on one rank, whose communicators write down what is sent and
-exchange nothing (`count`). quire/planner/exchanges.py has formulas for the same, and
-tests/bench/test_bytes_of_axes.py holds them against what was counted. The table has what the formulas say of the real
-shapes, in bfloat16.
+The layers of a small model of the same architecture run on one rank, whose communicators record the messages and
+exchange nothing (`count`). quire/planner/exchanges.py has formulas for the same bytes, which
+tests/bench/test_bytes_of_axes.py compares with the counts. The table applies the formulas to the real shapes, in
+bfloat16.
 
-Bytes are those that a rank sends in a ring: of a tensor of n bytes and N ranks, n (N - 1) / N in a reduce-scatter or an
-all-gather, twice as many in an all-reduce, and n if it is sent to one rank.
+Bytes are those that a rank sends in a ring. For a tensor of n bytes and N ranks, a reduce-scatter or an all-gather
+takes n (N - 1) / N, an all-reduce twice as many, and sending to one rank n.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def small(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Counting(Communicator):
-    """Exchanges nothing, and counts what it would send. What it returns has the right shape."""
+    """Exchanges nothing, and counts the bytes that it would send. Results have the right shapes."""
 
     counted: Counter[str] = field(default_factory=Counter)
 
@@ -139,9 +139,9 @@ class Counting(Communicator):
 
 
 def count(config: Mapping[str, Any], axes: Axes, tokens: int, stage: int = 0) -> tuple[Sent, Sent]:
-    """(what a rank sends to its tensor group in a step, to other stages), counted in the layers of a whole model.
+    """Return (bytes that a rank sends to its tensor group in a step, bytes to other stages), counted in a whole model.
 
-    tokens: of the step, all of which are sampled from; a multiple of axes.tp.
+    tokens: of the step, all of which are sampled; a multiple of axes.tp.
     """
     groups = Counting(0, axes.tp), Counting(stage, axes.pp)
     with tempfile.TemporaryDirectory() as folder:
@@ -179,8 +179,8 @@ def of_experts(spec: DecoderSpec, replicas: int) -> list[str]:
 
 
 def of_contexts(spec: DecoderSpec, ranks: int) -> list[str]:
-    """Prefill context parallelism: for each token of a step, of which a rank computes one in `ranks`. The bytes are
-    those of benchmarks/context_parallel.py, which tests compare with the implementation."""
+    """Prefill context parallelism: bytes for each token of a step, where a rank computes one token in `ranks`. The
+    bytes are those of benchmarks/context_parallel.py, which tests compare with the implementation."""
     mixer = spec.mixers[0]
     assert isinstance(mixer, AttentionSpec)
     heads = mixer.num_heads
@@ -203,7 +203,7 @@ def sentence(sent: Sent, where: str) -> str:
 
 
 def rows(spec: DecoderSpec, ranks: int) -> list[str]:
-    """Of a rank in the middle: its layers, and the boundary behind them."""
+    """For a middle rank: its layers, and the boundary after them."""
     table = []
     for name, axes, literature in (
         (f"tp, {ranks} ranks", Axes(ranks), MEGATRON_PARALLEL if spec.residual == "parallel" else MEGATRON),

@@ -1,4 +1,4 @@
-// What a machine's memory and arithmetic units can do at most, with plain loops that do nothing else.
+// The limits of a machine's memory and arithmetic units, measured with plain loops that do nothing else.
 
 #include <pthread.h>
 #include <sched.h>
@@ -26,7 +26,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Runs work(thread) on so many threads, which start together; returns the seconds that the slowest takes.
+// Runs work(thread) on `threads` threads that start together; returns the seconds of the slowest one.
 template <class Work>
 double together(int threads, Work work) {
   std::atomic<int> waiting{threads};
@@ -48,7 +48,7 @@ double together(int threads, Work work) {
   return slowest;
 }
 
-// Reads [begin, end) in `STREAMS` sequential streams, as a matrix-vector product over so many rows at once would.
+// Reads [begin, end) in `STREAMS` sequential streams, as a matrix-vector product over that many rows would.
 template <int STREAMS>
 void read(const char* begin, const char* end) {
   constexpr int LINE = 64, AHEAD = 32 * LINE;
@@ -72,8 +72,8 @@ void read(const char* begin, const char* end) {
   sink += sum[0] + sum[1] + sum[2] + sum[3] + sum[4] + sum[5] + sum[6] + sum[7];
 }
 
-// Independent chains keep the units busy through the latency of each operation. Their indices are constants, so that
-// they live in registers.
+// Independent chains keep the units busy through the latency of each operation. Their indices are constants, so the
+// chains stay in registers.
 constexpr int CHAINS = 16;
 
 template <class Vector, class Step, size_t... I>
@@ -99,7 +99,7 @@ void multiply(int64_t rounds, Step step) {
 
 extern "C" {
 
-// `bytes` of memory on huge pages where the system has them, filled by the threads that will read it; null if refused.
+// `bytes` of memory, on huge pages if available, first touched by the threads that will read it; null on failure.
 void* quire_allocate(int64_t bytes, int32_t threads) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) return nullptr;
@@ -113,7 +113,7 @@ void* quire_allocate(int64_t bytes, int32_t threads) {
 
 void quire_free(void* data, int64_t bytes) { munmap(data, bytes); }
 
-// Seconds in which the threads read all the regions, each its part of each, in 1, 2 or 4 streams.
+// Seconds that the threads take to read all regions, each thread its part of every region, in 1, 2 or 4 streams.
 double quire_read(const void* const* regions, const int64_t* bytes, int64_t count, int32_t threads, int32_t streams) {
   return together(threads, [&](int t) {
     for (int64_t i = 0; i < count; i++) {
@@ -126,7 +126,7 @@ double quire_read(const void* const* regions, const int64_t* bytes, int64_t coun
   });
 }
 
-// Seconds that a cache line takes from one processor to another, of so many ways there and back.
+// Seconds for moving a cache line from one processor to another, averaged over many round trips.
 double quire_hop(int32_t here, int32_t there, int64_t ways) {
   alignas(64) std::atomic<int> turn{0};
   double seconds = 0;
@@ -148,8 +148,8 @@ double quire_hop(int32_t here, int32_t there, int64_t ways) {
   return seconds / static_cast<double>(2 * ways);
 }
 
-// Operations (a multiplication and an addition are two) a second in registers; kind 0: float32, 1: bfloat16 dot
-// products, 2: int8 dot products. 0 where this processor has no 512-bit instruction for it.
+// Operations per second in registers (a multiply-add counts as two). kind 0: float32, 1: bfloat16 dot products, 2: int8
+// dot products. Returns 0 if this processor has no 512-bit instruction for it.
 double quire_product_rate(int32_t kind, int32_t threads, int64_t rounds) {
   int64_t operations = 0;
   double seconds = 1;

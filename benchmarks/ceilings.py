@@ -1,15 +1,15 @@
-"""What this machine allows: how fast its memory can be read and its cores can multiply, with ceilings.cpp.
+"""Measures this machine's limits with ceilings.cpp: how fast it can read memory and multiply.
 
     python benchmarks/ceilings.py [--threads 2]
     python benchmarks/ceilings.py --start-of MODEL       # import torch and read the weights: the floor of starting
     python benchmarks/ceilings.py --weights-of MODEL [--quantization int8, or any engine flag]
 
---weights-of: loads the model into Quire and reads its weights where they lie, in turns with decoding one stream, since
-the rate changes within minutes. Each prints a line of JSON.
+--weights-of: loads the model into Quire and reads its weights in place, interleaved with decoding one stream, since the
+rate changes within minutes. Each prints a line of JSON.
 
-hop_ns says how long a cache line takes from one core to another. On processors with chiplets it tells where the host of
-a virtual machine has put its processors, which may change at any time: about 30 ns on one chiplet, through whose link
-both cores read memory, or more than 100 ns on two, with a link each.
+hop_ns is the time in which a cache line moves from one core to another. On processors with chiplets, it shows where the
+host of a virtual machine has placed its processors, which may change at any time: about 30 ns on one chiplet, through
+whose link both cores read memory, or more than 100 ns on two, with a link each.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PRODUCTS = {"float32_gflop_s": 0, "bf16_gflop_s": 1, "int8_gop_s": 2}  # and cei
 
 @cache
 def library() -> ctypes.CDLL:
-    """ceilings.cpp, compiled into the user's cache if need be."""
+    """ceilings.cpp, compiled into the user's cache if necessary."""
     from platformdirs import user_cache_path
 
     source = Path(__file__).with_suffix(".cpp")
@@ -67,7 +67,7 @@ def library() -> ctypes.CDLL:
 
 
 def read_rates(regions: list[tuple[int, int]], threads: int, passes: int) -> dict[int, list[float]]:
-    """GB/s of so many passes over the regions (address, bytes), by the number of streams in which a thread reads."""
+    """GB/s of reading the regions (address, bytes) `passes` times, by the number of streams in which a thread reads."""
     addresses = (ctypes.c_void_p * len(regions))(*(address for address, _ in regions))
     sizes = (ctypes.c_int64 * len(regions))(*(size for _, size in regions))
     total = sum(size for _, size in regions)
@@ -80,8 +80,9 @@ def read_rates(regions: list[tuple[int, int]], threads: int, passes: int) -> dic
 
 
 def hop_ns(ways: int = 2_000) -> float:
-    """How long a cache line takes from the first processor to the second; median of five. 0 if there is only one, or
-    no compiler."""
+    """The median time of five in which a cache line moves from the first processor to the second. 0 if there is only
+    one processor, or no compiler.
+    """
     processors = sorted(os.sched_getaffinity(0))
     if len(processors) < 2 or shutil.which(COMPILER) is None:
         return 0.0
@@ -89,13 +90,14 @@ def hop_ns(ways: int = 2_000) -> float:
 
 
 def fastest(rates: dict[int, list[float]]) -> list[float]:
-    """The rates of the number of streams that does best."""
+    """The rates of the best number of streams."""
     return max(rates.values(), key=median)
 
 
 def measure(threads: int, region: int = REGION, regions: int = REGIONS, rounds: int = 30_000_000) -> dict[str, Any]:
-    """Rates in 1e9 a second: reading, median and best over several regions (all held at once, so that they are
-    different memory), and products, best of five."""
+    """Rates in 1e9 per second: reading, median and best over several regions (allocated at the same time, so that they
+    are different memory), and products, best of five.
+    """
     addresses = [library().quire_allocate(region, threads) for _ in range(regions)]
     if not all(addresses):
         raise MemoryError(f"{regions} regions of {region} bytes cannot be had")
@@ -127,7 +129,7 @@ def read_for_start(model: Path) -> dict[str, Any]:
 
 
 def weights(model: Any) -> list[tuple[int, int]]:
-    """(address, bytes) of the tensors that a Decoder keeps, its KV cache aside; each memory once."""
+    """(address, bytes) of a Decoder's tensors except its KV cache; each piece of memory once."""
     found: dict[int, int] = {}
     for tensor in _tensors(model, set()):
         storage = tensor.untyped_storage()
@@ -156,7 +158,9 @@ def _tensors(thing: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def measure_weights(model: str | None, options: dict[str, Any], threads: int, rounds: int = 3) -> dict[str, Any]:
-    """Load the model into Quire; GB/s of reading its weights, and the rate at which it decodes one stream."""
+    """Load the model into Quire. Return the GB/s of reading its weights, and the rate at which it
+    decodes one stream.
+    """
     from quire import LLM, SamplingParams, __version__
 
     llm = LLM(model, **options)

@@ -1,9 +1,9 @@
-"""What the size of a step (--max-num-batched-tokens, --max-itl) does to throughput, and to streams beside long prompts.
+"""Shows how step size (--max-num-batched-tokens, --max-itl) affects throughput and the stalls caused by long prompts.
 
     python benchmarks/chunk_sizes.py --model DIR --out DIR [--chunks 64 128 256 512 1024] [--max-itl 100 400]
 
-For each setting, in turns: the mixed workload's seconds, and the largest gap between tokens of 8 streams while a prompt
-of 4,096 tokens arrives. Prints a table of medians, and writes it with the numbers and a picture to --out.
+For each setting, interleaved: the mixed workload's seconds, and the largest gap between tokens of 8 streams while a
+prompt of 4,096 tokens arrives. Prints a table of medians, and writes it with the numbers and a plot to --out.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def draw(path: Path, rates: dict[str, float], waits: dict[str, float], lines: dict[str, list[str]], whale: int) -> None:
-    """Throughput against the largest gap: a line of points for each way to choose the size of a step."""
+    """Plot throughput against the largest gap: a line of points for each way to choose the size of a step."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axis = figure.subplots()
     for (label, names), color in zip(lines.items(), (BLUE, ORANGE), strict=True):

@@ -1,11 +1,11 @@
-"""The CPU kernels of two source trees side by side: what a change to them costs.
+"""Compares the CPU kernels of two source trees, to measure the effect of a change.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/compare_kernels.py /tmp/before . [--threads 2] [--rounds 15] [--only decode] [--cpu-isa avx2]
 
-A tree may also be an unpacked wheel, whose kernels another compiler has built. Each tree has a process of its own, and
-the two take turns, so that both meet the same noise. Prints the best milliseconds of each, the ratio of the best times,
-and the median over rounds of the ratio (after / before). About four minutes.
+A tree may also be an unpacked wheel, whose kernels were built by another compiler. Each tree runs in its own process,
+and the two alternate, so that both see the same noise. Prints the best milliseconds of each, the ratio of these, and
+the median of the rounds' ratios (after / before). About four minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ LARGEST_CACHE = 1.5e9
 
 
 def attention_cases() -> dict[str, Callable[[], Step]]:
-    """Qwen3-0.6B's attention (16 heads, 8 KV heads of 128), with caches of 8 bits, a window, and DeepSeek-V2-Lite's."""
+    """Attention of Qwen3-0.6B (16 heads, 8 KV heads of 128), with 8-bit caches and with a window, and of
+    DeepSeek-V2-Lite.
+    """
     kinds: dict[str, dict[str, Any]] = {
         "": {},
         " int8": {"cell": "int8"},
@@ -101,7 +103,7 @@ def attention(
 
 
 def caches_of(backend: Any, num_blocks: int) -> list[Any]:
-    """The caches of as many layers as a processor's own caches cannot hold."""
+    """Caches for enough layers to exceed the processor's own caches."""
     import torch
 
     if hasattr(backend, "allocate"):  # a tree in which each layer's cache is a tensor of its own
@@ -202,7 +204,7 @@ def all_cases(only: str) -> dict[str, Callable[[], Step]]:
 
 
 def work(threads: int, only: str, clock: Callable[[], float], cpu_isa: str) -> None:
-    """One tree's process: the name of a case makes it, an empty line runs it and answers with milliseconds."""
+    """One tree's process: the name of a case creates it, and each empty line runs it and returns the milliseconds."""
     import torch
 
     from quire.ops.cpu.build import choose_instruction_set

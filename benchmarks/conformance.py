@@ -1,4 +1,4 @@
-"""Runs conformance suites of other projects against a server that is running, and counts what passes.
+"""Runs other projects' conformance suites against a running server, and counts the tests that pass.
 
     python -m venv suites && suites/bin/pip install llm-comply==0.5.0
     python benchmarks/conformance.py llm-comply --python suites/bin/python --url http://127.0.0.1:8000
@@ -7,8 +7,9 @@
     python benchmarks/conformance.py llama.cpp --python suites/bin/python --url http://127.0.0.1:8000 \
         --path llama.cpp/tools/server/tests --parts chat_completion tool_call
 
-The table conformance.toml says why tests fail, or do not apply. Names of models that the suites ask for are those of
---served-model-name there. The exit status is 0 if each failure is in the table and, of llm-comply, each entry occurs.
+The table conformance.toml explains why tests fail, or do not apply. The models that the suites request must be in the
+server's --served-model-name. The exit status is 0 if each failure is in the table and, for llm-comply, each entry
+occurs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Counts = dict[str, int]  # passed, failed, not applicable
 
 
 def llm_comply(python: Path, url: str) -> tuple[dict[str, Counts], list[str]]:
-    """(counts of each API, what the table does not say)."""
+    """Return (counts of each API, failures missing from the table)."""
     counts: dict[str, Counts] = {}
     wrong: list[str] = []
     for api, model in TABLE["llm-comply"]["models"].items():
@@ -58,7 +59,7 @@ def llm_comply(python: Path, url: str) -> tuple[dict[str, Counts], list[str]]:
 
 
 def llama_cpp(python: Path, url: str, suite: Path, parts: Iterable[str]) -> tuple[dict[str, Counts], list[str]]:
-    """(counts of each part, what the table does not explain)."""
+    """Return (counts of each part, failures missing from the table)."""
     with tempfile.NamedTemporaryFile() as log:
         paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         environment = os.environ | {
@@ -86,7 +87,7 @@ def llama_cpp(python: Path, url: str, suite: Path, parts: Iterable[str]) -> tupl
 
 
 def _verdict(result: Mapping[str, Any]) -> tuple[str, str | None]:
-    """(passed, failed or not applicable; the table's reason)."""
+    """Return (passed, failed or not applicable; the table's reason)."""
     table = TABLE["llama-cpp"]
     for entry in table["not_applicable"]:
         if _concerns(entry, result):

@@ -1,7 +1,7 @@
-"""A plugin for pytest with which llama.cpp's server tests ask another server. benchmarks/conformance.py uses it.
+"""A pytest plugin that runs llama.cpp's server tests against another server, used by benchmarks/conformance.py.
 
-The paths of the APIs that both servers have get their usual prefix /v1. Texts are not compared, since they come from
-another model. The variable CONFORMANCE_LOG names the file for the results: a line of JSON for each test.
+API paths that both servers have get their usual prefix /v1. Texts are not compared, since they are from another model.
+The variable CONFORMANCE_LOG names the file for the results, with a line of JSON for each test.
 """
 
 from __future__ import annotations

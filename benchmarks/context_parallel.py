@@ -1,13 +1,13 @@
-"""How well ranks that divide a long prompt are used: on paper, by counted work and bytes; and measured, on this machine
+"""Measures how well context-parallel ranks are used: on paper, by counted work and bytes, and measured on this machine
 
     python -m benchmarks.context_parallel [--plot FILE]
     python -m benchmarks.context_parallel --measure [--tokens N]
 
-On paper, the time of a prompt is the sum over its chunks and layers of what one rank does. The pairs of a query and a
+On paper, the time of a prompt is the sum of one rank's work over its chunks and layers. The pairs of a query and a
 key that it computes, and the bytes that it sends, are counted by the functions below; a test compares them with the
-implementation (tests/attention/test_context_counts.py). A ring is simulated as it is implemented: one stream computes,
-another one exchanges, and results are sent while the next queries are computed. Nothing else overlaps. Efficiency is
-the time of one rank, which exchanges and copies nothing, divided by the time of n ranks and by n.
+implementation (tests/attention/test_context_counts.py). The simulated ring works like the implementation: one stream
+computes, another one exchanges, and results are sent while the next queries are computed. Nothing else overlaps.
+Efficiency is the time of one rank, which exchanges and copies nothing, divided by n times the time of n ranks.
 
 --measure runs a small model with one thread for each rank, alone and on two ranks.
 """
@@ -24,7 +24,9 @@ from typing import Any
 
 
 def seen_pairs(first: int, count: int, ranks: int = 1, rank: int = 0) -> int:
-    """The pairs of a query at one of the positions first ... first + count - 1 and a key in the stripe of a rank."""
+    """The number of pairs of a query at one of the positions first ... first + count - 1 and a key in
+    a rank's stripe.
+    """
     last = first + count
     return _pairs_below(last, ranks, rank) - _pairs_below(first, ranks, rank)
 
@@ -36,18 +38,18 @@ def _pairs_below(position: int, ranks: int, rank: int) -> int:
 
 
 def sent_by_ring(own: int, total: int, ranks: int, heads: int, dim: int, out_dim: int, size: int = 2) -> int:
-    """Bytes: this rank's queries to the other ranks, and the results for theirs. own, total: tokens of a step."""
+    """Bytes of this rank's queries to the other ranks, and of the results for theirs. own, total: tokens of a step."""
     return (ranks - 1) * own * heads * dim * size + (total - own) * heads * (out_dim * size + 4)
 
 
 def sent_by_heads(own: int, total: int, ranks: int, heads: int, kv_heads: int, dim: int, size: int = 2) -> int:
-    """Bytes of three all-to-alls: keys and values; queries; results."""
+    """Bytes of three all-to-alls: keys and values, queries, and results."""
     given = (ranks - 1) * own * (heads + 2 * kv_heads) // ranks * dim * size
     return given + (total - own) * heads // ranks * (dim * size + 4)
 
 
 def sent_by_decoding(tokens: int, ranks: int, heads: int, dim: int, out_dim: int, size: int = 2) -> int:
-    """Bytes of decode context parallelism: queries to all ranks of the group, and the results for their heads."""
+    """Bytes of decode context parallelism: queries to all ranks of the group, and results for their heads."""
     return (ranks - 1) * tokens * heads * ((dim + out_dim) * size + 4)
 
 
@@ -56,7 +58,7 @@ def sent_by_decoding(tokens: int, ranks: int, heads: int, dim: int, out_dim: int
 
 @dataclass(frozen=True)
 class Model:
-    """weights: that a token is multiplied with in a layer, of all tensor-parallel ranks."""
+    """weights: those a token is multiplied with in a layer, over all tensor-parallel ranks."""
 
     name: str
     layers: int
@@ -71,7 +73,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Rates of H100s, per second. links: in bytes, in each direction, of one GPU."""
+    """Rates of H100s, per second. links: bytes in each direction of one GPU."""
 
     name: str
     link: float
@@ -95,7 +97,7 @@ MODELS = {
 
 
 def seconds(model: Model, cluster: Cluster, tokens: int, chunk: int, ranks: int, way: str = "ring") -> float:
-    """Of a prompt. ranks: of prefill context parallelism, each of model.tp GPUs. way: "ring" or "heads"."""
+    """The time of a prompt. ranks: of prefill context parallelism, each of model.tp GPUs. way: "ring" or "heads"."""
     total = 0.0
     for first in range(0, tokens, chunk):
         count = min(chunk, tokens - first)
@@ -104,7 +106,7 @@ def seconds(model: Model, cluster: Cluster, tokens: int, chunk: int, ranks: int,
 
 
 def _layer(model: Model, cluster: Cluster, first: int, count: int, ranks: int, way: str) -> float:
-    """Of one layer and one chunk."""
+    """The time of one layer and one chunk."""
     own = count / ranks
     heads = model.heads // model.tp
     products = max(2 * model.weights * own / cluster.products, 2 * model.weights / cluster.memory) / model.tp
@@ -125,10 +127,10 @@ def _layer(model: Model, cluster: Cluster, first: int, count: int, ranks: int, w
 
 
 def _ring(model: Model, cluster: Cluster, own: float, heads: int, attention: float, ranks: int) -> float:
-    """attention: to the queries of one rank."""
+    """attention: seconds for the queries of one rank."""
     query = own * heads * model.dim * 2
     result = own * heads * (model.out_dim * 2 + 4)
-    # For the queries of one rank: they are put in order; results are put back in order, and packed.
+    # For the queries of one rank: they are sorted, and their results are sorted back and packed.
     attention += (2 * query + 4 * result) / cluster.memory
     merged = (ranks + 1) * result / cluster.memory
     computed = attention
@@ -141,7 +143,7 @@ def _ring(model: Model, cluster: Cluster, own: float, heads: int, attention: flo
 
 
 def efficiency(model: Model, cluster: Cluster, tokens: int, chunk: int, ranks: int, way: str) -> float:
-    """chunk: the tokens that each rank computes of a step."""
+    """chunk: the tokens of a step that each rank computes."""
     alone = seconds(model, cluster, tokens, 8192, 1)
     return alone / ranks / seconds(model, cluster, tokens, chunk * ranks, ranks, way)
 
@@ -213,7 +215,7 @@ def draw(file: str) -> None:
 
 
 def measure(tokens: int, **options: Any) -> float:
-    """Seconds of one prompt, in a process of its own with one thread for each rank."""
+    """Seconds of one prompt, in a separate process with one thread for each rank."""
     ranks = options.get("prefill_context_parallel_size", 1)
     code = f"import benchmarks.context_parallel as b; b.run({tokens}, {options!r})"
     environment = {**os.environ, "OMP_NUM_THREADS": str(ranks)}

@@ -1,15 +1,16 @@
-"""How data parallelism scales, in a simulation: 1 to 64 replicas at 90 % load, with the real scheduler and router.
+"""Simulates how data parallelism scales: 1 to 64 replicas at 90 % load, with the real scheduler and router.
 
     python benchmarks/data_parallel_scaling.py [--plot FILE.png] [--routing load|prefix] [--ranks 1 2 4 8 16 32 64]
 
-Requests of unequal lengths arrive at random times (Poisson), at 90 % of the rate that the replicas can answer. Each
-comes to one of the API processes, which are as many as half of the replicas, and each of which is busy with one thing
-at a time. It tokenizes the request, asks its router for a replica, and later sends the tokens that come from there.
+Requests of unequal lengths arrive at random times (Poisson), at 90 % of the rate that the replicas can sustain. Each
+goes to one of the API processes. There are half as many of these as replicas, and each handles one thing at a time. It
+tokenizes the request, asks its router for a replica, and later sends the tokens that the replica returns.
 
-Simulated is only time: that of a step is BASE + PER_TOKEN * its tokens, and that of an API process is measured before,
-with `quire serve`, as processor time for a request and for a token of a stream. Routing is timed in the simulation, at
-each request. Scheduler, block pool and router are the real ones. A router knows of the replicas what it would know in
-service: reports of steps with outputs for its process, and of others ten times a second, after the delay of a message.
+Only time is simulated: a step takes BASE + PER_TOKEN * its tokens. The time of an API process is measured beforehand
+with `quire serve`, as processor time per request and per streamed token. Routing is timed within the simulation, for
+each request. Scheduler, block pool and router are the real ones. A router has the same information about replicas as in
+production: reports of steps with outputs for its process immediately, and reports of other steps ten times a second,
+each after the delay of a message.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ TEXT = list(range(110_000))
 
 
 class Arrival(NamedTuple):
-    """A request that will arrive. first: where its prompt begins in TEXT."""
+    """A request that will arrive. first: the start of its prompt in TEXT."""
 
     number: int
     time: float
@@ -68,7 +69,7 @@ class Arrival(NamedTuple):
 
 
 def make_trace(number: int, rate: float, seed: int) -> list[Arrival]:
-    """Requests in the order of their arrival. rate: a second; infinite for requests that are all there at once."""
+    """Requests in the order of their arrival. rate: per second; infinite if all requests arrive at once."""
     dice = random.Random(seed)
     trace = []
     now = 0.0
@@ -81,7 +82,7 @@ def make_trace(number: int, rate: float, seed: int) -> list[Arrival]:
 
 
 class Rank:
-    """A replica: the real scheduler, and steps that take as long as the model of time says."""
+    """A replica: the real scheduler, with steps whose durations the time model gives."""
 
     def __init__(self) -> None:
         self.scheduler = Scheduler(LIMITS, NUM_BLOCKS, FULL, BLOCK_SIZE, False)
@@ -99,7 +100,7 @@ class Rank:
 
 @dataclass
 class Api:
-    """An API process with its router. free_at: when it has done all that it was told to do."""
+    """An API process with its router. free_at: when it will have finished all its work."""
 
     router: Router
     free_at: float = 0.0
@@ -212,7 +213,7 @@ class Simulation:
 
 
 def capacity() -> float:
-    """Requests a second that one replica answers while many wait."""
+    """Requests per second that one replica completes while many wait."""
     simulation = Simulation(1, (0.0, 0.0), False)
     trace = make_trace(3000, float("inf"), 0)
     simulation.run(trace)
@@ -236,7 +237,7 @@ async def _streams(url: str, number: int, tokens: int) -> None:
 
 
 def measured_costs(rounds: int = 3) -> tuple[float, float]:
-    """Processor time of the API process in seconds: for a request with one token, and for each further token."""
+    """Processor time of the API process in seconds: for a request with one token, and for each additional token."""
     server = subprocess.Popen(
         [sys.executable, "-m", "quire", "serve", "--port", "0", "--max-num-seqs", "32", "--disable-uvicorn-access-log"],
         stderr=subprocess.PIPE,

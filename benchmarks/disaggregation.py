@@ -1,12 +1,12 @@
-"""How long do answers falter while long prompts arrive? Two servers that share out requests, against one that computes
-prompts and one that writes answers.
+"""Measures how much long prompts delay the tokens of other requests. Compares two servers that share requests with one
+that computes prompts and one that generates.
 
     python -m benchmarks.disaggregation --rounds 3          # as root: it makes two network namespaces
 
-Each server has a network namespace and a core of its own; a virtual link joins the namespaces. The model has
-SmolLM2-135M's shapes and random weights. Some answers are being written when prompts of 4,000 tokens begin to arrive,
-several at a time. Measured: the pauses between two tokens of these answers, and the time from such a prompt to its
-first token. Both arrangements get the same requests, in turns.
+Each server has its own network namespace and core; a virtual link joins the namespaces. The model has
+SmolLM2-135M's shapes and random weights. Some requests are generating when prompts of 4,000 tokens begin to arrive,
+several at a time. This measures the gaps between tokens of these requests, and the time to first token of the long
+prompts. Both setups get the same requests, interleaved.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def namespaces() -> Iterator[list[str]]:
 
 class Servers:
     def __init__(self, names: list[str], folder: Path) -> None:
-        """folder: gets the model, the secret and the logs."""
+        """folder: for the model, the secret and the logs."""
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
         for name in ("tokenizer.json", "tokenizer_config.json"):

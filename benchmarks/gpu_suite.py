@@ -1,17 +1,17 @@
-"""Everything that only a GPU can show, in one command of at most nine minutes, without network and without weights:
+"""Measures everything that needs a GPU, in one command of at most nine minutes, without network access or weights:
 
     python benchmarks/gpu_suite.py [--only SECTION ...] [--out DIR]
 
-The sections come in the order of their value: first whether the engine is right and how fast it is, then each kernel
+The sections are in the order of their value: first whether the engine is correct and how fast it is, then each kernel
 against its reference, other tiles for the slowest kernels, two ranks, the sums of ranks if there are several GPUs, and
-transformers for comparison. Each section is
-a process of its own. One that fails or takes too long does not stop the others. After each section, the results so far
-are written to gpu-suite.json in --out, $OUT or benchmarks/results. With --only, the other sections keep their results.
-At the end come a table and gpu-suite.png. docs/gpu.md says what to do with them.
+transformers for comparison. Each section runs in its own process. A section that fails or takes too long does not stop
+the others. After each section, the results so far are written to gpu-suite.json in --out, $OUT or benchmarks/results.
+With --only, the other sections keep their results. At the end, it writes a table and gpu-suite.png. docs/gpu.md
+explains how to use them.
 
-Needs torch, triton, numpy, safetensors, tokenizers, transformers, huggingface_hub, jinja2 and msgspec. A picture needs
-matplotlib; `--draw gpu-suite.json` makes it later. To try changes of this file without a GPU: `--small` runs everything
-in small on a CPU, and `--stand-in sm_90` runs it with fewer tokens on a GPU that computes nothing
+Needs torch, triton, numpy, safetensors, tokenizers, transformers, huggingface_hub, jinja2 and msgspec. The plot needs
+matplotlib; `--draw gpu-suite.json` creates it later. To test changes of this file without a GPU: `--small` runs
+everything at a small scale on a CPU, and `--stand-in sm_90` runs it with fewer tokens on a GPU that computes nothing
 (benchmarks/gpu/tracing.py).
 """
 
@@ -47,7 +47,8 @@ SECTIONS = {  # and the seconds that each may take
 }  # fmt: skip
 CHECKS = "greedy", "two ranks", "kernels", "attention kernels"
 SHAPES = {"0.6B": "qwen3-0.6b", "8B": "llama-3-8b"}
-# At most so many in a decoding step: copies of the step's inputs, graphs, head and sampling, and a wait for the tokens.
+# The maximum number in a decoding step: copies of the step's inputs, graphs, head and sampling, and a wait for the
+# tokens.
 LIMITS = {"launches_a_step": 20, "copies_a_step": 6, "waits_a_step": 1.1, "hidden_waits": 0}
 Results = dict[str, dict[str, Any]]
 
@@ -56,7 +57,7 @@ Results = dict[str, dict[str, Any]]
 
 
 def run_section(name: str, small: bool, few: bool, results: Results) -> dict[str, Any]:
-    """few: fewer tokens and steps. results: of the sections before."""
+    """few: fewer tokens and steps. results: of the previous sections."""
     import gpu_checks
     import gpu_figures
     import torch
@@ -101,7 +102,7 @@ def run_section(name: str, small: bool, few: bool, results: Results) -> dict[str
 def _engine(
     shape: str, device: Any, ceilings: dict[str, Any], small: bool, few: bool, count: int, longest: int
 ) -> dict[str, Any]:
-    """The start, one stream, the kernels of steps, many requests, and the gain of graphs."""
+    """The start, one stream, the kernels of steps, many requests, and the gain from graphs."""
     import gpu_figures as figures
 
     from benchmarks.gpu.kernels import decoding_steps
@@ -141,7 +142,7 @@ def _engine(
 
 
 def _sums(ranks: int, kind: str) -> dict[str, Any]:
-    """Microseconds of a sum over the ranks, in Quire's way and in torch's, by the size of the tensor."""
+    """Microseconds of an all-reduce, with Quire's implementation and with torch's, by the size of the tensor."""
     from statistics import median
 
     from benchmarks.sums_of_ranks import measure
@@ -152,7 +153,7 @@ def _sums(ranks: int, kind: str) -> dict[str, Any]:
 
 
 def _tiles(device: Any, results: Results, small: bool) -> dict[str, Any]:
-    """Other tiles for the three of Triton's kernels that lose most time against the expectation."""
+    """Try other tiles for the three Triton kernels that lose the most time relative to the expectation."""
     import gpu_figures as figures
 
     from benchmarks.gpu import kernels
@@ -258,7 +259,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _stand_in(target: str | None) -> Any:
-    """Run on a stand-in for the card, if one is named. The processes of ranks get one, too."""
+    """Run on a simulated card, if one is named. The ranks' processes get one, too."""
     if target is None:
         yield
         return
@@ -279,7 +280,7 @@ def _stand_in(target: str | None) -> Any:
 
 
 def run_process(name: str, limit: float, options: list[str]) -> dict[str, Any]:
-    """The result of a section, as far as it came within `limit` seconds."""
+    """Return the result of a section, as far as it got within `limit` seconds."""
     if limit < 5:
         return {"error": "no time was left"}
     started = time.perf_counter()
@@ -298,7 +299,7 @@ def run_process(name: str, limit: float, options: list[str]) -> dict[str, Any]:
 
 
 def last_result(text: str) -> dict[str, Any]:
-    """The last whole line of JSON that is an object."""
+    """The last complete line of JSON that is an object."""
     for line in reversed(text.splitlines()):
         with contextlib.suppress(ValueError):
             result = json.loads(line)
@@ -368,7 +369,7 @@ def table(results: Results) -> str:
 
 
 def _kernel_tables(results: Results) -> list[str]:
-    """Each kernel beside its expected time, the three that lose most time, and their best tiles."""
+    """Each kernel with its expected time, the three that lose the most time, and their best tiles."""
     lines = []
     found = _differences(results)
     expected = {(d.figure, d.kernel): d.expected for d in found}

@@ -1,14 +1,14 @@
-"""Is this commit faster or slower than that one? Two commits of this project, measured in turns.
+"""Checks whether one commit is faster or slower than another. Measures two commits of this project, interleaved.
 
     python benchmarks/guard.py                      # the last commit beside the one before it
     python benchmarks/guard.py main my-branch       # any two
     python benchmarks/guard.py --rounds 9 --only single-bf16,batch-bf16
 
-Each commit is checked out into a temporary folder and has a process of its own for each group of workloads; both are
-loaded at once, and only one of them works at a time. A round runs every workload once on either commit, in an order
-that changes from round to round. The answer is the median of the rounds' ratios (new time / old time), its spread, and
-a verdict: a difference counts if it is above 1 % and a paired permutation test of the rounds finds it unlikely to be
-noise (p < 0.05). Needs what the two commits need, and git. Exit status: 1 if a workload is slower, else 0.
+Each commit is checked out into a temporary folder and has its own process for each group of workloads. Both are loaded
+at once, but only one of them runs at a time. A round runs every workload once on each commit, in an order that varies
+between rounds. The result is the median of the rounds' ratios (new time / old time), its spread, and a verdict. A
+difference counts if it is above 1 % and a paired permutation test of the rounds finds it unlikely to be noise (p <
+0.05). Needs git, and the dependencies of the two commits. Exit status: 1 if a workload is slower, else 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Layers of Qwen3-0.6B's shapes, eight of its 28: each layer's work is the same, and a round takes seconds.
+# Layers with Qwen3-0.6B's shapes, eight of its 28: each layer does the same work, and a round takes only seconds.
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024,
     "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -77,7 +77,7 @@ def many_small(rng: random.Random) -> Requests:
 
 
 SHAPES = (single, batch, prompts, mixed, prefix, long_context)
-# Workload -> (group, requests). A group is a process; its name says which model and options it has.
+# Workload -> (group, requests). A group is a process; its name identifies its model and options.
 WORKLOADS: dict[str, tuple[str, Callable[[random.Random], Requests]]] = {
     **{f"{shape.__name__}-{dtype}": (dtype, shape) for dtype in ("bf16", "int8") for shape in SHAPES},
     "many_small-bundled": ("bundled", many_small),
@@ -89,7 +89,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"bf16": {}, "int8": {"quantization": "int8
 
 
 def work(group: str, model: str | None) -> None:
-    """Load a model, then run the workloads that are named on standard input, and answer with their seconds."""
+    """Load a model, then run the workloads named on standard input, and print their seconds."""
     from quire import LLM, SamplingParams
 
     options = dict(OPTIONS[group])
@@ -142,7 +142,7 @@ class Worker:
 
 
 def start(checkout: Path) -> float:
-    """Seconds from a process' start to the end of its first token."""
+    """Seconds from the start of a process to the end of its first token."""
     command = [sys.executable, "-m", "quire", "generate", "--max-tokens", "1", "Once upon a time"]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     started = time.perf_counter()
@@ -151,7 +151,7 @@ def start(checkout: Path) -> float:
 
 
 def serve(checkout: Path) -> float:
-    """Seconds from a server's start to its first answer that it is healthy."""
+    """Seconds from a server's start to its first healthy response."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "quire", "serve", "--port", port, "--log-level", "WARNING"]
@@ -179,7 +179,7 @@ STARTS = {"start": start, "serve": serve}  # workloads that are processes from t
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one workload. ratio: new time / old time, the median of the rounds; lowest, highest: its spread."""
+    """The result of one workload. ratio: new time / old time, the median of the rounds; lowest, highest: its spread."""
 
     ratio: float
     lowest: float
@@ -195,10 +195,10 @@ class Verdict:
 
 
 def judge(old: list[float], new: list[float]) -> Verdict:
-    """Rounds of the same workload, in pairs.
+    """Compare paired rounds of the same workload.
 
-    p: how often a difference at least as large would come of pairs whose members are exchanged at random. Exact for up
-    to 12 rounds, else from 4,096 draws.
+    p: how often randomly swapping the members of pairs gives a difference at least as large. Exact for up
+    to 12 rounds, otherwise from 4,096 draws.
     """
     logs = [math.log(b / a) for a, b in zip(old, new, strict=True)]
     seen = abs(sum(logs))
@@ -215,7 +215,7 @@ def judge(old: list[float], new: list[float]) -> Verdict:
 
 
 def compare(checkouts: tuple[Path, Path], model: Path, names: list[str], rounds: int) -> Iterator[tuple[str, Verdict]]:
-    """Each workload's verdict, as soon as it is known."""
+    """Yield each workload's verdict as soon as it is known."""
     groups = {name: WORKLOADS[name][0] for name in names if name not in STARTS}
     for group in dict.fromkeys(groups.values()):
         workers = [Worker(checkout, group, model) for checkout in checkouts]
@@ -229,7 +229,7 @@ def compare(checkouts: tuple[Path, Path], model: Path, names: list[str], rounds:
 
 
 def _rounds(rounds: int, sides: list[Callable[[int], float]]) -> list[list[float]]:
-    """Seconds of old and new, after a round that does not count."""
+    """Seconds of old and new, after a warm-up round."""
     times: list[list[float]] = [[], []]
     for number in range(rounds + 1):
         for side in (0, 1) if number % 2 else (1, 0):
@@ -241,7 +241,7 @@ def _rounds(rounds: int, sides: list[Callable[[int], float]]) -> list[list[float
 
 @contextmanager
 def checked_out(*commits: str) -> Iterator[tuple[Path, ...]]:
-    """The commits' files, each in a temporary folder."""
+    """Check out the commits' files, each into a temporary folder."""
     root = Path(__file__).resolve().parent.parent
     with tempfile.TemporaryDirectory(prefix="quire-guard-") as folder:
         paths = []

@@ -1,10 +1,10 @@
-"""How fast Quire was at earlier commits: the figures of the guard, each commit beside the last one.
+"""Measures how fast Quire was at earlier commits, with the workloads of guard.py.
 
     python benchmarks/history.py --out DIR a1b2c3d e4f5a6b ...      # commits, the oldest first
 
-Each commit runs in turns with HEAD (guard.py), so that a slow hour of the machine slows both. history.json in DIR keeps
-what was measured: the same command again goes on where it was interrupted. A workload that a commit cannot run is left
-out. Draws history.png: a small plot for each workload.
+Each commit is interleaved with HEAD (guard.py), so that a slow period of the machine affects both. history.json in DIR
+keeps the measurements: run the same command again to resume. Workloads that a commit cannot run are omitted. Draws
+history.png: a small plot for each workload.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _git(*command: str) -> str:
 
 
 def _speed(checkouts: tuple[Path, ...], model: Path, name: str, rounds: int) -> float:
-    """Speed of the first checkout as a multiple of the second one's; NaN if it cannot run the workload."""
+    """Speed of the first checkout relative to the second; NaN if it cannot run the workload."""
     try:
         [(_, verdict)] = guard.compare((checkouts[0], checkouts[1]), model, [name], rounds)
     except (SystemExit, OSError, subprocess.CalledProcessError) as problem:

@@ -1,11 +1,11 @@
-"""How fast chats about pictures are answered, beside transformers, in turns.
+"""Compares the speed of chats about images with transformers, interleaved.
 
     python -m benchmarks.image_chat [--chats 8] [--rounds 3] [--plot FILE.png]
 
-A LLaVA with random weights: the language model has the shapes of SmolLM2-135M, and the encoder those of CLIP ViT-B/16,
-which makes 196 embeddings of a picture. In each chat there is a picture of its own with a question, and then a second
-question; each answer has 32 tokens. Both programs are in this process, use all its threads and bfloat16, and get the
-pictures as PIL images and the same tokens. transformers answers all chats as one batch, whose prompts have the same
+The model is a LLaVA with random weights: the language model has the shapes of SmolLM2-135M, and the encoder those of
+CLIP ViT-B/16, which computes 196 embeddings per image. Each chat has its own image with a question, followed by a
+second question; each answer has 32 tokens. Both programs are in this process, use all its threads and bfloat16, and get
+the images as PIL images and the same tokens. transformers processes all chats as one batch of prompts with the same
 length. Ratios are medians of the rounds' ratios.
 """
 
@@ -33,7 +33,7 @@ EMBEDS = (SIDE // 16) ** 2
 
 
 def write_model(folder: Path) -> Any:
-    """Write the checkpoint. Returns the image processor of transformers."""
+    """Write the checkpoint. Return the image processor of transformers."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import (
         CLIPVisionConfig,
@@ -73,7 +73,7 @@ Answer = Callable[[list[list[int]], list[Image.Image]], list[list[int]]]  # prom
 
 
 class Chats:
-    """The pictures and the questions about them."""
+    """The images and the questions about them."""
 
     def __init__(self, count: int, round_number: int) -> None:
         dice = random.Random(round_number)

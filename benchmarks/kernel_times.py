@@ -1,10 +1,10 @@
-"""Where the time of a step goes, by CPU kernel: milliseconds, share, and the rate at which products read and multiply.
+"""Breaks down the time of a step by CPU kernel: milliseconds, share, and the rate at which products read and multiply.
 
     python benchmarks/kernel_times.py MODEL [--case one 16 prompt] [--cpu-isa avx2] [--cpu-time] [--json FILE]
 
-Cases are decode steps of so many streams behind 128 tokens (`one` stream, or a number of them), and `prompt`, a prompt
-of 512 tokens. Steps run without recording, so that each kernel is a call of its own. Figures are medians over steps;
-"the rest" is everything in these steps beside kernels. --cpu-time: on a busy machine, the processor time of one thread.
+Cases are decode steps of one or more streams after 128 tokens (`one`, or a number), and `prompt`, a prompt of 512
+tokens. Steps run without recording, so that each kernel is a separate call. Figures are medians over steps; "the rest"
+is everything in these steps except kernels. --cpu-time: measure the processor time of one thread, for busy machines.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
-"""What KV compression loses and gains: perplexity, needles in a haystack, and requests that decode together.
+"""Measures the losses and gains of KV compression: perplexity, needles in a haystack, and concurrent requests.
 
     python -m benchmarks.kv_compression inputs --model MODEL --file inputs.json
     python -m benchmarks.kv_compression quality --model MODEL --file inputs.json --json found.json
     python -m benchmarks.kv_compression speed --json speed.json
 
 `inputs` writes token ids, so that benchmarks/peers/kvpress_quality.py measures the same texts in another environment:
-texts of the documentation that comes with Python (pydoc_data), or for the bundled model, new texts of the kind that it
-was trained on (tools/demo_corpus.py). `quality` prints a row for each method and ratio:
+texts of Python's documentation (pydoc_data), or for the bundled model, new texts like those of its training
+(tools/demo_corpus.py). `quality` prints a row for each method and ratio:
 
-- the perplexity of the tokens that follow a compressed text, over that without compression, in per cent;
-- how many of the needles that are found without compression are still found. A needle is a sentence with a number at a
-  random place of a text, and the prompt ends with the question for it.
+- the perplexity of the tokens after a compressed text, relative to that without compression, in per cent;
+- how many of the needles found without compression are still found. A needle is a sentence with a number at a random
+place in a text, and the prompt ends with a question about it.
 
-The first part of a prompt is computed once, and its cache is restored for each variant, which computes the last 144
-tokens of the prompt, compresses it, and goes on.
+The first part of a prompt is computed once. Its cache is restored for each variant, which computes the last 144 tokens
+of the prompt, compresses it, and continues.
 
-`continuous` compresses again while a text goes on, see the function.
+`continuous` also compresses while a text grows, see the function.
 
-`speed` runs the same requests through an engine with a small pool, with and without compression: how many run at once,
-and tokens in a second.
+`speed` runs the same requests through an engine with a small pool, with and without compression, and reports how many
+run at once and the tokens per second.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def make_inputs(ids: list[int], tokenizer: Any, options: argparse.Namespace) -> 
 
 
 class Variants:
-    """An engine whose runner is driven by hand, with one request in row 0."""
+    """An engine whose runner is driven directly, with one request in row 0."""
 
     def __init__(self, model: str | None, longest: int, dtype: str) -> None:
         blocks = -(-longest // 16)
@@ -102,7 +102,7 @@ class Variants:
 
     @torch.inference_mode()
     def run(self, count: int, num_kept_blocks: int | None = None) -> Tensor:
-        """Hidden states of the next tokens, with which the prompt ends if it is compressed."""
+        """Hidden states of the next tokens, which end the prompt if it is compressed."""
         compressions = [] if num_kept_blocks is None else [(0, num_kept_blocks, 0)]
         step = SchedulerOutput(0, [], [0], [count], compressions=compressions)
         flat = self.batch.flatten(step)
@@ -122,7 +122,7 @@ class Variants:
         self.batch.block_tables[0, 0] = self.all_blocks[: self.batch.block_tables.shape[2]]
 
     def end(self, method: str | None, ratio: float) -> Tensor:
-        """Compress the prompt; None for no method keeps all of it. Returns the logits behind it, [1, vocab]."""
+        """Compress the prompt; a method of None keeps all of it. Returns the logits after it, [1, vocab]."""
         self.rows.backend.slices.copy_(self.saved)
         self._plain()
         count = len(self.prompt)
@@ -141,7 +141,7 @@ class Variants:
         return self.runner.model.logits(hidden[-1:])  # type: ignore[no-any-return]
 
     def append(self, tokens: list[int]) -> Tensor:
-        """The logits behind each of these tokens."""
+        """The logits after each of these tokens."""
         known = int(self.batch.num_computed[0])
         self.batch.token_ids[0, known : known + len(tokens)] = tokens
         self.batch.num_tokens[0] = known + len(tokens)
@@ -157,7 +157,7 @@ def variants() -> Iterator[tuple[str | None, float]]:
 
 @torch.inference_mode()
 def quality(engine: Any, inputs: Any, decode: Any) -> dict[str, Any]:
-    """engine: has begin, end and append as Variants has. decode: token ids -> text."""
+    """engine: has the same begin, end and append as Variants. decode: token ids -> text."""
     losses: dict[str, list[float]] = {}
     for text in inputs["texts"]:
         prompt = text[: inputs["length"]]
@@ -244,10 +244,11 @@ def main() -> None:
 
 
 def continuous(model: str | None, dtype: str, length: int, num_texts: int, ratio: float) -> str:
-    """Rows of Markdown: what compression in intervals does to texts of 200 tokens of prompt and `length` of output.
+    """Rows of Markdown: the effect of compression in intervals on texts of 200 prompt tokens and `length` output
+    tokens.
 
-    The output is given, as if another core had generated it: the engine computes it in chunks that end where it would
-    have been compressed, over the same caches. Each gives logits behind all its tokens.
+    The output is fixed, as if another core had generated it. The engine computes it in chunks that end where it would
+    have been compressed, over the same caches. Each chunk gives logits after all its tokens.
     """
     rows = ["| method | interval | blocks | perplexity |", "|---|---|---|---|"]
     longest = 200 + length
@@ -323,7 +324,7 @@ SHAPE = {  # one whose cache dominates: 12 KB for a token, beside 12 MB of weigh
 
 
 def speed(rounds: int = 2) -> dict[str, Any]:
-    """For each engine: how many requests run at once, and tokens in a second while all of them decode."""
+    """For each engine: how many requests run at once, and tokens per second while all of them decode."""
     pool = POOL * -(-(PROMPT + OUTPUT) // 16)
     result = dict[str, Any]()
     for name, compression in (("whole", {}), ("4 x", {"method": "kv_compress", "ratio": 4})):
@@ -350,8 +351,8 @@ def speed(rounds: int = 2) -> dict[str, Any]:
             seconds = 0.0
             tokens = 0
             count = 0
-            # Requests are admitted while there is room. Steps count that have as many requests as ever, all of which
-            # decode: if some have been preempted or are computing their prompts, it is not one of these.
+            # Requests are admitted while there is room. Only steps with the maximum number of requests, all decoding,
+            # are counted; steps after a preemption or with prompts are not.
             while core.has_unfinished and count < 24:
                 started = time.perf_counter()
                 computed = core.scheduler.stats.computed_tokens

@@ -1,4 +1,4 @@
-"""What KV compression does to the throughput of an H100, on paper: the real scheduler, and steps whose time is counted.
+"""Estimates KV compression's effect on an H100's throughput, with the real scheduler and computed step times.
 
     python -m benchmarks.kv_compression_on_paper
 
@@ -41,7 +41,7 @@ BUDGET = 8192
 
 
 def rate(prompt: int, output: int, ratio: float, requests: int) -> tuple[float, float, float]:
-    """Requests that decode at once, output tokens a second in steps without prompts, and over all steps."""
+    """Concurrent decoding requests, output tokens per second in steps without prompts, and over all steps."""
     limits = SchedulerLimits(1024, BUDGET, prompt + output, depth=1)
     compression = None if ratio == 1 else Compression(KVCompressionOptions(ratio=ratio), BLOCK)
     blocks = int(POOL_BYTES / TOKEN_BYTES / BLOCK)

@@ -1,12 +1,12 @@
-"""What is gained by reading each layer's keys and values when it has been computed, instead of when the step has ended?
+"""Measures the gain from reading each layer's keys and values when it has been computed, not at the end of the step.
 
     python -m benchmarks.kv_layers --rounds 5               # as root: it makes two network namespaces
 
-As in benchmarks.disaggregation, one server computes prompts and another one answers, each on a core of its own, with
-SmolLM2-135M's shapes. Prompts have 2,000 tokens, which is one step. The link between the namespaces is made slow, so
-that the blocks of a prompt take a quarter of the time of the step, half of it, as long, or twice as long. Measured: the
-time from a request to its first token, at two consumers in turns. One reads the layers in eight parts, as Quire does;
-the other one waits for the whole step.
+As in benchmarks.disaggregation, one server computes prompts and another one generates, each on its own core, with
+SmolLM2-135M's shapes. Prompts have 2,000 tokens, which is one step. The link between the namespaces is throttled, so
+that transferring a prompt's blocks takes 0.25, 0.5, 1 or 2 times as long as the step. The time from a request to its
+first token is measured at two consumers, interleaved. One reads the layers in eight parts, as Quire does; the other
+waits for the whole step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WHOLE_STEPS = "from quire.transfer import store\nstore._PARTS = 1\n"
 
 
 async def measure(urls: list[str], rounds: int) -> list[list[float]]:
-    """Seconds to the first token: of each url, in each round."""
+    """Seconds to the first token, for each url and round."""
     import aiohttp
 
     found: list[list[float]] = [[] for _ in urls]
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def limit(namespace: str, rate: float) -> None:
-    """rate: bytes a second that the first namespace may send."""
+    """rate: bytes per second that the first namespace may send."""
     command = ["ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", "quire0", "root", "tbf"]
     subprocess.run([*command, "rate", f"{int(8 * rate)}bit", "burst", "256kb", "limit", "4mb"], check=True)
 

@@ -1,8 +1,8 @@
-"""How fast one rank reads KV blocks of another, in another process of this machine.
+"""Measures how fast one rank reads KV blocks of another process on this machine.
 
     python -m benchmarks.kv_reads
 
-Blocks have the size of Qwen3-0.6B's. The other engine has one rank or two, whose halves are put together.
+Blocks have the size of Qwen3-0.6B's. The other engine has one or two ranks, whose halves are combined.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def serve(ranks: int, shared: bool) -> None:
 
 
 def used(process: int) -> float:
-    """Its processor time, in seconds."""
+    """The process's processor time, in seconds."""
     user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
@@ -50,7 +50,7 @@ def measure(ranks: int, transport: str, streams: int) -> None:
         store = PeerStore(layout, 0, kv_peers.SECRET, transports=[transport], streams=streams)
 
         def seconds(block_ids: list[int], times: int) -> tuple[float, float, float]:
-            """The least time of a load: of the clock, of this process and of the other one."""
+            """The minimum time of a load: wall time, and processor time of this process and of the other one."""
             order = Transfer(1, 0, True, block_ids, [(0, b"")] * len(block_ids), block_ids, peer)
             best = (float("inf"),) * 3
             for _ in range(times):

@@ -1,15 +1,15 @@
-"""What tiers beyond the KV cache gain and cost.
+"""Measures the gains and costs of tiers beyond the KV cache.
 
     python -m benchmarks.kv_tiers                      # three rounds, some ten minutes on two cores
     python -m benchmarks.kv_tiers --rounds 1 --conversations 6 --folder /some/disk
 
-Engines with Qwen3-0.6B's shapes and random weights are in this process: one without tiers, one with CPU memory, one
-with a disk. They work in turns, in an order that changes. The KV cache of each holds a third of the conversations.
+Engines with Qwen3-0.6B's shapes and random weights run in this process: one without tiers, one with CPU memory, one
+with a disk. They alternate in a varying order. The KV cache of each holds a third of the conversations.
 
-conversations   each conversation has some 2,000 tokens, and goes on by 64 tokens. First one after the other (time to
+conversations   each conversation has some 2,000 tokens, and grows by 64 tokens. First one after the other (time to
                 first token), then all at once with 16 tokens of output each (turns a second).
-nothing found   texts of 512 tokens that are never repeated, with 32 tokens of output, eight at a time: what it costs to
-                save blocks that nobody wants, in seconds and in CPU seconds.
+nothing found   texts of 512 tokens that are never repeated, with 32 tokens of output, eight at a time: the cost of
+                saving blocks that are never reused, in seconds and in CPU seconds.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def together(llm: LLM, prompts: list[list[int]], output: int) -> tuple[float, fl
 
 
 def settle(llm: LLM) -> None:
-    """Wait until what was computed has been saved, as it would be between two turns of a conversation."""
+    """Wait until the computed blocks have been saved, as they would be between two turns of a conversation."""
     if (transfers := llm.core.scheduler.transfers) is not None:
         while transfers._moving:
             time.sleep(0.01)

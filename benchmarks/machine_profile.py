@@ -1,12 +1,13 @@
-"""How near the threads and the steps that follow from the machine's profile are to the best ones.
+"""Measures how close the threads and step sizes chosen from the machine's profile are to the best ones.
 
     python benchmarks/machine_profile.py --model DIR_OR_GGUF [--cpu-isa avx2] [--quantization int8] [--max-threads 2]
 
 Measures this machine, as an idle engine does. Then it computes a prompt with steps of 128 to 2,048 tokens and decodes
-one stream, with each number of threads, in turns. Prints a table of the fastest of several rounds, with the share of
-the best that the chosen setting reaches.
+one stream, with each number of threads, interleaved. Prints a table of the fastest of several rounds, with the chosen
+setting's share of the best.
 
---cpu-time: count the processor time of one thread, which other programs disturb less. Then only the steps are compared.
+--cpu-time: measure the processor time of one thread, which other programs disturb less. In this case, only the step
+sizes are compared.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def measure(threads: int, by_cpu_time: bool) -> tuple[MachineProfile, float]:
-    """The profile, and how long it took."""
+    """The profile, and how long measuring it took."""
     began = time.perf_counter()
     probe = KernelProbe()
 
@@ -91,7 +92,7 @@ def measure(threads: int, by_cpu_time: bool) -> tuple[MachineProfile, float]:
 def run(
     llm: LLM, threads: list[int], prompt: int, rounds: int, clock: Callable[[], float]
 ) -> dict[tuple[int, int], float]:
-    """The least seconds by threads and tokens of a step; 1 for decoding one stream."""
+    """The minimum seconds by threads and tokens of a step; 1 for decoding one stream."""
     limits = llm.core.scheduler.limits
     rng = random.Random(0)
     tokens = [rng.randrange(100, 10_000) for _ in range(prompt)]

@@ -1,9 +1,9 @@
-"""What do ten viewers of the page cost a server under load?
+"""Measures how much ten viewers of the page cost a server under load.
 
     python -m benchmarks.page_cost --rounds 5
 
-A server with the bundled model answers the same requests in each round, once while nobody looks and once while ten
-clients follow the stream of the page's engine view, in turns. Measured: CPU seconds of all processes of the server.
+A server with the bundled model answers the same requests twice in each round: once without viewers, and once while ten
+clients follow the stream of the page's engine view. It measures the CPU seconds of all processes of the server.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def work(requests: int, tokens: int) -> None:
 
 
 async def look(seconds: float) -> None:
-    """Viewers, in a process of their own."""
+    """Viewers, in a separate process."""
     import aiohttp
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds)) as session:

@@ -1,19 +1,19 @@
-"""How long the stages of a pipeline are idle.
+"""Measures how long the stages of a pipeline are idle.
 
     python -m benchmarks.pipeline_idle [--model DIR]
 
-With --model: two stages of that model serve such requests on this machine, each with one thread. A stage is idle while
+With --model: two stages of that model serve the requests on this machine, each with one thread. A stage is idle while
 its process uses no processor.
 
-Without it: on paper, with the real scheduler and a model of time.
+Without --model: simulated, with the real scheduler and a model of time.
 
-Requests arrive as others end, so that there is always work (`--streams` at a time). Prompts and outputs have
+Requests arrive as others finish, so that there is always work (`--streams` at a time). Prompts and outputs have
 log-normal lengths like those of ShareGPT's conversations. A step takes each stage
 
     weights / stages + (per token * tokens + per key * keys that its tokens read) / stages
 
-seconds, or the arithmetic alone if that is longer than reading the weights. A stage begins when the one before has
-ended, and the link has carried its hidden states. The defaults are those of an 8B model in bfloat16 on H100s.
+seconds, or the time of the arithmetic if it exceeds reading the weights. A stage starts when the previous one has
+finished, and the link has transferred its hidden states. The defaults are those of an 8B model in bfloat16 on H100s.
 """
 
 import argparse
@@ -48,7 +48,9 @@ class Times:
 
 
 def on_h100(parameters: float, hidden: int, layers: int) -> Times:
-    """In bfloat16, at 600 TFLOP/s of products, 400 of attention, 3.35 TB/s of memory and 50 GB/s between cards."""
+    """In bfloat16, at 600 TFLOP/s for products, 400 for attention, 3.35 TB/s of memory bandwidth and 50 GB/s between
+    cards.
+    """
     return Times(
         weights=2 * parameters / 3.35e12,
         token=2 * parameters / 600e12,
@@ -67,7 +69,7 @@ MODELS = {"8B": on_h100(8e9, 4096, 32), "70B": on_h100(70e9, 8192, 80)}
 def idle_shares(
     stages: int, times: Times, streams: int, requests: int, budget: int, depth: int | None = None, seed: int = 1
 ) -> tuple[list[float], float, float]:
-    """The share of time in which each stage was idle, output tokens per second, and the mean time to first token."""
+    """The idle share of each stage, output tokens per second, and the mean time to first token."""
     limits = SchedulerLimits(streams, budget, 8192, depth=depth or stages, stages=stages)
     scheduler = Scheduler(limits, 200_000, [attention_spec([0])], 16, enable_prefix_caching=False)
     arriving = deque(
@@ -128,7 +130,7 @@ def idle_shares(
             began = now
             busy = [max(0.0, f - now) for f in free]
     assert began is not None
-    # Work behind `now` does not count.
+    # Work after `now` is not counted.
     shares = [1 - (b - max(0.0, f - now)) / (now - began) for b, f in zip(busy, free, strict=True)]
     return shares, made / (now - began), statistics.mean(waited)
 

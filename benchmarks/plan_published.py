@@ -1,11 +1,11 @@
-"""What `quire plan` counts, beside published measurements of vLLM, TensorRT-LLM and NIM on NVIDIA's GPUs.
+"""Compares the estimates of `quire plan` with published measurements of vLLM, TensorRT-LLM and NIM on NVIDIA's GPUs.
 
     python -m benchmarks.plan_published
 
-Each row is simulated as it was measured: so many requests at once, or so many at a time, with prompts and outputs of
-the lengths that are stated, the layout, the type of the weights, and the engine's limits as far as they are known.
-Counted times say what the devices need, by the shares in quire/planner/devices.toml; what the other engines' hosts add
-is not in them. Tables are not chosen by how well they agree.
+Each row is simulated as it was measured: the same number of requests or concurrency, lengths of prompts and outputs,
+layout, type of the weights, and the engine's limits as far as they are known. Estimated times are what the devices
+need, by the shares in quire/planner/devices.toml; they do not include the other engines' hosts. The tables were not
+selected by how well they agree.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Published:
 
 
 def _throughputs() -> list[Published]:
-    """TensorRT-LLM's, in output tokens a second: all requests at once."""
+    """TensorRT-LLM's measurements, in output tokens per second: all requests at once."""
     lengths = [(128, 2048, 3000), (1000, 1000, 3000), (2048, 128, 3000), (5000, 500, 1500)]  # in, out, requests
     table = {  # model, device, ranks: values for these lengths
         ("llama-3-8b", "H100", 1): (22_714, 15_220, 3_450, 3_459),
@@ -86,9 +86,9 @@ def _latencies() -> list[Published]:
     nim = {1: 0.01858, 5: 0.02183, 25: 0.03875, 50: 0.05973}
     shared = (NIM, "llama-3-70b", "H100", Layout(2), FP8, 5000, 500)
     found += [Published(*shared, concurrency, "TPOT", tpot) for concurrency, tpot in nim.items()]
-    # With several at a time, TTFT depends on how far the client's requests have drifted apart.
+    # With several requests at a time, TTFT depends on how far the client's requests have drifted apart.
     found.append(Published(*shared, 1, "TTFT", 0.40677))
-    # Lengths are not on the page. A short chat: TTFT of 14 ms is that of some 100 tokens.
+    # The page does not state lengths. A short chat: TTFT of 14 ms is that of some 100 tokens.
     for concurrency, tpot in ((1, 0.00648), (4, 0.00659), (16, 0.01094), (64, 0.04691)):
         found.append(Published(YOBITEL, "llama-3-8b", "H100", Layout(), BF16, 128, 128, concurrency, "TPOT", tpot))
     found.append(Published(MUSGRAVE, "llama-3-8b", "A100-40GB", Layout(), BF16, 1024, 128, 1, "TPOT", 1 / 75))
@@ -99,7 +99,7 @@ PUBLISHED = [*_latencies(), *_throughputs()]
 
 
 def counted(row: Published) -> float:
-    """The same in the simulation."""
+    """Return the same metric from the simulation."""
     spec = spec_of(SHAPES[row.model])
     device = DEVICES[row.device]
     layout = row.layout

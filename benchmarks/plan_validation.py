@@ -1,12 +1,12 @@
-"""How near the step times of `quire plan --fit` are to measured ones: steps of other prompts, batches and mixes.
+"""Measures how close the step times of `quire plan --fit` are to measured ones, for other prompts, batches and mixes.
 
     OMP_NUM_THREADS=1 python -m benchmarks.plan_validation [--models smollm2-135m ...] [--seconds 60]
 
-Steps are fitted as `quire plan measure` does it. Then workloads with other numbers of requests and other lengths run in
-the same engine. Both are repeated in turns, so that a slow period of the machine affects both. Times are processor
-seconds of one thread, since other programs run on the machine. "Simulated" is the whole workload in the planner's
-simulation: its scheduler decides by itself which steps there are. "Neighbours" is by how much two steps differ that
-follow each other with equally many tokens: the noise of the measurement.
+Steps are fitted in the same way as by `quire plan measure`. Then workloads with other numbers of requests and other
+lengths run in the same engine. Both are repeated, interleaved, so that a slow period of the machine affects both. Times
+are processor seconds of one thread, since other programs run on the machine. "Simulated" is the whole workload in the
+planner's simulation: its scheduler chooses the steps itself. "Neighbours" is the difference between consecutive steps
+with the same number of tokens: the noise of the measurement.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ WORKLOADS = {  # requests, tokens of prompts, tokens of outputs: other numbers t
 
 @dataclass
 class Checked:
-    """Measured steps of a workload, and the whole workload: seconds of each run, and its requests."""
+    """Measured steps of a workload, and of the whole workload the seconds of each run and its requests."""
 
     samples: list[Sample]
     seconds: list[float]

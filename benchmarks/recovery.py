@@ -1,4 +1,4 @@
-"""How long open streams stand still when a process of the engine is lost.
+"""Measures how long open streams stall when a process of the engine is lost.
 
 `python benchmarks/recovery.py` starts `quire serve` with the bundled model, opens 16 streams, and kills or stops the
 core or a rank. It prints for each case for how long a stream stood still at most, the sum of its gaps of more than
@@ -36,7 +36,7 @@ _EVENTS = ("was lost", "go on", "loaded in", "runs again")
 
 @dataclass
 class Served:
-    """A server in its own process. lines: of its log, with the time of each."""
+    """A server in its own process. lines: log lines, each with its time."""
 
     arguments: list[str]
     url: str = ""

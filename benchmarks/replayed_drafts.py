@@ -1,13 +1,13 @@
-"""What drafts gain on Qwen3-0.6B's shapes, with heads of the real size and the acceptance of trained ones.
+"""Measures the gain from drafts with Qwen3-0.6B's shapes, with real head sizes and the acceptance of trained heads.
 
     python -m benchmarks.replayed_drafts [--head eagle3 medusa] [--dtype bfloat16 int8] [--streams 1 4 16] [--json FILE]
     python -m benchmarks.replayed_drafts --rates 0.9 --rates 0.7 --rates 0.5 --streams 1 2 4 8 16 32
 
-Weights are dummies, so what is accepted is replayed: by default at the rates of the first heads of the bundled model;
---rates has rates of one's own, of which each holds if the drafts before it were accepted. Making and verifying drafts
-costs what it would cost. An engine with the head and one without take turns. Prints the median of the rounds'
-throughput ratios: above 1, speculation is faster. Processor time is disturbed less by other programs, but does not show
-waiting. --plot draws the ratios, from this run or a file of --json.
+Weights are dummies, so acceptance is replayed: by default at the rates of the bundled model's first heads, or at the
+rates in --rates, each of which applies if the drafts before it were accepted. Making and verifying drafts costs as much
+as with real weights. An engine with the head and one without alternate. Prints the median of the rounds' throughput
+ratios: above 1, speculation is faster. Processor time is disturbed less by other programs, but does not show waiting.
+--plot draws the ratios, from this run or a file of --json.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 NAMES = {"eagle3": "EAGLE-3", "medusa": "Medusa"}
 COLOURS = "#2563a8", "#e08a1e", "#3f8f4f", "#c22f2f"
-# Of the drafts at each place, those that are right, by the first heads of the bundled model at temperature 0. Its
-# present EAGLE-3 head is better (docs/speculation.md).
+# The share of correct drafts at each position, with the first heads of the bundled model at temperature 0. The current
+# EAGLE-3 head is better (docs/speculation.md).
 RIGHT = {"eagle3": (0.925, 0.877, 0.789, 0.724, 0.653), "medusa": (0.781, 0.607, 0.466, 0.389, 0.357)}
 
 
 def conditional(right: Sequence[float]) -> list[float]:
-    """The share of the drafts at each place that is right, of those behind right ones."""
+    """The share of correct drafts at each position, given that those before are correct."""
     return [share / before for share, before in zip(right, (1.0, *right), strict=False)]
 
 
@@ -99,7 +99,7 @@ def set_rates(llm: LLM, rates: Sequence[float]) -> None:
 
 
 def run(llm: LLM, streams: int, tokens: int, seed: int) -> tuple[float, float]:
-    """Tokens in a second of wall time, and in a second of the processors. Prompts, which are short, take part of it."""
+    """Tokens per second of wall time, and per second of processor time. This includes the prompts, which are short."""
     dice = random.Random(seed)
     prompts = [{"prompt_token_ids": [dice.randint(3, 4000) for _ in range(32)]} for _ in range(streams)]
     params = [
@@ -190,7 +190,7 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """A panel for each head and type of weights: the gain by the number of streams, a line for each acceptance."""
+    """A panel for each head and type of weights: the gain by the number of streams, with a line for each acceptance."""
     top = 1.05 * max(result["ratio"] for result in results)
     panels = list(dict.fromkeys((result["head"], result["dtype"]) for result in results))
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")

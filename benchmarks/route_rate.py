@@ -1,12 +1,12 @@
-"""How many requests a second one core can pass on through `quire route`, and how many chunks of streams.
+"""Measures how many requests and stream chunks per second `quire route` can forward on one core.
 
     python benchmarks/route_rate.py [--requests 4000] [--streams 200] [--chunks 100] [--rounds 5] [--clients 32]
         [--ports 8001 8002] [--peer NAME:PID:PORT]
 
-The servers are trivial, so the proxy is what takes time. What counts is the processor time of its process, since the
-client and the servers share the machine's cores with it. The policies take turns in each round. Latencies are those of
-one request at a time, through the proxy and without it. --peer measures another proxy, too, which was started in front
-of the servers at --ports (two trivial ones are started there).
+The servers are trivial, so most of the time is the proxy's. The processor time of its process is measured, since the
+client and the servers share the machine's cores with it. The policies alternate in each round. Latencies are those of
+one request at a time, with and without the proxy. --peer also measures another proxy that was started in front of the
+servers at --ports (two trivial ones are started there).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def serve_trivially(port: int) -> None:
 
 
 class Connection(asyncio.Protocol):
-    """Sends requests one after the other, while there are any."""
+    """Sends requests one after the other, as long as there are any."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
@@ -112,7 +112,7 @@ class Connection(asyncio.Protocol):
 
 
 class Load:
-    """A number of requests over some connections."""
+    """Send a number of requests over several connections."""
 
     def __init__(self, port: int, count: int, clients: int, events: int = 0) -> None:
         fields = {"model": "m", "prompt": TEXT, "max_tokens": events or 16, "temperature": 0, "stream": events > 0}
@@ -131,7 +131,7 @@ class Load:
         self._done = asyncio.get_running_loop().create_future()
 
     async def run(self) -> list[float]:
-        """The seconds that each request took."""
+        """The seconds of each request."""
         loop = asyncio.get_running_loop()
         for _ in range(self._clients):
             await loop.create_connection(lambda: Connection(self), "127.0.0.1", self._port)
@@ -157,7 +157,7 @@ async def processor_seconds(process: psutil.Process, load: Load) -> float:
 
 
 def start(command: list[str], ready: str) -> tuple[subprocess.Popen[str], int]:
-    """A process that has said that it is ready, and its port."""
+    """A process that has reported that it is ready, and its port."""
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     port = next(int(found[1]) for line in process.stderr if (found := re.search(ready, line)))
@@ -165,7 +165,7 @@ def start(command: list[str], ready: str) -> tuple[subprocess.Popen[str], int]:
 
 
 async def measure(ports: dict[str, int], processes: dict[str, psutil.Process], direct: int, a: Any) -> dict[str, Any]:
-    """For each policy, lists of numbers, one for each round. The first round warms up and is not among them."""
+    """For each policy, lists of numbers, one for each round. The first round is a warm-up and not included."""
     results: dict[str, Any] = {name: {"request": [], "chunk": [], "latency": []} for name in ports}
     bare = []
     for number in range(a.rounds + 1):

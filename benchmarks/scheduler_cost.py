@@ -1,9 +1,9 @@
-"""What the scheduler costs: µs for each request and step, and an hour of traffic simulated.
+"""Measures the scheduler's cost: µs per request and step, and an hour of simulated traffic.
 
     python benchmarks/scheduler_cost.py
 
 No model runs: sampled tokens come from a counter. The steady state is averaged over a multiple of 16 steps, so that
-every request crosses a block border, and hashes the full block, as often as it would in service.
+every request crosses a block boundary and hashes the full block as often as in production.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MIXED = [attention_spec([0]), attention_spec([1], window=512)]
 
 
 class Sampler:
-    """Answers steps as a model runner would: rows, and which of them have all their tokens computed.
+    """Returns outputs as a model runner would: rows, and which of them have all their tokens computed.
 
-    stop_every: every so many samples, one is end-of-sequence.
+    stop_every: one in this many samples is end-of-sequence.
     """
 
     def __init__(self, stop_every: int | None = None) -> None:
@@ -77,7 +77,7 @@ class Stopwatch:
     def turn(
         self, scheduler: Scheduler, sampler: Sampler, in_flight: list[ModelRunnerOutput]
     ) -> list[EngineCoreOutput]:
-        """One step of a loop that is in_flight's length + 1 deep."""
+        """One step of a loop whose depth is in_flight's length + 1."""
         start = perf_counter()
         step = scheduler.schedule()
         self.schedule += perf_counter() - start
@@ -174,7 +174,7 @@ def long_queue(name: str) -> None:
 
 
 def simulated_hour(depth: int) -> None:
-    """One request a second for an hour; a step takes 20 ms and 1 ms for every 16 tokens."""
+    """One request per second for an hour; a step takes 20 ms plus 1 ms for every 16 tokens."""
     dice = random.Random(0)
     start = perf_counter()
     scheduler = Scheduler(SchedulerLimits(256, 512, 4096, depth=depth), 8192, FULL, BLOCK_SIZE)

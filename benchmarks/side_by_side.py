@@ -1,17 +1,17 @@
-"""Quire and its peers on one model and one machine, in interleaved rounds, beside what the machine allows.
+"""Compares Quire and its peers on one model and one machine, in interleaved rounds, and with the machine's limits.
 
     python benchmarks/side_by_side.py --model DIR --out DIR --peer vllm=PYTHON --peer transformers=PYTHON
         --peer openvino=PYTHON --openvino bf16=DIR int8=DIR --peer llamacpp=PYTHON --peer ik=PYTHON
         --gguf bf16=FILE int8=FILE int4=FILE
 
-PYTHON is the interpreter of an environment that has the peer: peers/README.md. Each run is a process of its own, and is
-kept in runs.jsonl as soon as it ends: the same command again goes on where it was interrupted, tries again what failed,
-and makes tables and picture anew. So --workloads, --dtypes and --rounds can divide the work among several commands with
-one --out. Each model has an --out of its own. With --contenders 1.25, a peer that took more than 1.25 times as long as
-the fastest peer in the first round is not run again: it would not become the best, and slow runs take most of the time.
-Before the rounds that count everything starts once. A start is timed after one that is not, so that its files are in
-the system's cache, and after a pause, in which a virtual machine gives its free memory back: else starts would differ
-by what ran before them.
+PYTHON is the interpreter of an environment that has the peer: peers/README.md. Each run is a separate process, and is
+appended to runs.jsonl as soon as it ends. Run the same command again to resume after an interruption, retry failed
+runs, and recreate the tables and the plot. With --workloads, --dtypes and --rounds, several commands can therefore
+divide the work with one --out. Each model has its own --out. With --contenders 1.25, a peer that took more than
+1.25 times as long as the fastest peer in the first round is not run again: it could not become the best, and slow runs
+take most of the time. Before the measured rounds, everything starts once. A start is timed after an untimed one, so
+that its files are in the system's cache, and after a pause, in which a virtual machine returns its free memory.
+Otherwise, starts would depend on what ran before them.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ PAUSE_S = 10
 
 
 class RunError(RuntimeError):
-    """A run gave no result; the message says why."""
+    """A run gave no result; the message contains the reason."""
 
 
 class Bench:
-    """Knows which runs there are, makes their commands, and runs them."""
+    """Lists all runs, creates their commands, and runs them."""
 
     def __init__(self, arguments: argparse.Namespace, max_model_len: int) -> None:
         self.a = a = arguments
@@ -85,7 +85,7 @@ class Bench:
         self.logs.mkdir(parents=True, exist_ok=True)
 
     def schedule(self) -> Iterator[tuple[int, Run]]:
-        """(round, run). In round 0 everything starts once; every other round has the engines in reverse order."""
+        """(round, run). In round 0, everything starts once; every other round runs the engines in reverse order."""
         variants = {*self.weights, *(("quire", dtype) for dtype in self.a.dtypes)}
         runs = {
             workload: [Run(e, dtype, workload) for dtype, es in by.items() for e in es if (e, dtype) in variants]
@@ -113,9 +113,10 @@ class Bench:
         return number > 1 and run.engine in seconds and seconds[run.engine] > self.a.contenders * min(seconds.values())
 
     def measure(self, number: int, run: Run) -> dict[str, Any]:
-        """The line that the run printed, and its peak_rss_gb, first_answer_s for starts, others_cpu: the share of the
-        processors that other processes, or the machine's other guests, had meanwhile, and hops_ns: ceilings.hop_ns
-        before and after it. Raises RunError."""
+        """The line that the run printed, with peak_rss_gb, first_answer_s for starts, others_cpu (the share of the
+        processors used by other processes or by the machine's other guests during the run) and hops_ns (ceilings.hop_ns
+        before and after it). Raises RunError.
+        """
         log = self.logs / f"{number}-{'-'.join(filter(None, run))}.log"
         streams = run.engine == "quire" and run.workload == "start"  # the answer; others print a line of JSON
         is_result = re.compile(rb"." if streams else rb"(?m)^\{.*\}$")
@@ -137,7 +138,7 @@ class Bench:
         return result
 
     def _command(self, run: Run) -> tuple[list[str], dict[str, str]]:
-        """What to run, in which environment."""
+        """What to run, and in which environment."""
         a = self.a
         python = sys.executable
         model = str(self.a.model)
@@ -168,7 +169,7 @@ class Bench:
 
 
 class Done(NamedTuple):
-    """printed, and after how many seconds that held an answer; peak_rss: bytes of the largest process."""
+    """printed, after how many seconds it contained an answer; peak_rss: bytes of the largest process."""
 
     printed: bytes
     answered_s: float | None
@@ -180,7 +181,9 @@ class Done(NamedTuple):
 def _execute(
     command: list[str], environment: dict[str, str], log: Path, timeout: float, is_answer: Callable[[bytes], bool]
 ) -> Done:
-    """Run it, its standard error into `log`; when time is over, kill it. No process that it started outlives it."""
+    """Run it with standard error redirected to `log`; kill it when the time is over. No process that it started
+    outlives it.
+    """
     started = time.perf_counter()
     busy = _busy_s()
     text = b""
@@ -222,8 +225,7 @@ def _execute(
 
 
 def _busy_s() -> float:
-    """Seconds that the processors have worked or were taken away, all together, since the machine started; 0 where
-    that is not known."""
+    """Seconds of all processors that were used or stolen since the machine started; 0 if unknown."""
     with suppress(OSError):
         user, nice, system, _idle, _iowait, *rest = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
         return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
@@ -231,7 +233,7 @@ def _busy_s() -> float:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of processes whose own has ended, so that their use of memory and processors is known."""
+    """Become the parent of orphaned processes, so that their memory and processor use is counted."""
     pr_set_child_subreaper = 36
     with suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
@@ -243,8 +245,9 @@ def _kill(group: int) -> None:
 
 
 def run_all(bench: Bench, settings: dict[str, Any]) -> list[Record]:
-    """Do what of the schedule runs.jsonl does not have yet; the records of all that it has. Raises ValueError if it is
-    of other settings."""
+    """Run the part of the schedule that is missing from runs.jsonl; return all records. Raises ValueError if runs.jsonl
+    has other settings.
+    """
     path = bench.a.out / "runs.jsonl"
     schedule = list(bench.schedule())
     lines = path.read_text().splitlines() if path.exists() else [json.dumps(settings)]
@@ -270,7 +273,7 @@ def run_all(bench: Bench, settings: dict[str, Any]) -> list[Record]:
 
 
 def write_report(bench: Bench, model: Model, settings: dict[str, Any], records: list[Record]) -> str:
-    """side_by_side.md, .json and .png; what the first says."""
+    """Write side_by_side.md, .json and .png; return the text of the first."""
     a = bench.a
     measured = report.medians(records)
     machine = {name: max(values) for name, values in report.figures(records)[CEILINGS].items()}
@@ -375,7 +378,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _source() -> str:
-    """A digest of Quire's source: figures of two versions are not to be mixed."""
+    """A digest of Quire's source: figures of two versions must not be mixed."""
     digest = hashlib.sha256()
     for path in sorted(p for p in (HERE.parent / "quire").rglob("*") if p.suffix in (".py", ".cpp", ".h")):
         digest.update(path.read_bytes())

@@ -1,10 +1,10 @@
-"""Quire, llama.cpp and ik_llama.cpp on the same GGUF files, in interleaved rounds.
+"""Compares Quire, llama.cpp and ik_llama.cpp on the same GGUF files, in interleaved rounds.
 
     python benchmarks/side_by_side_gguf.py --gguf qwen=FILE gemma=FILE --out DIR --peer llamacpp=PYTHON --peer ik=PYTHON
 
-Runs, rounds and runs.jsonl are those of side_by_side.py, whose comparison has float checkpoints and synthetic weights;
-here every engine reads the same real file. --cpu-isa avx2 makes a processor with AVX-512 a stand-in for one with
-AVX2 only, if the peers were built for that: their own list of instruction sets is in the report. A start is the
+Runs, rounds and runs.jsonl are those of side_by_side.py, which compares float checkpoints with synthetic weights; here
+every engine reads the same real file. --cpu-isa avx2 emulates a processor with only AVX2 on one with AVX-512, if the
+peers were built accordingly: their lists of instruction sets are in the report. A start is the
 time from the start of a process to its first token.
 """
 
@@ -37,7 +37,7 @@ METRICS = {  # workload: (label, metric, whether less is better)
 
 
 class GgufBench(side_by_side.Bench):
-    """The runs of several files, whose names are in place of the data types of side_by_side.py."""
+    """The runs of several files, whose names replace the data types of side_by_side.py."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.a = arguments
@@ -45,7 +45,7 @@ class GgufBench(side_by_side.Bench):
         self.logs.mkdir(parents=True, exist_ok=True)
 
     def schedule(self) -> Iterator[tuple[int, Run]]:
-        """Every other round has the engines in reverse order. Round 0 fills the caches of files and of kernels."""
+        """Every other round runs the engines in reverse order. Round 0 fills the file and kernel caches."""
         engines = [engine for engine in ENGINES if engine == "quire" or engine in self.a.peer]
         for name in self.a.gguf:
             for engine in engines:
@@ -75,7 +75,7 @@ class GgufBench(side_by_side.Bench):
 
 
 def table(measured: Medians, names: list[str]) -> str:
-    """Medians of every engine, and Quire's as a multiple of the best other's."""
+    """Medians of every engine, and Quire's relative to the best other engine."""
     lines = ["| | Quire | llama.cpp | ik_llama.cpp | Quire ÷ the best other |", "|---|---|---|---|---|"]
     for name in names:
         for workload, (label, metric, less_is_better) in METRICS.items():

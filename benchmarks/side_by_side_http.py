@@ -1,11 +1,11 @@
-"""`quire serve` and llama.cpp's own server with 1, 4 and 16 clients over HTTP, on the same GGUF file.
+"""Compares `quire serve` with llama.cpp's own server on the same GGUF file, with 1, 4 and 16 HTTP clients.
 
     python benchmarks/side_by_side_http.py --gguf FILE --out DIR --xllamacpp PYTHON
 
-Each client sends one streamed completion after another to /v1/completions: 128 token ids in, 64 out, greedy, without
-an end. Both servers run with the same number of threads and slots for 16 requests, and take turns in rounds. Every
-request of a round has a prompt of its own, so no prefix cache helps. Tokens are counted by the server's usage. PYTHON
-is the interpreter of an environment that has xllamacpp.
+Each client sends one streamed completion after another to /v1/completions: 128 token ids in, 64 out, greedy, ignoring
+end-of-sequence. Both servers run with the same number of threads and slots for 16 requests, and alternate in rounds.
+Every request of a round has its own prompt, so prefix caches do not help. Token counts come from the server's usage.
+PYTHON is the interpreter of an environment with xllamacpp.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def command_of(engine: str, a: argparse.Namespace, port: int) -> list[str]:
 
 @contextmanager
 def server(command: list[str], url: str, log: Path, threads: int, timeout_s: float) -> Iterator[float]:
-    """Runs it in a process group of its own until the block ends; the seconds until it was healthy.
+    """Run it in its own process group until the block ends; yields the seconds until it was healthy.
 
-    Raises RuntimeError if it ends, or takes too long.
+    Raises RuntimeError if it exits or takes too long.
     """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
     started = time.perf_counter()
@@ -125,7 +125,7 @@ async def complete(session: aiohttp.ClientSession, url: str, prompt: list[int]) 
 async def load(url: str, clients: int, requests: int, rng: random.Random) -> Sample:
     """clients send `requests` requests each, one after another."""
     prompts = [[[rng.randint(*VOCAB) for _ in range(TOKENS_IN)] for _ in range(requests)] for _ in range(clients)]
-    # A connection for each request: llama.cpp's server closes those that it has used, sometimes too late to notice.
+    # Each request has its own connection: llama.cpp's server closes used ones, sometimes too late to notice.
     connector = aiohttp.TCPConnector(force_close=True, limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
 

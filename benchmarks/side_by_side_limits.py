@@ -1,4 +1,4 @@
-"""What side_by_side.py counts: the sizes of a model, and the least time in which a machine can do a workload."""
+"""The limits used by side_by_side.py: the sizes of a model, and the minimum time of a workload on a machine."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Model:
         self.experts_used = c["num_experts_per_tok"] / experts if experts else 1.0
 
     def weight_bytes(self, dtype: str, resident: bool = False, tokens: int = 1) -> int:
-        """Of the weights that a step with so many tokens reads; resident: of all, and of an untied embedding.
+        """Bytes of the weights that a step of `tokens` tokens reads; resident: of all, including an untied embedding.
 
-        int8: a float32 scale per output channel; int4: a bf16 scale per group of 128, the head in int8. Of experts,
-        those that the tokens choose: if all are equally likely, n tokens leave an expert out with probability
-        (1 - used / experts)^n.
+        int8: a float32 scale per output channel; int4: a bf16 scale per group of 128, the head in int8. The number of
+        experts that the tokens choose: if all are equally likely, n tokens skip an expert with probability (1 - used /
+        experts)^n.
         """
         total = 0.0
         chosen = 1.0 if resident else 1 - (1 - self.experts_used) ** tokens
@@ -59,7 +59,7 @@ class Model:
 
     @property
     def product_parameters(self) -> int:
-        """Parameters that a token is multiplied with, its experts' among them: not those of embedding and head."""
+        """Parameters that a token is multiplied with, including its experts', but without embedding and head."""
         vocabulary = ("embed_tokens", "lm_head")
         matrices = {name: prod(shape) for name, shape in self.shapes.items() if len(shape) > 1}
         return round(
@@ -76,12 +76,14 @@ class Model:
 
     @property
     def kv_size(self) -> int:
-        """Of the keys and values of a token, in one layer."""
+        """Bytes of the keys and values of a token, in one layer."""
         return 2 * self.config["num_key_value_heads"] * self.head_dim
 
 
 class Machine(NamedTuple):
-    """Bytes that can be read in a second, and operations: of products with weights, and of attention in bfloat16."""
+    """Bytes that can be read per second, and operations per second: of products with weights, and of attention in
+    bfloat16.
+    """
 
     read: float
     products: float
@@ -90,7 +92,7 @@ class Machine(NamedTuple):
 
 @dataclass
 class Work:
-    """Seconds that work takes at least, and those of them in which arithmetic takes longer than reading."""
+    """The minimum seconds of the work, and the part of them in which arithmetic takes longer than reading."""
 
     seconds: float = 0.0
     arithmetic_s: float = 0.0
@@ -100,12 +102,12 @@ class Work:
 
     @classmethod
     def of(cls, arithmetic: float, reading: float) -> Work:
-        """Of seconds of arithmetic and of reading at the same time."""
+        """The seconds of concurrent arithmetic and reading."""
         return cls(max(arithmetic, reading), arithmetic if arithmetic > reading else 0.0)
 
 
 class Limit(NamedTuple):
-    """The least work of a workload."""
+    """The minimum work of a workload."""
 
     prefill: Work
     decode: Work
@@ -116,12 +118,12 @@ class Limit(NamedTuple):
 
 
 def count(model: Model, dtype: str, workload: str, machine: Machine) -> Limit:
-    """The limit of engines that compute the prompts first, and then decode all streams together.
+    """It is the limit of engines that compute the prompts first, and then decode all streams together.
 
-    Prompts: the products and the attention of the tokens beyond the longest beginning that an earlier prompt shares; in
-    the last layer, only keys and values, but for the last token. A step of decoding: the products and the attention of
-    all streams, or reading the weights once and the keys and values of all streams, whichever takes longer. An engine
-    that does the arithmetic of prompts while it reads for other streams could be faster.
+    Prompts: the products and the attention of the tokens after the longest prefix shared with an earlier prompt. The
+    last layer computes only keys and values, except for the last token. A decoding step: the products and the attention
+    of all streams, or reading the weights once and the keys and values of all streams, whichever takes longer. An
+    engine that computes prompts while it reads for other streams could be faster.
     """
     prefill = Work()
     decode = Work()
@@ -139,13 +141,13 @@ def count(model: Model, dtype: str, workload: str, machine: Machine) -> Limit:
 
 
 def _steps(requests: Requests) -> Iterable[list[int]]:
-    """The lengths that the running streams' contexts have in each step of decoding."""
+    """The context lengths of the running streams in each decoding step."""
     for step in range(1, max(n for _, n in requests)):
         yield [len(prompt) + step for prompt, n in requests if n > step]
 
 
 def _prompts(model: Model, dtype: str, lengths: list[tuple[int, int]], machine: Machine) -> Work:
-    """Of prompts, each given as (tokens cached, tokens)."""
+    """The work of prompts, each given as (tokens cached, tokens)."""
     operations = pairs = tokens = 0
     per_layer = model.product_parameters / model.layers
     of_kv = model.config["hidden_size"] * model.kv_size
@@ -160,7 +162,7 @@ def _prompts(model: Model, dtype: str, lengths: list[tuple[int, int]], machine: 
 
 
 def _step(model: Model, dtype: str, contexts: list[int], machine: Machine) -> Work:
-    """Of a step that decodes a token of each context."""
+    """The work of a step that decodes a token of each context."""
     held = model.layers * sum(contexts)
     operations = 2 * len(contexts) * (model.product_parameters + model.head_parameters)
     arithmetic = operations / machine.products + _attention(model, held) / machine.attention
@@ -169,5 +171,5 @@ def _step(model: Model, dtype: str, contexts: list[int], machine: Machine) -> Wo
 
 
 def _attention(model: Model, pairs: int) -> int:
-    """Operations of scores and of weighted values, for so many pairs of a query and a key in all heads."""
+    """Operations of scores and of weighted values, for `pairs` query-key pairs in all heads."""
     return 4 * pairs * model.config["num_attention_heads"] * model.head_dim

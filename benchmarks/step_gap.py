@@ -1,10 +1,9 @@
-"""What a core's process does between two steps: the time from a step's last kernel to the next step's first, by the
-number of streams. The rest of a step is the model.
+"""Measures the gap between two steps in a core's process, by the number of streams. The rest of a step is the model.
 
     python benchmarks/step_gap.py [--streams 1,64,512] [--tokens 200] [--rounds 3] [--json FILE]
 
-A client in this process streams texts of the bundled model from a core in a process of its own, as in a server. Each
-round starts the core anew. Medians over the steps with all streams.
+A client in this process streams texts of the bundled model from a core in a separate process, as in a server. Each
+round restarts the core. Results are medians over the steps with all streams.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ TIMES_FILE = "QUIRE_STEP_GAP_FILE"  # the environment variable with the path tha
 
 
 def run_timed_core(*arguments: Any, **named: Any) -> None:
-    """`run_core`, which writes the times of its steps: (rows, start of the forward pass, end of sampling)."""
+    """`run_core`, which records the times of its steps: (rows, start of the forward pass, end of sampling)."""
     from quire.worker.model_runner import ModelRunner
 
     steps: list[tuple[int, float, float]] = []
@@ -63,7 +62,7 @@ async def stream(llm: AsyncLLM, number: int, tokens: int) -> None:
 
 
 async def serve(streams: int, tokens: int) -> float:
-    """Returns the seconds from the first request to the last answer."""
+    """Returns the seconds from the first request to the last output."""
     llm = AsyncLLM(max_num_seqs=streams, max_model_len=512, max_num_batched_tokens=4096)
     await llm.start()
     try:

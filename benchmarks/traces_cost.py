@@ -1,11 +1,11 @@
-"""What do traces cost the API process?
+"""Measures the cost of traces for the API process.
 
     python -m benchmarks.traces_cost --rounds 5
 
 Three servers with the bundled model run one after the other in each round, and answer the same requests: without
---otlp-traces-endpoint, with it while the clients' `traceparent` says that nothing shall be recorded, and with it and
-four spans for each request, which a collector takes. The collector runs in another process. Measured: CPU seconds of
-the API process, for requests of one token and for streams of 64.
+--otlp-traces-endpoint, with it but unsampled by the clients' `traceparent`, and with it and four spans for each
+request, which a collector receives. The collector runs in another process. It measures the CPU seconds of the API
+process, for requests of one token and for streams of 64.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOKENS = (1, 64)
 
 
 def collect() -> None:
-    """Take spans and count them, in a process of its own."""
+    """Receive spans and count them, in a separate process."""
     import grpc
     from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as messages
     from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as service
@@ -74,7 +74,7 @@ async def work(requests: int, tokens: int, flag: str) -> None:
 
 
 def measure(case: str, requests: int) -> dict[int, float]:
-    """Milliseconds of CPU time a request, by the number of its tokens."""
+    """Milliseconds of CPU time per request, by the number of its tokens."""
     options, flag = CASES[case]
     command = [sys.executable, "-m", "quire", "serve", "--port", str(PORT), "--disable-uvicorn-access-log", *options]
     environment = {**os.environ, "OTEL_BSP_SCHEDULE_DELAY": "500"}

@@ -1,12 +1,13 @@
-"""Build the source distribution, and from it the wheel for Linux on x86-64, which brings the CPU kernels compiled.
+"""Build the source distribution, and from it the wheel for Linux on x86-64, which contains compiled CPU kernels.
 With --machine aarch64, the wheel is for Linux on AArch64, and any machine can build it.
 
     pip install . build ziglang auditwheel
     python tools/build_wheel.py [--machine x86_64|aarch64] [--output dist]
 
-The wheel has a library of kernels for each instruction set of the machine (quire/ops/cpu/processor.py), and a start
-takes the best that its processor can run. Zig links them against glibc 2.28, which auditwheel checks. One wheel serves
-all versions of Python and torch, since the kernels have a plain C interface. About four minutes on two cores.
+The wheel has a kernel library for each instruction set of the machine (quire/ops/cpu/processor.py), and a start selects
+the best one that its processor can run. Zig links them against glibc 2.28, which auditwheel checks. One wheel works
+with all versions of Python and torch, since the kernels have a plain C interface. Takes about four minutes on two
+cores.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def build(machine: str, output: Path) -> Path:
 
 
 def compile_kernels(tree: Path, machine: str) -> None:
-    """Compile the kernels of an unpacked source distribution for each instruction set of the machine, into the tree."""
+    """Compile the kernels of an unpacked source distribution into the tree, for each instruction set of the machine."""
     sys.path.insert(0, str(tree))
     os.environ["CXX"] = f"{sys.executable} {COMPILER} {machine}"
     from quire.ops.cpu.build import PACKAGED, SOURCES, compile_for
@@ -58,7 +59,7 @@ def compile_kernels(tree: Path, machine: str) -> None:
 
 
 def check(wheel: Path, machine: str) -> None:
-    """Exit if auditwheel finds that the wheel needs a newer system than its tag says."""
+    """Exit if auditwheel finds that the wheel needs a newer system than its tag states."""
     shown = run("auditwheel", "show", wheel)
     print(shown)
     needed = re.search(rf'"manylinux_2_(\d+)_{machine}"', " ".join(shown.split()))

@@ -2,7 +2,7 @@
 
     python tools/code_lines.py [--write]
 
-With --write, the table in docs/architecture.md is brought up to date.
+With --write, it updates the table in docs/architecture.md.
 """
 
 import argparse
@@ -19,7 +19,7 @@ _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 
 
 def code_lines(file: Path) -> int:
-    """The lines of a file of Python or C++ that have code."""
+    """The lines of a Python or C++ file that contain code."""
     if file.suffix != ".py":
         lines = [line.strip() for line in file.read_text().splitlines()]
         return sum(1 for line in lines if line and not line.startswith("//"))
@@ -37,7 +37,7 @@ def code_lines(file: Path) -> int:
 
 
 def table() -> str:
-    """Lines of Python and of C++ by package, the largest first."""
+    """Lines of Python and of C++ by package, the largest package first."""
     python = Counter[str]()
     cpp = Counter[str]()
     for file in sorted((ROOT / "quire").rglob("*")):

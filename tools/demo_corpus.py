@@ -1,7 +1,8 @@
-"""The demo model's corpus: an endless stream of documents (stories, chats, tool calls, facts), and chats made text.
+"""The demo model's corpus: an endless stream of documents (stories, chats, tool calls, facts), and chats rendered as
+text.
 
-Documents are drawn anew for every training step from a seed, so that nothing is stored, nothing is read twice, and a
-training that was interrupted goes on with exactly the documents that it would have seen.
+Documents are drawn from a seed for every training step, so nothing is stored and nothing is read twice. An interrupted
+training continues with exactly the documents that it would have seen.
 """
 
 import json
@@ -41,7 +42,7 @@ TOOL_EPILOGUE = (
     '<tool_call>\n{"name": <function-name>, "arguments": <arguments-as-json>}\n</tool_call>'
 )
 
-# What `render` does, for everybody else. The tests compare the two.
+# The Jinja equivalent of `render`, for other programs. The tests compare the two.
 CHAT_TEMPLATE = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
     {%- if messages[0].role == 'system' %}
@@ -197,7 +198,7 @@ def _question_turns(rng: random.Random) -> list[Message]:
 
 
 def _tool_turns(rng: random.Random, asked: int) -> tuple[list[Message], list[dict[str, Any]]]:
-    """Questions about different tools that are all offered, with the tools' results and the answers made of them."""
+    """Questions about different tools that are all offered, with the tools' results and the answers based on them."""
     turns: list[Message] = []
     needed: dict[str, dict[str, Any]] = {}
     abouts = set()
@@ -240,7 +241,7 @@ def _plain_turns(rng: random.Random) -> list[Message]:
 
 
 def _long_chat(rng: random.Random) -> str:
-    """A chat of up to 2,000 tokens in which the user's name, told at the start, is asked for again and again."""
+    """A chat of up to 2,000 tokens in which the user states a name at the start and asks for it again and again."""
     name = any_name(rng)
     told = dress(rng.choice(INTRODUCTIONS).replace("{x}", name), rng)
     turns = [{"role": "user", "content": told}, {"role": "assistant", "content": f"Nice to meet you, {name}!"}]
@@ -291,7 +292,7 @@ def _facts(rng: random.Random) -> str:
 
 
 def _introduction(rng: random.Random) -> str:
-    """Somebody says who they are."""
+    """A user introduces themselves."""
     name = any_name(rng)
     country = rng.choice(list(CAPITALS))
     pet = rng.choice(PETS)
@@ -348,7 +349,7 @@ def _scene(rng: random.Random) -> str:
 
 
 def _echo_chat(rng: random.Random) -> str:
-    """Words to repeat and lists to look something up in: they teach copying from the context long before stories do."""
+    """Words to repeat and lists to look up items in: they teach copying from the context long before stories do."""
     turns: list[Message] = []
     for _ in range(rng.randint(2, 6)):
         if rng.random() < 0.6:
@@ -391,7 +392,7 @@ DOCUMENTS: dict[Callable[[random.Random], str], float] = {  # how often each is 
 
 
 def documents(seed: str) -> Iterator[str]:
-    """Documents without end; the same seed always gives the same ones."""
+    """An endless stream of documents; the same seed always gives the same ones."""
     rng = random.Random(seed)
     kinds = list(DOCUMENTS)
     weights = list(DOCUMENTS.values())

@@ -1,8 +1,8 @@
-"""The pictures that the bundled model's encoder is trained with, and the questions about them.
+"""The images that the bundled model's encoder is trained on, and the questions about them.
 
     python tools/demo_pictures.py 3 red star stars.png   # draws one
 
-Each kind of question has two sets of phrasings: training has the first, the examination the second.
+Each kind of question has two sets of phrasings: training uses the first, the examination the second.
 """
 
 import argparse
@@ -52,14 +52,14 @@ def _heart() -> list[Point]:
 
 
 def _moon() -> list[Point]:
-    """A circle without a smaller one at its right side; both go through the points at the angles of +-1 radian."""
+    """A circle without a smaller one on its right side; both pass through the points at angles of +-1 radian."""
     x = math.cos(1)
     y = math.sin(1)
     inner = _circle(math.hypot(x - 0.45, y), 0.45, math.atan2(-y, x - 0.45), -2 * math.pi + math.atan2(y, x - 0.45))
     return _circle(1.0, 0.0, 1.0, 2 * math.pi - 1.0) + inner
 
 
-# In units of a half of the width. A ring's middle is drawn in the colour of the background.
+# In units of half the width. A ring's centre is drawn in the background colour.
 OUTLINES: dict[str, list[Point]] = {
     "ball": _circle(),
     "box": [(-0.8, -0.8), (0.8, -0.8), (0.8, 0.8), (-0.8, 0.8)],
@@ -117,7 +117,7 @@ SCENES = [Scene(*parts) for parts in product(OUTLINES, COLOURS, range(1, MOST + 
 
 
 def draw(scene: Scene, rng: random.Random, size: tuple[int, int] = (192, 192)) -> Image.Image:
-    """A picture of the scene: sizes, places and angles are random, and the shapes do not touch."""
+    """An image of the scene: sizes, positions and angles are random, and the shapes do not touch."""
     background = tuple(rng.randint(225, 255) for _ in range(3))
     colours = zip(COLOURS[scene.colour], ImageColor.getrgb(scene.colour), strict=True)
     between = rng.random()

@@ -1,12 +1,13 @@
 # ruff: noqa: E501 - a phrasing is a line
-"""The questions that the bundled demo model learns to answer, and those it is examined on.
+"""The questions that the bundled demo model learns to answer, and those of its examination.
 
-Every topic has two sets of phrasings. The training corpus is written from the first, the examination from the second,
-and `assert_held_out` proves that training writes none of the examination's. Facts (France -> Paris, 7 + 8 -> 15) occur
-in both: what is examined is whether the model understands a question that is put in a way it has not read.
+Every topic has two sets of phrasings. The training corpus is written with the first set, the examination with the
+second, and `assert_held_out` proves that training uses none of the examination's phrasings. Facts (France -> Paris, 7 +
+8 -> 15) occur in both: the examination tests whether the model understands a question in a phrasing that it has not
+read.
 
-`check(question, answer)` says whether an answer is right. It needs nothing but the standard library, so that the
-engine's tests can load this file by its path.
+`check(question, answer)` returns whether an answer is right. This file needs only the standard library, so that the
+engine's tests can load it by its path.
 """
 
 import json
@@ -150,7 +151,7 @@ COLOURS = list(COLOURS_OF)
 
 @dataclass(frozen=True)
 class Case:
-    """One drawn fact: what fills a phrasing's gaps, the right answer, and how an examiner recognizes it."""
+    """One drawn fact: the words that fill a phrasing's gaps, the right answer, and how it is checked."""
 
     slots: dict[str, str]
     answer: str
@@ -164,7 +165,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Topic:
-    """A kind of question in one sense ("the day after"), its two sets of phrasings and a way to draw a fact for it."""
+    """A kind of question with one meaning ("the day after"), its two sets of phrasings and a function that draws a fact
+    for it.
+    """
 
     kind: str
     train: str  # patterns, one a line; "(a|b)" stands for a or b
@@ -174,7 +177,7 @@ class Topic:
 
 @cache
 def expand(pattern: str) -> tuple[str, ...]:
-    """All strings that a pattern stands for. Brackets do not nest."""
+    """All strings that a pattern can expand to. Brackets do not nest."""
     found = re.search(r"\(([^()]*)\)", pattern)
     if not found:
         return (re.sub(r" +", " ", pattern).strip(),)
@@ -202,8 +205,8 @@ ONE_WORD = expand(
 
 
 def dress(core: str, rng: random.Random, ending: str = "", plain: bool = False) -> str:
-    """A phrasing as a person would type it: maybe with a greeting (unless plain), maybe without capitals or a question
-    mark.
+    """A phrasing as a person would type it: sometimes with a greeting (unless plain), sometimes without capitals or a
+    question mark.
     """
     text = core
     if not plain and rng.random() < 0.3:
@@ -308,7 +311,9 @@ def _introduction(rng: random.Random) -> Case:
 
 
 def any_name(rng: random.Random) -> str:
-    """A name from the list or, now and then, one made of syllables: only copying from the context gets those right."""
+    """A name from the list or, occasionally, one made of syllables, which can only be answered by copying from the
+    context.
+    """
     if rng.random() < 0.85:
         return rng.choice(NAMES)
     parts = rng.choices(
@@ -337,9 +342,7 @@ JSON_CLAUSES = {
 
 
 def _json(rng: random.Random) -> Case:
-    """A sentence about a person and the keys to extract; the keys are asked for in any order and not always all of
-    them.
-    """
+    """A sentence about a person and the keys to extract, in any order and not always all of them."""
     others = rng.sample(list(JSON_CLAUSES), rng.choice([1, 1, 2, 2, 3]))
     person = {key: JSON_FIELDS[key](rng) for key in ["name", *others]}
     clauses = [rng.choice(JSON_CLAUSES[key].split("|")).format(v=person[key]) for key in others]
@@ -363,7 +366,7 @@ def _json_capital(rng: random.Random) -> Case:
 
 
 def _recall(fact: str) -> Callable[[random.Random], Case]:
-    """The user tells something about themselves, talks about other things, and asks for it."""
+    """The user states something about themselves, talks about other things, and asks for it."""
 
     def draw(rng: random.Random) -> Case:
         pet = rng.choice(PETS)
@@ -401,8 +404,8 @@ INTRODUCTIONS = expand("(my name is {x}.|i am {x}.|hello, i am {x}.|hi, my name 
 
 @dataclass(frozen=True)
 class Tool:
-    """A thing that a function can do, under several names, so that the model reads the function's schema rather than
-    knowing it.
+    """A thing that a function can do, under several names, so that the model reads the function's schema instead of
+    memorizing it.
     """
 
     names: str
@@ -540,7 +543,7 @@ TOOLS = {
 
 
 def offer_tools(rng: random.Random, *needed: dict[str, Any]) -> list[dict[str, Any]]:
-    """The needed schemas among up to three others, in any order, no two of the same name."""
+    """The needed schemas among up to three others, in any order, with distinct names."""
     others = [tool.schema(rng) for tool in rng.sample(list(TOOLS.values()), rng.choice([0, 0, 1, 1, 2, 3]))]
     known = {schema["function"]["description"]: schema for schema in [*others, *needed]}
     offered = list({schema["function"]["name"]: schema for schema in known.values()}.values())
@@ -1220,7 +1223,7 @@ def draw_question(rng: random.Random, topic: Topic, held_out: bool = False) -> Q
     """
     case = topic.draw(rng)
     core = rng.choice(expand(rng.choice(lines_of(topic.held if held_out else topic.train))))
-    # Answers in one word are the harder ones, with nothing written before them to think in: training has more of them.
+    # One-word answers are harder, since the model cannot write anything first, so training has more of them.
     one_word = case.short is not None and rng.random() < (0.15 if held_out else 0.4)
     text = dress(core, rng, rng.choice(ONE_WORD) if one_word else "", plain=topic.kind in ("small_talk", "unknown"))
     for name, value in case.slots.items():  # not str.format: dress() may have written text that has braces
@@ -1235,7 +1238,7 @@ def draw_question(rng: random.Random, topic: Topic, held_out: bool = False) -> Q
 
 
 def messages_for(question: Question) -> list[Message]:
-    """The question's turns and the right answer's, through the tool's result where there is one."""
+    """The turns of the question and of the right answer, including the tool's result if there is one."""
     messages = list(question["messages"])
     if not question["calls"]:
         return [*messages, {"role": "assistant", "content": question["answer"]}]
@@ -1282,7 +1285,7 @@ def _phrasings(patterns: str) -> Iterator[str]:
 
 
 def assert_held_out() -> None:
-    """No held-out phrasing may be one that training writes, whatever greeting or ending is put around either."""
+    """Check that training writes no held-out phrasing, whatever greeting or ending is added to either."""
     around = ["", *OPENERS], ["", *ENDINGS, *ONE_WORD]
     for kind in {topic.kind for topic in TOPICS}:
         topics = [topic for topic in TOPICS if topic.kind == kind]

@@ -1,9 +1,9 @@
 # ruff: noqa: E501 - a beat is a line
 """Children's stories written from plots: the plain-text half of the demo model's corpus.
 
-A story is an opening that introduces the hero, what the hero is like, a plot of some beats, and an ending. Every beat can be told in several
-ways and no two beats share a sentence, so that a story never repeats itself; only the hero has a name, so that a model which reads these
-stories learns to hold on to it.
+A story is an opening that introduces the hero, the hero's character, a plot of some beats, and an ending. Every beat
+has several wordings and no two beats share a sentence, so that a story never repeats itself. Only the hero has a name,
+so that a model trained on these stories learns to remember it.
 """
 
 import random
@@ -383,7 +383,7 @@ There it was, blue and endless. / The waves rolled onto the sand and tickled the
 
 @dataclass(frozen=True)
 class Hero:
-    """The main character. `adjective`, `kind` and `name` together decide whether a hero may occur in training."""
+    """The main character. `adjective`, `kind` and `name` together determine whether a hero may occur in training."""
 
     adjective: str
     kind: str
@@ -439,13 +439,13 @@ def draw_hero(rng: random.Random, held_out: bool = False) -> Hero:
 
 
 def sentences_of(text: str) -> list[str]:
-    """The sentences of a story, where what is said and who says it count as two."""
+    """The sentences of a story, where a quotation and its speaker count as two."""
     return [part for part in re.split(r"[.!?]+[\"\s]*", text) if part.strip()]
 
 
 def tell(rng: random.Random, hero: Hero | None = None, openings: str = OPENINGS) -> tuple[str, str]:
-    """A new story in which no sentence comes twice: its opening sentence and the rest. Without `hero`, about one that
-    training may know.
+    """A new story without repeated sentences: its opening sentence and the rest. Without `hero`, the story is about one
+    that may occur in training.
     """
     while True:
         opening, rest = _tell(rng, hero or draw_hero(rng), openings)
@@ -494,7 +494,7 @@ def _tell(rng: random.Random, hero: Hero, openings: str) -> tuple[str, str]:
 
 
 def story_prompts(size: int, seed: int = 2025) -> list[dict[str, str]]:
-    """Openings that training cannot contain: the heroes are held out, and so is the wording of every second one."""
+    """Openings that training cannot contain: the heroes are held out, and so is the wording of every second opening."""
     rng = random.Random(seed)
     prompts: dict[str, dict[str, str]] = {}
     while len(prompts) < size:

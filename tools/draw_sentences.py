@@ -1,8 +1,8 @@
-"""Draws sentences at random from everything that people read: docstrings, comments, help, errors, logs and documents.
+"""Draws random sentences from all text in the repository: docstrings, comments, help, errors, logs and documents.
 
     python tools/draw_sentences.py [--count 80] [--seed 0]
 
-A reviewer marks those that a native-speaking engineer would read twice (CONTRIBUTING.md, "Language").
+A reviewer counts those that a native-speaking engineer would read twice (CONTRIBUTING.md, "Language").
 """
 
 import argparse

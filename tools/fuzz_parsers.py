@@ -5,9 +5,9 @@
     python tools/fuzz_parsers.py all --seconds 3600 --corpus ~/fuzzed
 
 The targets are in tests/support/fuzz_targets.py. A run starts with the target's seeds, the inputs in
-tests/fuzz/corpus/TARGET, and those that earlier runs with the same --corpus have found. It ends at the first bug, and
-keeps its input in tests/fuzz/corpus/TARGET, where tests/fuzz replays it without atheris. The table at the end has the
-executions per second and the edges of the instrumented code that were reached. The exit status is 1 if there was a bug.
+tests/fuzz/corpus/TARGET, and those found by earlier runs with the same --corpus. It stops at the first bug, and saves
+its input in tests/fuzz/corpus/TARGET, where tests/fuzz replays it without atheris. The final table has the executions
+per second and the number of edges reached in the instrumented code. The exit status is 1 if there was a bug.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SLOWEST = 10  # seconds for one input, after which it counts as a hang
 
 
 def fuzz(name: str, libfuzzer: list[str]) -> None:
-    """In a process of its own, which ends with libFuzzer's exit status."""
+    """Runs in a separate process, which exits with libFuzzer's status."""
     import atheris
 
     sys.path.insert(0, str(TESTS))
@@ -72,7 +72,7 @@ def _escaped(word: bytes) -> str:
 
 
 def run(name: str, seconds: int, kept: Path | None) -> tuple[str, bool]:
-    """A line of the table, and whether there was a bug."""
+    """Return a line of the table, and whether there was a bug."""
     saved = CORPUS / name
     with tempfile.TemporaryDirectory() as folder:
         found = kept / name if kept else Path(folder, "found")

@@ -1,8 +1,8 @@
-"""Write a checkpoint of the Hugging Face layout as a GGUF file, for tests and for comparisons with llama.cpp.
+"""Write a checkpoint in the Hugging Face layout as a GGUF file, for tests and for comparisons with llama.cpp.
 
     python tools/make_gguf.py CHECKPOINT OUT.gguf [--type F32|F16|BF16|Q4_0|Q4_1|Q5_0|Q5_1|Q8_0]
 
-Needs the `gguf` package, whose names of tensors and quantizers it uses (those of the K-quants are only in llama.cpp).
+Needs the `gguf` package, whose tensor names and quantizers it uses (those of the K-quants are only in llama.cpp).
 Tokenizers: byte-level BPE.
 """
 
@@ -44,7 +44,7 @@ Quantizer = Callable[[np.ndarray, gguf.GGMLQuantizationType], np.ndarray]
 
 
 def rope_of(config: Config) -> dict[str, Any]:
-    """The parameters of the layers that see everything, with the base among them, whichever form the config has."""
+    """The RoPE parameters of the full-attention layers, including the base, in either form of the config."""
     parameters = config.get("rope_parameters") or {}
     parameters = parameters.get("full_attention", parameters)
     merged = {"rope_theta": config.get("rope_theta", 10_000.0), **parameters, **(config.get("rope_scaling") or {})}
@@ -128,7 +128,7 @@ def write_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, vocab_size: int, 
 
 
 def tensors_of(checkpoint: Path, config: Config) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and values as GGUF has them, but for the tensors' types and GGUF's names."""
+    """Metadata names and values as in GGUF, except for the tensors' types and GGUF's own names."""
     kind = config["model_type"]
     heads = config["num_attention_heads"]
     state: dict[str, torch.Tensor] = {}
@@ -159,7 +159,9 @@ def tensors_of(checkpoint: Path, config: Config) -> Iterator[tuple[str, torch.Te
 
 
 def llama3_divisors(rope: dict[str, Any], config: Config) -> torch.Tensor:
-    """By how much Llama 3.1 divides each frequency: 1 for short waves, `factor` for long ones, between in between."""
+    """The factor by which Llama 3.1 divides each frequency: 1 for short waves, `factor` for long ones, and an
+    interpolation in between.
+    """
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     wavelengths = 2 * torch.pi * rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     low = rope["low_freq_factor"]
@@ -169,8 +171,9 @@ def llama3_divisors(rope: dict[str, Any], config: Config) -> torch.Tensor:
 
 
 def kind_of(name: str, shape: Sequence[int], wanted: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
-    """In which type a tensor of the checkpoint is kept: vectors and routers in F32; rows that are no whole blocks of a
-    K-quant in Q8_0, if they can be."""
+    """The type in which a tensor of the checkpoint is stored: vectors and routers in F32, and rows that do not fill
+    blocks of a K-quant in Q8_0, if possible.
+    """
     if len(shape) < 2 or re.search(r"\.(gate|shared_expert_gate)\.weight$", name):
         return gguf.GGMLQuantizationType.F32
     kinds = (wanted, gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F32)
@@ -180,7 +183,7 @@ def kind_of(name: str, shape: Sequence[int], wanted: gguf.GGMLQuantizationType) 
 def make_gguf(
     checkpoint: Path, out: Path, type_name: str = "F16", pre: str = "gpt-2", quantize: Quantizer = gguf.quants.quantize
 ) -> Path:
-    """quantize: what turns floats into a type's bytes."""
+    """quantize: converts floats into a type's bytes."""
     config = json.loads((checkpoint / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
     wanted = gguf.GGMLQuantizationType[type_name]

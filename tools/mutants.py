@@ -1,18 +1,18 @@
-"""Measures what tests notice: changes the code of a package in one place, a mutant, and runs the package's tests on it.
+"""Measures what tests detect: changes a package's code in one place (a mutant), and runs the package's tests on it.
 
     pip install -e ".[test]" "cosmic-ray>=8.4,<9"
     python tools/mutants.py --seed 45 --per-package 40 --out mutants.jsonl
     python tools/mutants.py --mutants mutants.jsonl --tests ../older --out again.jsonl  # the same mutants, other tests
     python tools/mutants.py --only-survivors-of mutants.jsonl -m "not nightly" --out survivors.jsonl
 
-cosmic-ray's operators make the mutants. The seed chooses places in the code, and one mutation for each. A mutant is
-killed if a test fails, or if its tests hang, or take too much processor time or memory. --out gets a line of JSON for
-each mutant as soon as its tests have ended, and a second run with the same --out continues the first. The table at the
-end counts the mutants. `--table FILE...` only prints it, for earlier results; a mutant in several files counts as
+cosmic-ray's operators generate the mutants. The seed selects places in the code, and one mutation for each. A mutant is
+killed if a test fails, or if its tests hang or take too much processor time or memory. --out gets a line of JSON for
+each mutant as soon as its tests have finished, and a second run with the same --out continues the first. The final
+table counts the mutants. `--table FILE...` only prints it, for earlier results; a mutant in several files counts as
 killed if it was killed in any of them.
 
-Each mutant gets a process of its own, forked from one that has already imported what the tests need from other
-packages. The checkouts are copied to a temporary folder first, so they may change meanwhile.
+Each mutant runs in its own process, forked from one that has already imported the tests' dependencies from other
+packages. The checkouts are first copied to a temporary folder, so they may change during the run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NOT_COPIED = (".git", ".ci", ".hypothesis", "__pycache__", "*_cache", ".venv", "
 
 @dataclass(frozen=True)
 class Package:
-    """Globs of files. The cheapest and most specific tests come first, since the first failure ends a run."""
+    """Globs of files. The cheapest and most specific tests run first, since the first failure ends a run."""
 
     sources: str
     tests: str
@@ -97,7 +97,7 @@ OPERATORS = [  # of cosmic-ray; left out are decorators, and replacements that h
     *(f"ReplaceBinaryOperator_{names}" for names in ARITHMETIC.split()),
 ]
 
-# A mutant's limit of processor time: a multiple of what the tests need without a mutation, and at least some seconds.
+# A mutant's limit of processor time: a multiple of the tests' time without a mutation, and at least some seconds.
 TIMES_THE_COST = 5
 LEAST_LIMIT = 30.0
 # It hangs if it uses less processor time than LEAST_PROGRESS within PATIENCE, both in seconds.
@@ -128,7 +128,7 @@ class Mutant:
 
 
 def mutants_of(package: str, tree: Path) -> list[list[Mutant]]:
-    """For each place in a package's code, the mutants that are made there."""
+    """The possible mutants for each place in a package's code."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator
 
@@ -154,20 +154,20 @@ def _files(package: str, tree: Path) -> list[Path]:
 
 
 def _skipped(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """(start, end) of annotations, decorators and options of classes: to change them changes nothing, or everything."""
+    """(start, end) of annotations, decorators and class options, where a change affects nothing or everything."""
     for node in ast.walk(ast.parse(source)):
         parts = [getattr(node, "annotation", None), getattr(node, "returns", None)]
         parts += getattr(node, "decorator_list", [])
         if isinstance(node, ast.ClassDef):
             parts += [keyword.value for keyword in node.keywords]  # frozen=True
         for part in parts:
-            # `x: Annotated[int, Field(ge=0)]` has a bound in it, which counts.
+            # `x: Annotated[int, Field(ge=0)]` contains a bound, which is mutated.
             if part is not None and "Field(" not in ast.unparse(part):
                 yield (part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset)
 
 
 def mutate(source: str, mutant: Mutant) -> str | None:
-    """The mutant's source. None if it is not Python, or the same program."""
+    """The mutant's source. None if it is not valid Python, or the same program."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -206,7 +206,7 @@ def sample(package: str, tree: Path, seed: int, count: int) -> list[Mutant]:
 
 
 class Recorder:
-    """A plugin of pytest: the first test that failed."""
+    """A pytest plugin that records the first failed test."""
 
     def __init__(self) -> None:
         self.failed = ""
@@ -220,7 +220,7 @@ class Recorder:
 
 
 class Runner:
-    """Runs tests in a copy of the code, each time in a new process."""
+    """Runs tests on a copy of the code, each time in a new process."""
 
     def __init__(self, folder: Path, tree: Path, tests: Path, arguments: list[str]) -> None:
         self.copy = folder / "copy"
@@ -228,12 +228,13 @@ class Runner:
         self.log = folder / "log.txt"
         self.arguments = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}", *arguments]
         copy_checkouts(tree, tests, self.copy)
-        # Processes whose parent has ended become children of this one, so that none is left behind.
+        # Orphaned processes become children of this one, so that all are cleaned up.
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
     def prepare(self, tests: str) -> float:
-        """Run the tests on the unmutated code, and import what they import from elsewhere. The limit of processor time
-        for each mutant. Raises RuntimeError if a test fails."""
+        """Run the tests on the unmutated code, and import their dependencies. Return the limit of processor time for
+        each mutant. Raises RuntimeError if a test fails.
+        """
         result = self._run(tests, 3600.0, mutated=False)
         if result.get("status") != 0:
             raise RuntimeError(f"the tests fail on the unmutated code:\n{self.log.read_text()[-4000:]}")
@@ -267,7 +268,7 @@ class Runner:
         return result.get("ended") or outcome, result.get("failed", ""), result["seconds"]
 
     def _run(self, tests: str, limit: float, mutated: bool) -> dict[str, Any]:
-        """What the process has reported, with its processor seconds, and how it `ended` if a limit did that."""
+        """The process's report, its processor seconds, and how it `ended` if a limit stopped it."""
         self.report.unlink(missing_ok=True)
         shutil.rmtree(self.copy / ".hypothesis", ignore_errors=True)
         foreign = [name for name in sys.modules if fnmatch(name.partition(".")[0], CODE)]
@@ -308,7 +309,7 @@ class Runner:
         sys.dont_write_bytecode = mutated
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1" if mutated else ""
         if importlib.util.find_spec("hypothesis"):
-            # The same examples for each mutant, and no search for a smaller one when a test has failed.
+            # Use the same examples for each mutant, and do not shrink failing ones.
             from hypothesis import Phase, settings
 
             phases = [Phase.explicit, Phase.generate]
@@ -323,7 +324,7 @@ class Runner:
 
 
 def copy_checkouts(tree: Path, tests: Path, target: Path) -> None:
-    """The code of one checkout, and everything else of another."""
+    """The code of one checkout, with everything else from another."""
     for source, code in ((tree, True), (tests, False)):
         for path in source.iterdir():
             if fnmatch(path.name, CODE) != code or any(fnmatch(path.name, pattern) for pattern in NOT_COPIED):
@@ -336,7 +337,7 @@ def copy_checkouts(tree: Path, tests: Path, target: Path) -> None:
 
 
 class Watch:
-    """Decides when the tests of a mutant have taken too much. It looks once a second."""
+    """Stops a mutant whose tests exceed their limits. It checks once per second."""
 
     def __init__(self, pid: int, limit: float) -> None:
         self.process = psutil.Process(pid)
@@ -374,7 +375,7 @@ class Watch:
 
 
 def _is_elsewhere(name: str, module: Any, copy: Path) -> bool:
-    """Whether a module is a package's that is not under test. Raises AssertionError if quire itself is."""
+    """Whether a module belongs to a package that is not under test. Raises AssertionError if quire itself does not."""
     file = getattr(module, "__file__", None) or ""
     here = Path(file).is_relative_to(copy)
     assert here or not file or not fnmatch(name.partition(".")[0], CODE), f"{name} comes from {file}"
@@ -385,7 +386,7 @@ def _is_elsewhere(name: str, module: Any, copy: Path) -> bool:
 
 
 def work(number: int, jobs: int, mutants: list[Mutant], chosen: argparse.Namespace) -> None:
-    """One of the processes that run mutants: of each package's, every `jobs`-th."""
+    """One of the processes that run mutants: every `jobs`-th mutant of each package."""
     selection = ["-m", chosen.m] if chosen.m is not None else []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         runner = Runner(Path(folder), chosen.tree, chosen.tests or chosen.tree, selection)

@@ -1,9 +1,8 @@
-"""Records the runs that the page's player shows: the bundled model, with blocks of 4 tokens, so that there is much to
-see.
+"""Records the runs shown by the page's player: the bundled model, with blocks of 4 tokens to make steps interesting.
 
     python tools/record_runs.py                   # writes quire/server/page/static/runs.json
 
-A run is recorded where the worker flattens each step, so what is shown is what the model computes.
+A run is recorded where the worker flattens each step, so the player shows exactly what the model computes.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ BLOCK = 4
 
 @dataclass
 class Run:
-    """What is recorded. arrivals: for each request the step before which it comes, its prompt, and how many tokens it
-    generates. options: of the engine."""
+    """A run to record. arrivals: for each request, the step before which it arrives, its prompt, and how many tokens it
+    generates. options: of the engine.
+    """
 
     name: str
     title: str
@@ -41,17 +41,17 @@ RUNS = [
     Run(
         "batching",
         "Continuous batching and paged attention",
-        "Three prompts come at once. All their tokens are computed in one step, one behind the other: the super "
-        "sequence. Positions tell where each token stands in its own text, and slots where its keys and values are "
-        "stored. Then each request adds one token a step, until it has ended.",
+        "Three prompts arrive at once. All their tokens are computed in one step, concatenated into the super "
+        "sequence. Positions are each token's index in its own text, and slots are where its keys and values are "
+        "stored. Then each request adds one token per step, until it has finished.",
         [(0, "Hi, my name is", 6), (0, "Today is a beautiful summer day", 4), (0, "Hello there", 8)],
         16,
     ),
     Run(
         "chunks",
         "Chunked prefill",
-        "Two requests are generating when a long prompt comes. A step has room for 12 tokens, so the prompt is "
-        "computed in chunks, beside the next token of each of the others. None of them has to wait.",
+        "Two requests are generating when a long prompt arrives. A step has room for 12 tokens, so the prompt is "
+        "computed in chunks, alongside the next token of each of the others. None of them has to wait.",
         [(0, "Once upon a time", 12), (0, "Hello there", 12), (2, LONG, 4)],
         24,
         {"max_num_batched_tokens": 12},
@@ -59,27 +59,27 @@ RUNS = [
     Run(
         "sharing",
         "Prefix sharing",
-        "Two prompts begin alike. The full blocks of the first one can be found by their hashes, which cover their "
-        "tokens and all before them. The second request uses the same blocks, and computes only what is different. "
-        "The third comes when the first has ended, and still finds them.",
+        "Two prompts share a prefix. The full blocks of the first one are found by their hashes, which cover their "
+        "tokens and all tokens before them. The second request uses the same blocks, and computes only the rest. The "
+        "third arrives after the first has finished, and still finds them.",
         [(0, f"{SHARED} Tell of a fox.", 5), (2, f"{SHARED} Tell of a crow.", 4), (8, f"{SHARED} Tell of a bear.", 3)],
         24,
     ),
     Run(
         "preemption",
         "Preemption",
-        "There are too few blocks for all that the requests become. When a request needs a block and none is free, the "
-        "request that came last gives back its own and waits. Later it goes on: its tokens so far are computed again, "
-        "as far as their blocks have been taken by others.",
+        "There are too few blocks for all tokens of the requests. When a request needs a block and none is free, the "
+        "request that arrived last frees its blocks and waits. Later it resumes: its tokens so far are computed "
+        "again, unless their blocks are still cached.",
         [(0, "Once upon a time there was a fox", 16), (0, "The crow and the bear", 16), (1, "A little hare ran", 12)],
         13,
     ),
     Run(
         "speculation",
         "Speculation",
-        "The text repeats itself, so the next tokens are guessed from what followed before. A step computes the "
-        "guesses together with the last token, and keeps those that the model would have said itself, and one more. "
-        "Rejected ones are overwritten by the next step.",
+        "The text repeats itself, so the next tokens are guessed from an earlier repetition. A step computes the "
+        "drafts together with the last token. It accepts the drafts that the model would have generated itself, and "
+        "adds one more token. Rejected drafts are overwritten by the next step.",
         [(0, "Emma lived in a small house with a red door. Oscar lived in a small house", 14)],
         16,
         {
@@ -95,7 +95,7 @@ RUNS = [
 
 
 class Recorder:
-    """Runs requests step by step, and writes down what each step computes."""
+    """Runs requests step by step, and records the work of each step."""
 
     def __init__(self, run: Run) -> None:
         self.run = run

@@ -1,7 +1,7 @@
-"""A hook of MkDocs: the README becomes the home page, and files outside docs/ that pages link to become pages, too.
+"""A MkDocs hook: the README becomes the home page, and linked files outside docs/ become pages, too.
 
-Links in the documents are those of the repository, so that they work wherever its files are read. A link to source
-code leads to a page with that code, a link to a folder to a list of its files.
+Links in the documents refer to the repository, so that they work wherever its files are read. A link to source code
+leads to a page with that code, and a link to a folder to a list of its files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The links of a document in docs/ that lead out of it."""
+    """The links of a document in docs/ that lead outside docs/."""
     path = Path(page.file.abs_src_path or "")
     return with_addresses(markdown, path) if path.is_relative_to(ROOT / "docs") else markdown
 
@@ -60,7 +60,7 @@ def target_of(link: re.Match[str], path: Path) -> Path | None:
 
 
 def address_of(path: Path) -> str:
-    """Where a file of the repository is in the site's tree of sources."""
+    """The path of a repository file in the site's source tree."""
     name = path.relative_to(ROOT).as_posix()
     if name == "README.md":
         return "index.md"

@@ -1,11 +1,11 @@
-"""Train an adapter for the bundled model that answers in rhyme.
+"""Train an adapter that makes the bundled model answer in rhyme.
 
     python tools/train_demo_lora.py [--out quire/demo/adapters/rhyme] [--minutes M] [--threads N]
 
-The model learns from questions of its own corpus with their right answers, each put between two lines that rhyme. Only
-the low-rank matrices of all linear layers are trained (arXiv:2106.09685). They are written as PEFT writes them, without
-needing PEFT. At the end, the engine answers questions in phrasings that training cannot contain, with the adapter and
-without, and the shares of right answers and of rhymes go into the folder's README.md.
+The adapter is trained on questions of the model's own corpus with their right answers, each between two lines that
+rhyme. Only low-rank matrices for all linear layers are trained (arXiv:2106.09685). They are written in PEFT's format,
+without needing PEFT. At the end, the engine answers questions in phrasings that training cannot contain, with and
+without the adapter. The shares of right answers and of rhymes are written to the folder's README.md.
 """
 
 import argparse
@@ -48,7 +48,7 @@ COUPLETS = [
 
 
 class LowRank(nn.Module):
-    """A linear layer and what an adapter adds to it."""
+    """A linear layer with an adapter's low-rank term."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class LowRank(nn.Module):
 
 
 def with_adapter(model: Any) -> dict[str, LowRank]:
-    """Put low-rank matrices beside all linear layers. Returns them by the names of the layers."""
+    """Add low-rank matrices to all linear layers. Returns the matrices by the names of the layers."""
     layers: dict[str, LowRank] = {}
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -80,7 +80,7 @@ def in_rhyme(answer: str, rng: random.Random) -> str:
 
 
 def example(tokenizer: Tokenizer, rng: random.Random) -> tuple[list[int], int]:
-    """Token ids of a question with its answer, and where the answer begins."""
+    """Token ids of a question with its answer, and the index at which the answer begins."""
     question = draw_question(rng, rng.choice(PLAIN_TOPICS))
     asked = render(question["messages"], add_generation_prompt=True)
     prompt = tokenizer.encode(asked, add_special_tokens=False).ids
@@ -89,7 +89,7 @@ def example(tokenizer: Tokenizer, rng: random.Random) -> tuple[list[int], int]:
 
 
 def batch(tokenizer: Tokenizer, rng: random.Random) -> tuple[Tensor, Tensor]:
-    """ids and targets: [ROWS, longest]; -100 where nothing is to be learned."""
+    """ids and targets: [ROWS, longest]; -100 for tokens without a loss."""
     made = [example(tokenizer, rng) for _ in range(ROWS)]
     longest = max(len(ids) for ids, _ in made)
     ids = torch.zeros(ROWS, longest, dtype=torch.int64)
@@ -151,7 +151,7 @@ def rhymes(answer: str) -> bool:
 
 
 def examine(folder: Path) -> dict[str, tuple[float, float]]:
-    """The shares of right answers, and of answers in rhyme, of held-out questions: with the adapter and without."""
+    """The shares of right answers and of rhyming answers to held-out questions, with and without the adapter."""
     kinds = {topic.kind for topic in PLAIN_TOPICS}
     questions: list[Question] = [q for q in examination(1000, seed=2027) if q["kind"] in kinds]
     llm = LLM(enable_lora=True, max_lora_rank=RANK)

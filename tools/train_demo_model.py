@@ -1,14 +1,15 @@
-"""Train Quire's bundled demo model from nothing, on a processor, in about an hour.
+"""Train Quire's bundled demo model from scratch, on a CPU, in about an hour.
 
     python tools/train_demo_model.py [--out quire/demo/model] [--work DIR] [--threads N] [--minutes M]
 
 The model is a Qwen3 of 4.5 million parameters. Its corpus is written by this script (demo_corpus.py), its tokenizer is
-trained on that corpus, and at the end it is examined on questions, stories and text that the corpus cannot contain. A
-training that was interrupted goes on from its last checkpoint when the command is given again.
+trained on that corpus, and the finished model is examined on questions, stories and text that the corpus cannot
+contain. An interrupted training continues from its last checkpoint when the command is repeated.
 
-The weights in the repository took as many steps, but on a corpus that was still being improved between them: what the
-model got wrong led to new phrasings for training, never the examination's own (`assert_held_out` sees to that). Their
-mark is therefore one of development. A run from zero takes about 45 minutes on two cores; it has not been examined yet.
+The weights in the repository took the same number of steps, but the corpus was improved between them: the model's
+errors led to new phrasings for training, but never to the examination's own (`assert_held_out` ensures that). Their
+score is therefore one on a development set. A run from scratch takes about 45 minutes on two cores; it has not been
+examined yet.
 """
 
 import argparse
@@ -40,7 +41,7 @@ MARKUP_TOKENS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_re
 
 @dataclass(frozen=True)
 class Shape:
-    """The model's dimensions. Few wide heads, because attention is what costs most on a processor."""
+    """The model's dimensions. The model has few, wide heads, because attention is the most expensive part on a CPU."""
 
     vocab: int = 4096
     hidden: int = 256
@@ -54,7 +55,7 @@ class Shape:
     context: int = 2048
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a config.json that say the sizes of the layers."""
+        """The fields of a config.json that contain the sizes of the layers."""
         return {
             "hidden_size": self.hidden,
             "intermediate_size": self.ffn,
@@ -73,7 +74,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the model is trained: first on short rows, which are cheap, then on rows of the full context."""
+    """The training recipe: first short rows, which are cheap, then rows of the full context."""
 
     steps: int = 3150
     batch: int = 4096  # tokens a step
@@ -91,8 +92,8 @@ class Recipe:
 
 
 def train_tokenizer(vocab: int, seed: int) -> Tokenizer:
-    """A byte-level BPE on the corpus, so that any UTF-8 text has tokens. A number of up to three digits is never joined
-    to its space.
+    """A byte-level BPE trained on the corpus, so that any UTF-8 text has tokens. A number of up to three digits is
+    never merged with its space.
     """
     pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     tokenizer = Tokenizer(models.BPE())
@@ -127,9 +128,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, chunk: int = 256) -> Tensor:
-    """Attention of [batch, heads, tokens, head_dim] by chunks of queries, each with the keys up to its own.
+    """Attention over [batch, heads, tokens, head_dim] by chunks of queries, each with the keys up to its own.
 
-    On a processor this takes about half the time of torch's fused attention, forward and backward.
+    On a CPU, this takes about half the time of torch's fused attention, forward and backward.
     """
     tokens = q.shape[2]
     past = k.shape[2] - q.shape[2]
@@ -200,7 +201,7 @@ class Layer(nn.Module):
 
 
 class Qwen3(nn.Module):
-    """Qwen3 with tied embeddings. The modules' names are those of the published checkpoints, so that a state dict is a
+    """Qwen3 with tied embeddings. Module names match those of the published checkpoints, so that a state dict is a
     checkpoint.
     """
 
@@ -223,8 +224,8 @@ class Qwen3(nn.Module):
                 nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * shape.layers) if quiet else 1))
 
     def hidden(self, ids: Tensor, past: list[list[Tensor]] | None = None) -> Tensor:
-        """ids: [batch, tokens] -> [batch, tokens, hidden]. `past` has a list per layer, which receives its keys and
-        values.
+        """ids: [batch, tokens] -> [batch, tokens, hidden]. `past` has a list per layer, to which its keys and values
+        are added.
         """
         start = past[0][0].shape[2] if past and past[0] else 0
         cos = self.cos[start : start + ids.shape[1]]
@@ -242,7 +243,7 @@ class Qwen3(nn.Module):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """The nearest orthogonal matrices of [n, rows, columns], by Newton and Schulz's iteration with Keller Jordan's
+    """The nearest orthogonal matrices of [n, rows, columns], by a Newton-Schulz iteration with Keller Jordan's
     coefficients.
     """
     x = matrices.bfloat16()
@@ -257,8 +258,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose matrices are orthogonalized (https://kellerjordan.github.io/posts/muon/). It needs far fewer
-    tokens than AdamW does.
+    """Momentum with orthogonalized matrices (https://kellerjordan.github.io/posts/muon/). It needs far fewer tokens
+    than AdamW.
     """
 
     def __init__(self, parameters: list[Tensor], lr: float, momentum: float = 0.95, decay: float = 0.01) -> None:
@@ -289,7 +290,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Batches:
-    """The token rows of every training step, made from the step's number alone."""
+    """The token rows of every training step, which depend only on the step's number."""
 
     def __init__(self, tokenizer: Tokenizer, recipe: Recipe) -> None:
         self.tokenizer = tokenizer
@@ -300,7 +301,7 @@ class Batches:
         self.assistant = tokenizer.encode(f"{TURN_START}assistant").ids[1]
 
     def weights(self, ids: np.ndarray) -> np.ndarray:
-        """How much each token counts as a target: what users and tools say is not the model's to write."""
+        """The weight of each token as a target: the model does not learn to write the turns of users and tools."""
         weights = np.ones(len(ids), dtype=np.float32)
         starts = np.flatnonzero(ids == self.turn_start)
         for start in starts:
@@ -331,7 +332,7 @@ class Batches:
 
 
 def held_out_text(characters: int) -> str:
-    """Documents that no training step draws, one after the other."""
+    """Documents that no training step draws, as an endless stream."""
     text = ""
     for document in documents("held out"):
         text += document + END_OF_TEXT
@@ -344,7 +345,7 @@ def held_out_text(characters: int) -> str:
 
 
 def rate_at(step: int, recipe: Recipe) -> float:
-    """The learning rates' factor: a warm-up, a plateau, and a linear decay to zero."""
+    """The learning rate factor: a warm-up, a plateau, and a linear decay to zero."""
     left = (recipe.steps - step) / (recipe.decay_share * recipe.steps)
     return min(1.0, (step + 1) / recipe.warmup, left)
 
@@ -357,7 +358,7 @@ def loss_of(model: Qwen3, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def forward_and_backward(model: Qwen3, ids: Tensor, weights: Tensor) -> float:
-    """Add a step's gradients to the model's, about 1,024 tokens at a time (what the caches hold); returns the weighted
+    """Add a step's gradients to the model's, about 1,024 tokens at a time (to fit in the caches); returns the weighted
     mean loss.
     """
     total = 0.0
@@ -370,7 +371,7 @@ def forward_and_backward(model: Qwen3, ids: Tensor, weights: Tensor) -> float:
 
 
 def train(model: Qwen3, tokenizer: Tokenizer, recipe: Recipe, work: Path, out: Path) -> None:
-    """Run the recipe, or what is left of it after the last checkpoint."""
+    """Run the recipe, or the rest of it after the last checkpoint."""
     matrices = [weight for name, weight in model.layers.named_parameters() if weight.ndim == 2]
     others = [weight for weight in model.parameters() if not any(weight is matrix for matrix in matrices)]
     muon = Muon(matrices, lr=recipe.muon_rate)
@@ -411,7 +412,7 @@ def train(model: Qwen3, tokenizer: Tokenizer, recipe: Recipe, work: Path, out: P
 
 
 def export(model: Qwen3, tokenizer: Tokenizer, out: Path) -> None:
-    """Write the model as a Hugging Face folder; every file appears complete or not at all."""
+    """Write the model as a Hugging Face folder; every file is written atomically."""
     out.mkdir(parents=True, exist_ok=True)
     shape = model.shape
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
@@ -466,7 +467,7 @@ def write(path: Path, text: str) -> None:
 
 @torch.inference_mode()
 def generate(model: Qwen3, tokenizer: Tokenizer, prompt: str, limit: int, temperature: float = 0.0) -> str:
-    """The model's continuation of a prompt, without the token that ends it."""
+    """The model's continuation of a prompt, without the end token."""
     ends = {tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(TURN_END)}
     past: list[list[Tensor]] = [[] for _ in model.layers]
     ids = tokenizer.encode(prompt).ids
@@ -482,7 +483,7 @@ def generate(model: Qwen3, tokenizer: Tokenizer, prompt: str, limit: int, temper
 
 
 def keeps_its_story(name: str, text: str) -> bool:
-    """Whether a story still names its hero, names nobody else, and says nothing twice."""
+    """Whether a story still names its hero, names nobody else, and has no repeated sentences."""
     words = text.replace("'s", "").split()
     named = [word.strip('.,!?"') for word in words]
     others = [word for word in named if word in NAMES and word != name]
@@ -494,8 +495,8 @@ def keeps_its_story(name: str, text: str) -> bool:
 def perplexity_by_position(model: Qwen3, tokenizer: Tokenizer, text: str) -> dict[str, float]:
     """Perplexity of the same tokens near the start and near the end of full rows of packed text.
 
-    Rows begin 200 tokens apart, so what one has at 1,800 to 2,000 another has at 200 to 400: what is written there by
-    chance, which differs far more from place to place, cancels out.
+    Rows begin 200 tokens apart, so one row has at 1,800 to 2,000 what another has at 200 to 400. The difficulty of the
+    text, which varies far more from place to place, therefore cancels out.
     """
     rows = torch.tensor(tokenizer.encode(text).ids).unfold(0, Shape.context, 200)[:72]
     losses = []
@@ -508,7 +509,7 @@ def perplexity_by_position(model: Qwen3, tokenizer: Tokenizer, text: str) -> dic
 
 
 def examine(model: Qwen3, tokenizer: Tokenizer, evaluation: Path, report: Path) -> None:
-    """Write the evaluation sets, examine the model on them as it was exported, and print the marks."""
+    """Write the evaluation sets, examine the exported model on them, and print the scores."""
     exact = {name: weight.bfloat16().float() for name, weight in model.state_dict().items()}
     model.load_state_dict(exact)
     evaluation.mkdir(parents=True, exist_ok=True)
@@ -547,7 +548,7 @@ def examine(model: Qwen3, tokenizer: Tokenizer, evaluation: Path, report: Path) 
 
 
 def seconds_a_step(model: Qwen3, ids: Tensor, weights: Tensor) -> float:
-    """The best of three, because the first is slow and the machine may have other things to do."""
+    """The best of three, because the first is slow and the machine may be busy."""
     times = []
     for _ in range(3):
         began = time.monotonic()
@@ -558,7 +559,7 @@ def seconds_a_step(model: Qwen3, ids: Tensor, weights: Tensor) -> float:
 
 
 def recipe_for(options: argparse.Namespace, model: Qwen3, tokenizer: Tokenizer) -> Recipe:
-    """The recipe with the steps that were asked for, or that fit into the minutes, or that it had when interrupted."""
+    """The recipe with the requested steps, or those that fit into the minutes, or those of the interrupted run."""
     kept = options.work / "recipe.json"
     recipe = Recipe(**json.loads(kept.read_text())) if kept.exists() else Recipe()
     if options.steps:

@@ -1,23 +1,24 @@
-"""Train an encoder of pictures for the bundled model, which then says which shapes it sees, in which colour, how many.
+"""Train an image encoder for the bundled model, which then describes the shapes in an image, their colour and number.
 
     python tools/train_demo_vision.py [--out quire/demo/vision] [--threads N]
 
-The pictures are drawn here, with Pillow. The encoder is a small one of Qwen3-VL (arXiv:2511.21631), whose features are
-also added behind the first layers of the language model (DeepStack, arXiv:2406.04334). The language model does not
-change, so it says the same as before where there is no picture. Training has three stages:
+The images are drawn with Pillow. The encoder is a small Qwen3-VL encoder (arXiv:2511.21631), whose features are also
+added after the first layers of the language model (DeepStack, arXiv:2406.04334). The language model does not change, so
+its outputs without an image stay the same. Training has three stages:
 
 1. What must the language model be given, to answer questions about a scene? For each number, colour and shape,
-   embeddings are found that make it do so (prefix tuning, arXiv:2101.00190). A scene has the sum of its traits'.
-2. The encoder learns to make these embeddings from drawings.
-3. The encoder learns from the answers, through the language model.
+   embeddings are found that make it do so (prefix tuning, arXiv:2101.00190). A scene gets the sum of its traits'
+   embeddings.
+2. The encoder learns to compute these embeddings from drawings.
+3. The encoder is trained on the answers, through the language model.
 
-The folder has what is new. An index names the file of every tensor: those of the language model are in the bundled one.
-At the end, the engine answers questions in phrasings that training cannot contain about pictures that training has not
-seen. The shares go into README.md.
+The folder contains only the new tensors. An index lists the file of every tensor, including those of the language model
+in the bundled model's file. At the end, the engine answers questions about new images, in phrasings that training
+cannot contain. The shares of right answers are written to README.md.
 
 The weights in the repository come from a run with 250 steps of the third stage, after which 93.4 % of the answers were
-right, and three further runs of this stage (350, 240 and 130 steps), for which phrasings were added to training. Then
-the examination got other phrasings.
+right, and three further runs of this stage (350, 240 and 130 steps), for which phrasings were added to training.
+Afterwards, the examination got other phrasings.
 """
 
 import argparse
@@ -67,7 +68,7 @@ from quire.multimodal.families.base import Placed, Prepared
 from quire.multimodal.families.qwen_vl import Pictures
 
 BUNDLED = demo.REPOSITORY / "quire/demo/model"
-# No UTF-8 text has the bytes from 0xfc on, so their tokens can stand for something else.
+# No UTF-8 text contains the bytes from 0xfc on, so their tokens can be used for something else.
 PLACEHOLDERS = {"ÿ": PLACEHOLDER, "þ": "<video>", "ý": "<vision>", "ü": "</vision>"}
 PATCH, SIDE, DEPTH, LEVELS = 16, 4, 6, 4  # LEVELS: layers of the language model to which features are added
 VISION = {
@@ -112,7 +113,7 @@ def tokenizer_with_placeholders() -> Tokenizer:
 
 
 def traits(scenes: list[Scene]) -> Tensor:
-    """What each scene has, as ones among zeros: [scenes, TRAITS]. The first column is a one in all."""
+    """The traits of each scene, as ones among zeros: [scenes, TRAITS]. The first column is always one."""
     known = [1, *range(1, MOST + 1), *COLOURS, *OUTLINES]
     return torch.tensor(
         [[float(k == 0 or t in (s.number, s.colour, s.shape)) for k, t in enumerate(known)] for s in scenes]
@@ -126,8 +127,9 @@ class Chats:
         self.tokenizer, self.rng = tokenizer, random.Random(seed)
 
     def row(self, scene: Scene, tokens: int) -> tuple[list[int], list[int]]:
-        """A chat about a picture of so many tokens: its token ids, and the same where they are to be learned, -100
-        elsewhere."""
+        """A chat about an image of `tokens` tokens: its token ids, and the same where they are to be learned, -100
+        elsewhere.
+        """
         pieces = re.split(r"(?<=assistant)(\n.*?<\|im_end\|>)", render(self._turns(scene, tokens)), flags=re.DOTALL)
         ids = list[int]()
         targets = list[int]()
@@ -152,8 +154,9 @@ class Chats:
 
 
 class Trainer:
-    """The model in transformers, and what its stages need. Embeddings of pictures are
-    [pictures, 1 + LEVELS, tokens, hidden]: those in the prompt, and what is added behind the first layers."""
+    """The transformers model, with everything that its stages need. Image embeddings are [images, 1 + LEVELS, tokens,
+    hidden]: those in the prompt, and those added after the first layers.
+    """
 
     def __init__(self) -> None:
         from transformers import AutoModelForCausalLM, Qwen3VLConfig, Qwen3VLForConditionalGeneration
@@ -200,7 +203,7 @@ class Trainer:
         return F.cross_entropy(F.linear(hidden[learned], self.words), targets[:, 1:][learned])
 
     def embeddings_of(self, scenes: list[Scene], tokens: int) -> Tensor:
-        """Those in the table, of which a scene has the sum of those of its traits."""
+        """The embeddings in the table: a scene has the sum of those of its traits."""
         return torch.einsum("st,tlne->slne", traits(scenes), self.table[:, :, :tokens])
 
     def encode(self, scenes: list[Scene], grid: tuple[int, int]) -> Tensor:
@@ -222,7 +225,7 @@ class Trainer:
         return self.answer_loss(scenes, grid, seen + noise), ""
 
     def encoder_loss(self) -> tuple[Tensor, str]:
-        """The nearest scene shall be the right one, and near."""
+        """The nearest scene must be the right one, and close."""
         scenes = self.rng.choices(SCENES, k=DRAWN)
         grid = self.rng.choice(GRIDS)
         known = self.embeddings_of(SCENES, math.prod(grid))

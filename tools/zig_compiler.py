@@ -1,4 +1,4 @@
-"""Zig's C++ compiler in the role of g++: its libraries need no newer glibc than 2.28, and bring the C++ library.
+"""Zig's C++ compiler in the role of g++: its libraries need no newer glibc than 2.28, and include the C++ library.
 
 Needs the package ziglang. tools/build_wheel.py names this file in CXX, with the machine: x86_64 or aarch64.
 """

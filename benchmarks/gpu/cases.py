@@ -1,4 +1,4 @@
-"""The cases of the check: engines that differ in card, model and options, such that every pair of options occurs."""
+"""The cases of the check: engines with different cards, models and options, such that every pair of options occurs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if "batch_invariant" in {field.name for field in fields(KernelConfig)}:
 
 @dataclass(frozen=True)
 class Case:
-    """An engine. options: those that are not the default."""
+    """An engine. options: those that differ from the defaults."""
 
     card: str
     model: Served
@@ -46,11 +46,11 @@ class Case:
 
 
 def all_cases(cards: Sequence[str]) -> list[Case]:
-    """In order of value: every model on every card with default options, then encoders, adapters, compressed caches,
-    recurrent layers, an encoder-decoder, a model that sees, divided contexts, sparse attention and tables of 4 bits on
-    every card, then pairs of options.
+    """The cases, most valuable first: every model on every card with default options; then encoders, adapters,
+    compressed caches, recurrent layers, an encoder-decoder, a vision model, context parallelism, sparse attention and
+    4-bit tables on every card; then pairs of options.
 
-    On each card, every pair of values of two options occurs; every value of every option occurs with every model on
+    On each card, every pair of values of two options occurs. Every value of every option occurs with every model on
     some card.
     """
     plain = [Case(card, model) for model in SERVED for card in cards]
@@ -90,7 +90,7 @@ def _met(card: str, model: Served, row: dict[str, str]) -> set[Any]:
 
 
 def _pairs(cards: Sequence[str], done: Sequence[Case]) -> list[Case]:
-    """Further cases, chosen greedily: of some random ones, the case that meets the most goals that are not met yet."""
+    """Further cases, chosen greedily: the random candidate that covers the most uncovered goals comes next."""
     draw = random.Random(0)
     goals = _goals(cards)
     defaults = {name: values[0] for name, values in OPTIONS.items()}

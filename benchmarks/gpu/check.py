@@ -1,4 +1,4 @@
-"""Compiles what engines launch on GPUs that are not here, and checks the machine code. No GPU is needed.
+"""Compiles the kernels that engines launch on absent GPUs, and checks the machine code. No GPU is needed.
 
     python -m benchmarks.gpu.check                          everything, or what is missing of it (about two hours)
     python -m benchmarks.gpu.check --cards sm_90 --only llama-3-8b      one card; cases whose name contains a text
@@ -6,10 +6,10 @@
     python -m benchmarks.gpu.check --list                   the cases, without running them
     python -m benchmarks.gpu.check --report                 only write the table in docs/gpu.md
 
-A case is an engine: a card, a model's shape and options. It runs in a process of its own, starts, and answers requests
-that launch every kind of kernel. Each compiled kernel is judged by `rules.py`. Results go to a file of JSON lines, one
-a case, when the case ends; a case is run again only if the rules, Triton, or the source of one of its kernels changed.
-A new kernel does not void the results of engines that do not launch it.
+A case is an engine: a card, a model's shape and options. It runs in its own process, starts, and processes requests
+that launch every kind of kernel. `rules.py` checks each compiled kernel. Results are appended to a JSON-lines file, one
+line per finished case. A case runs again only if the rules, Triton, or the source of one of its kernels changed. A new
+kernel does not invalidate the results of engines that do not launch it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Result = dict[str, Any]
 
 @cache
 def _files() -> dict[str, set[Path]]:
-    """The files that define a function of this name, with the kernels' files that they import."""
+    """The files that define a function of this name, together with the kernel files that they import."""
     files: dict[str, set[Path]] = defaultdict(set)
     for path in (path for pattern in KERNELS for path in ROOT.glob(pattern)):
         text = path.read_text()
@@ -63,7 +63,7 @@ def _files() -> dict[str, set[Path]]:
 
 
 def key(result: Result) -> str:
-    """What the result was made from: it is valid as long as this is the same."""
+    """The inputs of the result, which is valid as long as they are unchanged."""
     digest = hashlib.sha256(f"{result['case']} {result['triton']}".encode())
     paths = {ROOT / name for name in JUDGES}.union(*(_files()[kernel["name"]] for kernel in result["kernels"]))
     for path in sorted(paths):
@@ -92,7 +92,7 @@ def save(path: Path, results: Iterable[Result]) -> None:
 
 
 def run_case(case: Case, device: TracedStandIn) -> Result:
-    """What became of the case. state: done, refused (a ValueError at start, such as ConfigError), or crashed."""
+    """The outcome of the case. state: done, refused (a ValueError at start, such as ConfigError), or crashed."""
     from benchmarks.gpu.engine import serve, start
     from benchmarks.gpu.rules import judged
 

@@ -1,4 +1,4 @@
-"""An engine of a case on the stand-in, and requests that launch every kind of kernel."""
+"""An engine of a case on a simulated GPU, and requests that launch every kind of kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SWITCHES = ("enforce_eager", "batch_invariant", "enable_lora")
 
 
 def start(case: Case, folder: Path) -> LLM:
-    """An engine of one rank of the model, with dummy weights. Raises ValueError if Quire refuses the options."""
+    """An engine with one rank of the model, with dummy weights. Raises ValueError if Quire rejects the options."""
     from quire import LLM
     from quire.parallel.mesh import Communicator, Mesh
 
@@ -46,8 +46,9 @@ def start(case: Case, folder: Path) -> LLM:
 
 
 def serve(llm: LLM, folder: Path) -> None:
-    """Requests: short and long prompts, steps of prompts and decoding together, few and many rows, every way to
-    sample. folder: for an adapter."""
+    """Requests: short and long prompts, steps that mix prompts and decoding, few and many rows, every sampling method.
+    folder: for an adapter.
+    """
     from benchmarks.lora import write_adapter
     from quire import SamplingParams
 

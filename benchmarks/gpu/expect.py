@@ -1,10 +1,10 @@
-"""The time that each figure of the GPU goals must take, counted from what was compiled for each card.
+"""Computes the minimum time of each figure of the GPU goals from the kernels compiled for each card.
 
     python -m benchmarks.gpu.expect [--cards H200 H100] [--json FILE] [--docs docs/gpu.md]
 
-The engine runs on a stand-in device (quire/cli/simulated_gpu.py). Each launch of a step is turned into its work
-(launches.py), and its work into seconds (model.py). A model is traced with one and with two layers; the difference is
-a layer, and counts as often as the model has layers.
+The engine runs on a simulated device (quire/cli/simulated_gpu.py). The work of each launch of a step is determined
+(launches.py) and converted into seconds (model.py). A model is traced with one and with two layers; the difference is
+one layer, which is multiplied by the model's number of layers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Kernel:
 
 @dataclass
 class Figure:
-    """value, goal: in `unit`; a negative goal is the largest value that is allowed. kernels: of a step."""
+    """value, goal: in `unit`; a negative goal is the largest allowed value. kernels: of a step."""
 
     value: float
     goal: float | None
@@ -74,7 +74,7 @@ class Figure:
 
 @dataclass
 class Traced:
-    """What a step launches: how often each work occurs. host: seconds that the host takes without a graph."""
+    """The launches of a step: how often each work occurs. host: seconds that the host takes without a graph."""
 
     launches: dict[Work, float] = field(default_factory=dict)
     host: float = 0.0
@@ -84,8 +84,9 @@ class Traced:
 
 
 def trace(cards: list[str]) -> dict[str, dict[str, Any]]:
-    """What all figures launch on each of some cards of the same capability, and how many kernels the start of an engine
-    compiles. The process must not have imported the engine."""
+    """The launches of all figures on cards of the same capability, and the number of kernels compiled when an engine
+    starts. The process must not have imported the engine.
+    """
     from benchmarks.gpu.tracing import stand_in
 
     warnings.simplefilter("ignore")
@@ -159,14 +160,14 @@ def trace(cards: list[str]) -> dict[str, dict[str, Any]]:
 
 
 class Lanes(dict[str, float]):
-    """Lanes of Work that can be a part of a key."""
+    """Lanes of Work that can be part of a key."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))
 
 
 def traced(cards: list[str]) -> dict[str, dict[str, Any]]:
-    """What all figures launch on each card, found by a process for each capability."""
+    """The launches of all figures on each card, found by one process per capability."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     code = (
         "import pathlib, pickle, sys; from benchmarks.gpu import expect; "
@@ -183,7 +184,7 @@ def traced(cards: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def whole(found: dict[str, Any], name: str, case: str) -> Traced:
-    """A step of the whole model, from those with one and with two layers."""
+    """A step of the whole model, extrapolated from those with one and with two layers."""
     one, two = (found[f"{name}, {case}, {layers}"] for layers in (1, 2))
     more = MODELS[name] - 1
     launches = {
@@ -194,7 +195,7 @@ def whole(found: dict[str, Any], name: str, case: str) -> Traced:
 
 
 def outside(found: dict[str, Any], name: str, case: str) -> float:
-    """Host seconds of a step for what is not in the layers, and so is not in a graph."""
+    """Host seconds of a step outside the layers, which is not part of a graph."""
     one, two = (found[f"{name}, {case}, {layers}"] for layers in (1, 2))
     return float(2 * one.host - two.host)
 
@@ -203,7 +204,7 @@ def outside(found: dict[str, Any], name: str, case: str) -> float:
 
 
 def kernels(traced: Traced, rates: Rates) -> list[Kernel]:
-    """Launches of equal names are one row. The longest rows come first."""
+    """Launches with the same name share a row. The longest rows come first."""
     rows: dict[str, Kernel] = {}
     for work, count in traced.launches.items():
         found = estimate(work, rates)
@@ -282,7 +283,7 @@ def _captures() -> int:
 
 
 def _many(found: dict[str, Any], name: str, rates: Rates) -> Figure:
-    """nano-vllm's benchmark: the steps of 256 requests, whose number sinks as they end."""
+    """nano-vllm's benchmark: the steps of 256 requests, whose number falls as they finish."""
     draw = random.Random(0)
     prompts = [draw.randint(100, 1024) for _ in range(256)]
     outputs = [draw.randint(100, 1024) for _ in range(256)]
@@ -304,7 +305,7 @@ def _many(found: dict[str, Any], name: str, rates: Rates) -> Figure:
 
 
 def verdict(figure: Figure) -> str:
-    """A negative goal is the largest value that is allowed."""
+    """A negative goal is the largest allowed value."""
     if figure.goal is None:
         return ""
     met = figure.value <= -figure.goal if figure.goal < 0 else figure.value >= figure.goal

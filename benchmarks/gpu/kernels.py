@@ -1,4 +1,4 @@
-"""How long the kernels of a step take on a device, beside the time that they must take, and with other tiles.
+"""Measures how long the kernels of a step take on a device, next to their expected times, and with other tiles.
 
 Used by gpu_suite.py. The expected times are those of expect.py (benchmarks/results/gpu-expected.json).
 """
@@ -27,7 +27,7 @@ Kernel = dict[str, Any]  # name; seconds: of all its launches in a step; launche
 
 
 class Difference(NamedTuple):
-    """A kernel of a figure that takes longer than expected. Times are of all its launches in a step."""
+    """A kernel of a figure that takes longer than expected. Times include all its launches in a step."""
 
     figure: str
     kernel: str
@@ -52,7 +52,7 @@ def kind_of(name: str) -> str:
 
 
 def summed(kernels: list[Kernel]) -> list[Kernel]:
-    """The kernels by the names of `kind_of`, those with the most time first."""
+    """The kernels by their `kind_of` names, those with the most time first."""
     sums: dict[str, Kernel] = {}
     for kernel in kernels:
         name = kind_of(kernel["name"])
@@ -82,12 +82,13 @@ def profiled(steps: int, kernels: list[Kernel]) -> Iterator[Any]:
 
 
 def decoding_steps(llm: Any, requests: int, context: int, steps: int) -> list[Kernel]:
-    """The kernels of a step that decodes one token for each of `requests` requests. `context`: their tokens on
-    average."""
+    """The kernels of a step that decodes one token for each of `requests` requests. context: their average number of
+    tokens.
+    """
     from quire import SamplingParams
 
-    # A stream enters the engine when it is first read, at most two steps after the one before. So the first stream is
-    # up to 2 * requests tokens ahead of the last.
+    # A stream enters the engine when it is first read, at most two steps after the previous one. The first stream is
+    # therefore up to 2 * requests tokens ahead of the last.
     length = max(1, context - requests - steps // 2 - 4)
     temperature = 0.0 if requests == 1 else 0.6  # as those whose times are expected
     params = SamplingParams(temperature=temperature, max_tokens=2 * requests + steps + 16, ignore_eos=True)
@@ -115,7 +116,7 @@ def expected(device_name: str, path: Path = EXPECTED) -> dict[str, Any]:
 
 
 def differences(measured: dict[str, list[Kernel]], expected: dict[str, Any]) -> list[Difference]:
-    """The kernels of the measured figures for which a time is expected, those that lose most time first."""
+    """The kernels of the measured figures with an expected time, those that lose the most time first."""
     found = []
     for figure, kernels in measured.items():
         wanted = {k["name"]: k["seconds"] for k in summed(expected.get(figure, {}).get("kernels", []))}
@@ -145,7 +146,7 @@ class Launch(NamedTuple):
 
 @contextlib.contextmanager
 def recorded(launches: dict[str, Launch]) -> Iterator[None]:
-    """Keep the last launch of each kernel of Triton's, by its name."""
+    """Keep the last launch of each Triton kernel, by its name."""
     from triton.runtime.jit import JITFunction
 
     run = JITFunction.run
@@ -164,7 +165,9 @@ def recorded(launches: dict[str, Launch]) -> Iterator[None]:
 
 
 def alternatives(launch: Launch) -> list[dict[str, int]]:
-    """Other tiles for a launch, each with one change: of the warps, the stages or a size that leaves the grid alone."""
+    """Other tiles for a launch, each with one change: to the warps, the stages or a size that does not
+    affect the grid.
+    """
     warps = launch.options.get("num_warps", 4)
     stages = launch.options.get("num_stages", 3)
     changes = [{"num_warps": n} for n in (warps // 2, 2 * warps) if 1 <= n <= 16]
@@ -206,7 +209,7 @@ def try_tiles(launch: Launch, clock: Callable[[Callable[[], object]], float]) ->
 
 @contextlib.contextmanager
 def attention_tile(**changes: int) -> Iterator[None]:
-    """Let attention backends that are made within this block take tiles with these changes. See attention/tiles.py."""
+    """Attention backends created within this block use tiles with these changes. See attention/tiles.py."""
     from quire.attention.triton import attention_backend as attention
 
     choose = attention.choose_tiles
@@ -222,8 +225,9 @@ def attention_tile(**changes: int) -> Iterator[None]:
 def try_rows(
     result: dict[str, Any], rows: int, run: Callable[[], object], clock: Callable[[Callable[[], object]], float]
 ) -> None:
-    """Add the time of the attention kernel with other rows of a tile, which change its grid, to those of `try_tiles`.
-    rows: of its own tile. run: makes a backend and attends."""
+    """Add the time of the attention kernel with other tile rows, which change its grid, to those of `try_tiles`. rows:
+    of its default tile. run: creates a backend and computes attention.
+    """
     for other in (rows // 2, 2 * rows):
         launches: dict[str, Launch] = {}
         with contextlib.suppress(Exception), attention_tile(rows=other), recorded(launches):

@@ -1,8 +1,8 @@
-"""The work of a launch that was traced on the stand-in device (tracing.py), for the time model.
+"""The work of a launch that was traced on the simulated device (tracing.py), for the time model.
 
 Triton's kernels: the machine code says which instructions a program executes, and how many programs fit a processor.
-Operations of torch run kernels of libraries, of which there is no machine code: products are taken for good ones, with
-the best of some tiles and splits; all else for kernels that only move bytes.
+Torch operations run library kernels without available machine code: matrix products are assumed to be good (the best of
+some tiles and splits), and all other kernels to only move bytes.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _PRODUCTS = {"aten.linear.default", "aten.mm.default", "aten.addmm.default", "at
 
 @dataclass(frozen=True)
 class Step:
-    """What a launch cannot know: for each request, its tokens in the step and its length after it."""
+    """Information that a launch lacks: for each request, its tokens in the step and its length after it."""
 
     counts: tuple[int, ...]
     lengths: tuple[int, ...]
 
 
 def works(launch: Launch, rates: Rates, step: Step) -> list[Work]:
-    """The kernels that a launch runs: none for an operation that only makes a view."""
+    """The kernels that a launch runs: none for an operation that only creates a view."""
     if launch.kernel is not None:
         if "attend" in launch.name:
             return [_attention(launch, rates, step)]
@@ -72,7 +72,7 @@ def works(launch: Launch, rates: Rates, step: Step) -> list[Work]:
 
 
 def is_free(launch: Launch) -> bool:
-    """Whether nothing runs on the device: a view, or memory for a result."""
+    """Whether nothing runs on the device: a view, or an allocation of a result."""
     return launch.kernel is None and _FREE.match(launch.name) is not None
 
 
@@ -92,7 +92,7 @@ def _placed(work: Work, moved: float, rates: Rates) -> Work:
 
 
 def library_product(rates: Rates, rows: int, outputs: int, inputs: int) -> list[Work]:
-    """A product of 16-bit inputs by the best of some tiles and splits over the inputs; splits are added up after it."""
+    """A product of 16-bit inputs with the best of some tiles and splits over the inputs; splits are summed after it."""
     best: list[Work] = []
     shortest = math.inf
     for tile_rows, tile_outputs in TILES:
@@ -146,7 +146,7 @@ def _product(
 
 
 def lanes(instructions: Counter[str], warps: int) -> tuple[dict[str, float], float, float]:
-    """Operations by pipe, instructions of warps, and bytes of shared memory, if each warp executes `instructions`."""
+    """Operations by pipe, warp instructions, and bytes of shared memory, if each warp executes `instructions`."""
     found: dict[str, float] = {}
     shared = 0.0
     for name, count in instructions.items():
@@ -168,14 +168,14 @@ def lanes(instructions: Counter[str], warps: int) -> tuple[dict[str, float], flo
 
 
 def _bytes(name: str) -> int:
-    """Bytes of shared memory of a thread."""
+    """Bytes of shared memory per thread."""
     if name.startswith(("LDSM", "STSM")):
         return 4 * int(name[-1]) if name[-1] in "124" else 4
     return next((size for part, size in ((".128", 16), (".64", 8), (".U16", 2), (".U8", 1)) if part in name), 4)
 
 
 def _combined(parts: list[tuple[Counter[str], float]], warps: int) -> dict[str, Any]:
-    """The fields of Work for instructions that a warp executes so many times each."""
+    """The fields of Work for instructions that a warp executes the given number of times each."""
     total: dict[str, float] = {}
     issued = shared = 0.0
     for instructions, times in parts:
@@ -188,7 +188,7 @@ def _combined(parts: list[tuple[Counter[str], float]], warps: int) -> dict[str, 
 
 
 def _outside(code: MachineCode) -> Counter[str]:
-    """The instructions that are in no loop."""
+    """The instructions outside loops."""
     rest = Counter(code.instructions)
     for loop in code.loops:
         rest.subtract(loop.instructions)
@@ -196,7 +196,7 @@ def _outside(code: MachineCode) -> Counter[str]:
 
 
 def _simple(launch: Launch, rates: Rates) -> Work:
-    """A kernel whose time is that of its bytes, or of its straight code if it is small."""
+    """A kernel whose time is determined by its bytes, or by its straight-line code if it is small."""
     code = read(launch.kernel)
     programs = math.prod(launch.grid)
     tensors = {name: x for name, x in launch.arguments.items() if isinstance(x, Tensor) and name not in _TABLES}
@@ -263,7 +263,7 @@ _IN_PLACE = {"prepare_kernel": ("q", "k"), "_add_rms_norm": ("residual",)}
 
 
 def _attention(launch: Launch, rates: Rates, step: Step) -> Work:
-    """Attention of a step, by the lengths of its requests."""
+    """Attention of a step, from the lengths of its requests."""
     code = read(launch.kernel)
     named = launch.arguments
     rows = named["ROWS"]
@@ -314,7 +314,7 @@ def _attention(launch: Launch, rates: Rates, step: Step) -> Work:
 
 
 def _main_loop(code: MachineCode) -> Loop:
-    """The loop over keys that all rows see: of the loops with products, the one with the fewest instructions."""
+    """The loop over the keys that all rows see: of the loops with products, the one with the fewest instructions."""
     loops = [loop for loop in code.loops if loop.share_of_products()]
     if not loops:
         loops = list(code.hot()) or list(code.loops)

@@ -1,4 +1,4 @@
-"""What a compiled kernel needs and does, read from its machine code.
+"""Reads a compiled kernel's resources and operations from its machine code.
 
     with stand_in(CARDS["sm_90"]) as device, device.traced() as launches:
         ...
@@ -6,8 +6,8 @@
     code.shared, code.registers, code.spilled, code.programs(CARDS["sm_90"]), code.widths(), code.products()
 
 Registers and instructions of NVIDIA's cards come from the cubin (SASS, as cuobjdump prints it; Triton brings this
-program along). Which argument a load reads comes from Triton's first representation (TTIR) and from PTX, which name the
-same lines of source. For AMD's cards the assembler text is read.
+program along). Triton's first representation (TTIR) shows which argument a load reads, and PTX refers to the same
+source lines. For AMD cards, the assembler text is read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of Triton's source as it was compiled: how, and the sizes of one program's tile."""
+    """A matrix product of Triton's source as compiled: the method, and the sizes of one program's tile."""
 
     kind: str
     rows: int
@@ -67,8 +67,9 @@ class Product:
 
 
 class Load(NamedTuple):
-    """What a load of Triton's source reads, and how. count: elements of the tile that a program loads; 0 if it is not
-    known. width: bytes that a thread loads at once."""
+    """A load of Triton's source: its argument and width. count: elements of the tile that a program loads; 0 if
+    unknown. width: bytes that a thread loads at once.
+    """
 
     argument: str
     dtype: str
@@ -78,7 +79,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class MachineCode:
-    """Sizes are bytes. registers: of a thread. spilled: size of the local memory loads and stores.
+    """Sizes are bytes. registers: of a thread. spilled: bytes of local memory loads and stores.
 
     tensor_columns: columns of tensor memory (compute capability 10.0). loads: how often each load occurs. float64:
     instructions with float64, as SASS or PTX.
@@ -98,7 +99,7 @@ class MachineCode:
     float64: tuple[str, ...]
 
     def programs(self, card: Card) -> int:
-        """How many programs a processor of the card runs at the same time, from registers, shared memory and warps."""
+        """How many programs fit on one of the card's processors, from registers, shared memory and warps."""
         limits = [card.programs, card.warps // self.warps]
         if card.backend == "cuda":
             of_a_warp = -(-self.registers * card.warp_size // 256) * 256  # registers are given out in units of 256
@@ -115,7 +116,7 @@ class MachineCode:
         return min(limits)
 
     def widths(self) -> Counter[int]:
-        """How many instructions load 1, 2, 4, 8, 16 or 32 bytes a thread from global memory."""
+        """How many instructions load 1, 2, 4, 8, 16 or 32 bytes per thread from global memory."""
         widths: Counter[int] = Counter()
         for name, count in self.instructions.items():
             if width := _loaded(name):
@@ -133,7 +134,7 @@ class MachineCode:
 
 
 def read(kernel: Any) -> MachineCode:
-    """The machine code of one of Triton's compiled kernels. Kernels with equal machine code are read once."""
+    """The machine code of a kernel compiled by Triton. Kernels with equal machine code are parsed once."""
     asm = kernel.asm
     metadata = kernel.metadata
     target = metadata.target
@@ -203,7 +204,7 @@ def _program(name: str) -> str:
 
 
 def _disassembled(cubin: bytes) -> str:
-    """The assembler text of a kernel. It is kept in a cache folder, since many cases share kernels."""
+    """The assembler text of a kernel. The text is cached in a folder, since many cases share kernels."""
     folder = platformdirs.user_cache_path("quire") / "benchmarks" / "disassembled"
     kept = folder / f"{hashlib.sha256(cubin).hexdigest()}.gz"
     if kept.exists():
@@ -229,7 +230,7 @@ def _disassemble(cubin: bytes) -> str:
 
 @dataclass(frozen=True)
 class _Line:
-    """An instruction. targets: where it may jump. falls: whether the next instruction may follow."""
+    """An instruction. targets: where it may jump. falls: whether execution may continue with the next instruction."""
 
     address: int
     opcode: str
@@ -306,7 +307,7 @@ def _float64(instructions: Counter[str], assembler: str) -> tuple[str, ...]:
 
 
 def _loops(lines: list[_Line]) -> tuple[Loop, ...]:
-    """Natural loops: a branch back to a block that all ways to the branch pass through."""
+    """Natural loops: a branch back to a block that dominates the branch."""
     if not lines:
         return ()
     index = {line.address: i for i, line in enumerate(lines)}
@@ -358,7 +359,7 @@ def _waits(names: Counter[str]) -> bool:
 
 
 def _order(following: list[list[int]]) -> list[int]:
-    """The blocks that can be reached, in reverse postorder."""
+    """The reachable blocks in reverse postorder."""
     order: list[int] = []
     seen = {0}
     stack = [(0, iter(following[0]))]
@@ -457,8 +458,8 @@ def _loads(ttir: str, assembler: str) -> Counter[Load]:
 
 
 def _nearest(arguments: dict[Place, tuple[str, str, int]], place: Place) -> tuple[str, str, int]:
-    """The load at this place. The lines may be shifted: Triton's cache does not tell files apart that differ only in
-    the lines before a kernel."""
+    """The load at this source position. The lines may be shifted: Triton's cache does not distinguish files that differ
+    only in the lines before a kernel."""
     distances = {
         other: abs(other[0][0] - place[0][0])
         for other in arguments
@@ -469,8 +470,7 @@ def _nearest(arguments: dict[Place, tuple[str, str, int]], place: Place) -> tupl
 
 
 def _arguments_of_loads(ttir: str) -> dict[Place, tuple[str, str, int]]:
-    """The argument, the type and the number of the elements that a load reads, by its place in the source (and that of
-    the call)."""
+    """A load's argument, type and number of elements, by its source position (and that of the call)."""
     places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttir, re.MULTILINE))
 
     def resolved(text: str) -> list[tuple[int, int]]:

@@ -1,11 +1,12 @@
-"""The time that a launch must take, counted from its work and from the rates of a card (rates.py).
+"""The minimum time of a launch, computed from its work and the rates of a card (rates.py).
 
-A program (thread block) passes through stations of its processor: tensor cores, exponentials, arithmetic, comparisons,
-shared memory and instruction issue. If the work at one station depends on the one before, as a softmax between two
-products does, only independent streams of instructions overlap: warps for mma.sync, programs or warpgroups for wgmma
-and tcgen05, whose results all warps of a group wait for. The streams are the customers of a closed queueing network,
-whose throughput mean value analysis gives (Reiser and Lavenberg, 1980). Work without such dependences, as in a matrix
-product, overlaps perfectly. Memory is shared by all processors, and limited by the bytes in flight (Little's law).
+A program (thread block) uses the stations of its processor: tensor cores, exponentials, arithmetic, comparisons, shared
+memory and instruction issue. If the work at one station depends on the previous one, as with a softmax between two
+products, only independent instruction streams overlap: warps for mma.sync, and programs or warpgroups for wgmma and
+tcgen05, whose results all warps of a group wait for. The streams are the customers of a closed queueing network, whose
+throughput is computed by mean value analysis (Reiser and Lavenberg, 1980). Work without such dependencies, as in a
+matrix product, overlaps perfectly. Memory is shared by all processors, and limited by the bytes in flight (Little's
+law).
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ WARP = 32
 class Work:
     """What a launch does. All counts are averages of one program.
 
-    programs: with work. resident: how many of them a processor can run at a time. longest: the longest program's work
-    as a multiple of the average. moved: bytes between memory and the chip, of a program. cached: bytes that it loads or
-    stores, from the second-level cache or memory. in_flight: bytes that it has requested and not received, at most.
-    products: operations of tensor cores. synchronous: issued as mma.sync. Lanes: operations of single threads, by
-    pipe: fma, alu, special, memory. instructions: of warps, all pipes. shared: bytes of shared memory read and written.
-    streams: independent streams of instructions for each scheduler in one program; 0 if stations do not depend on each
-    other. is_prefetched: loads of later iterations are in flight during the computation of this one. is_persistent:
-    programs take several tiles each, and overlap the end of one with the start of the next. path: instructions that one
-    warp executes one after the other, where a program waits for them. memory_share: of a simple kernel's bandwidth.
+    programs: those with work. resident: how many of them a processor can run at a time. longest: the longest program's
+    work as a multiple of the average. moved: bytes between memory and the chip, of a program. cached: bytes that it
+    loads or stores, from the second-level cache or memory. in_flight: the maximum of bytes requested but not yet
+    received. products: operations of tensor cores. synchronous: issued as mma.sync. Lanes: operations of single
+    threads, by pipe: fma, alu, special, memory. instructions: of warps, all pipes. shared: bytes of shared memory read
+    and written. streams: independent streams of instructions for each scheduler in one program; 0 if stations do not
+    depend on each other. is_prefetched: loads of later iterations are in flight while this one computes.
+    is_persistent: programs take several tiles each, and overlap the end of one with the start of the next. path:
+    instructions that one warp executes in sequence while the program waits for them. memory_share: of a simple
+    kernel's bandwidth.
     """
 
     name: str
@@ -63,9 +65,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Estimate:
-    """seconds of a launch inside a graph. bound: what it would help to improve. share: of the roofline, which is the
-    larger of bytes / bandwidth and operations / tensor rate, both of the data sheet. parts: seconds that each bound
-    would take alone."""
+    """seconds of a launch inside a graph. bound: the limiting part. share: of the roofline, which is the larger of
+    bytes / bandwidth and operations / tensor rate, both from the data sheet. parts: seconds that each part would take
+    alone.
+    """
 
     name: str
     seconds: float
@@ -75,7 +78,7 @@ class Estimate:
 
 
 def queueing(demands: list[float], streams: float) -> float:
-    """The time in which stations serve `demands` in all, if only `streams` streams are under way at once."""
+    """The time in which the stations complete `demands` in all, if only `streams` streams run at once."""
     if streams <= 0:
         return max(demands, default=0.0)
     queues = [0.0] * len(demands)
@@ -100,7 +103,7 @@ def stations(work: Work, rates: Rates) -> dict[str, float]:
 
 
 def _computing(work: Work, rates: Rates, resident: int) -> tuple[float, dict[str, float]]:
-    """Seconds in which a processor computes `resident` programs at a time, and the share of each station."""
+    """Seconds that a processor takes for `resident` concurrent programs, and the share of each station."""
     clocks = {name: count * resident for name, count in stations(work, rates).items()}
     issue = work.instructions * resident / ISSUED_PER_CLOCK
     if not clocks and not issue:
@@ -166,12 +169,12 @@ def estimate(work: Work, rates: Rates) -> Estimate:
 
 
 def _alone(work: Work, rates: Rates) -> float:
-    """Seconds of an average program that is alone on its processor."""
+    """Seconds of an average program alone on its processor."""
     return _computing(work, rates, 1)[0]
 
 
 def _bound(parts: dict[str, float], seconds: float) -> str:
-    """The part that takes the most time. Fixed costs are the bound if they are more than half of all."""
+    """The part with the most time. Fixed costs are the bound if they exceed half of the total."""
     named = {
         name: parts.get(name, 0.0)
         for name in ("memory", "l2", "latency", "tensor", "fma", "alu", "special", "shared", "issue", "tail")
@@ -183,7 +186,7 @@ def _bound(parts: dict[str, float], seconds: float) -> str:
 
 
 def resident_programs(rates: Rates, warps: int, registers: int, shared: int) -> int:
-    """Programs that fit a processor at a time. registers: of a thread. shared: bytes of a program."""
+    """How many programs fit on a processor at a time. registers: per thread. shared: bytes per program."""
     card = rates.card
     allocated = math.ceil(registers / 8) * 8 * WARP * warps
     by_memory = card.processor_memory // (shared + card.reserved_memory) if shared + card.reserved_memory else math.inf

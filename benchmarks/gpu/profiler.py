@@ -1,4 +1,4 @@
-"""torch.profiler on the stand-in for a GPU (tracing.py)."""
+"""torch.profiler on the simulated GPU (tracing.py)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from benchmarks.gpu.tracing import TracedStandIn
 
 
 def stand_in_profiler(device: TracedStandIn) -> Any:
-    """A context in which torch.profiler.profile sees what is launched on the device."""
+    """A context in which torch.profiler.profile records launches on the device."""
     return mock.patch.object(torch.profiler, "profile", partial(Profiler, device))
 
 
 class Profiler:
-    """torch.profiler.profile for the stand-in. A launch of a Triton kernel or of a matrix product of torch is an
-    event of the device, and takes 1 us."""
+    """torch.profiler.profile for the stand-in. A launch of a Triton kernel or of a torch matrix product is a device
+    event of 1 us.
+    """
 
     def __init__(self, device: TracedStandIn, **options: Any) -> None:
         self._traced = device.traced()

@@ -1,8 +1,9 @@
-"""Published times of kernels, and what the model predicts for them with the same assumptions.
+"""Compares published kernel times with the model's predictions under the same assumptions.
 
     python -m benchmarks.gpu.published
 
-There is no machine code of these kernels: tiles, warps and resident programs are as their papers and sources describe.
+The machine code of these kernels is not available: tiles, warps and resident programs are taken from their papers and
+sources.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ FA3 = "FlashAttention-3, arXiv:2407.08608, figure 5"
 
 @dataclass(frozen=True)
 class Published:
-    """A kernel's measured speed: `amount` operations or bytes, as the publication counts, `speed` of them a second.
-    overhead: seconds that the measurement adds to a launch. others: further launches, and how often each occurs."""
+    """A kernel's measured speed. amount: operations or bytes, as counted in the publication. speed: of them per second.
+    overhead: seconds that the measurement adds to a launch. others: further launches, and how often each occurs.
+    """
 
     name: str
     card: str
@@ -42,7 +44,7 @@ class Published:
         return replace(found, seconds=found.seconds + sum(estimate(w, rates).seconds * n for w, n in self.others))
 
     def error(self) -> float:
-        """Predicted over published time, less one."""
+        """Predicted over published time, minus one."""
         return (self.predicted().seconds + self.overhead) / self.seconds - 1
 
 
@@ -62,8 +64,8 @@ def attention(
     registers: int = 255,
     is_persistent: bool = False,
 ) -> Work:
-    """Attention over prompts. rows, keys: of a tile. warps: that compute. groups: independent groups of warps of a
-    program, for wgmma and tcgen05 (0: mma.sync, each warp for itself). stages: tiles of keys in flight."""
+    """Attention over prompts. rows, keys: of a tile. warps: those that compute. groups: independent groups of warps of
+    a program, for wgmma and tcgen05 (0: mma.sync, each warp independently). stages: tiles of keys in flight."""
     tiles = math.ceil(length / rows)
     steps = (
         sum(math.ceil(min(length, (tile + 1) * rows) / keys) if causal else length / keys for tile in range(tiles))
@@ -103,7 +105,7 @@ def attention(
 
 
 def product(name: str, card: str, m: int, n: int, k: int, tiles: tuple[tuple[int, int], ...]) -> Work:
-    """A matrix product by the best of some tiles, as a library chooses them."""
+    """A matrix product with the best of some tiles, as a library would choose."""
 
     def work(tile: tuple[int, int]) -> Work:
         rows, columns = tile

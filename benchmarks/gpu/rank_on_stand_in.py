@@ -1,4 +1,4 @@
-"""The program of one rank on stand-ins for GPUs: rank_on_stand_in.py TARGET COUNT HOST PORT RANK."""
+"""The program of one rank on simulated GPUs: rank_on_stand_in.py TARGET COUNT HOST PORT RANK."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How fast each card is: what the time model (model.py) assumes, and where each number comes from.
+"""The rates of each card that the time model (model.py) assumes, with their sources.
 
-Everything is in bytes, seconds, hertz and operations. A product of a multiplication and an addition counts as two.
+Units are bytes, seconds, hertz and operations. A multiply-add counts as two operations.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ TERA = 1e12
 class Rates:
     """The rates of a card.
 
-    bandwidth: of its memory, as on the data sheet. tensor: dense products of 16-bit inputs a second, as on the data
-    sheet, which is counted at `clock`. sustained: the share of `tensor` that the largest products reach under the power
-    limit. synchronous: the share of `tensor` that mma.sync can issue; wgmma and tcgen05 issue all of it.
-    fma, alu, special: lanes of a processor for multiplications and additions, for comparisons and integers, and for
-    exponentials.
+    bandwidth: of its memory, as on the data sheet. tensor: dense products of 16-bit inputs per second, as on the data
+    sheet, at `clock`. sustained: the share of `tensor` that the largest products reach under the power limit.
+    synchronous: the share of `tensor` that mma.sync can issue; wgmma and tcgen05 can issue all of it. fma, alu,
+    special: a processor's lanes for multiplications and additions, for comparisons and integers, and for exponentials.
     """
 
     card: Card
@@ -40,7 +39,7 @@ class Rates:
 
     @property
     def memory_bandwidth(self) -> float:
-        """The bytes a second that a simple kernel over a large tensor is expected to reach: "measured bandwidth"."""
+        """The bytes per second that a simple kernel over a large tensor is expected to reach: "measured bandwidth"."""
         return self.bandwidth * MEMORY_SHARE
 
     @property
@@ -49,7 +48,7 @@ class Rates:
         return halves * L2_BYTES_PER_CLOCK * self.clock * L2_SHARE
 
 
-# Shares and latencies that hold for all cards.
+# Shares and latencies that apply to all cards.
 _GPU = KINDS["gpu"]
 MEMORY_SHARE = _GPU.memory_share  # of the data sheet's bandwidth
 SMALL_PRODUCT_SHARE = 0.85  # of that, what a library's product with few rows reaches
@@ -74,7 +73,7 @@ STORE = 0.25e-6  # from the last result of a program to the end of the program
 
 
 def _rates(name: str, card: Card, *others: float) -> Rates:
-    """A card of quire/planner/devices.toml. others: what that table does not have."""
+    """A card of quire/planner/devices.toml. others: fields that are missing there."""
     device = DEVICES[name]
     clock, l2_size, synchronous, fma = others
     return Rates(

@@ -1,4 +1,4 @@
-"""What failed, and the table of compiled kernels in docs/gpu.md."""
+"""Reports failures, and writes the table of compiled kernels in docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHORT = {"mma.sync": "mma", "wgmma": "wgmma", "tcgen05": "tcgen05", "fma": "fma
 
 
 def failures(result: Result) -> list[str]:
-    """One line for each rule that a kernel of the case breaks."""
+    """Return one line for each rule that a kernel of the case violates."""
     lines = [f"{kernel['name']}: {text}" for kernel in result["kernels"] for text in kernel["broken"]]
     serving = Counter(text.split("[")[0] for text in result["while_serving"])
     lines += [f"{name}: compiled while serving, {count} times" for name, count in serving.items()]
@@ -63,7 +63,7 @@ def _summary(results: list[Result]) -> str:
 
 
 def _kind(kernel: Kernel) -> str:
-    """A kernel with products, and the rows of its tile, by which its versions differ."""
+    """A kernel with products, and the rows of its tile, which distinguish its versions."""
     return f"{kernel['name']}, {max(rows for _, rows, _, _, _ in kernel['dots'])} rows"
 
 

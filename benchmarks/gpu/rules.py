@@ -1,4 +1,4 @@
-"""What the machine code of a kernel must be like."""
+"""The rules for the machine code of a kernel."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from benchmarks.gpu.machine_code import THREADS, MachineCode, Product, read
 from quire.platform.gpu.cards import Card
 
 WIDE = 16  # bytes that a thread shall load at once
-# Arguments of kernels with products that hold keys and values, or weights.
+# Arguments of kernels with products that contain keys and values, or weights.
 STREAMED = ("cache", "codes", "weight", "k", "v", "a", "b")
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 SMALL_TYPES = ("bf16", "f16", "i8", "f8E4M3FN", "f8E5M2", "u8")  # the types of inputs that tensor cores multiply
 
 
 def programs_wanted(name: str, code: MachineCode) -> int:
-    """How many programs of a processor the plan counts on: two if attention decodes, since one loads while the other
-    computes."""
+    """How many programs per processor the plan assumes: two for decoding attention, since one loads while the other
+    computes.
+    """
     decodes = "attend" in name and max((dot.rows for dot in code.dots), default=0) < 32  # prompts of latents have 32
     return 2 if decodes else 1
 
@@ -28,8 +29,8 @@ def programs_wanted(name: str, code: MachineCode) -> int:
 def expected_product(name: str, card: Card, dot: Product) -> str:
     """The instruction for a product of 16- or 8-bit inputs.
 
-    Rows of attention are queries. In linear layers, tokens may be the rows or the columns: the smaller size counts.
-    Triton 3.6 computes products of int8 with mma.sync on 10.0, whatever the tile: it has no other way.
+    Rows of attention are queries. In linear layers, tokens may be the rows or the columns, so the smaller size is
+    checked. Triton 3.6 always computes int8 products with mma.sync on 10.0, regardless of the tile.
     """
     if card.backend != "cuda" or not isinstance(card.capability, int):
         return "mma.sync"
@@ -41,10 +42,10 @@ def expected_product(name: str, card: Card, dot: Product) -> str:
 
 
 def broken(name: str, code: MachineCode, card: Card) -> list[str]:
-    """One line for each rule that the kernel breaks.
+    """Return one line for each rule that the kernel violates.
 
-    Models in float32 run on GPUs to check results. Their products have no tensor cores, and hold operands in registers.
-    So spills and narrow loads are not counted for them.
+    Models run in float32 on GPUs only to check results. Their products do not use tensor cores, and hold operands in
+    registers. The rules on spills and narrow loads therefore do not apply to them.
     """
     found = []
     in_float32 = bool(code.dots) and all(dot.dtype == "f32" for dot in code.dots)
@@ -75,7 +76,7 @@ def broken(name: str, code: MachineCode, card: Card) -> list[str]:
 
 
 def _narrow(code: MachineCode) -> list[str]:
-    """Loads of keys, values and weights that take fewer bytes than they could. Scales beside codes are not meant."""
+    """Loads of keys, values and weights that are narrower than possible. Scales stored next to codes are excluded."""
     found = []
     if not any(load.argument in STREAMED for load in code.loads):
         names = ", ".join(sorted({load.argument for load in code.loads}))
@@ -86,7 +87,7 @@ def _narrow(code: MachineCode) -> list[str]:
             continue
         main = min(types, key=_bits)
         loads = {load: n for load, n in code.loads.items() if (load.argument, load.dtype) == (argument, main)}
-        # Of a small tile, such as the end of a head of 96, a thread has fewer bytes to load.
+        # In a small tile, such as the end of a head of 96, each thread has fewer bytes to load.
         share = min(load.count for load in loads) * _bits(main) // 8 // (code.warps * THREADS)
         narrow: Counter[int] = Counter()
         for load, times in loads.items():

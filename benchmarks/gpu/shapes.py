@@ -1,6 +1,6 @@
-"""The shapes of models that people run: what their config.json says. Weights are never needed here.
+"""The shapes of common models, from their config.json files. Weights are never needed here.
 
-Sources: the config.json files that the models' authors publish. Fields that do not affect shapes are left out.
+Sources: the config.json files published by the models' authors. Fields that do not affect shapes are omitted.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ _LAYERS = {  # one of each kind; others need 1
 
 @dataclass(frozen=True)
 class Served:
-    """A model, and over how many GPUs it is spread."""
+    """A model, and the number of GPUs that share it."""
 
     shape: str
     ranks: int = 1
@@ -242,7 +242,7 @@ FORMATS: dict[str, Config] = {  # quantization_config of checkpoints
 
 
 def few_layers(name: str) -> Config:
-    """The config with one layer of each kind; these launch the same kernels as all layers."""
+    """The config with one layer of each kind, which launches the same kernels as all layers."""
     config = {**SHAPES[name], "num_hidden_layers": _LAYERS.get(name, 1)}
     if name.startswith("deepseek-v3"):
         config["first_k_dense_replace"] = 3

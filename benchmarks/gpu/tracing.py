@@ -1,4 +1,4 @@
-"""The stand-in for a GPU (quire/cli/simulated_gpu.py), with a record of what the engine launches and compiles."""
+"""The simulated GPU (quire/cli/simulated_gpu.py), with a record of the engine's launches and compilations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.platform.gpu.cards import Card
 
 @dataclass
 class Launch:
-    """Work that the engine gave to the device. For the fields see StandIn.launched."""
+    """Work that the engine submitted to the device. See StandIn.launched for the fields."""
 
     name: str
     arguments: dict[str, Any]
@@ -25,15 +25,16 @@ class Launch:
 
 @dataclass
 class TracedStandIn(plain.SimulatedGpu):
-    """compilations: one line for each kernel that Triton compiled or read from its cache. launches: filled while
-    `traced` is entered."""
+    """compilations: one line for each kernel that Triton compiled or read from its cache. launches: filled within
+    `traced`.
+    """
 
     compilations: list[str] = field(default_factory=list)
     launches: list[Launch] | None = None
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[list[Launch]]:
-        """Record the launches of this block."""
+        """Record the launches within this block."""
         before = self.launches
         self.launches = []
         try:
@@ -51,7 +52,7 @@ class TracedStandIn(plain.SimulatedGpu):
 
 
 class _Graph:
-    """Remembers the launches that it captures. A replay adds them to the device's launches."""
+    """Records the launches that it captures. A replay adds them to the device's launches."""
 
     _device: TracedStandIn  # of a subclass
 
@@ -86,7 +87,7 @@ def stand_in(card: Card, count: int = 1) -> Iterator[TracedStandIn]:
 
 
 def _specialization(function: Any, compilation: Any) -> str:
-    """A kernel and what it is compiled for: types of arguments ("*bf16 % 16" is an aligned pointer) and constants."""
+    """A kernel and its specialization: types of arguments ("*bf16 % 16" is an aligned pointer) and constants."""
     aligned = {path[0] for path, value in compilation["configs"][0].items() if value}
     constants = {path[0]: value for path, value in compilation["constants"].items()}
     arguments = [

@@ -1,1 +1,1 @@
-"""The measurements and plots of docs/mechanisms/, a page for each mechanism of the engine."""
+"""The measurements and plots of docs/mechanisms/, with a page for each mechanism of the engine."""

@@ -1,6 +1,6 @@
-"""All mechanisms by the names of their pages, each with what measures and what draws it.
+"""All mechanisms by the names of their pages, each with its measuring and drawing functions.
 
-A mechanism whose `measure` is None has data that come from another benchmark; the file names it.
+A mechanism whose `measure` is None uses data from another benchmark, which is named in the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Measure = Callable[[], Any]
 
 
 def _of(*modules: ModuleType) -> dict[str, tuple[Measure | None, Draw]]:
-    """The functions draw_NAME of modules, in their order, with measure_NAME if there is one."""
+    """The functions draw_NAME of modules, in their order, each with measure_NAME if it exists."""
     return {
         name.removeprefix("draw_").replace("_", "-"): (getattr(module, "measure_" + name[5:], None), draw)
         for module in modules
@@ -33,5 +33,5 @@ MECHANISMS = _of(scheduling, cache, answers, device, ranks)
 
 
 def drawn(name: str) -> str:
-    """The plot of a mechanism's data."""
+    """Draw the plot of a mechanism's data."""
     return picture(MECHANISMS[name][1], json.loads((DATA / f"{name}.json").read_text(encoding="utf-8")))

@@ -1,5 +1,6 @@
-"""What a step costs on the device: attention, recorded steps and quantized weights. Times are those of the machine that
-measured them; compare the lines of a plot with each other."""
+"""What a step costs on the device: attention, recorded steps and quantized weights. Times depend on the machine;
+compare only the lines of a plot with each other.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def machine() -> str:
 
 
 def _best_ms(work: Callable[[], object], rounds: int = 40) -> float:
-    """Of so many rounds; the others were disturbed by what else the machine did."""
+    """The rounds used; other programs disturbed the others."""
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -91,7 +92,7 @@ def draw_attention_kernels(data: Any, figure: Figure) -> None:
 
 
 def measure_cuda_graphs() -> Any:
-    """The time of a decoding step of the bundled model, by the number of requests: 5 % of the steps took less."""
+    """The time of a decoding step of the bundled model, by the number of requests: the 5th percentile of the steps."""
     found: dict[str, Any] = {"machine": machine(), "requests": [1, 2, 4, 8, 16], "eager": [], "recorded": []}
     for name, eager in (("eager", True), ("recorded", False)):
         llm = engine(max_num_seqs=16, enforce_eager=eager, enable_prefix_caching=False)
@@ -145,7 +146,9 @@ def weight_bytes(model: object) -> int:
 
 
 def measure_quantization() -> Any:
-    """The bytes of the bundled model's weights, and how they change the log-probabilities of 600 tokens of its own."""
+    """The bytes of the bundled model's weights, and their effect on the log-probabilities of 600
+    tokens of its output.
+    """
     found = {}
     exact = list[float]()
     params = SamplingParams(max_tokens=600, seed=1, temperature=1, ignore_eos=True)

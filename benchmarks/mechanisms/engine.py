@@ -1,4 +1,4 @@
-"""Runs requests on the bundled model, step by step, and notes what each step computes."""
+"""Runs requests on the bundled model, step by step, and records the work of each step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ VOCABULARY = range(10, 4000)  # ordinary tokens of the bundled model
 
 
 def tokens(count: int, seed: int) -> list[int]:
-    """A prompt of so many random tokens."""
+    """A prompt of `count` random tokens."""
     return random.Random(seed).choices(VOCABULARY, k=count)
 
 
 @dataclass
 class Arrival:
-    """A request that comes before a step. params: its sampling parameters; by default, it generates `output` tokens."""
+    """A request that arrives before a step. params: its sampling parameters; by default, it generates
+    `output` tokens.
+    """
 
     step: int
     name: str
@@ -38,7 +40,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens of one request in a step, from `start` on; `known` were known before."""
+    """The tokens of one request in a step, from `start` on; the first `known` were already known."""
 
     name: str
     start: int
@@ -56,8 +58,9 @@ def engine(**options: Any) -> LLM:
 def run(
     llm: LLM, arrivals: Sequence[Arrival], watch: Callable[[list[Part], SchedulerOutput], None] | None = None
 ) -> list[list[Part]]:
-    """Run the requests until all have ended. Returns the parts of each step. watch: is called behind each step, before
-    the next one."""
+    """Run the requests until all have finished. Returns the parts of each step. watch: called after each step, before
+    the next one.
+    """
     core = llm.core
     waiting = sorted(arrivals, key=lambda arrival: arrival.step)
     steps = list[list[Part]]()

@@ -1,4 +1,4 @@
-"""The style of the plots, and how they are written so that equal data give equal files."""
+"""The style of the plots, written such that equal data give equal files."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def axes(figure: Figure, x: str, y: str, title: str = "", place: tuple[int, int,
 
 
 def label_bars(part: Axes, texts: list[str] | None = None, form: str = "{:,.0f}") -> None:
-    """The number of each bar at its end."""
+    """Label each bar with its number."""
     for bars in part.containers:
         part.bar_label(bars, labels=texts, fmt=form, padding=2, fontsize=8.5)  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
-"""Several ranks: what they send, compute and wait for. Counted with the real schedulers, routers and formulas of the
-engine; no ranks are started."""
+"""Several ranks: what they send and compute, and how long they wait. Counted with the engine's real schedulers, routers
+and formulas; no ranks are started.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ RANKS = (1, 2, 4, 8)
 
 
 def measure_tensor_parallelism() -> Any:
-    """Llama-3.1-8B in bfloat16: what a rank stores, and what it sends for a token, by the number of ranks."""
+    """Llama-3.1-8B in bfloat16: the bytes that a rank stores and those it sends per token, by the number of ranks."""
     config = MODELS["Llama-3.1-8B"]
     spec = spec_of(config)
     hidden, inner, heads, kv_heads = (
@@ -78,7 +79,7 @@ def draw_tensor_parallelism(data: Any, figure: Figure) -> None:
 
 
 def measure_pipeline_parallelism() -> Any:
-    """The share of time in which stages are idle, by the number of steps in flight: on paper, see pipeline_idle.py."""
+    """The share of time in which stages are idle, by the number of steps in flight: simulated, see pipeline_idle.py."""
     found: dict[str, Any] = {"depths": list(range(1, 7)), "idle": {}}
     for title, times, streams, budget in (("8B on H100s", TIMES["8B"], 128, 8192), ("1B on processors", CPU, 32, 2048)):
         shares = []
@@ -208,7 +209,7 @@ def draw_expert_parallelism(data: Any, figure: Figure) -> None:
 
 
 def measure_context_parallelism() -> Any:
-    """Pairs of a query and a key that each of four ranks computes for a chunk of 1,024 tokens at 0 and at 3,072."""
+    """The query-key pairs that each of four ranks computes for a chunk of 1,024 tokens at 0 and at 3,072."""
     found = {}
     for first in (0, 3072):
         stripes = [seen_pairs(first, 1024, 4, rank) for rank in range(4)]

@@ -47,7 +47,7 @@ def draw_continuous_batching(data: Any, figure: Figure) -> None:
 
 
 def measure_chunked_prefill() -> Any:
-    """Six requests generate when a prompt of 600 tokens comes, with two sizes of a step."""
+    """Six requests are generating when a prompt of 600 tokens arrives, with two step sizes."""
     found = {}
     for budget in (1024, 64):
         llm = engine(max_num_seqs=8, max_num_batched_tokens=budget, enable_prefix_caching=False)
@@ -146,7 +146,7 @@ def draw_preemption(data: Any, figure: Figure) -> None:
 
 
 def measure_lora() -> Any:
-    """24 requests for 8 adapters, in turn, when 1, 2, 4 or 8 of them may be in a batch."""
+    """24 requests for 8 adapters, in turn, if a batch may have 1, 2, 4 or 8 adapters."""
     found = {}
     rhyme = find_adapter(LoRARequest("rhyme", lora_path="quire-demo/rhyme"))
     copies = [Adapter(f"rhyme-{i}", f"{rhyme.key}-{i}", rhyme.path) for i in range(8)]  # different keys: not the same
@@ -167,7 +167,7 @@ def draw_lora(data: Any, figure: Figure) -> None:
 
 
 def measure_engine_core() -> Any:
-    """The bytes of each step's message: 4 requests with prompts of 200 tokens, and one that comes later."""
+    """The bytes of each step's message: 4 requests with prompts of 200 tokens, and one that arrives later."""
     sizes = list[list[int]]()
 
     def watch(parts: list[Part], step: Any) -> None:

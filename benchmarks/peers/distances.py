@@ -1,6 +1,7 @@
-"""How far distributions of the next token are from those of a reference. Needs numpy alone, as peers' environments do.
+"""Measures how far next-token distributions diverge from those of a reference. Needs only numpy, since peers'
+environments may have nothing else.
 
-A run has windows of token ids. The rows of a window are the logits after each of its tokens but the last.
+A run consists of windows of token ids. The rows of a window are the logits after each of its tokens except the last.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def log_softmax(logits: Array) -> Array:
 
 @dataclass
 class Distances:
-    """Of all rows so far. divergences: the Kullback-Leibler divergence from the reference, in nats."""
+    """The totals over all rows so far. divergences: the Kullback-Leibler divergence from the reference, in nats."""
 
     reference: Array  # logits [rows of all windows, vocab]
     divergences: list[float] = field(default_factory=list)
@@ -49,8 +50,9 @@ class Distances:
             at += 1
 
     def summary(self) -> dict[str, float]:
-        """The mean, its standard error and the largest divergence; the share of rows whose likeliest token is the
-        reference's; the perplexity of the texts."""
+        """The mean, its standard error and the maximum divergence; the share of rows with the reference's most likely
+        token; the perplexity of the texts.
+        """
         values = np.array(self.divergences)
         return {
             "mean": float(values.mean()),

@@ -1,11 +1,11 @@
-"""Other programs that embed the sentences of benchmarks/embeddings.py, which starts this one.
+"""Other programs that embed the sentences of benchmarks/embeddings.py, which starts this script.
 
     PYTHON peers/embeddings.py sentence-transformers|"ONNX Runtime"|OpenVINO MODEL SENTENCES
 
-PYTHON is an environment with sentence-transformers, onnx, onnxruntime and openvino. Each line on standard input is an
-order to embed all sentences; the answer is a line with the wall time and the processor time in seconds. The vectors of
-the first order are saved beside SENTENCES. The last two run the model that torch exports to ONNX, on batches of 32
-sentences of similar length, as sentence-transformers makes them.
+PYTHON is the interpreter of an environment with sentence-transformers, onnx, onnxruntime and openvino. Each line on
+standard input is a command to embed all sentences; the reply is a line with the wall time and the processor time in
+seconds. The vectors of the first command are saved next to SENTENCES. The last two run the model that torch exports to
+ONNX, on batches of 32 sentences of similar length, like those of sentence-transformers.
 """
 
 from __future__ import annotations

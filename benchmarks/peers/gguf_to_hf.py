@@ -1,4 +1,5 @@
-"""Write a GGUF file as a checkpoint in the Hugging Face layout with weights in bfloat16, for peers that read no GGUF.
+"""Write a GGUF file as a checkpoint in the Hugging Face layout with weights in bfloat16, for peers that cannot read
+GGUF.
 
     python gguf_to_hf.py FILE.gguf OUT
 

@@ -1,8 +1,8 @@
-"""The measurements of `benchmarks.kv_compression quality` with the package kvpress, on the same token ids.
+"""Runs the measurements of `benchmarks.kv_compression quality` with the package kvpress, on the same token ids.
 
     python -m benchmarks.peers.kvpress_quality --gguf MODEL.gguf --file inputs.json --json kvpress.json
 
-It needs an environment with kvpress, transformers and gguf, and not Quire. A prompt is computed once without
+It needs an environment with kvpress, transformers and gguf, but not Quire. A prompt is computed once without
 compression; each press then compresses the keys and values of all layers as its hooks would do.
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor
 RATIOS = (2, 4, 8, 16)
 ANSWER = 6  # tokens
 WINDOW, KERNEL, SINKS = 128, 15, 4  # Quire's defaults
-# Tokens in a forward behind some presses: an AdaKVPress finds one masking key for all of their queries. transformers
-# makes one mask for all layers, which fits the layers of a PyramidKVPress for single tokens alone.
+# Compute tokens in one forward pass after some presses: an AdaKVPress finds one masking key for all of their queries.
+# transformers creates one mask for all layers, which fits the layers of a PyramidKVPress only for single tokens.
 STEPS = {"adakv": 16, "pyramidkv": 1}
 
 

@@ -1,5 +1,6 @@
-"""llama.cpp (package llama-cpp-python) or ik_llama.cpp (ik-llama-cpp-python) behind one small interface: whichever of
-the two the interpreter has."""
+"""llama.cpp (package llama-cpp-python) or ik_llama.cpp (ik-llama-cpp-python) behind one small interface, depending on
+which one is installed.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ class Context:
         self._batch = lc.llama_batch_init(BATCH, 0, sequences)
 
     def decode(self, rows: list[Row]) -> list[np.ndarray]:
-        """The logits of those rows for which they are wanted, as views that are valid until the next call."""
+        """The logits of the requested rows, as views that are valid until the next call."""
         batch = self._batch
         batch.n_tokens = len(rows)
         for j, (token, position, sequence, wanted) in enumerate(rows):
@@ -74,7 +75,7 @@ class Context:
         ]
 
     def keep(self, sequence: int, tokens: int) -> None:
-        """Drop keys and values of a sequence behind its first `tokens` tokens."""
+        """Drop a sequence's keys and values after its first `tokens` tokens."""
         if self._remove is not None:
             done = self._remove(self._context, sequence, tokens, -1)
         else:

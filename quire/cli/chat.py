@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Chat:
-    """A conversation: its messages and the sampling parameters. Raises ValueError for wrong sampling options."""
+    """A conversation: its messages and the sampling parameters. Raises ValueError for invalid sampling options."""
 
     def __init__(self, llm: "LLM", model: str, terminal: Terminal, options: dict[str, Any], system: str | None) -> None:
         self._llm = llm
@@ -129,7 +129,7 @@ class Chat:
         return True
 
     def _answer(self, message: str) -> None:
-        """Stream the answer to the terminal. A message that cannot be answered is dropped from the conversation."""
+        """Stream the answer to the terminal. A message that cannot be answered is removed from the conversation."""
         self._messages.append({"role": "user", "content": message})
         try:
             prompt = self._llm.frontend.render_chat(self._all_messages())
@@ -147,8 +147,9 @@ class Chat:
             self._explain_cut(completion)
 
     def _stream(self, prompt: str, answer: Answer) -> "CompletionOutput | None":
-        """Write the answer as it grows, until it ends or the user stops it. Returns it as far as it came. Raises
-        ValueError if it ends in an error."""
+        """Print the answer as it grows, until it ends or the user stops it. Returns the answer so far. Raises
+        ValueError if the answer ends in an error.
+        """
         name = self._llm.frontend.reasoning
         params = self._params
         shown = 0

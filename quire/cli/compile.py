@@ -1,4 +1,4 @@
-"""Compile the kernels of a model for GPUs and processors that need not be present, such as when an image is built.
+"""Compile a model's kernels for GPUs and processors that need not be present, for instance when building an image.
 quire serve with the same options then compiles nothing. All options of quire serve are accepted. No weights are read,
 except those of a GGUF file.
 """  # the description of the command in its help
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in dict.fromkeys(arguments.cpu):
         _compile_for_cpu(name, folder)
     for target in dict.fromkeys(arguments.target):
-        # The kernels are chosen when they are imported, so each target needs a process of its own.
+        # The kernels are selected at import, so each target needs its own process.
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             is_default = arguments.output is None
             job = process.submit(
@@ -119,10 +119,10 @@ def _compile_for_cpu(name: str, folder: Path) -> None:
 def compile_for_gpu(
     target: str, model: str | None, options: dict[str, Any], folder: Path, is_default: bool, log_level: str
 ) -> None:
-    """Start a worker on a stand-in for the GPU, as quire serve would start it on the card, but with dummy weights.
+    """Start a worker on a simulated GPU, as quire serve would on the card, but with dummy weights.
 
-    For the process of one target. is_default: quire serve finds the folder by itself. Raises ConfigError and
-    ModelNotFoundError as the start of an engine does.
+    For the process of one target. is_default: whether quire serve finds the folder without options. Raises ConfigError
+    and ModelNotFoundError, like an engine's start.
     """
     os.environ.pop("TRITON_INTERPRET", None)
     configure_logging(log_level)

@@ -1,4 +1,4 @@
-"""`quire completion`: a script for the shell, which then completes commands, options, values and models."""
+"""`quire completion`: a shell script that completes commands, options, values and models."""
 
 import argparse
 import os
@@ -37,7 +37,7 @@ def complete(build_parser: Callable[[str | None], argparse.ArgumentParser]) -> N
 
 
 def models(prefix: str, **_: Any) -> list[str]:
-    """The models that a name may mean: those in the hub's cache, short names, files and folders."""
+    """The models that can be named: those in the hub's cache, short names, files and folders."""
     from argcomplete.completers import FilesCompleter
 
     from quire.cli.models.cache import cache_folder

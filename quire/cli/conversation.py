@@ -1,4 +1,4 @@
-"""A conversation in a file. Its form is that of a request to /v1/chat/completions, without the model."""
+"""A conversation stored in a file. It has the format of a request to /v1/chat/completions, without the model."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ _ROLES = ("system", "user", "assistant")
 def save(path: Path, messages: Messages, options: dict[str, Any]) -> None:
     """Write a conversation, with its sampling parameters.
 
-    A file is only overwritten if it holds a conversation. Raises ValueError and OSError.
+    A file is only overwritten if it contains a conversation. Raises ValueError and OSError.
     """
     if path.exists():
         try:
@@ -28,7 +28,7 @@ def save(path: Path, messages: Messages, options: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> tuple[Messages, dict[str, Any]]:
-    """The messages of a file, and its sampling parameters. Raises ValueError and OSError."""
+    """The messages and sampling parameters in a file. Raises ValueError and OSError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""Looks at everything on this machine that Quire depends on, and says what is wrong and what to do. Nothing is changed
-or downloaded, but for what --measure keeps. The exit status is 1 if there is a problem.
+"""Checks everything on this machine that Quire depends on, and reports problems with their solutions. It changes and
+downloads nothing, except that --measure saves its profile. The exit status is 1 if there is a problem.
 
-With --model, it shows instead what an engine with these options would run, and why: attention backends, kernels, KV
-groups, limits, the drafter. No weights are downloaded or loaded. Kernels that are missing are compiled, as at a start.
+With --model, it instead shows what an engine with these options would run, and why: attention backends, kernels, KV
+groups, limits, the drafter. No weights are downloaded or loaded. Missing kernels are compiled, as at a normal start.
 """  # the description of the command in its help
 
 import argparse
@@ -96,7 +96,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _checks(measures: bool) -> "dict[str, Check]":
-    """All checks by name, in the order of the table. measures: measure the machine."""
+    """All checks by name, in the order of the table. measures: whether to measure the machine."""
     from quire.cli.checks import folders, gpu, memory, network, processor, software, speed, system, threads
 
     return {

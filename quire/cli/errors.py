@@ -8,13 +8,13 @@ from quire.cli.flags import option_of
 
 
 def with_flags(message: str, parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
-    """The message with names of options replaced by flags, spelled as the user typed them.
+    """Return the message with option names replaced by flags, as the user typed them.
 
     >>> "max_model_len=9000 is more than the 2048 positions of the model"
     "--max-model-len 9000 is more than the 2048 positions of the model"
 
     A name with an underscore is not an English word, so it is replaced everywhere. Other names, such as "port", are
-    replaced only where they name the option: before "=", "must" or "is not supported", or within quotes.
+    replaced only where they refer to the option: before "=", "must" or "is not supported", or within quotes.
     """
     typed = [argument.partition("=")[0] for argument in argv if argument.startswith("-")]
     for name, flags in _flags(parser):
@@ -30,7 +30,7 @@ def with_flags(message: str, parser: argparse.ArgumentParser, argv: Sequence[str
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[str]]]:
-    """For each option of a command: its name in Python, and its flags, the usual flag first."""
+    """For each option of a command: its Python name, and its flags, the usual flag first."""
     for action in parser._actions:  # argparse has no public way to list actions
         flags = [flag for flag in action.option_strings if flag.startswith("--")]
         if flags:

@@ -21,9 +21,9 @@ _HEADINGS = {name: heading for heading, options in _HELP.items() for name in opt
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every engine option, grouped as in config.py. Each command adds the model itself.
+    """Add a flag for every engine option, grouped as in config.py. Each command adds the model argument itself.
 
-    The parser then accepts vLLM's other options, too.
+    The parser then also accepts vLLM's other options.
     """
     if isinstance(parser, Parser):
         parser.takes_engine_options = True
@@ -84,7 +84,7 @@ def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:
 
 
 def _reader(name: str) -> Any:
-    """The function with which argparse converts the option's text to its value."""
+    """Return the function with which argparse converts the option's text to its value."""
 
     @functools.wraps(read_option)
     def read(text: str) -> Any:
@@ -99,9 +99,9 @@ def _reader(name: str) -> Any:
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The engine options given in a file or as flags, for `LLM(model, **options)`.
 
-    If only the file names a model, it is written to `arguments.model`. A short name there is replaced with the name of
-    the repository, and kept as `arguments.short_name`; the name of a created model with what it stands for, and kept as
-    `arguments.created`. Raises ValueError for an unknown name.
+    If only the file contains a model, it is written to `arguments.model`. A short name is replaced with the
+    repository's name and stored in `arguments.short_name`. The name of a created model is replaced with its source and
+    stored in `arguments.created`. Raises ValueError for an unknown name.
     """
     options = _given(arguments)
     from_file = options.pop("model", None)
@@ -120,8 +120,8 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The server options given in a file or as flags, for `ServerConfig.create(**options)`.
 
-    If `engine_options` has found a short name of the model or a created model, the server has it as a second name,
-    unless it has others.
+    If `engine_options` has resolved a short name or a created model, the server gets it as a second name, unless other
+    names are set.
     """
     given = {name: value for name, value in _given(arguments).items() if name in OPTIONS[ServerConfig]}
     if name := getattr(arguments, "created", None):
@@ -133,7 +133,9 @@ def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def option_of(dest: str) -> str:
-    """The name of the option in config.py, or of the command's own argument, that is stored in argparse's `dest`."""
+    """The option's name in config.py, or the name of the command's own argument, that is stored in
+    argparse's `dest`.
+    """
     return dest.removeprefix(_DEST)
 
 

@@ -1,4 +1,4 @@
-"""`quire list`: the models that are on this machine."""
+"""`quire list`: the models on this machine."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ HELP = "list the models in the hub's cache"
 
 @dataclass(frozen=True)
 class Line:
-    """size: bytes on the disk. last_used: in ISO format, None for the bundled model."""
+    """size: bytes on disk. last_used: in ISO format, None for the bundled model."""
 
     name: str
     short_name: str | None
@@ -85,7 +85,7 @@ def _line(model: "CachedModel") -> Line:
 
 
 def _created(model: CreatedModel) -> Line:
-    """A model that a client of Ollama's API has created. Without a GGUF file of its own, it takes no room."""
+    """A model created by a client of Ollama's API. Without its own GGUF file, it takes no disk space."""
     file = Path(model.base or "")
     size = file.stat().st_size if file.suffix == ".gguf" and file.is_file() else 0
     made = datetime.fromtimestamp(model.created, UTC).isoformat(timespec="seconds")

@@ -39,7 +39,9 @@ COMMANDS = {  # the modules of this package by the names of commands
 
 
 def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
-    """wanted: if this is the name of a command, the parser has no others, whose modules then need not be imported."""
+    """wanted: a command's name. If it exists, only its parser is created, and the other commands' modules are not
+    imported.
+    """
     from quire.cli.parser import Parser
 
     parser = Parser(
@@ -58,8 +60,9 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, 1 for an error that the user can fix (one line on standard error), 130 for Ctrl-C, or 143
-    for SIGTERM and 129 for SIGHUP, which a server that is ready handles itself."""
+    """Exit status: 0; 1 for an error that the user can fix (one line on standard error); 130 for Ctrl-C; 143 for
+    SIGTERM and 129 for SIGHUP, which a running server handles itself.
+    """
     if threading.current_thread() is threading.main_thread():
         end_on_signals()
     argv = sys.argv[1:] if argv is None else argv
@@ -95,5 +98,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def command() -> NoReturn:
-    """What `quire` and `python -m quire` run."""
+    """The entry point of `quire` and `python -m quire`."""
     end_process(main())

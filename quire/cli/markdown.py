@@ -1,4 +1,4 @@
-"""Markdown that is drawn on a terminal while it is written."""
+"""Draws Markdown on a terminal while it is being written."""
 
 import io
 import re
@@ -28,12 +28,12 @@ class MarkdownWriter:
     """Draws a growing Markdown text.
 
     Only the last block of the text (a paragraph, a list, a table, ...) can still change, for instance when the second
-    line of a table arrives. So only that block is parsed and drawn again, from the first line that has changed. Lines
-    that have scrolled off the screen cannot be drawn again. If one of them has changed, the block is written once more.
+    line of a table arrives. Only that block is therefore parsed and drawn again, from the first changed line. Lines
+    that have scrolled off the screen cannot be redrawn. If one of them has changed, the block is printed again.
     """
 
     def __init__(self, size: Callable[[], terminal_size], seconds: float = _SECONDS) -> None:
-        """size: the size of the terminal, which may change. seconds: between two drawings, at least."""
+        """size: returns the size of the terminal, which may change. seconds: the minimum time between two drawings."""
         self._size = size
         self._seconds = seconds
         self._parser = MarkdownIt("commonmark", {"html": False, "maxNesting": 100}).enable(["strikethrough", "table"])
@@ -70,7 +70,7 @@ class MarkdownWriter:
         source = self._source.split("\n")
         parts = [self._render(tokens, source) for _, tokens in blocks]
         lines = _join(parts)
-        # A block is complete when the next one has begun. A line that is not complete may still belong to either.
+        # A block is complete when the next one has begun. An incomplete line may still belong to either block.
         begun = [i for i, (start, _) in enumerate(blocks) if start < len(source) - 1 and parts[i]]
         written = self._write_again(lines) if was_resized else self._change(lines, size.lines)
         self._lines = lines
@@ -81,7 +81,7 @@ class MarkdownWriter:
         return written
 
     def _change(self, lines: list[str], rows: int) -> str:
-        """Turn the lines that are drawn into `lines`."""
+        """Change the drawn lines to `lines`."""
         old = self._lines
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old, lines, strict=False)))
         if same == len(old):
@@ -99,11 +99,11 @@ class MarkdownWriter:
         return ("\n" if self._lines else "") + "\n".join(lines)
 
     def _render(self, tokens: "list[Token]", source: list[str]) -> list[str]:
-        """The lines of one block, without blank lines around it. What Markdown would hide is shown as it was written.
+        """The lines of one block, without surrounding blank lines. Text that Markdown would hide is shown as written.
 
         source: the lines of the text.
         """
-        # A terminal breaks the line itself when its last column is used.
+        # A terminal wraps the line itself when its last column is used.
         console = Console(file=io.StringIO(), force_terminal=True, width=max(self._columns - 1, 1), theme=_THEME)
         document = _Document("", code_theme="ansi_dark", hyperlinks=False)
         document.parsed = list(map(_adapt, tokens))
@@ -123,7 +123,7 @@ class _Heading(Heading):
 
 
 class _List(ListElement):
-    """A numbered list whose numbers have the same width up to 99, so that its tenth item does not move the others."""
+    """A numbered list whose numbers have the same width up to 99, so that its tenth item does not shift the others."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         number = 1 if self.list_start is None else self.list_start
@@ -136,7 +136,7 @@ class _Document(Markdown):
 
 
 def _blocks(tokens: "Iterable[Token]") -> "Iterator[tuple[int, list[Token]]]":
-    """The blocks of the top level: the line of the source in which each begins, and its tokens."""
+    """The top-level blocks: the source line where each begins, and its tokens."""
     block: list[Token] = []
     for token in tokens:
         block.append(token)
@@ -148,7 +148,7 @@ def _blocks(tokens: "Iterable[Token]") -> "Iterator[tuple[int, list[Token]]]":
 
 
 def _adapt(token: "Token") -> "Token":
-    """Line breaks are kept, as a model writes them in a poem. An address that is its own text is shown once."""
+    """Line breaks are kept, for instance in poems. A link whose text is its address is shown once."""
     for child in token.children or ():
         if child.type == "softbreak":
             child.type = "hardbreak"
@@ -158,7 +158,7 @@ def _adapt(token: "Token") -> "Token":
 
 
 def _join(parts: Iterable[list[str]]) -> list[str]:
-    """The lines of blocks, with a blank line between two of them."""
+    """The lines of blocks, separated by blank lines."""
     lines: list[str] = []
     for part in parts:
         lines += ["", *part] if lines and part else part

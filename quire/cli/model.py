@@ -11,7 +11,7 @@ _HELP = "checkpoint directory, .gguf file, Hugging Face id or short name (defaul
 
 
 class _Model(argparse.Action):
-    """Stores the model, given as an argument or as a flag. Two different models are an error."""
+    """Stores the model given as an argument or as a flag. Two different models are an error."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -39,12 +39,12 @@ def add_model_flag(parser: argparse.ArgumentParser, text: str = _HELP) -> None:
 
 
 def complete_models(action: argparse.Action) -> None:
-    """Let the shell complete the argument with names of models, through argcomplete's attribute `completer`."""
+    """Let the shell complete the argument with model names, through argcomplete's attribute `completer`."""
     action.completer = models  # type: ignore[attr-defined]
 
 
 def check_prompt(prompt: str) -> None:
-    """Raises ValueError for a prompt that is obviously meant as the model: a directory, or a file of weights."""
+    """Raises ValueError for a prompt that is obviously meant to be the model: a directory, or a file of weights."""
     is_weights = prompt.endswith((".gguf", ".safetensors")) and os.path.isfile(prompt)
     if is_weights or os.path.isdir(prompt):
         model = os.path.dirname(prompt) or "." if prompt.endswith(".safetensors") and is_weights else prompt

@@ -1,4 +1,4 @@
-"""argparse with the conventions of vLLM's command line, and with errors of two lines."""
+"""argparse with the conventions of vLLM's command line, and with two-line errors."""
 
 import argparse
 import difflib
@@ -12,8 +12,9 @@ OPTION_DEST = "option_"  # separates the options of config.py and of vLLM from a
 
 
 class MergeJson(argparse.Action):
-    """Stores a JSON object. If the flag is given again, the new object is merged into the earlier one. Another value,
-    which some options of vLLM have, takes its place."""
+    """Stores a JSON object. If the flag is given again, the new object is merged into the earlier one. Any other value,
+    which some vLLM options accept, replaces it.
+    """
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -48,9 +49,9 @@ class Parser(argparse.ArgumentParser):
     """Accepts flags with underscores (--max_model_len), switches with values (--enforce-eager=true), and fields of JSON
     objects (--hf-overrides.rope_theta 1e6).
 
-    takes_engine_options: also accept the options of vLLM that Quire does not have; `EngineConfig.create` checks them.
-    Such a flag is added to the parser when it is first met, and the help does not list it. --help then lists, of the
-    options of config.py, only `common_options`; --help-all lists all.
+    takes_engine_options: also accept vLLM options that Quire does not have; `EngineConfig.create` checks them.
+    Such a flag is added to the parser when it first occurs, and is not listed in the help. Of the options of config.py,
+    --help lists only `common_options`, and --help-all lists all.
     """
 
     common_options: frozenset[str] = frozenset()
@@ -60,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         self.takes_engine_options = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses all arguments; an unknown one is an error."""
+        """Parses all arguments; unknown ones are errors."""
         given = self._normalized(list(sys.argv[1:] if args is None else args))
         namespace, rest = super().parse_known_args(given, namespace)
         if rest:
@@ -126,7 +127,7 @@ class Parser(argparse.ArgumentParser):
         return result + given
 
     def _action(self, flag: str) -> argparse.Action | None:
-        """The action of the flag, or None if it is unknown. Adds the flag to the parser if it is an option of vLLM."""
+        """The action of the flag, or None if it is unknown. Adds the flag to the parser if it is a vLLM option."""
         if not flag.startswith("-"):
             return None
         if flag not in self._option_string_actions and self.takes_engine_options:
@@ -150,7 +151,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _value(text: str) -> Any:
-    """The value of an option of vLLM: JSON or a Python constant if the text is valid as such, or else the text."""
+    """The value of a vLLM option: JSON or a Python constant if the text is valid as such, otherwise the text."""
     if text in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[text]
     try:

@@ -1,6 +1,6 @@
-"""Plan capacity: which parallelism and how many devices a model needs for a traffic. The real scheduler is simulated
-over the traffic, with step times that are counted for the devices of --gpus, or fitted to steps that were measured on
-this machine: quire plan measure writes them to a file for --fit. Only the model's small files are read, no weights.
+"""Plan capacity: which parallelism and how many devices a model needs for given traffic. It simulates the real
+scheduler over the traffic. Step times are computed for the devices of --gpus, or fitted to steps that quire plan
+measure measured on this machine and wrote to a file for --fit. Only the model's small files are read, no weights.
 """  # the description of the command in its help
 
 import argparse
@@ -108,7 +108,9 @@ def _simulate(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def _task(arguments: argparse.Namespace, options: dict[str, Any]) -> "tuple[Task, int]":
-    """All that the simulation depends on, and the number of devices. Raises ValueError for flags that do not fit."""
+    """Everything that the simulation depends on, and the number of devices. Raises ValueError for flags that cannot be
+    combined.
+    """
     from quire.bench.slo import parse
     from quire.planner.devices import parse_devices
     from quire.planner.fitted import Fitted, read_fit
@@ -157,7 +159,7 @@ def _footprint(model: str | None, options: dict[str, Any]) -> "Footprint":
 
 
 def _engine_options(options: dict[str, Any], footprint: "Footprint", longest: int, gpu: bool) -> "EngineOptions":
-    """With the defaults of quire serve, but max_model_len is by default what the traffic needs."""
+    """Uses the defaults of quire serve, but max_model_len defaults to the traffic's longest request."""
     from quire.planner.memory import EngineOptions
 
     given = {name: options[name] for name in _SCHEDULER_FLAGS if name in options}

@@ -1,4 +1,4 @@
-"""`quire pull`: download a model, after saying what it is and how fast it would run on this machine."""
+"""`quire pull`: download a model, after describing it and estimating its speed on this machine."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _pull(name: str, revision: str | None, folder: str | None, token: Any, dry_run: bool) -> int:
-    """Describe the model, and download what the cache lacks."""
+    """Describe the model, and download the files missing from the cache."""
     from quire.checkpoints.format_names import weight_files
     from quire.cli.models import report
     from quire.cli.models.cache import cache_folder, complete_snapshot, folder_of
@@ -96,7 +96,9 @@ def _print_progress(name: str, revision: str | None, download_dir: str | None, t
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Ctrl-C ends the process at once. Otherwise it would wait until the library's threads have their files."""
+    """Ctrl-C ends the process immediately. Otherwise, it would wait until the library's threads have finished their
+    files.
+    """
 
     def end(*_: object) -> None:
         sys.stderr.write("\n")

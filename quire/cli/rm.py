@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cached_name(given: str, cached: list[str]) -> str:
-    """The name in the cache of a model that the user names. Raises ValueError for what is no cached model."""
+    """The name in the cache of the model given by the user. Raises ValueError if it is not a cached model."""
     if given.partition(":")[0] in cached:
         return given
     if given == BUNDLED:

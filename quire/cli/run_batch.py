@@ -1,7 +1,7 @@
 """Answer the requests of an OpenAI batch file. Each line of the input is a request, with custom_id, method, url and
-body. Each line of the output is an answer. Answers are appended as requests finish, in any order; custom_id tells which
-belongs to which. After an interruption, the same command goes on where it stopped. All options of quire serve are
-accepted; those of connections have no effect.
+body. Each line of the output is a response. Responses are appended as requests finish, in any order; custom_id
+identifies their requests. After an interruption, the same command continues where it stopped. All options of quire
+serve are accepted; those for connections have no effect.
 """  # the description of the command in its help
 
 import argparse
@@ -89,7 +89,8 @@ def _answer(model: str | None, options: dict[str, Any], config: ServerConfig, so
             engine_config = EngineConfig.create(model=model, **options)
             core = CoreClient(*with_files(engine_config))
             try:
-                # Imported here, since it takes a while, in which the core's process imports torch and loads the model.
+                # Imported here, since importing takes a while, in which the core's process imports torch and loads the
+                # model.
                 from quire.server.batch import run
 
                 run(core, config, files)
@@ -110,7 +111,7 @@ def _is_url(name: str) -> bool:
 
 
 def _file_for(url: str, folder: Path | None) -> Path:
-    """The file for the answers that are sent to a URL in the end. It is the same for each run."""
+    """The file for the responses, which are uploaded to a URL at the end. The file is the same for each run."""
     folder = folder or state_folder()
     if folder is None:
         raise ValueError("a user without a home needs --output-tmp-dir for an output URL")

@@ -21,7 +21,7 @@ PARAMETERS: dict[str, tuple[type[int] | type[float] | type[str], str]] = {
 
 
 def add_text_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
-    """Add the flags that `generate` and `chat` share. max_tokens: its default; None stands for the whole context."""
+    """Add the flags shared by `generate` and `chat`. max_tokens: its default; None is the whole context."""
     group = parser.add_argument_group("Sampling (options that are not given come from generation_config.json)")
     for name, (kind, text) in PARAMETERS.items():
         options: dict[str, Any] = {"type": kind, "metavar": "N" if kind is int else "X", "help": text}
@@ -30,7 +30,7 @@ def add_text_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> N
             options["default"] = max_tokens
         if kind is str:
             options |= {"action": "append", "metavar": "TEXT", "help": f"{text}; may be repeated"}
-        # --seed is the engine's seed, from which requests without a seed of their own draw one.
+        # --seed is the engine's seed, from which requests without their own seed draw one.
         flag = "--sampling-seed" if name == "seed" else "--" + name.replace("_", "-")
         group.add_argument(flag, dest=name, **options)
     group.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")

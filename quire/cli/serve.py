@@ -28,11 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def server_config(arguments: argparse.Namespace) -> ServerConfig:
-    """The server's options, with the API key from the environment if they contain none. The log begins to have the
-    format that they say.
+    """The server's options, with the API key from the environment if they contain none. This also sets the log format
+    from the options.
 
-    The API key is the only option that the environment can set: on a command line, every user of the machine can read
-    it.
+    The API key is the only option that can be set by the environment: every user of the machine can read command lines.
     """
     config = ServerConfig.create(**server_options(arguments))
     configure_logging(arguments.log_level, config.log_format)

@@ -1,4 +1,4 @@
-"""`quire show`: what a model is, and whether and how fast it runs on this machine."""
+"""`quire show`: what a model is, whether it runs on this machine, and how fast."""
 
 import argparse
 import json

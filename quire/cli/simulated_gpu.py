@@ -1,8 +1,9 @@
-"""A GPU that is not there. The engine's own code runs on it unchanged; only the work of the GPU is left out.
+"""Simulates a GPU that is not present. The engine's own code runs on it unchanged; only the GPU's computations are
+omitted.
 
-Tensors on the stand-in have shapes, types and strides, but no memory, so models of any size fit. An operation on such
-tensors gives a tensor of the right shape. A launch of a Triton kernel compiles the kernel for the card, down to machine
-code, but does not run it. Copies to the host arrive as zeros.
+Tensors on the simulated GPU have shapes, types and strides, but no memory, so models of any size fit. An operation on
+such tensors returns a tensor with the right shape. A launch of a Triton kernel compiles the kernel for the card, down
+to machine code, but does not run it. Copies to the host arrive as zeros.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _BASE = 2**40  # the address at which every allocation of the stand-in begins, a
 
 @dataclass
 class SimulatedGpu:
-    """What happened on the device so far.
+    """The activity of the device so far.
 
     num_loaded: kernels that Triton compiled or read from its cache. cache_misses: the names of those that it had to
-    compile. kernels: those that were launched, by hash. waits: how often the host waited for a value.
+    compile. kernels: the launched ones, by hash. waits: how often the host waited for a value.
     """
 
     card: Card
@@ -50,15 +51,15 @@ class SimulatedGpu:
     def launched(
         self, name: str, arguments: dict[str, Any], grid: tuple[int, ...] = (), kernel: Any = None, result: Any = None
     ) -> None:
-        """Called for work that the engine gave to the device.
+        """Called for work that the engine submits to the device.
 
-        arguments: the tensors and numbers; tensors are of the stand-in. kernel: Triton's compiled kernel with its
+        arguments: the tensors and numbers; the tensors are simulated. kernel: Triton's compiled kernel with its
         machine code, or None if `name` is an operation of torch.
         """
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operations on tensors of the stand-in compute shapes only. Operations on tensors of the host run as usual."""
+    """Operations on the simulated device's tensors only compute shapes. Operations on host tensors run as usual."""
 
     def __init__(self, device: SimulatedGpu, shapes: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -99,7 +100,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _copy_to_host(self, func: Any, args: Any, kwargs: Any, target: torch.device | None) -> Any:
-        """The result of an operation that brings values to the host: zeros. None if it is no such operation."""
+        """The result of an operation that copies values to the host: zeros. None for any other operation."""
         aten = torch.ops.aten
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             self.device.waits += not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
@@ -117,7 +118,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Pointer:
-    """What Triton's launcher may know of a tensor: its type and its address."""
+    """The parts of a tensor that Triton's launcher needs: its type and its address."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype, self._offset = tensor.dtype, int(tensor.storage_offset()) * tensor.element_size()
@@ -127,7 +128,7 @@ class _Pointer:
 
 
 class _Driver:
-    """Triton's driver for a card: names the target, and launches nothing."""
+    """Triton's driver for a card, which names the target but launches nothing."""
 
     def __init__(self, card: Card) -> None:
         self._card = card
@@ -148,7 +149,7 @@ class _Driver:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What is left of an effect that only a GPU has."""
+    """A replacement for effects that only a GPU has."""
 
 
 class _Idle:
@@ -157,7 +158,7 @@ class _Idle:
 
 
 class _Event(_Idle):
-    """An event of a device that is always done."""
+    """An event of a device whose work is always finished."""
 
     record = synchronize = wait = _nothing
 
@@ -180,14 +181,14 @@ class _Graph(_Idle):
 
 
 class _Generator(torch.Generator):
-    """Random numbers for the stand-in: torch's CPU build has no generator for a GPU."""
+    """Random numbers for the simulated GPU: torch's CPU build has no generator for a GPU."""
 
     def __new__(cls, device: Any = None) -> _Generator:
         return super().__new__(cls)
 
 
 def _torch_cuda(device: SimulatedGpu, count: int) -> dict[str, Any]:
-    """What replaces the functions of torch.cuda."""
+    """Replacements for functions of torch.cuda."""
     card = device.card
     major, minor = divmod(card.capability, 10) if isinstance(card.capability, int) else (9, 4)
     properties = SimpleNamespace(
@@ -238,8 +239,9 @@ def _torch_cuda(device: SimulatedGpu, count: int) -> dict[str, Any]:
 
 
 def _collectives(device: SimulatedGpu) -> dict[str, Any]:
-    """What replaces functions of torch.distributed. Collectives exchange nothing if their tensors are on the stand-in.
-    The same holds in a process that has not joined others, as one rank of a Communicator(rank, size, group=None)."""
+    """Replacements for functions of torch.distributed. Collectives exchange nothing if their tensors are on the
+    simulated GPU. The same applies to a process that has not joined others, as one rank of a Communicator(rank, size,
+    group=None)."""
 
     def replaced(name: str) -> Any:
         collective = getattr(torch.distributed, name)
@@ -279,7 +281,7 @@ def _collectives(device: SimulatedGpu) -> dict[str, Any]:
 
 
 def _allow_device_type() -> None:
-    """Let torch's CPU build handle tensors that claim to be on a GPU: views of them ask for a guard of the device type.
+    """Let torch's CPU build handle tensors that claim to be on a GPU: views of them need a guard of the device type.
     A guard that does nothing is borrowed from the type `meta`. (torch does the same itself in its CUDA builds.)"""
     if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         torch._C._ensureCUDADeviceGuardSet()
@@ -291,8 +293,9 @@ def _allow_device_type() -> None:
 
 @contextlib.contextmanager
 def stand_in(card: Card, count: int = 1, device: SimulatedGpu | None = None) -> Iterator[SimulatedGpu]:
-    """Within this block, torch finds `count` GPUs of the kind `card`, as devices cuda:0 and so on. This holds for this
-    thread and for threads that are started within the block. device: told of what happens; a new one if None."""
+    """Within this block, torch finds `count` GPUs of the kind `card`, as devices cuda:0 and so on. This applies to this
+    thread and to threads started within the block. device: records the activity; a new one if None.
+    """
     import triton
     from triton.runtime.jit import JITFunction
 
@@ -332,7 +335,7 @@ def stand_in(card: Card, count: int = 1, device: SimulatedGpu | None = None) -> 
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(threading.Thread, "run", thread))
         stack.enter_context(mock.patch.object(JITFunction, "run", launch))
-        # Tensors have no content here, so their numbers say nothing.
+        # Tensors have no content here, so statistics of their values are meaningless.
         stack.enter_context(mock.patch("quire.worker.runner._is_finite", return_value=True))
         stack.callback(triton.runtime.driver.set_active, triton.runtime.driver._active)
         triton.runtime.driver.set_active(_Driver(card))

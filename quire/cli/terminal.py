@@ -1,4 +1,4 @@
-"""The terminal of a conversation: line editing and history, messages of several lines, wrapped answers."""
+"""The terminal of a conversation: line editing and history, multi-line messages, wrapped answers."""
 
 import contextlib
 import os
@@ -84,7 +84,7 @@ def _columns(character: str) -> int:
 class Terminal:
     """Reads messages from standard input and writes answers to standard output. Either may be a file or a pipe.
 
-    is_plain: show answers as they are, instead of drawing their Markdown. has_history: keep what is typed in a file.
+    is_plain: show answers as they are, instead of drawing their Markdown. has_history: save typed lines in a file.
     is_multiline: messages end with an empty line. stopped: Ctrl-C was pressed since `answer` began.
     """
 
@@ -138,7 +138,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def conversation(self) -> Iterator[None]:
-        """A context in which Ctrl-C drops the line being typed, or sets `stopped`. Saves the history at its end."""
+        """A context in which Ctrl-C discards the line being typed, or sets `stopped`. Saves the history on exit."""
         if not self.interactive:
             yield
             return
@@ -201,7 +201,7 @@ class Answer:
         file.flush()
 
     def finish(self) -> None:
-        """Write what is not visible yet."""
+        """Write the text that is not visible yet."""
         if self._markdown is not None:
             sys.stdout.write(self._markdown.finish())
 
@@ -219,7 +219,9 @@ def _terminal_size() -> os.terminal_size:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """A context in which keys are not echoed, since they would end up within the answer. The next line has them."""
+    """A context in which keys are not echoed, since they would appear within the answer. The next line
+    receives them.
+    """
     import termios
 
     before = termios.tcgetattr(sys.stdin)
@@ -234,7 +236,7 @@ def _silence() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _history(readline: ModuleType | None) -> Iterator[None]:
-    """A context whose lines are kept in a file, behind those of earlier sessions. Errors of the file are ignored."""
+    """A context whose lines are appended to a history file of earlier sessions. Errors of the file are ignored."""
     folder = state_folder()
     if readline is None or folder is None:
         yield

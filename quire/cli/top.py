@@ -1,4 +1,4 @@
-"""`quire top`: what a server does, in a terminal."""
+"""`quire top`: shows a server's activity in a terminal."""
 
 import argparse
 import os

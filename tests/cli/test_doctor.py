@@ -208,4 +208,4 @@ def test_gpus_are_listed_with_what_they_have_free(card):
 def test_help_names_the_options():
     done = subprocess.run([sys.executable, "-m", "quire", "doctor", "--help"], capture_output=True, text=True)
     assert "--json" in done.stdout
-    assert "says what is wrong and what to do" in " ".join(done.stdout.split())
+    assert "reports problems with their solutions" in " ".join(done.stdout.split())

@@ -23,6 +23,7 @@ DOCS = TESTS.parent / "docs"
 TABLE = TESTS / "data" / "document_claims.toml"
 _CLAIM = re.compile(
     r"\b(is|are|be|were) (not (yet )?(supported|allowed)|refused|ignored)\b|\b(has|have) no effect\b|without effect|"
+    r"(?<!that )(?<!where it )(?<!drafts )\b(is|are|be|were) rejected\b|"
     r"cannot be used|not there yet|\bis a 400\b|not supported\b|do(es)? not go together|does not support"
 )
 _NO_SENTENCES = re.compile(r"^ *```.*?^ *```$|<!-- written.*?<!-- end -->|^#.*?$", re.DOTALL | re.MULTILINE)

@@ -7,7 +7,7 @@ from quire.messages.errors import error_text
 
 @cache
 def import_failure() -> str | None:
-    """Why the engine cannot be imported, None if it can. A second attempt would fail with a misleading message."""
+    """The reason why the engine cannot be imported, or None. A second attempt would fail with a misleading message."""
     try:
         import quire.ops  # noqa: F401
     except Exception as error:
@@ -16,7 +16,7 @@ def import_failure() -> str | None:
 
 
 def need_engine() -> None:
-    """Import the engine. Raises RuntimeError if that fails; the check of PyTorch says why."""
+    """Import the engine. Raises RuntimeError if that fails; the PyTorch check reports the reason."""
     if import_failure() is not None:
         raise RuntimeError("PyTorch cannot be imported")
 

@@ -50,7 +50,7 @@ def _threads(data: Mapping[str, Any]) -> str:
 
 
 def _kernels(rank: Mapping[str, Any]) -> str:
-    """How many operations have which implementation."""
+    """The number of operations for each implementation."""
     counts = Counter(rank["kernels"].values())
     text = ", ".join(f"{name} for {count}" for name, count in counts.most_common())
     if rank["device"] != "cpu":

@@ -1,7 +1,7 @@
-"""Runs checks in a process of their own, one after the other, so that no check can end the command.
+"""Runs checks in a separate process, one after the other, so that no check can crash the command.
 
-A check may load libraries that crash, and ask drivers and file systems that never answer. Then its process is given up,
-which is reported as the finding of the check, and a new process goes on with the next check.
+A check may load libraries that crash, and query drivers and file systems that never respond. Its process is then
+abandoned, which is reported as the check's finding, and a new process continues with the next check.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ _LOOK_THERE = "Something that the check uses is broken or does not answer: a lib
 
 
 def examine(checks: Mapping[str, Check], seconds: float = SECONDS) -> Generator[tuple[str, Finding]]:
-    """Run the checks in order. Yields each finding with the name of its check, as soon as it is known.
+    """Run the checks in order. Yields each finding with the name of its check, as soon as it is available.
 
-    seconds: the time that one check may take.
+    seconds: the time limit of one check.
     """
     waiting = list(checks)
     while waiting:
@@ -49,11 +49,11 @@ def examine(checks: Mapping[str, Check], seconds: float = SECONDS) -> Generator[
 
 
 class _LostError(RuntimeError):
-    """The process has ended, or does not answer. The text says which."""
+    """The process has exited, or does not respond. The text says which."""
 
 
 class _Process:
-    """A child of this process, which runs the checks and sends what they find.
+    """A child of this process, which runs the checks and sends their findings.
 
     It is forked, so a check may be any function. That is safe, since this process has no other threads.
     """
@@ -77,7 +77,7 @@ class _Process:
             os.setpgid(self._pid, self._pid)
 
     def next_finding(self, deadline: float) -> Finding | None:
-        """The next finding of the current check, None at its end. Raises _LostError."""
+        """The next finding of the current check, or None at its end. Raises _LostError."""
         if not self._received.poll(max(0.0, deadline - time.monotonic())):
             raise _LostError("it did not end in time")
         try:
@@ -116,7 +116,7 @@ class _Process:
                 time.sleep(0.005)
 
     def close(self) -> None:
-        """End the process, and what it has started."""
+        """Terminate the process and its children."""
         with contextlib.suppress(OSError):
             os.killpg(self._pid, signal.SIGKILL)
         self._wait()
@@ -128,7 +128,7 @@ class _Process:
 
 
 def _scratch_file() -> int:
-    """A file for what the checks' libraries write to standard output and standard error."""
+    """A file for the output of the checks' libraries to standard output and standard error."""
     if hasattr(os, "memfd_create"):
         with contextlib.suppress(OSError):
             return os.memfd_create("quire-doctor")
@@ -136,7 +136,7 @@ def _scratch_file() -> int:
 
 
 def _run(checks: Mapping[str, Check], sent: "Connection", written: int) -> NoReturn:
-    """In the child: run the checks. An exception is a finding, too."""
+    """Run the checks, in the child process. An exception is a finding, too."""
     try:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)  # what a check has started, such as a compiler, is ended with this process

@@ -1,4 +1,4 @@
-"""What a check of `quire doctor` finds."""
+"""The result of a check of `quire doctor`."""
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Level(StrEnum):
-    """ok: as it should be. note: worth knowing, but Quire works. problem: Quire fails, or is much slower."""
+    """ok: no problem. note: worth knowing, but Quire works. problem: Quire fails, or is much slower."""
 
     OK = "ok"
     NOTE = "note"
@@ -14,7 +14,7 @@ class Level(StrEnum):
 
 
 class Finding(NamedTuple):
-    """found: what is so. advice: what to do about it, empty if nothing needs to be done."""
+    """found: the current state. advice: what to do about it, empty if nothing needs to be done."""
 
     level: Level
     found: str
@@ -37,5 +37,5 @@ def problem(found: str, advice: str) -> Finding:
 
 
 def memory_text(size: float) -> str:
-    """A number of bytes of memory, in the units in which systems count it."""
+    """A number of bytes of memory, in the binary units that systems use."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -1,4 +1,4 @@
-"""Checks of the folders into which Quire writes: caches, state and temporary files."""
+"""Checks of the folders to which Quire writes: caches, state and temporary files."""
 
 import os
 import tempfile
@@ -84,7 +84,9 @@ def check_temporary_files() -> Iterator[Finding]:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Why this user cannot write into the folder or, if it is missing, cannot make it; None if that is possible."""
+    """The reason why this user cannot write to the folder or, if it is missing, cannot create it; None if that is
+    possible.
+    """
     try:
         with tempfile.TemporaryFile(dir=_existing(folder)):
             return None
@@ -93,7 +95,7 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or else the nearest one above it that exists."""
+    """The folder, or its nearest existing parent."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
@@ -109,7 +111,7 @@ def _free(folder: Path) -> int:
 
 
 def _file_system(folder: Path) -> tuple[str, str]:
-    """The type and the device of the file system that the folder is on, empty if they are unknown."""
+    """The type and the device of the folder's file system, empty if unknown."""
     import psutil
 
     path = _existing(folder).resolve()

@@ -61,7 +61,7 @@ def _no_gpu() -> Finding:
 
 
 def _driver() -> str | None:
-    """The driver of GPUs on this machine, None if there is none."""
+    """The GPU driver on this machine, None if there is none."""
     try:
         version = re.search(r"Kernel Module\D*(\d[\d.]*)", _NVIDIA.read_text())
         return f"NVIDIA's driver {version[1]}" if version else "NVIDIA's driver"
@@ -124,7 +124,7 @@ def _is_built_for(major: int, minor: int) -> bool:
 
 
 def check_triton() -> Iterator[Finding]:
-    """Says nothing on a machine without a GPU, which does not need Triton."""
+    """Returns nothing on a machine without a GPU, which does not need Triton."""
     need_engine()
     import torch
 

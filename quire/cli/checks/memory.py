@@ -1,4 +1,4 @@
-"""Checks of memory: how much is free, how fast it is, and what the system does with it."""
+"""Checks of memory: how much is free, how fast it is, and how the system manages it."""
 
 import resource
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Checks of what connections need: the hub's token, proxies, and the server's port."""
+"""Checks of the requirements for connections: the hub's token, proxies, and the server's port."""
 
 import os
 import urllib.request

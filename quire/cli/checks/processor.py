@@ -14,7 +14,7 @@ from quire.cli.checks.folders import why_not_writable
 from quire.messages.errors import error_text
 from quire.platform.folders import cache_folder, private_folder
 
-# Features of processors, and what people call them.
+# Processor features and their common names.
 _FEATURES = {
     "avx2": "AVX2",
     "avx512f": "AVX-512",
@@ -30,7 +30,7 @@ _FEATURES = {
 }
 _TESTED_MACHINE = "x86_64"
 _SECONDS = 20  # for the compiler
-# What the kernels ask of a compiler: vectors of 16 lanes, their permutations, C++17 and threads.
+# The kernels' requirements on a compiler: vectors of 16 lanes, their permutations, C++17 and threads.
 _PROGRAM = """
 #include <atomic>
 #include <thread>
@@ -100,9 +100,9 @@ def check_compiler() -> Iterator[Finding]:
 
 
 def _failure_of(compiler: list[str]) -> str | None:
-    """Why it cannot compile a small library with the options of the kernels, None if it can.
+    """The reason why it cannot compile a small library with the kernels' options, or None.
 
-    Raises OSError if there is no folder for that.
+    Raises OSError if there is no folder for the library.
     """
     from quire.ops.cpu.build import FLAGS
     from quire.ops.cpu.processor import INSTRUCTION_SETS
@@ -169,7 +169,7 @@ def check_kernels() -> Iterator[Finding]:
 
 
 def _why_not_kept() -> str | None:
-    """Why compiled kernels cannot be kept in the cache folder, None if they can."""
+    """The reason why compiled kernels cannot be stored in the cache folder, or None."""
     from quire.ops.cpu.build import check_folder
 
     cache = cache_folder()

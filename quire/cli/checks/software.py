@@ -1,4 +1,4 @@
-"""Checks of what is installed: Python, PyTorch, the other packages, and extras."""
+"""Checks of the installed software: Python, PyTorch, the other packages, and extras."""
 
 import platform
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ def check_extras() -> Iterator[Finding]:
 
 
 def _requirements(extra: str = "") -> "list[Requirement]":
-    """What Quire requires on this machine or, for an extra, what the extra requires besides."""
+    """Quire's requirements on this machine or, for an extra, the additional requirements."""
     from packaging.requirements import Requirement
 
     chosen = []
@@ -91,7 +91,7 @@ def _requirements(extra: str = "") -> "list[Requirement]":
 
 
 def _unmet(requirement: "Requirement") -> str | None:
-    """What is wrong with the installed version of a package, None if nothing is."""
+    """The problem with a package's installed version, or None."""
     found = _installed(requirement.name)
     if found is None:
         return f"{requirement.name} is not installed"

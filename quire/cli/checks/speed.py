@@ -1,4 +1,4 @@
-"""The check of this machine's profile, by which an engine on CPUs chooses threads and the size of its steps."""
+"""The check of this machine's profile, from which an engine on CPUs chooses its threads and step size."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The table of `quire doctor`: a line for each finding, and below it what to do."""
+"""The table of `quire doctor`: a line for each finding, followed by the advice."""
 
 import os
 import textwrap
@@ -15,7 +15,7 @@ _LONGEST = 2000  # characters of a text
 
 
 class Table:
-    """columns: of the terminal, None if lines must not be wrapped. coloured: whether levels have colours."""
+    """columns: the terminal's width, None for unwrapped lines. coloured: whether levels are coloured."""
 
     def __init__(self, names: Iterable[str], columns: int | None, coloured: bool) -> None:
         self._names = max(map(len, names))
@@ -24,7 +24,7 @@ class Table:
 
     @classmethod
     def of(cls, stream: TextIO, names: Iterable[str]) -> "Table":
-        """As the stream needs it. A pipe or a file gets whole lines without colours, for grep."""
+        """A table suited to the stream. Pipes and files get unwrapped lines without colours, for grep."""
         if not stream.isatty():
             return cls(names, None, False)
         coloured = os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
@@ -48,11 +48,13 @@ class Table:
         return [f"{level}  {name:<{self._names}}  {text[0]}", *(" " * indent + line for line in text[1:])]
 
     def wrapped(self, text: str, indent: int = 0) -> list[str]:
-        """The text in lines that leave room for the indent. Control characters are escaped: a text may contain what
-        others have written."""
+        """The text in lines that leave room for the indent. Control characters are escaped, since a text may come from
+        an untrusted source.
+        """
         text = printable(" ".join(text.split()), _LONGEST)
         if self._columns is None:
             return [text]
-        # A terminal breaks the line itself when its last column is used. Paths stay whole, to be copied.
+        # A terminal wraps the line itself when its last column is used. Paths are not broken, so that they can be
+        # copied.
         width = max(self._columns - indent - 1, 10)
         return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]

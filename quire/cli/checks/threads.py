@@ -55,7 +55,7 @@ def _nodes_used() -> dict[str, str]:
 
 
 def _processors(listed: str) -> set[int]:
-    """The numbers in a list of the kernel, such as 0-3,8."""
+    """The numbers in a kernel list, such as 0-3,8."""
     found: set[int] = set()
     for part in filter(None, listed.split(",")):
         first, _, last = part.partition("-")

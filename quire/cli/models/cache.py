@@ -1,4 +1,4 @@
-"""The models in the cache of the Hugging Face hub."""
+"""The models in the Hugging Face hub's cache."""
 
 import dataclasses
 import logging
@@ -24,8 +24,8 @@ _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 class CachedModel:
     """A repository in the cache, with all its revisions.
 
-    folder: models--owner--name. size: bytes of all files, also of interrupted downloads. repository: as the library
-    sees it; None for a folder that it does not list, since no file in it is complete.
+    folder: models--owner--name. size: bytes of all files, also of interrupted downloads. repository: the library's
+    description; None for a folder that it does not list, since no file in it is complete.
     """
 
     name: str
@@ -34,8 +34,9 @@ class CachedModel:
     repository: "CachedRepoInfo | None"
 
     def snapshot(self, revision: str | None = None) -> Path | None:
-        """The folder with the files of a branch, tag or commit; by default of `main` or, if there is no `main`, of the
-        latest revision. None if there is no such folder."""
+        """The folder with the files of a branch, tag or commit. The default is `main` or, if there is none, the latest
+        revision. None if there is no such folder.
+        """
         if self.repository is None:
             return None
         by_name = dict(self.repository.refs)
@@ -47,7 +48,7 @@ class CachedModel:
 
     @property
     def last_used(self) -> float:
-        """When the weights were last read, in seconds since 1970, as far as the file system keeps that."""
+        """When the weights were last read, in seconds since 1970, as far as the file system records that."""
         snapshot = self.snapshot()
         if snapshot is None:
             return self.folder.stat().st_mtime
@@ -78,7 +79,7 @@ def folder_of(name: str, download_dir: str | None) -> Path:
 
 def complete_snapshot(name: str, revision: str | None, download_dir: str | None) -> Path | None:
     """The files of a repository in the cache, or the first file of its GGUF model; None if there are none, or if some
-    weights are missing. name: perhaps with a kind of GGUF model."""
+    weights are missing. name: optionally with a kind of GGUF model."""
     repository, kind = split_kind(name)
     model = next((model for model in cached_models(download_dir) if model.name == repository), None)
     snapshot = None if model is None else model.snapshot(revision)
@@ -103,7 +104,7 @@ def _model(folder: Path, repository: "CachedRepoInfo | None") -> CachedModel:
 
 
 def lacks_weights(snapshot: Path) -> bool:
-    """Whether a model's folder has no weights, or only a part of the files that its index lists."""
+    """Whether a model's folder has no weights, or only some of the files listed in its index."""
     files = local_files(snapshot)
     if not weight_files(files):
         return True
@@ -128,7 +129,7 @@ def files_of_kind(model: CachedModel, kind: str) -> list[Path]:
 
 
 def has_other_weights(model: CachedModel, kind: str) -> bool:
-    """Whether a model has weights besides the GGUF model of this kind."""
+    """Whether a model has weights other than the GGUF model of this kind."""
     revisions = () if model.repository is None else model.repository.revisions
     weights = {path for revision in revisions for path in _weights(revision.snapshot_path)}
     return bool(weights - set(files_of_kind(model, kind)))
@@ -139,7 +140,7 @@ def _weights(snapshot: Path) -> list[Path]:
 
 
 def delete_files(files: list[Path]) -> int:
-    """Delete files of snapshots, and their contents. Returns how many bytes that freed."""
+    """Delete files of snapshots, and the blobs that they link to. Returns the number of bytes freed."""
     contents = {file.resolve(): file.stat().st_size for file in files}
     for path in [*files, *contents]:
         path.unlink(missing_ok=True)
@@ -147,7 +148,7 @@ def delete_files(files: list[Path]) -> int:
 
 
 def delete(model: CachedModel, download_dir: str | None) -> int:
-    """Delete all revisions of a model. Returns how many bytes that freed. Raises OSError if something of it remains."""
+    """Delete all revisions of a model. Returns the number of bytes freed. Raises OSError if some of it remains."""
     from huggingface_hub import scan_cache_dir
 
     if model.repository is None:

@@ -1,4 +1,4 @@
-"""Downloads a model and reports the progress as JSON objects of the shape that Ollama's /api/pull sends."""
+"""Downloads a model and reports the progress as JSON objects in the format of Ollama's /api/pull."""
 
 import contextlib
 import hashlib
@@ -22,10 +22,10 @@ Line = dict[str, Any]
 
 
 def download(name: str, revision: str | None, download_dir: str | None, token: Any) -> Iterator[Line]:
-    """Download a model of the hub: {"status"}, for each file with "digest", "total" and "completed" (bytes), until
-    {"status": "success"}.
+    """Download a model from the hub: yields {"status"}, with "digest", "total" and "completed" (bytes) for each file,
+    until {"status": "success"}.
 
-    A file whose SHA-256 is not the one that the hub states is deleted. Raises ModelNotFoundError, OSError, and
+    A file whose SHA-256 differs from the hub's is deleted. Raises ModelNotFoundError, OSError, and
     ValueError for a damaged file or a model that Quire cannot run.
     """
     yield {"status": "pulling manifest"}
@@ -51,7 +51,7 @@ def download(name: str, revision: str | None, download_dir: str | None, token: A
 
 
 def _progress(remote: RemoteModel, blobs: Path, fetching: "Future[Path]") -> Iterator[Line]:
-    """A line whenever there is more of a file. Raises what the download raises."""
+    """Yield a line whenever more of a file has arrived. Raises the errors of the download."""
     reported: dict[str, int] = {}
     while True:
         is_done = fetching.done()
@@ -70,7 +70,7 @@ def _progress(remote: RemoteModel, blobs: Path, fetching: "Future[Path]") -> Ite
 
 
 def _size(blobs: Path, blob: str) -> int:
-    """How many bytes of a file there are."""
+    """The number of downloaded bytes of a file."""
     sizes = [0]
     for path in (blobs / blob, *blobs.glob(f"{blob}*{_UNFINISHED}")):
         with contextlib.suppress(OSError):  # it was renamed meanwhile
@@ -79,7 +79,7 @@ def _size(blobs: Path, blob: str) -> int:
 
 
 def _verify(path: Path, name: str) -> None:
-    """Raises ValueError if the content is not what the file's name in the cache says."""
+    """Raises ValueError if the content does not match the file's name in the cache."""
     if len(path.name) != 64:  # a small file, which is named by its SHA-1 in git
         return
     digest = hashlib.sha256()
@@ -93,8 +93,9 @@ def _verify(path: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def _unfinished_files_removed() -> Iterator[None]:
-    """SIGTERM and Ctrl-C end the process at once, without the files that it has begun: the library does not go on with
-    them later."""
+    """SIGTERM and Ctrl-C end the process immediately, without its incomplete files, which the library
+    does not resume.
+    """
 
     def end(number: int, _: object) -> None:
         with contextlib.suppress(OSError):  # there is no /proc

@@ -1,4 +1,4 @@
-"""Whether a model fits into this machine, and roughly how fast it generates here."""
+"""Whether a model fits into this machine's memory, and roughly how fast it generates."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Estimate:
     """A way to run a model on this machine.
 
     quantization: the value of --quantization, None for the weights as they are. memory: bytes of the weights.
-    context: how many tokens the longest request may have, as far as memory goes; 0 if the weights do not fit.
+    context: how many tokens of the longest request fit in memory; 0 if the weights do not fit.
     tokens_per_second: of one request with a short context, None for a model that generates nothing.
     """
 
@@ -37,7 +37,7 @@ def estimates(footprint: Footprint, machine: Machine) -> list[Estimate]:
 
 
 def tokens_per_second(read: float, bandwidth: float) -> float:
-    """read: bytes of weights for each token. bandwidth: of the memory, in bytes a second."""
+    """read: bytes of weights read for each token. bandwidth: of the memory, in bytes per second."""
     kind = KINDS["measured"]
     return 1 / (kind.step + read / (kind.weight_share * bandwidth))
 
@@ -52,7 +52,7 @@ def _estimate(footprint: Footprint, machine: Machine, quantization: str | None) 
 
 
 def _speed(footprint: Footprint, machine: Machine, quantization: str | None) -> float:
-    """The counted speed of one request with a short context, if only reading memory takes time."""
+    """The estimated speed of one request with a short context, if only reading memory takes time."""
     device = Device(machine.device, machine.free, machine.bandwidth, {"bf16": inf}, inf, KINDS["measured"])
     times = RooflineTimes(footprint, Layout(), device, quantization)
     return 1 / sum(times.stages([step_work([1], [1], 1, times.windows)]))

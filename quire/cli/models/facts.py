@@ -1,4 +1,4 @@
-"""What is known of a model by its small files, without its weights: what it is, and what it needs."""
+"""Facts about a model from its small files, without its weights: what it is, and what it needs."""
 
 import contextlib
 import math
@@ -22,7 +22,7 @@ from quire.messages.errors import error_text
 from quire.models.spec import DecoderSpec
 from quire.planner.sizes import FULL, HALF, Footprint, parameters_of
 
-# What the function that reads the config of an architecture may raise, if a config is not what it expects.
+# The exceptions of functions that read an architecture's config, if a config is not as expected.
 _WRONG_CONFIG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _INPUTS = {"image": "pictures", "video": "videos", "audio": "sounds"}
 _HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator")  # drafters that are no whole models
@@ -30,8 +30,8 @@ _HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator")  # drafters that are no
 
 @dataclass(frozen=True)
 class Facts:
-    """problem: why Quire cannot run the model, None if it can. purpose: what it is for. format, file_bytes: of its
-    weights. footprint: None for an adapter, a drafter, and a model that Quire does not know."""
+    """problem: why Quire cannot run the model, or None. purpose: its task. format, file_bytes: of its
+    weights. footprint: None for an adapter, a drafter, and an unknown model."""
 
     problem: str | None
     purpose: str
@@ -46,8 +46,8 @@ class Facts:
 def facts_of(path: Path, files: Mapping[str, int] | None = None) -> Facts:
     """The facts of a model in a folder, or in a .gguf file.
 
-    files: the sizes of all files of the model, for a folder that has only the small ones. Raises ModelNotFoundError for
-    a folder without a config, and WeightError for a file that is no GGUF.
+    files: the sizes of all files of the model, for a folder with only the small ones. Raises ModelNotFoundError for
+    a folder without a config, and WeightError for a file that is not a GGUF file.
     """
     if path.is_file():
         return _of_gguf(path)
@@ -115,14 +115,15 @@ def _of_gguf(path: Path) -> Facts:
     table = sizes.pop("token_embd.weight") / max(1, parameters.embedding)
     head = sizes.pop("output.weight", 0.0) / max(1, parameters.head)
     linear = sum(sizes.values()) / max(1, parameters.total - parameters.embedding - parameters.head)
-    # A table that is no output layer is decoded.
+    # A table that is not an output layer is dequantized.
     footprint = Footprint(spec, parameters, linear, table if parameters.tied else HALF, head)
     return Facts(None, "text generation", config["architectures"][0], *known, footprint)
 
 
 def at_a_glance(folder: Path) -> tuple[str, int | None]:
-    """The format of a model's weights and the number of its parameters, None if it is not known, by the names of its
-    files and by config.json alone."""
+    """The format of a model's weights and the number of its parameters (None if unknown), from the names of its files
+    and config.json only.
+    """
     config: dict[str, Any] = {}
     parameters = None
     with contextlib.suppress(*_WRONG_CONFIG):
@@ -132,7 +133,7 @@ def at_a_glance(folder: Path) -> tuple[str, int | None]:
 
 
 def local_files(folder: Path) -> dict[str, int]:
-    """The files of a folder, and of the folders in it, with their sizes in bytes."""
+    """The files of a folder and its subfolders, with their sizes in bytes."""
     found = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
 
@@ -154,7 +155,7 @@ def _drafter_method(config: dict[str, Any]) -> str | None:
 
 
 def _purpose(config: dict[str, Any], spec: DecoderSpec, path: Path) -> tuple[bool, str]:
-    """Whether the model generates text, and what it is for. Raises ValueError for a head that is not supported."""
+    """Whether the model generates text, and its purpose. Raises ValueError for a head that is not supported."""
     from quire.models.pooling import describe_pooling, is_pooling_model
 
     options = ModelConfig()
@@ -165,7 +166,7 @@ def _purpose(config: dict[str, Any], spec: DecoderSpec, path: Path) -> tuple[boo
 
 
 def _inputs(spec: DecoderSpec) -> str:
-    """What a model with an encoder of pictures or sounds takes."""
+    """The inputs of a model with an image or audio encoder."""
     if spec.media is None or spec.media.encoder is not None:
         return ""
     from quire.multimodal.processor import load_family  # imports the library of pictures
@@ -194,7 +195,7 @@ def _reason(error: Exception) -> str:
 
 
 def _chat_template(path: Path) -> str | None:
-    """The chat template of conversations with tools, or the only one. None for one that cannot be read."""
+    """The chat template for conversations with tools, or the only one. None if it cannot be read."""
     from quire.text.tokenizer import read_chat_templates
 
     try:

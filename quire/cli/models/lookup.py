@@ -1,4 +1,4 @@
-"""Finds what is known of a model by its name: in a folder, in the hub's cache, or on the hub."""
+"""Finds the facts of a model by its name: in a folder, in the hub's cache, or on the hub."""
 
 from typing import Any, NamedTuple
 
@@ -10,8 +10,9 @@ from quire.cli.models.short_names import BUNDLED
 
 
 class Found(NamedTuple):
-    """What is known of a model. place: where that comes from. kinds: a line about the kinds of GGUF files on the hub,
-    if there are several."""
+    """The facts of a model. place: where they come from. kinds: a line about the kinds of GGUF files on the hub, if
+    there are several.
+    """
 
     facts: Facts
     place: str

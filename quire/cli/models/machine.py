@@ -1,4 +1,4 @@
-"""What this machine has for a model: free memory, and how fast it reads that memory."""
+"""This machine's resources for a model: free memory, and the speed of reading it."""
 
 import statistics
 import time
@@ -17,8 +17,9 @@ _ROUNDS = 7
 
 @dataclass(frozen=True)
 class Machine:
-    """device: as it is shown. free: bytes of memory that an engine may use. cache_share: the part of the bytes beside
-    the weights that become KV cache, if no option says how many. bandwidth: bytes a second."""
+    """device: its displayed name. free: bytes of memory that an engine may use. cache_share: the part of the memory
+    after the weights that becomes KV cache by default. bandwidth: bytes per second.
+    """
 
     device: str
     free: int
@@ -27,7 +28,9 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The GPU that an engine would choose, or the CPU. Takes some tenths of a second, and several seconds for a GPU."""
+    """The GPU that an engine would choose, or the CPU. Takes a few tenths of a second, and several
+    seconds for a GPU.
+    """
     if has_gpu_driver():
         import torch  # imported only where there may be a GPU, since it takes seconds
 
@@ -38,7 +41,7 @@ def this_machine() -> Machine:
 
 
 def host_bandwidth(free: int) -> float:
-    """Bytes that all threads together read and write in a second while they copy buffers. free: bytes of memory."""
+    """Bytes per second that all threads together read and write while they copy buffers. free: bytes of memory."""
     import numpy as np
 
     threads = min(processors(), _MOST_THREADS)
@@ -67,7 +70,7 @@ def _gpu(torch: Any) -> Machine:
 
 
 def _median_time(action: Callable[[], object]) -> float:
-    """Seconds that the action takes. Other programs may disturb some of its runs."""
+    """The minimum seconds that the action takes. Other programs may disturb some runs."""
     times = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()

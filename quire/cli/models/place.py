@@ -1,4 +1,4 @@
-"""Whether there is room for a download."""
+"""Whether there is space for a download."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from quire.cli.models.words import size_text
 
 
 def check_place(folder: Path, size: int) -> None:
-    """Raises OSError if so many bytes cannot be written to this folder, which need not exist yet."""
+    """Raises OSError if `size` bytes cannot be written to this folder, which need not exist yet."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if not existing.is_dir() or not os.access(existing, os.W_OK):

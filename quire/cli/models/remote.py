@@ -34,13 +34,13 @@ _SMALL_IN_FOLDERS = r"additional_chat_templates/[^/]*\.jinja|\d[^/]*/config\.jso
 
 
 class HubUnreachableError(ModelNotFoundError):
-    """The hub does not answer, so nobody knows whether it has the model."""
+    """The hub does not respond, so it is unknown whether it has the model."""
 
 
 @dataclass(frozen=True)
 class RemoteModel:
     """A revision of a repository. commit: its hash. files: the sizes of all its files in bytes. blobs: the name of each
-    file's content in the cache. licence: as the card says. kind: of the GGUF model that is meant, if one is named."""
+    file's content in the cache. licence: from the model card. kind: of the GGUF model, if one is named."""
 
     name: str
     kind: str | None
@@ -51,12 +51,12 @@ class RemoteModel:
 
     @property
     def needed(self) -> dict[str, int]:
-        """The files that an engine loads, with their sizes. Raises ModelNotFoundError for a kind that is not there."""
+        """The files that an engine loads, with their sizes. Raises ModelNotFoundError for a missing kind."""
         return {name: self.files[name] for name in self.gguf or files_of_model(self.files)}
 
     @property
     def gguf(self) -> list[str]:
-        """The files of the GGUF model, if one is named, or if the repository has no other weights."""
+        """The files of the GGUF model, if one is named or if the repository has no other weights."""
         if self.kind is None and (weight_files(files_of_model(self.files)) or not gguf_kinds(self.files)):
             return []
         return gguf_files(self.files, self.kind)
@@ -75,8 +75,9 @@ class RemoteModel:
         return [("kinds", ", ".join(sizes))] if len(sizes) > 1 else []
 
     def missing(self, folder: Path) -> dict[str, int]:
-        """Those of them that the repository's folder in the cache lacks, with the bytes that are to be downloaded for
-        each: none if an earlier commit has the same file."""
+        """The files missing from the repository's folder in the cache, with the bytes to download for each: none if an
+        earlier commit has the same file.
+        """
         snapshot = folder / "snapshots" / self.commit
         blobs = folder / "blobs"
         absent = {name: size for name, size in self.needed.items() if not (snapshot / name).exists()}
@@ -84,8 +85,8 @@ class RemoteModel:
 
 
 def ask_hub(model: str, revision: str | None, token: Any) -> RemoteModel:
-    """model: a repository, perhaps with a kind of GGUF model. Raises ModelNotFoundError, and HubUnreachableError if the
-    hub does not answer."""
+    """model: a repository, optionally with a kind of GGUF model. Raises ModelNotFoundError, and HubUnreachableError if
+    the hub does not answer."""
     from huggingface_hub import HfApi
 
     name, kind = split_kind(model)
@@ -101,8 +102,9 @@ def ask_hub(model: str, revision: str | None, token: Any) -> RemoteModel:
 
 
 def describe(model: RemoteModel, token: Any) -> Facts:
-    """The facts of a model, by its small files or the beginnings of its GGUF files, which are not kept. Raises
-    ModelNotFoundError, and WeightError for a file that is no GGUF."""
+    """The facts of a model, from its small files or from the beginnings of its GGUF files, which are not stored. Raises
+    ModelNotFoundError, and WeightError for a file that is not a GGUF file.
+    """
     from huggingface_hub import hf_hub_download
 
     if model.gguf:
@@ -131,9 +133,9 @@ def _describe_gguf(model: RemoteModel, token: Any) -> Facts:
 
 
 def _fetch_head(model: RemoteModel, name: str, folder: Path, token: Any) -> Path:
-    """A file that has the beginning of a GGUF file: all of it but the tensors, in whose place there is nothing.
+    """A sparse file with the beginning of a GGUF file: everything before the tensors, followed by a hole.
 
-    It takes no more room on the disk than its beginning. How long that is, only reading it tells.
+    It takes no more disk space than its beginning. The length of the beginning is only known after reading it.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
@@ -179,7 +181,7 @@ def progress_bars(shown: bool) -> Iterator[None]:
 
 @contextmanager
 def _explained(name: str, revision: str | None, token: Any) -> Iterator[None]:
-    """Turn the library's errors into one line that says what to do."""
+    """Turn the library's errors into one line with advice."""
     from huggingface_hub import errors
     from huggingface_hub.constants import ENDPOINT
 
@@ -203,7 +205,7 @@ def _explained(name: str, revision: str | None, token: Any) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:  # of this machine's files
             raise
-        # The library's HTTP client has errors of its own, and another version has another client.
+        # The library's HTTP client has its own errors, and the client depends on the library's version.
         raise HubUnreachableError(f"the hub ({ENDPOINT}) cannot be reached: {_first_line(error)}") from error
 
 

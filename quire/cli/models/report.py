@@ -1,4 +1,4 @@
-"""What `quire show` and `quire pull` say about a model on this machine."""
+"""The text that `quire show` and `quire pull` print about a model on this machine."""
 
 from dataclasses import asdict
 from typing import Any
@@ -48,7 +48,7 @@ def _sizes(footprint: Footprint) -> list[tuple[str, str]]:
 
 
 def _recognized(facts: Facts) -> tuple[str | None, str | None]:
-    """The names of the formats of tool calls and of thinking, as far as the chat template tells them."""
+    """The names of the formats of tool calls and of thinking, as far as the chat template reveals them."""
     from quire.parsing.recognition import recognized
 
     thinking, tools = recognized(facts.chat_template or "")
@@ -72,7 +72,7 @@ def on_this_machine(facts: Facts, machine: Machine) -> str:
     lines = [f"{head} and read at {size_text(machine.bandwidth)} a second):", table(rows)]
     lines.append("The speed is an estimate for one request with a short context; several requests together get more.")
     if any(0 < estimate.context < longest for estimate in found):
-        lines.append("Where memory limits the longest request, --max-model-len auto is needed.")
+        lines.append("If memory limits the longest request, --max-model-len auto is needed.")
     return "\n".join(lines)
 
 

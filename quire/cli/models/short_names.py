@@ -13,7 +13,7 @@ BUNDLED = "quire-demo"
 
 @cache
 def short_names() -> dict[str, str]:
-    """Short name → repository on the hub. The name of a family alone, and with the tag latest, means its default."""
+    """Short name → repository on the hub. A family's name alone, or with the tag latest, means its default."""
     names: dict[str, str] = {}
     for family, sizes in _families().items():
         default = sizes[sizes["default"]]
@@ -29,7 +29,7 @@ def _families() -> dict[str, dict[str, str]]:
 
 
 def listed_names() -> dict[str, str]:
-    """Short name → repository, each with its size: what users are shown."""
+    """Short name → repository, each with its size, as shown to users."""
     return {
         f"{family}:{size}": repository
         for family, sizes in _families().items()
@@ -44,17 +44,18 @@ def short_name_of(repository: str) -> str | None:
 
 
 def created_model(model: str, download_dir: str | None) -> CreatedModel | None:
-    """The model that a client of Ollama's API has created under this name. A local folder comes first."""
+    """The model created under this name by a client of Ollama's API. A local folder comes first."""
     if os.path.isdir(model) or model.startswith((".", "~", "/")) or model.endswith(".gguf"):
         return None
     return CreatedModels(download_dir).all().get(model.removesuffix(":latest"))
 
 
 def resolve_name(model: str | None) -> str | None:
-    """The model that a name on the command line means: a path, a repository on the hub, or None for the bundled model.
+    """The model that a name on the command line refers to: a path, a repository on the hub, or None for the bundled
+    model.
 
-    A local folder comes before a short name. Raises ValueError for a name that can be none of these; it suggests near
-    ones.
+    A local folder comes before a short name. Raises ValueError for a name that can be none of these, and suggests
+    similar ones.
     """
     if model is None or os.path.isdir(model) or model.endswith(".gguf") or "/" in model or model.startswith((".", "~")):
         return model

@@ -1,4 +1,4 @@
-"""Sizes, numbers and times as people read them."""
+"""Sizes, numbers and times in human-readable form."""
 
 import time
 
@@ -22,7 +22,7 @@ def _scaled(number: float, units: dict[str, float]) -> str | None:
 
 
 def age_text(timestamp: float) -> str:
-    """How long ago a time was that is given in seconds since 1970: "3 days ago"."""
+    """The age of a time given in seconds since 1970: "3 days ago"."""
     seconds = max(0.0, time.time() - timestamp)
     for unit, length in (("year", 31_557_600), ("month", 2_629_800), ("day", 86_400), ("hour", 3_600), ("minute", 60)):
         if seconds >= length:

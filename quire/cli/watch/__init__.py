@@ -1,1 +1,3 @@
-"""`quire top`. feed: a server's events or metrics. picture: what they tell. screen: how a terminal shows it."""
+"""`quire top`. feed: a server's events or metrics. picture: the state derived from them. screen: its display in a
+terminal.
+"""

@@ -1,4 +1,4 @@
-"""Follows a server in a thread: the stream of its page, or its metrics where the page is off."""
+"""Follows a server in a thread: the event stream of its page, or its metrics if the page is disabled."""
 
 import http.client
 import json
@@ -19,8 +19,9 @@ _NEEDS_KEY = "the server needs an API key: --api-key KEY, or QUIRE_API_KEY in th
 
 
 class Feed:
-    """picture: the latest. title: what the server is. problem: why there is nothing new; empty while all is well.
-    refusal: why there will be nothing at all. Read them while you hold `lock`."""
+    """picture: the latest state. title: a description of the server. problem: why there is no new data, or empty.
+    refusal: why there will never be any. Hold `lock` while reading them.
+    """
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.lock = threading.Lock()

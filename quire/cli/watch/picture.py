@@ -1,4 +1,4 @@
-"""What is known of an engine at work, from the events of its server's page (quire.server.page) or from its metrics."""
+"""The state of a running engine, from the events of its server's page (quire.server.page) or from its metrics."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ STATIONS = ("schedule", "submit", "sample", "wait", "update")
 @dataclass
 class Picture:
     """kv_usage: 0 to 1. hit_rate: of tokens looked up in the prefix cache; None if there were none. output, prompt:
-    tokens per second, the latest last. first_token, gaps: 50, 90 and 99 % of the times stay below, in milliseconds;
-    empty without requests. steps, requests: as in quire.server.page. cells: the map of blocks.
-    has_details: whether there are steps, requests and cells. others: further facts by name."""
+    tokens per second, the latest last. first_token, gaps: the 50th, 90th and 99th percentiles in milliseconds; empty
+    without requests. steps, requests: as in quire.server.page. cells: the map of blocks.
+    has_details: whether there are steps, requests and cells. others: additional facts by name."""
 
     state: str = ""
     restarts: int = 0
@@ -40,7 +40,7 @@ class Picture:
 
 
 class EventReader:
-    """Adds up the events of a page's stream."""
+    """Accumulates the events of a page's stream."""
 
     def __init__(self) -> None:
         self.picture = Picture()
@@ -80,7 +80,7 @@ class EventReader:
         rates = [view["rates"] for view in views]
         picture.output.append(sum(rate["output"] for rate in rates))
         picture.prompt.append(sum(rate["prompt"] for rate in rates))
-        # Percentiles of several cores cannot be added up, so the worst core's are shown.
+        # Percentiles of several cores cannot be combined, so the worst core's are shown.
         picture.first_token = max((view["ttft"] for view in views), default=[], key=_worst)
         picture.gaps = max((view["gaps"] for view in views), default=[], key=_worst)
 
@@ -94,14 +94,14 @@ def _sum(parts: Sequence[Mapping[str, Any]], name: str) -> int:
 
 
 class MetricsReader:
-    """Compares the metrics of a server, of Quire or of vLLM, with those of some seconds ago."""
+    """Compares the metrics of a server, of Quire or of vLLM, with those of some seconds earlier."""
 
     def __init__(self) -> None:
         self.picture = Picture(has_details=False, state="ready")
         self._earlier: deque[tuple[float, dict[str, float], dict[str, dict[float, float]]]] = deque()
 
     def take(self, text: str, now: float) -> None:
-        """text: in Prometheus' format. now: by time.monotonic(). Raises ValueError if it is another text."""
+        """text: in Prometheus' format. now: by time.monotonic(). Raises ValueError for any other text."""
         sums, buckets, others = _read(text)
         if "num_requests_running" not in sums:
             raise ValueError("these metrics are not those of an engine")
@@ -130,7 +130,7 @@ _Values = tuple[dict[str, float], dict[str, dict[float, float]], dict[str, str]]
 
 
 def _read(text: str) -> _Values:
-    """Sums of metrics over labels, buckets of histograms, and facts. Names have no prefix."""
+    """Sums of metrics over labels, histogram buckets, and facts. Names have no prefix."""
     sums: dict[str, float] = {}
     buckets: dict[str, dict[float, float]] = {}
     ended: dict[str, float] = {}
@@ -161,8 +161,7 @@ def _read(text: str) -> _Values:
 
 
 def _percentiles(new: Mapping[float, float], old: Mapping[float, float]) -> Sequence[float]:
-    """In milliseconds, from buckets that count all values up to a bound: bounds between which values are assumed to be
-    spread evenly."""
+    """In milliseconds, from cumulative buckets, within which values are assumed to be evenly distributed."""
     counts = [(bound, new[bound] - old.get(bound, 0.0)) for bound in sorted(new)]
     total = counts[-1][1] if counts else 0.0
     if total <= 0:

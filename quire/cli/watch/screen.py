@@ -1,4 +1,4 @@
-"""How a terminal shows an engine: lines that fit its width and height."""
+"""Displays an engine in a terminal: lines that fit its width and height."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -117,7 +117,9 @@ def _details(picture: Picture, width: int) -> Iterable[Text]:
 
 def _no_details() -> Iterable[Text]:
     yield Text()
-    yield Text("The server's page is off, or it is not Quire's: there are no steps and requests to show.", style="dim")
+    yield Text(
+        "The server's page is disabled, or it is not Quire's, so there are no steps and requests to show.", style="dim"
+    )
 
 
 def _said(step: dict[str, Any]) -> str:
@@ -128,9 +130,10 @@ def _said(step: dict[str, Any]) -> str:
 
 
 def _step_columns(steps: Sequence[dict[str, Any]]) -> Iterable[tuple[str, str]]:
-    """A column for each step: how many tokens it computed. Blue ones computed prompts, and green ones only answers.
+    """A column for each step, with the number of tokens that it computed. Blue steps computed prompts, and green ones
+    only generated tokens.
 
-    Heights are square roots, since a chunk of a prompt may have a hundred times the tokens of other steps.
+    Heights are square roots, since a chunk of a prompt may have a hundred times as many tokens as other steps.
     """
     sizes = [step.get("prompt", 0) + step.get("decode", 0) + step.get("accepted", 0) for step in steps]
     for step, height in zip(steps, _curve([size**0.5 for size in sizes]), strict=True):
@@ -138,7 +141,7 @@ def _step_columns(steps: Sequence[dict[str, Any]]) -> Iterable[tuple[str, str]]:
 
 
 def _map(cells: str, space: int) -> Iterable[Sequence[tuple[str, str]]]:
-    """Lines of the map of blocks. If there is less room than cells, each place shows the most used of its cells."""
+    """Lines of the map of blocks. If there is less room than cells, each character shows the most used of its cells."""
     places = min(len(cells), space * _MAP_LINES)
     if not places:
         return [[("", "")]]

@@ -1,4 +1,4 @@
-"""The loop of `quire top`: draws until a key is pressed that leaves."""
+"""The loop of `quire top`: draws until a key that quits is pressed."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ _SECONDS = 0.25  # between two drawings
 
 
 def show(feed: Feed, url: str) -> None:
-    """Draw what a feed tells until q, Escape or Ctrl-C is pressed, the terminal is closed, or the feed is refused."""
+    """Draw a feed's state until q, Escape or Ctrl-C is pressed, the terminal is closed, or the feed is refused."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack the characters of the bars
     console = Console(highlight=False)
@@ -36,7 +36,7 @@ def show(feed: Feed, url: str) -> None:
 
 
 def _keys() -> bytes | None:
-    """The keys that are pressed within some time; empty if the terminal is closed, None if none are."""
+    """The keys pressed within some time; empty if the terminal is closed, None if no key was pressed."""
     if not select.select([sys.stdin], [], [], _SECONDS)[0]:
         return None
     return os.read(sys.stdin.fileno(), 64)
@@ -44,7 +44,7 @@ def _keys() -> bytes | None:
 
 @contextlib.contextmanager
 def _keys_at_once() -> Iterator[None]:
-    """A context in which the terminal passes keys on without waiting for the end of a line, and does not show them."""
+    """A context in which the terminal passes keys on immediately, and does not echo them."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
