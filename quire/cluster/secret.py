@@ -10,6 +10,7 @@ import os
 import secrets
 import stat
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +22,10 @@ from quire.messages.errors import error_text
 
 LEAST_BYTES = 32
 MOST_MESSAGE_BYTES = 256 << 20  # a peer that sends a longer message loses its connection
-_GATE = "inproc://zeromq.zap.01"  # where libzmq asks whether a client may connect (ZeroMQ RFC 27)
+_ADDRESS_OF_GATE = "inproc://zeromq.zap.01"  # fixed by ZeroMQ RFC 27, as are the codes of the answers
+ADMITTED = 200
+REFUSED = 400
+FULL = 500
 _MILLISECONDS = {
     zmq.HEARTBEAT_IVL: 1000,  # libzmq's own, which show whether the connection and the peer's process are there
     zmq.HEARTBEAT_TIMEOUT: 5000,
@@ -66,21 +70,22 @@ class ClusterSecret:
     def random(cls) -> Self:
         return cls(secrets.token_bytes(LEAST_BYTES))
 
-    def listen(self, socket: "zmq.Socket[Any]", host: str, port: int = 0) -> str:
+    def listen(self, socket: "zmq.Socket[Any]", host: str, port: int = 0, most_bytes: int | None = None) -> str:
         """Bind a socket to an address of this machine. Returns its address, such as tcp://10.0.0.1:29501.
 
-        There must be an open `Admission` for the socket's context. port: 0 for any. Raises OSError.
+        There must be an open `Admission` or `Gate` for the socket's context. port: 0 for any. most_bytes: of a frame; a
+        peer that sends a longer one loses its connection. Raises OSError.
         """
-        _set_options(socket, ":" in host)
+        _set_options(socket, ":" in host, most_bytes)
         socket.curve_publickey, socket.curve_secretkey = self._server
         socket.curve_server = True
         socket.zap_domain = b"quire"
         socket.bind(tcp_address(host, port or "*"))
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def connect(self, socket: "zmq.Socket[Any]", address: str) -> None:
+    def connect(self, socket: "zmq.Socket[Any]", address: str, most_bytes: int | None = None) -> None:
         """Connect a socket to an address of the form that `listen` returns."""
-        _set_options(socket, "[" in address)
+        _set_options(socket, "[" in address, most_bytes)
         socket.curve_publickey, socket.curve_secretkey = self._client
         socket.curve_serverkey = self._server[0]
         socket.connect(address)
@@ -90,35 +95,45 @@ class ClusterSecret:
         return hmac.compare_digest(z85.encode(public_key), self._client[0])
 
 
+class Gate:
+    """Where libzmq asks whether a client may connect to a socket that listens with a secret. Make it for the sockets'
+    context, before they are bound. Its `socket` is readable when there is a question; the owner must answer soon."""
+
+    def __init__(self, context: "zmq.Context[Any]", secret: ClusterSecret) -> None:
+        self._secret = secret
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(_ADDRESS_OF_GATE)
+
+    def answer(self, question: Sequence[bytes], has_room: bool = True) -> bool:
+        """Admit the client if it knows the secret and the server has room. Returns False if only room was missing."""
+        # version, request id, domain, address, identity, mechanism, credentials
+        knows = len(question) == 7 and question[5] == b"CURVE" and self._secret.admits(question[6])
+        status = REFUSED if not knows else ADMITTED if has_room else FULL
+        self.socket.send_multipart([*question[:2], b"%d" % status, b"", b"", b""])
+        return status != FULL
+
+
 class Admission:
-    """Until it is closed, sockets of a ZeroMQ context that listen with a secret admit only clients that know it. Make
-    it before the sockets are bound."""
+    """A `Gate` with a thread of its own, which admits all clients that know the secret until it is closed."""
 
     def __init__(self, context: "zmq.Context[Any]", secret: ClusterSecret) -> None:
         self._context = context
-        self._secret = secret
-        gate = context.socket(zmq.REP)
-        gate.linger = 0
-        gate.bind(_GATE)
+        gate = Gate(context, secret)
         self._thread = threading.Thread(target=self._admit, args=(gate,), name="admission", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         with self._context.socket(zmq.REQ) as closer:
-            closer.connect(_GATE)
+            closer.connect(_ADDRESS_OF_GATE)
             closer.send(b"close")
             self._thread.join()
             closer.linger = 0
 
-    def _admit(self, gate: "zmq.Socket[bytes]") -> None:
-        with gate:
-            while True:
-                # version, request id, domain, address, identity, mechanism, credentials
-                frames = gate.recv_multipart()
-                if frames == [b"close"]:
-                    return
-                known = len(frames) == 7 and frames[5] == b"CURVE" and self._secret.admits(frames[6])
-                gate.send_multipart([*frames[:2], b"200" if known else b"400", b"", b"", b""])
+    def _admit(self, gate: Gate) -> None:
+        with gate.socket:
+            while (question := gate.socket.recv_multipart()) != [b"close"]:
+                gate.answer(question)
 
 
 def tcp_address(host: str, port: int | str) -> str:
@@ -132,9 +147,9 @@ def _keys(secret: bytes, label: bytes) -> tuple[bytes, bytes]:
     return zmq.curve_public(private), private
 
 
-def _set_options(socket: "zmq.Socket[Any]", ipv6: bool) -> None:
+def _set_options(socket: "zmq.Socket[Any]", ipv6: bool, most_bytes: int | None) -> None:
     socket.set_hwm(0)
     socket.setsockopt(zmq.IPV6, ipv6)
-    socket.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES if most_bytes is None else most_bytes)
     for name, value in _MILLISECONDS.items():
         socket.setsockopt(name, value)

@@ -8,7 +8,7 @@ import msgspec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.transfers import Peer
 
-PROTOCOL = 3  # raise it when a message changes its meaning
+PROTOCOL = 4  # raise it when a message changes its meaning
 
 # ---- from the consumer
 

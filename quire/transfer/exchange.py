@@ -129,7 +129,7 @@ def make_connector(
     first = options.kv_port + 1
     ports = tuple(range(first, first + config.parallel.ranks))
     if options.produces:
-        peer = Peer(ask(host, first, secret.secret).name, host, ports)  # its ranks listen already
+        peer = Peer(ask(host, first, secret).name, host, ports)  # its ranks listen already
         link = Link(secret, (host, options.kv_port))
         logger.info("KV blocks of prompts can be read at %s:%d", host, options.kv_port)
     else:

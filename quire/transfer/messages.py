@@ -12,8 +12,10 @@ class Describe(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Read(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Send these runs of bytes of each of these blocks: offset in the block, and length. The answer is Data."""
+    """Send these runs of bytes of each of these blocks: offset in the block, and length. number: of the reader's own
+    choice. The answer is Data."""
 
+    number: int
     block_ids: list[int]
     runs: list[tuple[int, int]]
 
@@ -56,9 +58,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Data(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The bytes that were asked for follow: of each block, its runs."""
+    """The bytes of a Read follow it: of each block, its runs. Answers may overtake each other."""
 
-    num_bytes: int
+    number: int
 
 
 class Reached(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -70,7 +72,7 @@ class Reached(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Problem(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The request was wrong. The connection is closed."""
+    """The request was wrong."""
 
     text: str
 

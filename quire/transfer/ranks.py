@@ -37,7 +37,7 @@ def rank_store(
     rank = mesh.replica.rank
     assert options is not None
     assert path is not None
-    secret = ClusterSecret.read(path).secret
+    secret = ClusterSecret.read(path)
     transports = CONNECTORS[options.kv_connector] or TRANSPORTS
     nixl = NixlMemory.make(memory.blocks) if "nixl" in transports else None
     if transports == ("nixl",) and nixl is None:

@@ -1,23 +1,29 @@
 """Lets ranks of other engines read the KV blocks of this rank, beside the steps."""
 
+import contextlib
 import os
-import socket
 import threading
-import time
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+import zmq
 from torch import Tensor
 
+from quire.cluster.monitor import Connections
+from quire.cluster.outbox import Outbox
+from quire.cluster.secret import ClusterSecret, Gate
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
 from quire.transfer import wire
 from quire.transfer.layout import RankLayout
 from quire.transfer.messages import (
     MOST_PIECES,
-    Await,
+    Answer,
     Data,
     Describe,
     Hello,
@@ -33,20 +39,24 @@ from quire.worker.step_clock import StepClock
 
 AWAIT_SECONDS = 1.0  # until it is said how far a step is
 BUFFER_BYTES = 16 << 20  # of CPU memory, through which the blocks of a GPU go
+_MOST_ANSWER_BYTES = 64 << 20
+_MOST_REQUESTS = 128  # that are answered at once; most of them wait for a step
+_ENCRYPTING_THREADS = 4
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 
 
 class BlockServer:
-    """Answers on a thread for each connection. Nothing that a client sends or omits disturbs anything else.
+    """Answers readers: one thread has the socket, others put the answers together. Nothing that a reader sends or omits
+    disturbs anything else.
 
     Which blocks may be read when is up to the engines: the server gives whoever knows the secret any block.
     """
 
-    def __init__(  # noqa: PLR0913  # assembles its parts
+    def __init__(
         self,
         rows: Rows,
         layout: RankLayout,
-        secret: bytes,
+        secret: ClusterSecret,
         host: str,
         port: int,
         *,
@@ -55,103 +65,119 @@ class BlockServer:
         nixl: NixlAddress | None = None,
         clock: StepClock | None = None,
         most_connections: int = 128,
-        handshake: float = wire.HANDSHAKE_SECONDS,
-        timeout: float = wire.TIMEOUT_SECONDS,
     ) -> None:
         """name: of the engine. handle: of the file in memory in which the blocks lie, if they do (see KVMemory).
         clock: of this rank; None if all that is asked for has been computed. Raises OSError if the port cannot be
         used."""
         self._rows = rows
-        self._secret = secret
         self._clock = clock
-        self._most = most_connections
-        self._handshake = handshake
-        self._timeout = timeout
+        self._most_connections = most_connections
         self._num_blocks, self._block_bytes = rows.blocks.shape
         file = None if handle is None else shared_file(handle)
         self._hello = Hello(name, layout, self._num_blocks, file, nixl)
-        self._listener = wire.listen(host, port)
-        self.port: int = self._listener.getsockname()[1]
-        self._links: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self._closed = False
-        threading.Thread(target=self._accept, name="quire-kv-server", daemon=True).start()
+        self._context = zmq.Context(_ENCRYPTING_THREADS)
+        self._outbox = Outbox(self._context)
+        self._answers: deque[tuple[bytes, list[bytes]]] = deque()  # the reader's identity, and the frames for it
+        self._gate = Gate(self._context, secret)
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._connections = Connections(self._socket)
+        try:
+            address = secret.listen(self._socket, host, port, wire.MOST_FRAME_BYTES)
+        except zmq.ZMQError as error:
+            self._free()
+            raise OSError(error.errno, error_text(error)) from error
+        self.port = int(address.rpartition(":")[2])
+        self._threads = ThreadPoolExecutor(_MOST_REQUESTS, "quire-kv-answer")
+        self._thread = threading.Thread(target=self._run, name="quire-kv-server", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            for link in self._links:
-                wire.shut(link)
-        wire.shut(self._listener)  # wakes the thread
-        self._listener.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._outbox.close():
+            self._thread.join(5)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                link, address = self._listener.accept()
-            except OSError as error:
-                if self._closed:
+    def _run(self) -> None:
+        poller: Any = zmq.Poller()
+        for socket in (self._socket, self._outbox.socket, self._connections.socket, self._gate.socket):
+            poller.register(socket, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll())
+                if self._outbox.socket in ready and not self._outbox.get()[0]:
                     return
-                logger.warning("A connection for KV blocks cannot be accepted: %s", error_text(error))
-                time.sleep(1.0)
-                continue
-            with self._lock:
-                is_welcome = len(self._links) < self._most and not self._closed
-                if is_welcome:
-                    self._links.add(link)
-            try:
-                if not is_welcome:
-                    raise RuntimeError(f"there are {self._most} connections already")
-                threading.Thread(target=self._serve, args=(link, address[0]), daemon=True).start()
-            except RuntimeError as error:  # or the system has no more threads
-                self._forget(link)
-                logger.warning("A connection for KV blocks from %s is refused: %s", address[0], error_text(error))
-
-    def _forget(self, link: socket.socket) -> None:
-        with self._lock:
-            self._links.discard(link)
-            link.close()
-
-    def _serve(self, link: socket.socket, client: str) -> None:
-        try:
-            connection = wire.accept(link, self._secret, self._handshake, self._timeout)
-            while (request := connection.receive(_requests, waits=True)) is not None:
-                self._answer(connection, request)
-        except Exception as error:
-            if not self._closed:
-                logger.warning("A connection for KV blocks from %s has ended: %s", client, error_text(error))
+                while self._answers:
+                    reader, frames = self._answers.popleft()
+                    for frame in frames:
+                        self._socket.send_multipart([reader, frame], copy=False)  # lost if the reader has left
+                if self._socket in ready:
+                    self._hear(*self._socket.recv_multipart())
+                if self._gate.socket in ready or self._connections.socket in ready:
+                    self._connections.report(
+                        "A reader of KV blocks was refused: it does not have this cluster's secret "
+                        "(cluster_secret_file)"
+                    )
+                if self._gate.socket in ready:
+                    self._admit()
+        except Exception:
+            logger.exception("The server of KV blocks has failed; other engines compute their prompts from now on")
         finally:
-            self._forget(link)
+            self._free()
 
-    def _answer(self, connection: wire.Connection, request: Request) -> None:
-        """Raises OSError, and ValueError if the request is wrong."""
-        if isinstance(request, Describe):
-            connection.send(self._hello)
-            return
-        if isinstance(request, Await):
-            layer = request.layer
-            ticks = 0
-            if self._clock is not None:
-                layer, ticks = self._clock.wait(request.step, layer, AWAIT_SECONDS)
-            connection.send(Reached(layer, ticks))
-            return
+    def _admit(self) -> None:
+        has_room = self._connections.count <= self._most_connections  # the new one is counted already
+        if not self._gate.answer(self._gate.socket.recv_multipart(), has_room):
+            logger.warning(
+                "A reader of KV blocks was refused: there are %d connections already", self._most_connections
+            )
+
+    def _free(self) -> None:
+        self._connections.close()
+        self._socket.close(linger=0)
+        self._gate.socket.close()
+        self._outbox.close()
+        self._outbox.socket.close()
+        self._context.term()
+
+    def _hear(self, reader: bytes, *frames: bytes) -> None:
+        with contextlib.suppress(RuntimeError):  # the server is being closed
+            self._threads.submit(self._serve, reader, b"".join(frames))
+
+    def _serve(self, reader: bytes, body: bytes) -> None:
+        answer: Answer
+        data: list[bytes] = []
         try:
+            request = _requests.decode(body)
+            answer = self._answer(request)
+            if isinstance(request, Read):
+                data = list(self._data(request))
+        except Exception as error:  # ValueError: the request is wrong
+            logger.warning("A request for KV blocks was refused: %s", error_text(error))
+            answer = Problem(error_text(error))
+        self._answers.append((reader, [msgspec.msgpack.encode(answer), *data]))
+        self._outbox.put(b"answer", b"")
+
+    def _answer(self, request: Request) -> Answer:
+        """Raises ValueError if the request is wrong."""
+        if isinstance(request, Describe):
+            return self._hello
+        if isinstance(request, Read):
             self._check(request)
-        except ValueError as error:
-            connection.send(Problem(error_text(error)))
-            raise
+            return Data(request.number)
+        if self._clock is None:
+            return Reached(request.layer, 0)
+        return Reached(*self._clock.wait(request.step, request.layer, AWAIT_SECONDS))
+
+    def _data(self, request: Read) -> Iterator[bytes]:
         ids = request.block_ids
-        data = Data(len(ids) * sum(length for _, length in request.runs))
         if isinstance(self._rows, HostRows):
-            connection.send(data, _runs(self._rows.blocks, ids, request))
+            yield from wire.frames(_runs(self._rows.blocks, ids, request))
             return
-        connection.send(data)
         buffer = block_buffer(self._rows.blocks, len(ids))
         span = slice(min(start for start, _ in request.runs), max(start + length for start, length in request.runs))
         for first in range(0, len(ids), len(buffer)):
             part = ids[first : first + len(buffer)]
             self._rows.read(part, list(buffer[: len(part)]), span)
-            connection.send_bytes(_runs(buffer, range(len(part)), request))
+            yield from wire.frames(_runs(buffer, range(len(part)), request))
 
     def _check(self, request: Read) -> None:
         if len(request.block_ids) * len(request.runs) > MOST_PIECES:
@@ -164,6 +190,9 @@ class BlockServer:
         for start, length in request.runs:
             if start < 0 or length <= 0 or start + length > self._block_bytes:
                 raise ValueError(f"bytes {start} to {start + length} are not in a block of {self._block_bytes}")
+        num_bytes = len(request.block_ids) * sum(length for _, length in request.runs)
+        if num_bytes > max(_MOST_ANSWER_BYTES, self._block_bytes):
+            raise ValueError("it asks for too much at once")
         if not self._rows.blocks.untyped_storage().nbytes():
             raise ValueError("the engine sleeps, and has no blocks")
 

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.cluster.secret import ClusterSecret
 from quire.transfer import wire
 from quire.transfer.layout import Run
 from quire.transfer.messages import MOST_PIECES, Answer, Await, Data, Describe, Hello, Problem, Reached, Read
@@ -17,7 +18,8 @@ from quire.transfer.server import boot_id
 Blocks = npt.NDArray[np.uint8]  # [blocks, bytes of a block]
 Pairs = Sequence[tuple[int, int]]  # the number of a block at the other rank, and the index of the own block
 
-_BATCH_BYTES = 4 << 20  # of one answer; the next one is already asked for
+_BATCH_BYTES = 4 << 20  # of one answer
+_ASKED = 2  # answers that are under way
 _BATCH_BLOCKS = 1024
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
@@ -37,10 +39,9 @@ class Source(Protocol):
 class TcpSource:
     """Reads through a connection."""
 
-    def __init__(self, host: str, port: int, secret: bytes, timeout: float = wire.TIMEOUT_SECONDS) -> None:
+    def __init__(self, host: str, port: int, secret: ClusterSecret, timeout: float = wire.TIMEOUT_SECONDS) -> None:
         """Raises OSError."""
-        handshake = min(wire.HANDSHAKE_SECONDS, timeout)
-        self._connection = wire.connect(host, port, secret, handshake, timeout)
+        self._connection = wire.Connection(host, port, secret, timeout)
         self.interrupt = self._connection.interrupt
         self.close = self._connection.close
 
@@ -57,14 +58,20 @@ class TcpSource:
         wanted = [(remote, length) for remote, _, length in runs]
         view = blocks.reshape(-1).data
         block_bytes = blocks.shape[1]
-        num_bytes = sum(length for *_, length in runs)
-        for index, part in enumerate(parts):
-            for asked in parts[:2] if not index else parts[index + 1 : index + 2]:
-                self._connection.send(Read([remote for remote, _ in asked], wanted))
+        unread = dict(enumerate(parts))
+        for number in range(min(_ASKED, len(parts))):
+            self._ask(number, parts, wanted)
+        for number in range(_ASKED, len(parts) + _ASKED):
             answer = self._receive()
-            if not isinstance(answer, Data) or answer.num_bytes != len(part) * num_bytes:
+            part = unread.pop(answer.number, None) if isinstance(answer, Data) else None
+            if part is None:
                 raise ValueError("it has sent something else than what was asked for")
-            self._connection.receive_into(_targets(view, block_bytes, part, runs))
+            if number < len(parts):
+                self._ask(number, parts, wanted)
+            wire.fill(_targets(view, block_bytes, part, runs), self._connection.receive_data())
+
+    def _ask(self, number: int, parts: Sequence[Pairs], runs: list[tuple[int, int]]) -> None:
+        self._connection.send(Read(number, [remote for remote, _ in parts[number]], runs))
 
     def wait(self, step: int, layer: int) -> Reached:
         """Wait for the layers of a step below `layer`, for a second or so."""
@@ -76,8 +83,6 @@ class TcpSource:
 
     def _receive(self) -> Hello | Data | Reached:
         answer = self._connection.receive(_answers)
-        if answer is None:
-            raise ConnectionError("the other end has closed the connection")
         if isinstance(answer, Problem):
             raise ValueError(answer.text)
         return answer
@@ -130,7 +135,7 @@ class MappedSource:
         self._blocks = np.empty((0, 0), np.uint8)  # the mapping ends with its last user
 
 
-def ask(host: str, port: int, secret: bytes, timeout: float = wire.TIMEOUT_SECONDS) -> Hello:
+def ask(host: str, port: int, secret: ClusterSecret, timeout: float = wire.TIMEOUT_SECONDS) -> Hello:
     """What the rank has whose server listens there. Raises OSError or ValueError."""
     source = TcpSource(host, port, secret, timeout)
     try:

@@ -10,6 +10,7 @@ from itertools import chain
 
 import numpy as np
 
+from quire.cluster.secret import ClusterSecret
 from quire.messages.errors import error_text
 from quire.messages.transfers import Peer, Transfer
 from quire.observability.logging import logger
@@ -40,7 +41,7 @@ class PeerStore(Store):
         self,
         layout: RankLayout,
         rank: int,
-        secret: bytes,
+        secret: ClusterSecret,
         *,
         transports: Sequence[str] = (),
         streams: int = 2,

@@ -1,198 +1,153 @@
-"""Connections between ranks of different engines: TCP, on which both ends prove that they know the cluster's secret.
+"""Connections between ranks of different engines: ZeroMQ with CURVE, whose keys come from the cluster's secret.
 
-    server -> client    magic, 32 random bytes
-    client -> server    32 random bytes, proof: HMAC-SHA256 of a label and both ends' random bytes, with the secret
-    server -> client    proof, with another label
-
-Then both ends send frames: the length of the body, an HMAC-SHA256 of the frame's number and the body with a key of this
-connection and direction, and the body. So nobody without the secret can ask for blocks, or repeat or change what is
-asked and answered. The bytes of blocks follow a frame as they are: they are neither encrypted nor authenticated, since
-that would cost more than sending them. Whoever can change packets on the way can change what the model has read, so the
-network between engines must be trusted that far. A bulk transfer ends when nothing has moved for `timeout` seconds.
+Only peers with the secret can ask for blocks, and everything is encrypted and authenticated, the bytes of blocks too. A
+message is a frame with a msgpack structure. Frames with the bytes of blocks may follow it.
 
 An executor and its ranks use `quire.executor.link` instead: once both have proved that they know the engine's key,
-they believe what arrives, without a proof of each frame.
+they believe what arrives.
 """
 
-import contextlib
-import hmac
-import os
-import secrets
-import socket
-import struct
+import threading
 import time
-from collections.abc import Iterable, Sequence
-from itertools import chain, count, islice
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-HANDSHAKE_SECONDS = 5.0
+from quire.cluster.monitor import HANDSHAKE_FAILED
+from quire.cluster.secret import FULL, ClusterSecret, tcp_address
+from quire.messages.errors import error_text
+
 TIMEOUT_SECONDS = 10.0
-MOST_BODY_BYTES = 1 << 20
-_MAGIC = b"quire-kv-blocks\1"
-_NONCE = _PROOF = 32
-_HEAD = struct.Struct(">I32s")
-_IOV_MAX = os.sysconf("SC_IOV_MAX")
-_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # finds a machine that has gone
+MOST_FRAME_BYTES = 1 << 20  # a peer that sends a longer frame loses its connection
+_FRAME_BYTES = 256 << 10  # of blocks; ZeroMQ takes long to allocate larger frames
+_TICK_MILLISECONDS = 100  # within which an interruption is noticed
+_HAS_ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED | _HAS_ENDED
 
 T = TypeVar("T")
 
 
 class WrongSecretError(ConnectionError):
-    """The other end does not know the secret."""
+    """The other end does not have the secret."""
 
 
 class Connection:
-    """An authenticated connection. Its methods raise OSError, and ValueError for what no honest peer sends."""
+    """The client's end of a connection, which one thread at a time uses. It ends with the first failure."""
 
-    def __init__(self, link: socket.socket, send_key: bytes, receive_key: bytes, timeout: float) -> None:
-        self._link = link
-        self._send_key = send_key
-        self._receive_key = receive_key
+    def __init__(self, host: str, port: int, secret: ClusterSecret, timeout: float = TIMEOUT_SECONDS) -> None:
+        """Connect, and prove that both ends have the secret. timeout: the longest time without an answer, in seconds.
+
+        Raises OSError, and WrongSecretError if the other end does not have the secret.
+        """
+        self._port = port
         self._timeout = timeout
-        self._sent, self._received = count(), count()
-        link.settimeout(timeout)
+        self._is_interrupted = threading.Event()
+        self._events_before = 0
+        self._context = zmq.Context()  # of its own, since a context's thread decrypts what arrives
+        try:
+            self._socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
+            self._monitor: zmq.Socket[Any] = self._socket.get_monitor_socket(_EVENTS)
+            secret.connect(self._socket, tcp_address(host, port), MOST_FRAME_BYTES)
+        except zmq.ZMQError as error:  # such as too many open files
+            self._context.destroy(linger=0)
+            raise ConnectionError(error_text(error)) from error
+        self._poller: Any = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        try:
+            self._wait(lambda _: bool(self._events_before & zmq.EVENT_HANDSHAKE_SUCCEEDED))
+        except BaseException:
+            self.close()
+            raise
 
-    def send(self, message: msgspec.Struct, data: Iterable[memoryview] = ()) -> None:
-        """Send a message, and bytes behind it."""
+    def send(self, message: msgspec.Struct) -> None:
+        """Raises ValueError for a message that is too long."""
         body = msgspec.msgpack.encode(message)
-        if len(body) > MOST_BODY_BYTES:
+        if len(body) > MOST_FRAME_BYTES:
             raise ValueError(f"a message of {len(body):,} bytes is too long")
-        head = _HEAD.pack(len(body), _tag(self._send_key, next(self._sent), body))
-        self.send_bytes(chain((memoryview(head + body),), data))
+        self._socket.send(body)
 
-    def send_bytes(self, data: Iterable[memoryview]) -> None:
-        pieces = iter(data)
-        while batch := list(islice(pieces, _IOV_MAX)):
-            _all(self._link.sendmsg, batch)
+    def receive(self, decoder: "msgspec.msgpack.Decoder[T]") -> T:
+        """The next message. Raises OSError, and ValueError for a message that no honest peer sends."""
+        return decoder.decode(self._receive())
 
-    def receive(self, decoder: "msgspec.msgpack.Decoder[T]", waits: bool = False) -> T | None:
-        """The next message; None if the other end has closed the connection instead. waits: for its beginning, as long
-        as it takes."""
-        self._link.settimeout(None if waits else self._timeout)
-        first = self._link.recv(1)
-        self._link.settimeout(self._timeout)
-        if not first:
-            return None
-        length, tag = _HEAD.unpack(first + _receive(self._link, _HEAD.size - 1))
-        if length > MOST_BODY_BYTES:
-            raise ValueError(f"a message of {length:,} bytes is too long")
-        body = _receive(self._link, length)
-        if not hmac.compare_digest(tag, _tag(self._receive_key, next(self._received), body)):
-            raise ValueError("a message is not authentic")
-        return decoder.decode(body)
+    def receive_data(self) -> Iterator[memoryview]:
+        """The bytes of blocks that follow a message, frame by frame, for as long as the caller asks. Raises OSError."""
+        while True:
+            yield self._receive()
 
-    def receive_into(self, targets: Iterable[memoryview]) -> None:
-        """Fill the targets with the bytes behind a message."""
-        pieces = iter(targets)
-        while batch := list(islice(pieces, _IOV_MAX)):
-            _all(lambda views: self._link.recvmsg_into(views)[0], batch)
+    def _receive(self) -> memoryview:
+        self._wait(lambda ready: self._socket in ready)
+        return self._socket.recv(copy=False).buffer
+
+    def _wait(self, is_over: Callable[[dict[Any, int]], bool]) -> None:
+        """Wait until `is_over`, which is given the sockets that can be read. Raises OSError."""
+        ends = time.monotonic() + self._timeout
+        while True:
+            ready = dict(self._poller.poll(min(_TICK_MILLISECONDS, self._timeout * 1000)))
+            if is_over(ready):
+                return
+            if self._monitor in ready:
+                self._check(**recv_monitor_message(self._monitor))
+            if self._is_interrupted.is_set():
+                raise ConnectionAbortedError("the connection was closed")
+            if time.monotonic() > ends:
+                raise TimeoutError(f"timed out: there was no answer for {self._timeout:g} s")
+
+    def _check(self, event: int, value: int, endpoint: bytes) -> None:
+        """Raises OSError if the event ends the connection."""
+        if event & zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == FULL:
+            raise ConnectionRefusedError("it has as many connections as it may have")
+        if event & _HAS_ENDED and not self._events_before & zmq.EVENT_CONNECTED:
+            raise ConnectionRefusedError(f"the connection to port {self._port} was refused")
+        if event & _HAS_ENDED and self._events_before & zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            raise ConnectionResetError("the other end has closed the connection")
+        if event & (HANDSHAKE_FAILED | _HAS_ENDED):
+            raise WrongSecretError("it has another cluster_secret_file, and has refused the connection")
+        self._events_before |= event
 
     def interrupt(self) -> None:
-        """Have calls of other threads end at once."""
-        shut(self._link)
+        """Have calls of other threads end soon."""
+        self._is_interrupted.set()
 
     def close(self) -> None:
-        self._link.close()
+        self._context.destroy(linger=0)
 
 
-def accept(
-    link: socket.socket, secret: bytes, handshake: float = HANDSHAKE_SECONDS, timeout: float = TIMEOUT_SECONDS
-) -> Connection:
-    """The server's end of a new connection. Raises OSError; WrongSecretError if the client does not know the secret."""
-    _prepare(link)
-    ends = time.monotonic() + handshake
-    own = secrets.token_bytes(_NONCE)
-    link.sendall(_MAGIC + own)
-    answer = _receive(link, _NONCE + _PROOF, ends)
-    nonces = own + answer[:_NONCE]
-    if not hmac.compare_digest(answer[_NONCE:], _derive(secret, b"client", nonces)):
-        raise WrongSecretError("it does not have this cluster's secret (cluster_secret_file)")
-    link.sendall(_derive(secret, b"server", nonces))
-    return Connection(link, _derive(secret, b"answers", nonces), _derive(secret, b"requests", nonces), timeout)
+def frames(pieces: Iterable[memoryview]) -> Iterator[bytes]:
+    """A copy of the pieces, in frames of equal size but for the last one."""
+    parts: list[memoryview] = []
+    room = _FRAME_BYTES
+    for piece in pieces:
+        start = 0
+        while start < len(piece):
+            part = piece[start : start + room]
+            parts.append(part)
+            start += len(part)
+            room -= len(part)
+            if not room:
+                yield b"".join(parts)
+                parts = []
+                room = _FRAME_BYTES
+    if parts:
+        yield b"".join(parts)
 
 
-def connect(
-    host: str, port: int, secret: bytes, handshake: float = HANDSHAKE_SECONDS, timeout: float = TIMEOUT_SECONDS
-) -> Connection:
-    """The client's end of a new connection. Raises OSError; WrongSecretError if the server does not know the secret."""
-    ends = time.monotonic() + handshake
-    link = socket.create_connection((host, port), handshake)
-    try:
-        _prepare(link)
-        greeting = _receive(link, len(_MAGIC) + _NONCE, ends)
-        if not greeting.startswith(_MAGIC):
-            raise ConnectionError(f"no server of KV blocks listens on port {port}")
-        own = secrets.token_bytes(_NONCE)
-        nonces = greeting[len(_MAGIC) :] + own
-        link.sendall(own + _derive(secret, b"client", nonces))
-        try:
-            proof = _receive(link, _PROOF, ends)
-        except ConnectionError:
-            raise WrongSecretError("it has another cluster_secret_file, and has closed the connection") from None
-        if not hmac.compare_digest(proof, _derive(secret, b"server", nonces)):
-            raise WrongSecretError("it does not have this cluster's secret (cluster_secret_file)")
-        return Connection(link, _derive(secret, b"requests", nonces), _derive(secret, b"answers", nonces), timeout)
-    except BaseException:
-        link.close()
-        raise
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=128)
-
-
-def shut(link: socket.socket) -> None:
-    """Have the calls of other threads that use the socket end at once."""
-    with contextlib.suppress(OSError):
-        link.shutdown(socket.SHUT_RDWR)
-
-
-def _prepare(link: socket.socket) -> None:
-    """Set the options of a connection. The system finds good sizes of buffers itself; sizes that are set are bounded
-    by lower limits than its own."""
-    link.settimeout(HANDSHAKE_SECONDS)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, seconds in _KEEPALIVE.items():
-        if hasattr(socket, name):
-            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
-
-
-def _derive(secret: bytes, label: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(secret, b"quire kv blocks " + label + b"\0" + nonces, "sha256")
-
-
-def _tag(key: bytes, number: int, body: bytes) -> bytes:
-    return hmac.digest(key, struct.pack(">Q", number) + body, "sha256")
-
-
-def _receive(link: socket.socket, size: int, ends: float | None = None) -> bytes:
-    """Exactly `size` bytes. ends: the time at which they must be here; None: they must not pause for too long."""
-    data = bytearray()
-    while len(data) < size:
-        if ends is not None:
-            link.settimeout(max(0.001, ends - time.monotonic()))
-        part = link.recv(size - len(data))
-        if not part:
-            raise ConnectionError("the other end has closed the connection")
-        data += part
-    return bytes(data)
-
-
-def _all(move: Any, views: Sequence[memoryview]) -> None:
-    """Call `move`, which sends or fills a part of these views, until all of them have been."""
-    start = 0
-    views = list(views)
-    while start < len(views):
-        moved = move(views[start:] if start else views)
-        if not moved:
-            raise ConnectionError("the other end has closed the connection")
-        while start < len(views) and moved >= len(views[start]):
-            moved -= len(views[start])
-            start += 1
-        if moved:
-            views[start] = views[start][moved:]
+def fill(targets: Iterable[memoryview], data: Iterable[memoryview]) -> None:
+    """Fill the targets with the data, in their order. Raises ValueError if there is too little of it."""
+    rest = iter(data)
+    piece = memoryview(b"")
+    for target in targets:
+        start = 0
+        while start < len(target):
+            if not piece:
+                piece = next(rest, memoryview(b""))
+                if not piece:
+                    raise ValueError("it has sent less than what was asked for")
+            part = piece[: len(target) - start]
+            target[start : start + len(part)] = part
+            start += len(part)
+            piece = piece[len(part) :]

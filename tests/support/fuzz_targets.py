@@ -13,7 +13,6 @@ import json
 import math
 import random
 import shutil
-import socket
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,10 +36,11 @@ import quire.server.transcriptions
 from quire.checkpoints.gguf import read_gguf
 from quire.checkpoints.gguf_models import gguf_config, gguf_generation_config, gguf_tensors
 from quire.checkpoints.weights import SafetensorsCheckpoint
+from quire.cluster.secret import ClusterSecret
 from quire.layers.build import WeightSlot
 from quire.lora.checkpoint import read_adapter
 from quire.text.tokenizer import Tokenizer
-from quire.transfer import core_messages, messages, wire
+from quire.transfer import core_messages, messages
 from quire.transfer.layout import Entry, GroupLayout, RankLayout, plan
 from quire.transfer.link import _from_consumer, _from_producer
 from quire.transfer.server import BlockServer
@@ -414,88 +414,57 @@ Infinity 1e-400 0 -1
 
 # ---- KV-transfer frames
 
-_KEY = b"k" * 32
 _LAYOUT = RankLayout(64, (GroupLayout("f", (Entry(0, "kv", 0, 2, 0, 8), Entry(1, "kv", 0, 2, 32, 8))),))
 
 
 @cache
 def _block_server() -> BlockServer:
     rows = Rows.of(torch.zeros(4, 64, dtype=torch.uint8))
-    return BlockServer(rows, _LAYOUT, _KEY, "127.0.0.1", 0, timeout=0.2)
+    return BlockServer(rows, _LAYOUT, ClusterSecret(b"k" * 32), "127.0.0.1", 0)
 
 
 def _mutate_kv_frames(data: bytes, draw: random.Random) -> bytes:
-    if data[:1] in (b"\0", b"\1") or draw.random() < 0.05:
-        return mutate_bytes(data, draw)
     return data[:1] + _in_parts(mutate_msgpack)(data[1:], draw)
 
 
 def parse_kv_frames(data: bytes) -> None:
-    """The first byte chooses what the rest is."""
-    kinds = (_handshake, _frames, _requests, _answers, _to_producer, _to_consumer)
+    """What peers with the secret may send; ZeroMQ refuses others. The first byte chooses what the rest is."""
+    kinds = (_requests, _answers, _to_producer, _to_consumer)
     if data:
         kinds[data[0] % len(kinds)](data[1:])
 
 
-@contextmanager
-def _sockets(data: bytes) -> Iterator[socket.socket]:
-    """One end of a connection, whose other end has sent the data and closed its side."""
-    one, other = socket.socketpair()
-    with one, other:
-        one.settimeout(0.2)
-        other.sendall(data)
-        other.shutdown(socket.SHUT_WR)
-        yield one
-
-
-def _handshake(data: bytes) -> None:
-    with _sockets(data) as link:
-        wire.accept(_Link(link), _KEY, 0.2, 0.2)  # type: ignore[arg-type]
-
-
-class _Link:
-    """A socket of another family, which knows no options of TCP."""
-
-    def __init__(self, link: socket.socket) -> None:
-        self._link = link
-
-    def setsockopt(self, *arguments: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._link, name)
-
-
-def _frames(data: bytes) -> None:
-    """As they are: a fuzzer makes no proof."""
-    with _sockets(data) as link:
-        wire.Connection(link, _KEY, _KEY, 0.2).receive(msgspec.msgpack.Decoder(messages.Request))
-
-
-def _signed(bodies: Iterable[bytes]) -> bytes:
-    return b"".join(
-        wire._HEAD.pack(len(body), wire._tag(_KEY, number, body)) + body for number, body in enumerate(bodies)
-    )
-
-
 def _requests(data: bytes) -> None:
-    """From a peer that knows the secret: the server's side."""
-    with _sockets(_signed(data.split(SEPARATOR))) as link:
-        connection = wire.Connection(link, _KEY, _KEY, 0.2)
-        while (request := connection.receive(msgspec.msgpack.Decoder(messages.Request))) is not None:
-            _block_server()._answer(connection, request)
+    for body in data.split(SEPARATOR):
+        request = msgspec.msgpack.decode(body, type=messages.Request)
+        _block_server()._answer(request)
+        if isinstance(request, messages.Read):
+            list(_block_server()._data(request))
+
+
+class _Answers:
+    """A connection on which answers arrive, each of which may have bytes of blocks behind it."""
+
+    def __init__(self, data: bytes) -> None:
+        self._bodies = iter(data.split(SEPARATOR))
+
+    def send(self, message: msgspec.Struct) -> None: ...
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
+        return decoder.decode(next(self._bodies, b""))
+
+    def receive_data(self) -> Iterator[memoryview]:
+        return map(memoryview, self._bodies)
 
 
 def _answers(data: bytes) -> None:
-    """From a peer that knows the secret: the client's side."""
-    with _sockets(_signed(data.split(SEPARATOR))) as link:
-        source = TcpSource.__new__(TcpSource)
-        source._connection = wire.Connection(link, _KEY, _KEY, 0.2)
-        hello = source.hello()
-        runs = plan(_LAYOUT, [hello.layout], 0)
-        assert sum(length for of_rank in runs for run in of_rank.values() for _, _, length in run) <= 64
-        source.wait(1, 1)
-        source.read([(1, 1)], [(0, 0, 8)], np.zeros((4, 64), np.uint8))
+    source = TcpSource.__new__(TcpSource)
+    source._connection = _Answers(data)  # type: ignore[assignment]
+    hello = source.hello()
+    runs = plan(_LAYOUT, [hello.layout], 0)
+    assert sum(length for of_rank in runs for run in of_rank.values() for _, _, length in run) <= 64
+    source.wait(1, 1)
+    source.read([(1, 1)], [(0, 0, 8)], np.zeros((4, 64), np.uint8))
 
 
 def _to_producer(data: bytes) -> None:
@@ -513,26 +482,25 @@ def kv_frame_seeds() -> Iterator[bytes]:
     hello = messages.Hello("name", _LAYOUT, 4, messages.SharedFile("boot", 1, 2, 3, 4))
     nixl = msgspec.structs.replace(hello, nixl=messages.NixlAddress(b"agent", "DRAM", 0, 1))
     peer = core_messages.Peer("name", "127.0.0.1", (1, 2))
-    yield b"\0" + bytes(64)
-    yield b"\1" + _signed([encode(messages.Describe())])
-    asked = [messages.Describe(), messages.Await(1, 1), messages.Read([1, 2], [(0, 8), (16, 8)])]
-    yield b"\2" + SEPARATOR.join(map(encode, asked))
-    yield b"\2" + encode(messages.Read([3], [(0, 64)]))
-    yield b"\3" + SEPARATOR.join(map(encode, (hello, messages.Reached(1, 1), messages.Data(8))))
-    yield b"\3" + SEPARATOR.join(map(encode, (nixl, messages.Problem("no"))))
+    asked = [messages.Describe(), messages.Await(1, 1), messages.Read(0, [1, 2], [(0, 8), (16, 8)])]
+    yield b"\0" + SEPARATOR.join(map(encode, asked))
+    yield b"\0" + encode(messages.Read(1, [3], [(0, 64)]))
+    answers = encode(hello), b"", encode(messages.Reached(1, 1)), b"", encode(messages.Data(0)), bytes(8)
+    yield b"\1" + SEPARATOR.join(answers)
+    yield b"\1" + SEPARATOR.join((encode(nixl), b"", encode(messages.Problem("no"))))
     facts = {"model": "m", "version": "1"}
     for asked_by_core in (
         core_messages.Fetch(1, "id", b"d" * 32, [0, 1], facts),
         core_messages.Drop(1),
         core_messages.Beat(1.5, [1, 2]),
     ):
-        yield b"\4" + encode(asked_by_core)
+        yield b"\2" + encode(asked_by_core)
     for told in (
         core_messages.Offer(1, peer, [0], [1], [2], 3, True),
         core_messages.Gone(1, "why"),
         core_messages.BeatBack(1.5, [1, -1]),
     ):
-        yield b"\5" + encode(told)
+        yield b"\3" + encode(told)
 
 
 _KV_TAGS = "Hello Describe Read Await Data Reached Problem Offer Gone Fetch Drop Beat BeatBack".split()

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.attention.base import ENTRY_ALIGNMENT, AttentionBackend, AttentionShape
 from quire.attention.reference import ReferenceAttention
 from quire.attention.sparse import SparseAttention
+from quire.cluster.secret import ClusterSecret
 from quire.kv.specs import group_entries
 from quire.layers.attention_spec import AttentionSpec, IndexerSpec, LatentAttentionSpec
 from quire.layers.specs import NormSpec
@@ -27,7 +28,7 @@ from quire.worker.kv_memory import KVMemory
 from quire.worker.kv_transfer import WHOLE, Rows, moment
 from quire.worker.step_clock import StepClock
 
-SECRET, NAME = b"s" * 32, "producer-1"
+SECRET, NAME = ClusterSecret(b"s" * 32), "producer-1"
 
 
 @dataclass(frozen=True)

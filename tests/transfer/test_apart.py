@@ -245,7 +245,7 @@ def test_layers_can_be_read_while_the_core_computes_the_next_ones(secret, port):
         offer = next(event.message for event in link.events if isinstance(event, Told))
         assert len(offer.block_ids) == (request.num_prompt_tokens - 1) // 16
         assert offer.is_last
-        source = TcpSource("127.0.0.1", port + 1, ClusterSecret.read(secret).secret)
+        source = TcpSource("127.0.0.1", port + 1, ClusterSecret.read(secret))
         assert source.wait(offer.step, 1).layer == 1
         assert layers == [1]
         goes_on.set()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.cluster.secret import ClusterSecret
 from quire.config.engine import ConfigError, EngineConfig
 from quire.kv.specs import CacheEntry
 from quire.messages.transfers import Peer, Transfer
@@ -96,7 +97,7 @@ def test_a_rank_reads_blocks_of_another(
 
         blocks = ours.kv_memory.blocks.numpy()
         blocks[1:] = dice.integers(0, 255, blocks[1:].shape, np.uint8)
-        hello = ask("127.0.0.1", port + 1, _SECRET.encode())
+        hello = ask("127.0.0.1", port + 1, ClusterSecret(_SECRET.encode()))
         assert hello.layout == layout
         assert hello.num_blocks == 10
         groups = len(layout.groups)
@@ -111,7 +112,7 @@ def test_a_rank_reads_blocks_of_another(
         theirs.transfers.close()
         ours.transfers.close()
     with pytest.raises(OSError, match="refused"):
-        ask("127.0.0.1", port + 1, _SECRET.encode())
+        ask("127.0.0.1", port + 1, ClusterSecret(_SECRET.encode()))
 
 
 def test_a_port_in_use_is_named(checkpoints: Any, secret_file: str, port: int) -> None:
