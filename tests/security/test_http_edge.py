@@ -275,7 +275,9 @@ def test_requests_that_are_no_http_do_not_flood_the_log(edge: EdgeHost, monkeypa
 
 
 def _count(line: str) -> int:
-    """How often the warning came that a line is about."""
+    """How often the warning came that a line is about; 0 for lines about something else."""
+    if not line.startswith("Invalid HTTP request received."):
+        return 0
     found = re.search(r"\((\d+) more in the last", line)
     return 1 if found is None else int(found[1])
 
