@@ -17,7 +17,7 @@ ENTRY_ALIGNMENT = 64  # bytes: a cache line, and more than any GPU's load needs
 
 
 class Scores(TypedDict):
-    """How scores are made of products of queries and keys, see AttentionBackend.attend."""
+    """Options that turn query-key products into scores, see AttentionBackend.attend."""
 
     scale: float
     window: NotRequired[int | None]
@@ -28,14 +28,14 @@ class Scores(TypedDict):
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention of one model on one device. A backend is chosen and built for it.
+    """The attention of one model on one device, for which a backend is chosen and built.
 
     value_dim: None if a token has a key and a value of head_dim each. An integer means a latent cache (MLA in its
     absorbed form, arXiv:2405.04434): there is one KV head, only keys are stored, and the first value_dim elements of a
-    key are its value. cell: torch.int8 or torch.float8_e4m3fn if the cache keeps cells of one byte (cells.py), None if
-    it keeps elements of dtype. batch_invariant: whether the result of a token must depend on its own request alone, and
-    not on how the step was put together. by_slot: a latent cache of which single tokens are read (sparse attention):
-    the elements of a token lie together, and block tables list the slot of each key instead of blocks.
+    key are its value. cell: torch.int8 or torch.float8_e4m3fn if the cache stores cells of one byte (cells.py), None if
+    it stores elements of dtype. batch_invariant: whether a token's result must depend only on its own request, not on
+    the composition of the step. by_slot: single tokens of a latent cache are read (sparse attention): a token's
+    elements are contiguous, and block tables list the slot of each key instead of blocks.
     """
 
     num_heads: int
@@ -59,8 +59,8 @@ class AttentionShape:
 class Preparation:
     """How queries and keys are prepared before attention: each head is normed, then rotated.
 
-    q_weight, k_weight: of the RMS norms, None without norms. cos, sin: [tokens, rotary_dim / 2], float32, None without
-    rotation.
+    q_weight, k_weight: the weights of the RMS norms, None without norms. cos, sin: [tokens, rotary_dim / 2], float32,
+    None without rotation.
     """
 
     q_weight: Tensor | None
@@ -79,26 +79,26 @@ class StepLayout:
     """
 
     query_start_loc: Tensor  # [requests + 1], int32
-    seq_lens: Tensor  # [requests], int32: cached tokens and this step's tokens together
+    seq_lens: Tensor  # [requests], int32: cached tokens plus this step's tokens
     slot_mapping: Tensor  # [tokens], int64, contiguous
     block_table: Tensor  # [requests, max_blocks], int32; entries past a request's last block are arbitrary
-    longest_prompt: int = 0  # tokens of the longest request if no request has cached tokens, else 0
-    tokens_per_request: int = 0  # of every request that has tokens; 0 if the numbers differ
-    shares: Sequence[int] = ()  # of prefill context parallelism: how many of the tokens each rank computes
-    by_head: "HeadLayout | None" = None  # of steps that have to do with compressed prompts
-    crossed: Tensor | None = None  # [requests], int32: how many encoder tokens cross-attention reads
+    longest_prompt: int = 0  # length of the longest request if no request has cached tokens, else 0
+    tokens_per_request: int = 0  # equal for all requests that have tokens; 0 if the numbers differ
+    shares: Sequence[int] = ()  # number of tokens that each rank computes (prefill context parallelism)
+    by_head: "HeadLayout | None" = None  # set in steps with compressed prompts
+    crossed: Tensor | None = None  # [requests], int32: number of encoder tokens that cross-attention reads
 
 
 @dataclass
 class Selection:
-    """Which keys each token of a step may select, and the slots of those that it selects, in order of position.
+    """The keys that each token of a step may select, and the slots of the selected keys, in order of position.
 
-    rows: [tokens], int32, indices of their requests in block_table, which lists blocks. seen: [tokens], int32, how
-    many keys of its request a token sees. slots: [tokens, most], int32; if a token sees more keys than `most`, it
-    selects so many, and else all of them, behind which the row is arbitrary. scores: [tokens, most], float32, if ranks
-    have yet to choose among their selected keys. The scores of these are then written there, and `slots` gets the
-    numbers of the keys instead, counted from the beginning of block_table. place: where kernels on a CPU find
-    block_table: its address and its stride.
+    rows: [tokens], int32, the row of each token's request in block_table, which lists blocks. seen: [tokens], int32,
+    the number of keys that a token sees. slots: [tokens, most], int32; a token that sees more than `most` keys selects
+    `most` of them, any other token selects all, and the rest of its row is arbitrary. scores: [tokens, most], float32,
+    only if ranks still have to choose among their selected keys: it receives the scores of these keys, and `slots`
+    receives the indices of the keys from the beginning of block_table instead of slots. place: the address and the
+    stride of block_table, for CPU kernels.
     """
 
     rows: Tensor
@@ -117,8 +117,8 @@ class Selection:
             self.place[:] = [self.block_table.data_ptr(), self.block_table.stride(0)]
 
     def change(self, rows: Tensor, seen: Tensor, block_table: Tensor) -> None:
-        """Take the values of another step with equally many tokens. The addresses that recorded kernels read stay the
-        same."""
+        """Copy in the values of another step with the same number of tokens. The addresses that recorded kernels read
+        do not change."""
         self.rows.copy_(rows)
         self.seen.copy_(seen)
         if block_table.device.type == "cpu":
@@ -129,63 +129,64 @@ class Selection:
 
 
 class CacheBackend(ABC):
-    """Owns the layout of what a kind of layers keeps in the cache.
+    """Owns the layout of the cache entries of one kind of layer.
 
-    A block is one run of bytes that holds several entries, one for each layer of a KV group. A layer's cache is a view
+    A block is a contiguous run of bytes with one entry for each layer of a KV group. A layer's cache is a view
     of its entry in all blocks: [blocks, *block_shape], elements of cache_dtype, with stride(0) from block to block.
     """
 
     name: str
     cache_dtype: torch.dtype
     block_shape: tuple[int, ...]
-    capturable = False  # whether a CUDA graph that contains it is valid for all steps of the same size
+    capturable = False  # whether a CUDA graph of it is valid for all steps of the same size
 
     @property
     @abstractmethod
     def tokens_per_block(self) -> int:
-        """The tokens that the ranks together keep in a block: by this number, StepLayout counts slots and the scheduler
-        counts blocks."""
+        """The number of tokens in a block, over all ranks. Slots in StepLayout and blocks in the scheduler are based on
+        it."""
 
     @property
     @abstractmethod
     def layout(self) -> str:
-        """What besides the model's type says what the bytes of an entry mean."""
+        """A description of the format of an entry; together with the model's type, it defines the meaning of its
+        bytes."""
 
     def of_role(self, role: str) -> "CacheBackend":
         """The backend to which the entries of a role belong, see CacheEntry."""
         return self
 
     def entry_bytes(self, role: str = "kv") -> int:
-        """Bytes of an entry, the part of one layer in one block, padded so that all entries are aligned."""
+        """The size of an entry (one layer's part of a block) in bytes, padded so that all entries are aligned."""
         if (owner := self.of_role(role)) is not self:
             return owner.entry_bytes()
         size = math.prod(self.block_shape) * self.cache_dtype.itemsize
         return -(-size // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
 
     def view(self, memory: Tensor, entry_index: int) -> Tensor:
-        """A layer's cache: an entry of all blocks of `memory`, which is uint8 [blocks, bytes of a block]. All entries
+        """Return a layer's cache: one entry of all blocks of `memory`, uint8 [blocks, bytes of a block]. All entries
         have the same role."""
         return self.view_at(memory, entry_index * self.entry_bytes())
 
     def view_at(self, memory: Tensor, start: int) -> Tensor:
-        """The same, of the entry that begins at byte `start` of each block."""
+        """Like `view`, for the entry that begins at byte `start` of each block."""
         size = math.prod(self.block_shape) * self.cache_dtype.itemsize
         return memory[:, start : start + size].view(self.cache_dtype).view(len(memory), *self.block_shape)
 
     @abstractmethod
     def plan(self, layout: StepLayout, previous: Any = None) -> Any:
-        """What the layers need to know about a step. It is computed once, for all layers of the group.
+        """Compute the data about a step that all layers of the group share.
 
-        previous: the plan of another step with as many tokens and requests. It is overwritten and returned, so calls
-        that were recorded with it can be replayed for this step.
+        previous: the plan of another step with the same numbers of tokens and requests. It is overwritten and returned,
+        so recorded calls that use it can be replayed for this step.
         """
 
 
 class AttentionBackend(CacheBackend):
-    """Causal attention over a paged cache. One backend does everything, so its parts agree on the layout.
+    """Causal attention over a paged cache. One backend stores, reads and attends, so all of these share its layout.
 
-    Each layer's keys and values of a step are stored before any of its queries attends, so that requests of the
-    same step may share blocks.
+    A layer stores all keys and values of a step before any of its queries attends, so requests of the same step may
+    share blocks.
     """
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -212,7 +213,8 @@ class AttentionBackend(CacheBackend):
         """Write k, v: [tokens, kv_heads, head_dim] into the slots of the plan. v is None if the cache is latent."""
 
     def read(self, cache: Tensor, blocks: Tensor, plane: int) -> Tensor:
-        """The keys (plane 0) or the values (plane 1) in whole blocks: [blocks * block_size, kv_heads, head_dim]."""
+        """Return the keys (plane 0) or the values (plane 1) of whole blocks: [blocks * block_size, kv_heads,
+        head_dim]."""
         raise NotImplementedError(f"the {self.name} backend cannot read its cache")
 
     @abstractmethod
@@ -220,21 +222,21 @@ class AttentionBackend(CacheBackend):
         """q: [tokens, heads, head_dim] -> out: [tokens, heads, out_dim], lse: [tokens, heads] in float32.
 
         A query at position p sees the keys at positions max(0, p - window + 1) ... p. A scaled score s becomes
-        soft_cap * tanh(s / soft_cap) (Gemma 2, arXiv:2408.00118). sinks: [heads], float32; one more logit in the
+        soft_cap * tanh(s / soft_cap) (Gemma 2, arXiv:2408.00118). sinks: [heads], float32; an additional logit in the
         softmax of each head, without a value (gpt-oss; arXiv:2309.17453). bias: [heads, 2 * reach + 1], float32,
-        contiguous; it is added to the scores of a head, by the distance (position of the key) - p, from -reach to
-        reach; keys that are farther away have the bias of that end (T5, arXiv:1910.10683). lse is the natural logarithm
-        of the sum of the exponentiated scores, including the sink's. It allows merging partial results over disjoint
-        keys, of which at most one may include the sinks.
+        contiguous; added to a head's scores by the distance (position of the key) - p, from -reach to reach; keys that
+        are farther away use the bias at the nearer end (T5, arXiv:1910.10683). lse is the natural logarithm of the sum
+        of the exponentiated scores, including the sink's. With it, partial results over disjoint sets of keys can be
+        merged; at most one of them may include the sinks.
         """
 
     def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:
-        """Select the keys with the highest scores for each token: fill selection.slots. Of keys with equal scores, the
-        first are selected. DeepSeek-V3.2's lightning indexer (arXiv:2512.02556, equation 1):
+        """Select the keys with the highest scores for each token: fill selection.slots. Ties are resolved in favour of
+        earlier keys. DeepSeek-V3.2's lightning indexer (arXiv:2512.02556, equation 1):
 
             score of a key = sum over heads of weight * max(0, q . key)
 
-        cache: of the indexer's keys, latents whose value_dim is their head_dim. q: [tokens, heads, head_dim]; weights:
+        cache: the indexer's keys, latents whose value_dim equals their head_dim. q: [tokens, heads, head_dim]; weights:
         [tokens, heads], of q's type.
         """
         raise NotImplementedError(f"the {self.name} backend has no indexer")
@@ -243,7 +245,7 @@ class AttentionBackend(CacheBackend):
 class PreparingBackend(AttentionBackend):
     """A backend that can norm, rotate and store in one pass over a step's queries, keys and values.
 
-    kernels: the implementation of norms and rotation with which this pass agrees bit by bit.
+    kernels: the implementation of norms and rotation whose results this pass reproduces bit for bit.
     """
 
     kernels: str

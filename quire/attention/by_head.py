@@ -1,4 +1,4 @@
-"""Attention with lengths by head, for requests that were compressed: its KV heads keep different tokens.
+"""Attention with a separate length for each KV head, for compressed requests, whose KV heads keep different tokens.
 
 A block of the pool consists of slices, one for each layer and KV head, and each slice has the layout of a block of a
 model with one layer and one KV head. So the whole pool is also a cache of such a model, with many small blocks:
@@ -6,9 +6,9 @@ model with one layer and one KV head. So the whole pool is also a cache of such 
     block 3 of a model with 2 layers of 2 KV heads     | layer 0, head 0 | layer 0, head 1 | layer 1, head 0 | ... |
     slices                                                     12                13                14
 
-In this view, each KV head of each request is a request of its own, with a length and a table of slices. So the kernels
-of every backend compute attention by head (KV-Compress, arXiv:2410.00161). Requests that are not compressed take part
-in it with the slices of their blocks.
+In this view, each KV head of a request becomes a separate request with its own length and table of slices. So the
+kernels of every backend can compute attention by head (KV-Compress, arXiv:2410.00161). Requests that are not compressed
+use the slices of their blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ ScoreKeys = Callable[[Tensor, Tensor, Tensor, float, float | None], Tensor]
 
 @dataclass
 class EndingText:
-    """A prompt, or a text so far, that ends with a step and is compressed behind it.
+    """A prompt, or a text so far, that ends in a step and is compressed after it.
 
-    row: of its request. num_tokens: of the head that has the most; the first `missing` ones of the others [layers,
-    kv_heads] are none of theirs. queries: the last ones, as a range of the step's tokens. blocks: of the request,
-    [blocks]. slices: of the heads, [layers, kv_heads, blocks], those that are missing included. scores: of the keys,
-    [kv_heads, num_tokens] for each layer that has been computed.
+    row: the row of its request. num_tokens: the tokens of the longest head; a head lacks the first `missing` of these,
+    [layers, kv_heads]. queries: the last queries, as a range of the step's tokens. blocks: the request's blocks,
+    [blocks]. slices: the heads' slices, [layers, kv_heads, blocks], including missing ones. scores: the scores of the
+    keys, [kv_heads, num_tokens] for each layer computed so far.
     """
 
     row: int
@@ -48,8 +48,8 @@ class EndingText:
 
 @dataclass
 class HeadLayout:
-    """What a step has to do with compressed prompts. The requests of tables and lengths are ordered by KV head, then by
-    request. They are None if no request of the step has been compressed before.
+    """The data of a step with compressed prompts. Tables and lengths are ordered by KV head, then by request. They are
+    None if no request of the step has been compressed before.
 
     tables: slices, [layers, kv_heads * requests, most slices], int32. lengths: [layers, kv_heads * requests], int32.
     """
@@ -61,7 +61,7 @@ class HeadLayout:
 
 @dataclass
 class ByHeadPlan:
-    """inner: the plan of the whole step. heads: the plan of each layer by head; empty if all requests are plain."""
+    """inner: the plan of the whole step. heads: each layer's plan by head; empty if no request is compressed."""
 
     inner: Any
     heads: list[Any]
@@ -69,7 +69,8 @@ class ByHeadPlan:
 
 
 class AttentionByHead(AttentionBackend):
-    """Adds lengths by head to the backend `inner`, which stores everything and computes steps of plain requests."""
+    """Adds lengths by head to the backend `inner`, which stores everything and computes steps without compressed
+    requests."""
 
     slices: Tensor  # the pool as a cache of one layer and one KV head, once it is allocated
 
@@ -102,7 +103,7 @@ class AttentionByHead(AttentionBackend):
             tokens = len(layout.slot_mapping)
             firsts = torch.arange(kv_heads, dtype=torch.int32, device=starts.device)[:, None] * tokens + starts[:-1]
             starts = torch.cat([firsts.flatten(), starts[-1:] + tokens * (kv_heads - 1)])
-            slots = layout.slot_mapping.new_empty(tokens * kv_heads)  # unused: tokens are stored by the other plan
+            slots = layout.slot_mapping.new_empty(tokens * kv_heads)  # unused: the plan `inner` stores the tokens
             for lengths, tables in zip(by_head.lengths, by_head.tables, strict=True):
                 head = StepLayout(starts, lengths, slots, tables, 0, layout.tokens_per_request)
                 heads.append(self.heads.plan(head))
@@ -129,20 +130,20 @@ class AttentionByHead(AttentionBackend):
         return out, lse.view(kv_heads, tokens, self.group).transpose(0, 1).reshape(tokens, heads)
 
     def pick(self, sources: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values. sources: slices, [slices]. tokens: indices into the tokens of these slices, one after the
-        other, [tokens]."""
+        """Return keys and values. sources: slices, [slices]. tokens: indices into the concatenated tokens of these
+        slices, [tokens]."""
         keys, values = (self.heads.read(self.slices, sources, plane)[tokens] for plane in (0, 1))
         return keys, values
 
     def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write keys and values into slots of slices, [tokens], -1 for nowhere."""
+        """Write keys and values into slots of slices, [tokens]; -1 skips a token."""
         bounds = torch.arange(2, dtype=torch.int32, device=slots.device) * len(slots)
         table = bounds[None, :1]
         self.heads.store(self.slices, keys, values, self.heads.plan(StepLayout(bounds, bounds[1:], slots, table)))
 
 
 class PreparingByHead(AttentionByHead, PreparingBackend):
-    """The same for a backend that norms, rotates and stores in one pass."""
+    """Like AttentionByHead, for a backend that norms, rotates and stores in one pass."""
 
     inner: PreparingBackend
 

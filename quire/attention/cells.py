@@ -1,15 +1,15 @@
 """The format of a cache with one byte per element. Every backend follows this definition bit by bit.
 
-The key of a token in one head becomes one cell for each element and one scale in float32, with key = cells * scale. So
-does the value. The scale maps the largest element to the largest number that a cell can hold. It depends on the token
-alone, so equal tokens are stored as equal bytes, whatever else is stored. Unlike in vLLM, fp8 has scales too: with them
-no element overflows or underflows, whatever the model.
+In each head, a token's key is stored as one cell per element and one float32 scale, with key = cells * scale. Values
+are stored in the same way. The scale maps the largest element to the largest number that a cell can hold. It depends on
+the token alone, so equal tokens are always stored as equal bytes. Unlike in vLLM, fp8 cells have scales too, so no
+element overflows or underflows in any model.
 """
 
 import torch
 from torch import Tensor
 
-CELLS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # by their names in kv_cache_dtype
+CELLS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # by name in kv_cache_dtype
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 SCALE_BYTES = 4
 

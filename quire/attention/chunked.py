@@ -1,7 +1,7 @@
 """Attention in chunks of the text (Llama 4): a query sees the keys of its own chunk only, up to its own position.
 
-Each chunk of a request is a request of its own to the backend that computes, one that begins at the chunk's first
-block. So every backend can do it, and none has to know.
+The inner backend receives each chunk of a request as a separate request that begins at the chunk's first block. So this
+works with every backend, without any code for chunks in it.
 """
 
 import copy
@@ -15,9 +15,10 @@ from quire.attention.base import AttentionBackend, StepLayout
 
 
 def in_chunks(backend: AttentionBackend, chunk: int) -> AttentionBackend:
-    """A copy of the backend whose queries see their chunks only. chunk: tokens, a multiple of the block size.
+    """Return a copy of the backend whose queries see only their own chunks. chunk: tokens, a multiple of the block
+    size.
 
-    Raises ValueError for another number.
+    Raises ValueError if `chunk` is not such a multiple.
     """
     size = backend.shape.block_size
     if chunk % size:
@@ -32,9 +33,10 @@ def in_chunks(backend: AttentionBackend, chunk: int) -> AttentionBackend:
 
 
 def chunk_layout(layout: StepLayout, chunk: int, block_size: int) -> StepLayout:
-    """The layout in which each chunk of a request that a step touches is a request. Some of them may have no tokens.
+    """Return the layout in which each chunk that a step touches is a request. Some of these requests may have no
+    tokens.
 
-    Their number follows from the numbers of requests and tokens alone, so recorded steps can be replayed.
+    The number of these requests depends only on the numbers of requests and tokens, so recorded steps can be replayed.
     """
     device = layout.seq_lens.device
     starts = layout.query_start_loc
@@ -57,7 +59,8 @@ def chunk_layout(layout: StepLayout, chunk: int, block_size: int) -> StepLayout:
 
 
 def _tables(table: Tensor, first: Tensor, blocks: int) -> Tensor:
-    """The block tables of chunks. first: the index of each chunk's first block, [requests, parts]. blocks: of one."""
+    """Return the block tables of chunks. first: the index of each chunk's first block, [requests, parts]. blocks: the
+    blocks of a chunk."""
     width = table.shape[1]
     indices = first.long()[..., None] + torch.arange(min(blocks, width), device=table.device)
     picked = table[:, None, :].expand(-1, first.shape[1], -1).gather(2, indices.clamp(max=width - 1))

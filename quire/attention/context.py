@@ -1,4 +1,4 @@
-"""Attention over contexts that are divided among ranks: what both ways of dividing them have in common."""
+"""Attention over contexts that are divided among ranks: the common base of both ways to divide them."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -16,13 +16,13 @@ Ints = npt.NDArray[np.integer]
 
 
 class ContextAttention(AttentionBackend):
-    """One rank's part of an attention that several ranks compute together. Another backend computes this part.
+    """One rank's part of an attention that several ranks compute together. An inner backend computes this part.
 
-    `store` and `attend` get the keys, values and queries of the tokens that this rank computes, and all heads that it
-    has by tensor parallelism. `plan` gets the layout of all tokens of the step. A rank that has no token of a step is
-    given one all the same, since layers need some: it is not stored, and its result is zero.
+    `store` and `attend` receive the keys, values and queries of the tokens that this rank computes, in all heads that
+    tensor parallelism assigns to it. `plan` receives the layout of all tokens of the step. A rank without tokens in a
+    step receives a dummy token, since layers need at least one: it is not stored, and its result is zero.
 
-    how: contexts are divided, for the log and for the fingerprint of the cache.
+    how: a description of how contexts are divided, for the log and the fingerprint of the cache.
     """
 
     how: str
@@ -35,8 +35,8 @@ class ContextAttention(AttentionBackend):
         choose: Callable[[AttentionShape], AttentionBackend],
         kernels: Kernels,
     ) -> None:
-        """cp: the ranks that divide the tokens of a step. dcp: the ranks that hold the same KV heads, and compute the
-        same tokens. choose: makes the backend that computes this rank's part."""
+        """cp: the ranks that divide the tokens of a step. dcp: the ranks that hold the same KV heads and compute the
+        same tokens. choose: creates the inner backend, which computes this rank's part."""
         super().__init__(shape)
         self.cp = cp
         self.dcp = dcp
@@ -57,15 +57,15 @@ class ContextAttention(AttentionBackend):
 
     @abstractmethod
     def owners(self, positions: Ints) -> Ints:
-        """The number in the group cp of the rank that computes each of a step's tokens, [tokens].
+        """Return the rank in the group cp that computes each of a step's tokens, [tokens].
 
-        positions: of the tokens, [tokens].
+        positions: the tokens' positions, [tokens].
         """
 
 
 def packed(out: Tensor, lse: Tensor, memory: Tensor | None = None) -> Tensor:
-    """Both in one tensor, so that they are sent together: [..., dim + 1 or 2] in the type of `out`, with the bits of
-    the lse at the end. memory: where it is written, None for new memory."""
+    """Pack both into one tensor that can be sent as a whole: [..., dim + 1 or 2] in the type of `out`, with the bits of
+    the lse at the end. memory: where to write it, None for new memory."""
     return torch.cat([out, lse[..., None].view(out.dtype)], dim=-1, out=memory)
 
 

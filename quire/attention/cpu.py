@@ -13,7 +13,7 @@ from quire.ops.cpu.build import CODES, kernel, library
 from quire.ops.cpu.units import TYPES
 
 _TASK_INTS, _MERGE_INTS = 8, 4  # int32s in Task and Merge of attention.h
-_TASKS_PER_THREAD = 4  # no fewer than in attention.h
+_TASKS_PER_THREAD = 4  # at least as many as in attention.h
 _CELLS = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
@@ -47,9 +47,10 @@ class CpuPlan:
 
 
 class CpuAttention(PreparingBackend):
-    """Any sizes. Cache: [blocks, kv_heads, 2 (keys, values), block_size * padded dim].
+    """Supports any sizes. Cache: [blocks, kv_heads, 2 (keys, values), block_size * padded dim].
 
-    A latent cache has only keys. A cache of cells has bytes: the cells of a block, followed by block_size scales.
+    A latent cache has only keys. A cache of cells consists of bytes: the cells of a block, followed by block_size
+    scales.
     """
 
     name = kernels = "cpu"

@@ -1,7 +1,7 @@
-"""Cross-attention: queries of a decoder see all of the tokens of an encoder, which are in blocks of their own.
+"""Cross-attention: a decoder's queries see all tokens of an encoder, which are stored in separate blocks.
 
-Each query is a request of its own to the backend that computes, namely the last of as many tokens as the encoder has.
-Causal attention shows it all of these. So every backend can do it, and none has to know.
+The inner backend receives each query as a separate request: as the last of as many tokens as the encoder has, so that
+causal attention lets it see all of them. So this works with every backend, without any code for it there.
 """
 
 import copy
@@ -17,7 +17,7 @@ from quire.ops.memory import upload
 
 
 def across(backend: AttentionBackend) -> AttentionBackend:
-    """A copy of the backend whose queries see the tokens of an encoder."""
+    """Return a copy of the backend whose queries see the tokens of an encoder."""
     crossing = copy.copy(backend)
 
     def plan(layout: StepLayout, previous: Any = None) -> Any:
@@ -28,7 +28,7 @@ def across(backend: AttentionBackend) -> AttentionBackend:
 
 
 def cross_layout(layout: StepLayout) -> StepLayout:
-    """The layout in which each token of a step is a request. Nothing is stored."""
+    """Return the layout in which each token of a step is a request and nothing is stored."""
     assert layout.crossed is not None, "the model has no encoder"
     starts = layout.query_start_loc
     slots = layout.slot_mapping
@@ -46,8 +46,8 @@ def cross_layout(layout: StepLayout) -> StepLayout:
 
 
 def store_plan(backend: AttentionBackend, blocks: Tensor, length: int) -> Any:
-    """The plan with which a backend of `across` stores the keys and values of an encoder's tokens. blocks: the ids of
-    the request's blocks, [blocks], int64"""
+    """Return the plan with which a backend made by `across` stores an encoder's keys and values. blocks: the ids of the
+    request's blocks, [blocks], int64"""
     size = backend.tokens_per_block
     device = blocks.device
     slots = (blocks[:, None] * size + torch.arange(size, device=device)).flatten()[:length]

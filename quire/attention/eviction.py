@@ -1,4 +1,4 @@
-"""Which keys of a text a compressed cache keeps: scores of keys, budgets of heads, and the choice."""
+"""Chooses the keys that a compressed cache keeps: scores of keys, budgets of heads, and the selection."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from quire.config.kv_compression import KVCompressionOptions
 
 
 class Eviction:
-    """Keeps the keys with the highest scores, in whole blocks for each KV head. A subclass says how many each has.
+    """Keeps the keys with the highest scores, in whole blocks for each KV head. Subclasses set each head's budget.
 
-    The score of a key is the attention that the text's last queries give it, averaged over neighbouring keys and over
-    the query heads of its KV head (SnapKV, arXiv:2404.14469).
+    The score of a key is its attention weight for the text's last queries, averaged over neighbouring keys and over the
+    query heads of its KV head (SnapKV, arXiv:2404.14469).
     """
 
     def __init__(self, options: KVCompressionOptions, block_size: int) -> None:
@@ -30,7 +30,7 @@ class Eviction:
         absent = torch.arange(tokens, device=q.device) < missing[:, None]
         for queries, keys, gone in zip(
             rows, k.unbind(1), absent, strict=True
-        ):  # one by one, for attention takes much memory
+        ):  # one by one, since attention takes much memory
             logits = queries @ keys.float().T * scale  # [group, window, tokens]
             if soft_cap is not None:
                 logits = soft_cap * torch.tanh(logits / soft_cap)
@@ -42,7 +42,7 @@ class Eviction:
         return self._bounded(torch.nn.functional.pad(scores, (0, window), value=float("inf")), missing)
 
     def _bounded(self, scores: Tensor, missing: Tensor) -> Tensor:
-        """With infinite scores where all keys are kept, or missing."""
+        """Return the scores with infinite values for keys that are always kept or missing."""
         places = torch.arange(scores.shape[1], device=scores.device) - missing[:, None]
         return scores.masked_fill(places < self.options.sinks, float("inf")).masked_fill(places < 0, float("-inf"))
 
@@ -51,10 +51,10 @@ class Eviction:
         return attention.mean(-2)
 
     def choose(self, scores: Tensor, num_tokens: int, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """How many full blocks each head keeps, [layers, kv_heads], and their tokens, [layers, kv_heads, tokens of full
-        blocks], in their order; behind those that are kept stands the number of all tokens.
+        """Return the number of full blocks that each head keeps, [layers, kv_heads], and their tokens in order,
+        [layers, kv_heads, tokens of full blocks]. The rest of a head's row is filled with num_tokens.
 
-        scores: [layers, kv_heads, num_tokens]. num_blocks: how many blocks a head keeps on average.
+        scores: [layers, kv_heads, num_tokens]. num_blocks: the average number of blocks that a head keeps.
         """
         size = self.block_size
         num_tokens -= num_tokens % size
@@ -64,15 +64,15 @@ class Eviction:
         return counts, tokens.masked_fill(~kept, num_tokens).sort(dim=-1).values
 
     def counts(self, blocks: Tensor, num_blocks: int) -> Tensor:
-        """The number of blocks of each head, [layers, kv_heads], whose average is num_blocks.
+        """Return the number of blocks of each head, [layers, kv_heads]; the average is num_blocks.
 
-        blocks: the scores of the best tokens of each head, of the next best and so on: [layers, kv_heads, blocks].
+        blocks: the scores of each head's blocks, the block of the best tokens first: [layers, kv_heads, blocks].
         """
         return torch.full(blocks.shape[:2], num_blocks, device=blocks.device)
 
     def shared_counts(self, blocks: Tensor, num_blocks: int) -> Tensor:
-        """The numbers of blocks of heads that share a budget: the best blocks of all are kept. blocks: [..., heads,
-        blocks] -> [..., heads]"""
+        """Return the numbers of blocks of heads that share a budget: the best blocks among all heads are kept. blocks:
+        [..., heads, blocks] -> [..., heads]"""
         fewest = torch.isposinf(blocks).sum(-1, keepdim=True).clamp(min=int(self.options.safeguard * num_blocks))
         index = torch.arange(blocks.shape[-1], device=blocks.device)
         scores = blocks.masked_fill(index < fewest, float("inf")).flatten(-2)
@@ -81,7 +81,7 @@ class Eviction:
 
 
 class SnapKV(Eviction):
-    """All heads keep equally many."""
+    """Gives all heads the same budget (SnapKV)."""
 
 
 class AdaKV(Eviction):
@@ -92,7 +92,7 @@ class AdaKV(Eviction):
 
 
 class KVCompress(Eviction):
-    """The heads of all layers share a budget, and the squares of attention count (KV-Compress, arXiv:2410.00161)."""
+    """The heads of all layers share a budget, and scores use squared attention (KV-Compress, arXiv:2410.00161)."""
 
     def weigh(self, attention: Tensor) -> Tensor:
         return attention.square().mean(-2)
@@ -102,16 +102,16 @@ class KVCompress(Eviction):
 
 
 class PyramidKV(Eviction):
-    """The budgets of layers fall from the first to the last by equal steps (PyramidKV, arXiv:2406.02069)."""
+    """The layers' budgets decrease linearly from the first to the last (PyramidKV, arXiv:2406.02069)."""
 
     def counts(self, blocks: Tensor, num_blocks: int) -> Tensor:
         layers, kv_heads, most = blocks.shape
         fewest = self.options.fewest_blocks(0, self.block_size)
         last = max(min(fewest, num_blocks), num_blocks / self.options.steepness, 2 * num_blocks - most)
         budgets = torch.linspace(2 * num_blocks - last, last, layers, dtype=torch.float64, device=blocks.device)
-        ends = budgets.cumsum(0).round().long()  # rounded sums, so that the differences have the right sum
+        ends = budgets.cumsum(0).round().long()  # the sums are rounded, so that the differences have the right total
         wanted = torch.diff(ends, prepend=ends.new_zeros(1))
-        # A layer may have too few blocks left for that. Then the first of the others have more.
+        # A layer may have too few blocks left for its budget. Then the first of the other layers get more.
         held = torch.isneginf(blocks[:, 0]).logical_not().sum(-1)
         counts = torch.minimum(wanted, held)
         room = held - counts
@@ -120,7 +120,7 @@ class PyramidKV(Eviction):
 
 
 class StreamingLLM(Eviction):
-    """The first and the last tokens are kept (StreamingLLM, arXiv:2309.17453), at the positions that they had."""
+    """Keeps the first and the last tokens (StreamingLLM, arXiv:2309.17453), at their original positions."""
 
     def scores(self, q: Tensor, k: Tensor, missing: Tensor, scale: float, soft_cap: float | None) -> Tensor:
         return self._bounded(torch.arange(len(k), dtype=torch.float32, device=k.device).repeat(k.shape[1], 1), missing)

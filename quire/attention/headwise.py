@@ -1,7 +1,7 @@
-"""Attention by heads: each rank attends to whole contexts, in its share of the heads.
+"""Attention divided by heads: each rank attends to whole contexts with its share of the heads.
 
-This is the way of DeepSpeed-Ulysses (arXiv:2309.14509). A rank computes the queries, keys and values of its own tokens
-in all heads. An all-to-all turns these into all tokens in its own heads, and a second one turns the results back:
+This follows DeepSpeed-Ulysses (arXiv:2309.14509). A rank computes the queries, keys and values of its own tokens in all
+heads. An all-to-all exchanges these for all tokens in its own heads, and a second one exchanges the results back:
 
              heads 0  heads 1                   heads 0  heads 1
     tokens 0  rank 0   rank 0                    rank 0   rank 1
@@ -27,9 +27,10 @@ class HeadwisePlan:
 
 
 class HeadwiseAttention(ContextAttention):
-    """Divides the heads among the ranks of the group cp. The number of KV heads must divide by the number of ranks.
+    """Divides the heads among the ranks of the group cp. The number of KV heads must be divisible by the number of
+    ranks.
 
-    The tokens of a step are computed in equal parts, one after the other: the first rank computes the first ones.
+    The tokens of a step are split into equal contiguous parts: the first rank computes the first part.
     """
 
     how = "by heads"

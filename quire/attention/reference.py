@@ -1,4 +1,4 @@
-"""Paged attention in plain torch, as a loop over requests that gathers their blocks: definition and fallback."""
+"""Paged attention in plain torch, the definition and fallback: it loops over requests and gathers their blocks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,9 +13,10 @@ from quire.ops.reference.encoder_attention import bias_of
 
 
 class ReferenceAttention(AttentionBackend):
-    """Any device, dtype and shape. Cache: [blocks, kv_heads, 2 (keys, values), block_size, head_dim]; latent: keys.
+    """Supports any device, dtype and shape. Cache: [blocks, kv_heads, 2 (keys, values), block_size, head_dim]; latent:
+    keys.
 
-    A cache of cells has bytes: the cells of a head, followed by their scale.
+    A cache of cells consists of bytes: the cells of a head, followed by their scale.
     """
 
     name = "reference"
@@ -42,7 +43,7 @@ class ReferenceAttention(AttentionBackend):
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: StepLayout) -> None:
         if not len(plan.slot_mapping):
             return
-        # A token that is not stored repeats the first one that is. Selecting tokens would make the host wait for a GPU.
+        # A token that is not stored repeats the first stored one. Selecting tokens would make the host wait for a GPU.
         stored = plan.slot_mapping >= 0
         tokens = torch.where(stored, torch.arange(len(stored), device=stored.device), stored.int().argmax())
         slots = plan.slot_mapping[tokens].clamp(min=0)
@@ -56,7 +57,7 @@ class ReferenceAttention(AttentionBackend):
         return self._decode(cache[blocks.long(), :, plane]).transpose(1, 2).flatten(0, 1)
 
     def _keys(self, cache: Tensor, table: Tensor, length: int, by_slot: bool = False) -> Tensor:
-        """The keys and values, or latents, of a request: [2 or 1, length, kv_heads, dim]"""
+        """Return the keys and values, or latents, of a request: [2 or 1, length, kv_heads, dim]"""
         size = self.shape.block_size
         if by_slot:
             slots = table[:length].long()

@@ -12,7 +12,7 @@ if HAS_TRITON:
 
     BACKENDS = [*TRITON_BACKENDS, *BACKENDS]
 
-# vLLM's names, with the nearest backend of Quire. They are preferences: a command line that has one starts anywhere.
+# vLLM's names, with the nearest backend of Quire. They are only preferences, so a command line with one always starts.
 VLLM_BACKENDS = {
     "CPU_ATTN": "cpu",
     "TORCH_SDPA": "cpu",
@@ -28,7 +28,8 @@ VLLM_BACKENDS = {
 
 
 def choose_backend(shape: AttentionShape, pinned: str | None = None) -> AttentionBackend:
-    """The best backend that supports the shape, or the pinned one. Raises ValueError if the pinned one cannot."""
+    """Return the best backend that supports the shape, or the pinned one. Raises ValueError if the pinned one does
+    not."""
     if pinned is not None and pinned.upper() in VLLM_BACKENDS:
         near = next((b for b in BACKENDS if b.name == VLLM_BACKENDS[pinned.upper()]), None)
         if near is not None and near.unsupported(shape) is None:

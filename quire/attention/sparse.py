@@ -1,8 +1,8 @@
 """Sparse attention (DeepSeek-V3.2, arXiv:2512.02556): a token attends only to the latents that an indexer selects.
 
-To the backend that computes, every token is a request of one query, whose keys are the selected ones: its block table
-lists their slots. So backends need no second kind of attention, only tables of slots (AttentionShape.by_slot). The
-indexer keeps a key of its own for each token, as a second entry of the layer beside the latents.
+The inner backend receives every token as a request with one query and the selected keys: its block table lists their
+slots. So backends need no second kind of attention, only tables of slots (AttentionShape.by_slot). The indexer stores a
+separate key for each token, as a second entry of the layer in addition to the latents.
 """
 
 from abc import abstractmethod
@@ -18,7 +18,7 @@ from quire.attention.base import AttentionBackend, AttentionShape, Scores, Selec
 
 @dataclass
 class SparsePlan:
-    """inner: of the backend, in which every token is a request with the block table selection.slots."""
+    """inner: the inner backend's plan, in which every token is a request with the block table selection.slots."""
 
     inner: Any
     selection: Selection
@@ -29,18 +29,18 @@ class SelectingAttention(AttentionBackend):
 
     @abstractmethod
     def select_from(self, cache: Tensor, q: Tensor, weights: Tensor, k: Tensor, plan: Any) -> None:
-        """Store the indexer's keys of the step, k: [tokens, 1, dim], in the layer's entry for them, then select for its
-        tokens. q, weights: see AttentionBackend.select."""
+        """Store the step's indexer keys, k: [tokens, 1, dim], in the layer's indexer entry, then select keys for the
+        step's tokens. q, weights: see AttentionBackend.select."""
 
 
 class SparseAttention(SelectingAttention):
-    """Layers call `select_from`, or use the selection that the layer before has left in the plan, and then `attend`."""
+    """Layers call `select_from`, or reuse the selection that the previous layer left in the plan, and then `attend`."""
 
     def __init__(
         self, shape: AttentionShape, most: int, indexer_dim: int, choose: Callable[[AttentionShape], AttentionBackend]
     ) -> None:
-        """most: how many keys a token selects. indexer_dim: of the indexer's keys. choose: makes the backend of the
-        latents; the keys have another one of its kind."""
+        """most: the number of keys that a token selects. indexer_dim: the size of the indexer's keys. choose: creates
+        the backend of the latents, and a second one for the indexer's keys."""
         super().__init__(shape)
         self.most, self.latents = most, choose(replace(shape, by_slot=True))
         self.keys = type(self.latents)(replace(shape, num_heads=1, head_dim=indexer_dim, value_dim=indexer_dim))

@@ -1,12 +1,11 @@
 """Sparse attention over stripes: each rank keeps the latents and the indexer's keys of every n-th token.
 
-The selection is that of one rank. Each rank scores the keys of its stripe, and takes as candidates as many of the best
-as a token selects. The ranks exchange the candidates' scores, from which all of them find the least score that is
-selected. A rank then attends to those of its candidates that are selected, and the partial results are merged as in all
-attention over stripes (stripes.py).
+The selection equals that of a single rank. Each rank scores the keys of its stripe. Its best keys, as many as a token
+selects, become candidates. The ranks exchange the candidates' scores, and each derives from them the lowest selected
+score. A rank then attends to its selected candidates, and the partial results are merged as in all attention over
+stripes (stripes.py).
 
-A candidate travels as one integer, which is larger the higher its score is, and of equal scores the earlier its
-position:
+A candidate is sent as one integer. A higher score makes it larger; with equal scores, so does an earlier position:
 
     bits 63 ... 32  the score, as a signed integer of the same order
     bits 31 ... 0   2**31 - 1 - position
@@ -32,13 +31,13 @@ _MOST_CANDIDATES = 1 << 23  # in memory at a time
 
 @dataclass(kw_only=True)
 class StripedSparsePlan(StripedPlan):
-    """candidates: of the tokens that all ranks compute, in the order of the ranks of the group cp."""
+    """candidates: the candidates for the tokens that all ranks compute, in the order of the ranks of the group cp."""
 
     candidates: Selection
 
 
 class StripedSparseAttention(StripedAttention, SelectingAttention):
-    """Layers call `select_from`, or use the selection that the layer before has left in the plan, and then `attend`."""
+    """Layers call `select_from`, or reuse the selection that the previous layer left in the plan, and then `attend`."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class StripedSparseAttention(StripedAttention, SelectingAttention):
         most: int,
         indexer_dim: int,
     ) -> None:
-        """most, indexer_dim: see SparseAttention. The others: see ContextAttention."""
+        """most, indexer_dim: see SparseAttention. All others: see ContextAttention."""
         super().__init__(shape, cp, dcp, choose, kernels)
         self.most = most
         self.keys = type(self.inner)(replace(shape, num_heads=1, head_dim=indexer_dim, value_dim=indexer_dim))
@@ -92,8 +91,8 @@ class StripedSparseAttention(StripedAttention, SelectingAttention):
         return gathered.view(-1, *x.shape[1:])
 
     def _chosen(self, candidates: Selection) -> tuple[Tensor, Tensor]:
-        """The slots of this rank's candidates that are selected, in order of position, [tokens, candidates], and how
-        many there are, [tokens]. Behind these stands slot 0."""
+        """Return the slots of this rank's selected candidates, in order of position, [tokens, candidates], padded with
+        slot 0, and the number of these, [tokens]."""
         tokens, width = candidates.slots.shape
         at_once = max(1, _MOST_CANDIDATES // (width * self.stripes))
         slots = torch.zeros(tokens, width + 1, dtype=torch.int32, device=candidates.slots.device)
@@ -114,13 +113,14 @@ class StripedSparseAttention(StripedAttention, SelectingAttention):
         return slots[:, :width], counts
 
     def _comparable(self, scores: Tensor, number: Tensor) -> Tensor:
-        """The integers by which candidates are compared. number: of the keys in this rank's stripe."""
+        """Return the integers by which candidates are compared. number: the keys' indices in this rank's stripe."""
         bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
         ordered = torch.where(bits < 0, bits ^ _LAST, bits).long()
         return (ordered << 32) + (_LAST - (number * self.stripes + self.stripe))
 
     def _least(self, own: Tensor) -> Tensor:
-        """The least candidate of all ranks that is selected, [tokens, 1]. own: this rank's, [tokens, candidates]."""
+        """Return the lowest selected candidate of all ranks, [tokens, 1]. own: this rank's candidates, [tokens,
+        candidates]."""
         best = own
         for group in (self.dcp, self.cp):
             if group.size > 1:
@@ -129,9 +129,9 @@ class StripedSparseAttention(StripedAttention, SelectingAttention):
         return best[:, -1:]
 
     def _selected(self, slots: Tensor, counts: Tensor) -> Part:
-        """How the tokens of a rank attend to what they have selected in this rank's stripe."""
+        """Return the plan by which a rank's tokens attend to their selected keys in this rank's stripe."""
         token = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
         unused = torch.full_like(token[:-1], -1, dtype=torch.int64)  # latents are stored by another plan
-        # A token without any keys here attends to the null block, and its result is thrown away.
+        # A token without keys on this rank attends to the null block, and its result is discarded.
         inner = StepLayout(token, counts.clamp(min=1), unused, slots, tokens_per_request=1)
         return Part(self.inner.plan(inner), slice(None), slice(None), counts == 0, None)

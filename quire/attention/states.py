@@ -8,13 +8,14 @@ from quire.ops.reference.states import StatePlan
 
 
 class StateBackend(CacheBackend):
-    """Pages as Pages in ops/reference/states.py draws them. drafts: the most drafts of a request in a step."""
+    """Stores the pages that ops/reference/states.py defines. drafts: the maximum number of drafts of a request in a
+    step."""
 
     name = "states"
     cache_dtype = torch.float32
 
     def __init__(self, shape: StateShape, block_size: int, drafts: int, capturable: bool = False) -> None:
-        """capturable: whether the ops that run can be in a CUDA graph."""
+        """capturable: whether the chosen ops can be captured in a CUDA graph."""
         self.shape = shape
         self.block_size = block_size
         self.drafts = drafts
@@ -39,14 +40,14 @@ class StateBackend(CacheBackend):
 
 
 def matching_block_size(block_size: int, state_bytes: int, token_bytes: int) -> int:
-    """The number of tokens, a multiple of block_size, whose entries take as much memory as a state. With it, groups of
-    attention and groups of states waste little of their blocks, which are equally large.
+    """Return the number of tokens, a multiple of block_size, whose entries take as much memory as a state. With this
+    block size, attention groups and state groups waste little of their blocks, which have the same size in bytes.
 
-    token_bytes: what attention keeps of a token in a layer, 0 for a model without attention.
+    token_bytes: the bytes that attention caches of a token in a layer, 0 for a model without attention.
     """
     if not token_bytes:
         return -(-_TOKENS_OF_A_STATE // block_size) * block_size
     return max(1, -(-state_bytes // (token_bytes * block_size))) * block_size
 
 
-_TOKENS_OF_A_STATE = 512  # in a model without attention, a checkpoint costs as much however far it is from others
+_TOKENS_OF_A_STATE = 512  # in a model without attention, the cost of a checkpoint does not depend on their distance

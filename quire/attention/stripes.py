@@ -1,4 +1,4 @@
-"""Attention over stripes: each rank keeps the keys and values of every n-th token, and queries travel.
+"""Attention over stripes: each rank stores the keys and values of every n-th token, and queries are sent around.
 
 The token at position p belongs to stripe p % n. With n = 3 ranks and blocks of 2 tokens on each, a block of the
 scheduler has 6 tokens, and its slots become slots of the ranks by one division:
@@ -7,15 +7,14 @@ scheduler has 6 tokens, and its slots become slots of the ranks by one division:
     slot of the step    0    1    2    3    4    5    6    7
     stripe : slot      0:0  1:0  2:0  0:1  1:1  2:1  0:2  1:2
 
-A query at position p sees (p - r) // n + 1 keys of stripe r. From one query of a request to the n-th one after it, this
-number grows by 1. So the queries at positions that are equal modulo n, a class, see a stripe as ordinary causal queries
-see a context: the backend that computes a rank's part is given each class of a request as a request of its own.
+A query at position p sees (p - r) // n + 1 keys of stripe r. For the query n positions later, this number is larger by
+1. So queries whose positions are equal modulo n (a class) see a stripe as ordinary causal queries see a context: the
+inner backend receives each class of a request as a separate request.
 
-Stripes are those of Striped Attention (arXiv:2311.09431): all ranks have the same work to within one key for each
-query, whatever part of a prompt a step computes, and keys stay where they are stored. Queries travel instead ("pass-Q",
-Yang et al., arXiv:2411.01783), and the partial results return to be merged by their log-sum-exp. The ring is that of
-Ring Attention (arXiv:2310.01889): a rank attends to the queries of one rank while those of the next one are on their
-way.
+Stripes follow Striped Attention (arXiv:2311.09431): whatever part of a prompt a step computes, the ranks' work differs
+by at most one key per query. Keys stay where they are stored, and queries are sent instead ("pass-Q", Yang et al.,
+arXiv:2411.01783). The partial results are sent back and merged by their log-sum-exp. The ring follows Ring Attention
+(arXiv:2310.01889): a rank attends to the queries of one rank while it receives those of the next one.
 """
 
 from collections.abc import Sequence
@@ -33,9 +32,9 @@ from quire.attention.context import ContextAttention, Ints, packed, unpacked
 class Part:
     """How some queries attend to this rank's stripe.
 
-    order: the queries in the order in which they are computed, [queries], or all as they come; those that see no key
-    come last, in no request. place: where each query is in that order. is_blind: whether a query sees no key. window:
-    in the stripe.
+    order: the queries in the order of computation, [queries], or all in their original order; queries that see no key
+    come last, outside of all requests. place: the index of each query in that order. is_blind: whether a query sees no
+    key. window: the size of the window in the stripe.
     """
 
     plan: Any
@@ -47,8 +46,8 @@ class Part:
 
 @dataclass
 class StripedPlan:
-    """queries: the requests and positions of the queries that each rank of the group cp computes. parts: by window, and
-    by rank, how its queries attend to this rank's stripe."""
+    """queries: the requests and positions of the queries that each rank of the group cp computes. parts: for each
+    window and rank, how the rank's queries attend to this rank's stripe."""
 
     layout: StepLayout
     store: Any
@@ -60,8 +59,8 @@ class StripedPlan:
 class StripedAttention(ContextAttention):
     """Divides the tokens of a context among all ranks of the groups cp and dcp.
 
-    The stripes of the ranks of a group dcp are neighbours, and these ranks compute the tokens of all their stripes:
-    rank c of the group cp computes the tokens of the stripes c * dcp up to (c + 1) * dcp - 1.
+    The ranks of a group dcp have adjacent stripes, and each computes the tokens of all of these: rank c of the group cp
+    computes the tokens of stripes c * dcp to (c + 1) * dcp - 1.
     """
 
     how = "over stripes"
@@ -105,8 +104,8 @@ class StripedAttention(ContextAttention):
         return StripedPlan(layout, self.inner.plan(only_slots), shares, queries)
 
     def _parts(self, layout: StepLayout, requests: Tensor, positions: Tensor, window: int | None) -> list[Part]:
-        """How queries attend to this rank's stripe. Of a window of w tokens, w // n are of the stripe, or one more:
-        equally many for all queries of a class."""
+        """Return how queries attend to this rank's stripe. A window of w tokens has w // n tokens of the stripe, or one
+        more; the number is the same for all queries of a class."""
         n, last = self.stripes, (positions - self.stripe) // self.stripes  # the last key in the stripe, or -1
         sees = (last >= 0) & (requests < len(layout.seq_lens))
         if window is None:
@@ -120,10 +119,11 @@ class StripedAttention(ContextAttention):
     def _part(
         self, layout: StepLayout, requests: Tensor, positions: Tensor, keys: Tensor, sees: Tensor, window: int | None
     ) -> Part:
-        """keys: how many keys of the stripe are not behind a query. sees: whether the part has the query."""
+        """keys: the number of keys of the stripe up to each query's position. sees: whether the part contains the
+        query."""
         numbers = torch.arange(len(requests) + 1, device=requests.device)
         classes = self.dcp.size
-        is_single = 0 < layout.tokens_per_request <= self.stripes  # then no two queries of a request are in a class
+        is_single = 0 < layout.tokens_per_request <= self.stripes  # then no two queries of a request share a class
         if is_single:
             order = sees.logical_not().int().sort(stable=True).indices
             starts = numbers.minimum(sees.sum())
@@ -135,7 +135,7 @@ class StripedAttention(ContextAttention):
             ordered, order = class_of.sort(stable=True)
             starts = torch.searchsorted(ordered, borders)
             rows = borders[:-1] // classes
-            # The keys of the last query of each class. An empty class in front has none before it, and finds the zero.
+            # The keys of the last query of each class. For an empty class at the front, this finds the zero.
             of_last = torch.nn.functional.pad(keys[order], (0, 1))[starts[1:] - 1]
             lengths = of_last * (starts.diff() > 0)
         inner = StepLayout(
@@ -165,8 +165,8 @@ class StripedAttention(ContextAttention):
         return out, lse
 
     def _ring(self, q: Tensor, cache: Tensor, plan: StripedPlan, scores: Scores) -> Tensor:
-        """The results for q over the stripes of each rank of the group cp, [ranks, tokens, heads, ...], packed. They
-        are in the order of the ranks' distance, in which they arrive."""
+        """Return the packed results for q over the stripes of each rank of the group cp, [ranks, tokens, heads, ...].
+        They are in the order of arrival, by the ranks' distance."""
         cp = self.cp
         parts = plan.parts[scores.get("window")]
         coming = []
@@ -189,7 +189,7 @@ class StripedAttention(ContextAttention):
     def _attend(
         self, q: Tensor, cache: Tensor, parts: list[Part], scores: Scores, memory: Tensor | None = None
     ) -> Tensor:
-        """The result over this rank's stripe, packed. memory: where it is written, None for new memory."""
+        """Return the packed result over this rank's stripe. memory: where to write it, None for new memory."""
         found = []
         for part in parts:
             how: Scores = {**scores, "window": part.window, "sinks": None}
@@ -202,7 +202,7 @@ class StripedAttention(ContextAttention):
         return packed(out, lse, memory)
 
     def _all_heads(self, q: Tensor) -> Tensor:
-        """The queries of the same tokens in the heads of all ranks of the group dcp."""
+        """Return the queries of the same tokens in the heads of all ranks of the group dcp."""
         if self.dcp.size == 1:
             return q
         tokens = len(q)
@@ -213,8 +213,8 @@ class StripedAttention(ContextAttention):
         return self.dcp.all_gather(q.flatten(1), heads * dim).view(tokens, heads, dim)
 
     def _own_heads(self, results: Tensor) -> Tensor:
-        """The results for this rank's heads over all stripes. results: for all heads, over the stripes of those ranks
-        that have the same number in their group dcp."""
+        """Return the results for this rank's heads over all stripes. results: for all heads, over the stripes of the
+        ranks with the same rank in their group dcp."""
         ranks = self.dcp.size
         tokens = results.shape[1]
         if ranks == 1:

@@ -1,7 +1,7 @@
-"""The tiles of the attention kernel, for each kind of card and size of heads.
+"""Tile sizes of the attention kernel, by kind of card and head size.
 
-They were chosen by compiling the kernel: they fit the shared memory, leave no value outside the registers, and let
-two programs run on a processor at once in steps that decode.
+They were chosen by compiling the kernel: they fit into shared memory, cause no register spills, and let two programs
+run on a multiprocessor at once in decode steps.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from quire.platform.gpu.cards import Card
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program computes at a time. rows: query heads times tokens. stages: of the pipeline of loads.
+    """The work of a program per iteration. rows: query heads times tokens. stages: the stages of the load pipeline.
 
-    The block table is loaded a stage or two before the keys. With 5 stages, keys and values are loaded two tiles ahead,
-    with 3 one tile.
+    The block table is loaded a stage or two before the keys. Keys and values are loaded two tiles ahead with 5 stages,
+    and one tile ahead with 3.
     """
 
     rows: int
@@ -30,7 +30,7 @@ class Tile:
 class Tiles:
     """few: for requests with at most 16 rows (for most models, those that decode). many: for all others.
 
-    programs: how many programs of `few` run on a processor at once.
+    programs: the number of programs of `few` that run on a multiprocessor at once.
     """
 
     few: Tile
@@ -45,7 +45,8 @@ class Tiles:
 #   many   8.0: 96 (37,120, 188), 128 (65,792, 220), 256 (69,760, 180), 576 (76,032, 173)
 #          9.0: 128 (98,560, 183), 256 (131,200, 233), 576 (76,032, 169)  10.0: 128 (99,104, 186), 256 (131,744, 254)
 #          12.0: 256 (69,760, 178), 576 (76,032, 178)
-# Tiles of latents with 64 rows did not fit the registers. Prompts of 9.0 with 128 keys took longer by the time model.
+# Tiles of latents with 64 rows did not fit into registers. On 9.0, the time model predicts longer prompts with 128
+# keys.
 _SMALL_MEMORY = {  # 8.6, 8.9, 12.0, 12.1: 99 KiB
     64: Tiles(Tile(16, 64, 4, 5), Tile(128, 64, 8, 3)),
     128: Tiles(Tile(16, 32, 4, 5), Tile(128, 32, 8, 3)),
@@ -61,7 +62,7 @@ _AMPERE = {  # 8.0: 163 KiB
 }
 _HOPPER = {  # 9.0: 227 KiB; products of 64 rows and more are those of warp groups
     64: Tiles(Tile(16, 64, 4, 5), Tile(128, 64, 8, 3)),
-    128: Tiles(Tile(16, 64, 4, 5), Tile(64, 64, 4, 3), 3),  # of prompts two: one's softmax during the other's products
+    128: Tiles(Tile(16, 64, 4, 5), Tile(64, 64, 4, 3), 3),  # prompts: one's softmax overlaps the other's products
     256: Tiles(Tile(16, 32, 4, 5), Tile(128, 32, 8, 3)),
     1024: Tiles(Tile(16, 32, 8, 5), Tile(32, 32, 8, 3)),
 }
@@ -76,7 +77,7 @@ _FLOAT32 = {
     256: Tiles(Tile(16, 16, 4, 3), Tile(32, 16, 8, 2)),
     1024: Tiles(Tile(16, 16, 8, 2), Tile(16, 16, 8, 2), 1),
 }
-_CELLS = 4096  # elements of a tile of keys that a program of 4 warps converts without spills
+_CELLS = 4096  # the largest tile of keys, in elements, that 4 warps convert without spills
 _CARDS = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL}
 
 
@@ -91,7 +92,7 @@ def choose_tiles(card: Card, shape: AttentionShape) -> Tiles:
 
 
 def _for_cells(tiles: Tiles, head_dim: int, table: dict[int, Tiles]) -> Tiles:
-    """Tiles for caches of cells, whose conversion takes registers (fewer where warp groups multiply)."""
+    """Return tiles for caches of cells, whose conversion needs registers (fewer where warp groups multiply)."""
     few = tiles.few
     many = tiles.many
     if few.keys * head_dim > _CELLS:

@@ -9,9 +9,9 @@ from quire.layers.build import Builder
 class AlibiSlopes:
     """Attention with linear biases (arXiv:2108.12409) adds slope * (position of the key) to the scores of a head.
 
-    Backends need not support it, since it is part of the dot product. Every head gets two more elements. The query
-    holds the slope twice. The key holds its position in two digits, which are exact in bfloat16 up to 65,536: 1,000
-    becomes 768 and 232. Values get zeros.
+    Backends need no support for it, since it becomes part of the dot product: every head gets two more elements. The
+    query holds the slope twice. The key holds its position in two digits, which are exact in bfloat16 up to 65,536:
+    1,000 becomes 768 and 232. Values get zeros.
     """
 
     def __init__(self, num_heads: int, heads: range, builder: Builder) -> None:
@@ -28,6 +28,7 @@ class AlibiSlopes:
         return longer
 
     def without(self, out: Tensor) -> Tensor:
-        """The values of what attention returns: [tokens, heads, head_dim + 2] -> [tokens, heads, head_dim]"""
+        """Remove the added elements from attention's result: [tokens, heads, head_dim + 2] -> [tokens, heads,
+        head_dim]"""
         values: Tensor = self.kernels.join(out[..., :-2], out[..., :0])
         return values

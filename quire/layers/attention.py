@@ -26,7 +26,7 @@ class CachedAttention:
 
 
 class Attention(CachedAttention):
-    """The attention of one layer. names: of its tensors in the checkpoint, by role."""
+    """The attention of one layer. names: the names of its tensors in the checkpoint, by role."""
 
     def __init__(self, builder: Builder, spec: AttentionSpec, names: dict[str, str], place: LayerPlace) -> None:
         share = HeadShare.of(spec, builder.tensor_group)
@@ -73,7 +73,7 @@ class Attention(CachedAttention):
             self.sinks = builder.parameter(self.num_heads, dtype=torch.float32)
             builder.part(names["sinks"], self.sinks, (spec.num_heads,), slice(share.heads.start, share.heads.stop))
 
-        self.preparing: PreparingBackend | None = None  # set if norms, rotation and storing can be one pass
+        self.preparing: PreparingBackend | None = None  # set if one pass can norm, rotate and store
 
     def bind(self, backend: AttentionBackend, cache: Tensor) -> None:
         super().bind(backend, cache)
@@ -107,7 +107,7 @@ class Attention(CachedAttention):
                 q, k, v = self.alibi.extend(q, k, v, state.inputs.positions)
             self.backend.store(self.cache, k, v, plan)
         if wanted is not None and not len(wanted):
-            return x.new_empty(0, self.hidden_size)  # only keys and values were to be computed
+            return x.new_empty(0, self.hidden_size)  # only keys and values are needed
         if (rise := self.temperature) is not None:
             q = self.kernels.sharpen(q, state.inputs.positions, rise.scale, rise.length, rise.offset)
         out, lse = self.backend.attend(
@@ -143,7 +143,7 @@ class Attention(CachedAttention):
         return qkv[:, :heads], qkv[:, queries:keys], v, qkv[:, heads:queries]
 
     def rotate(self, q: Tensor, k: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
-        """Queries and keys with their norms, and with their positions."""
+        """Return queries and keys, normed and rotated to their positions."""
         if not self.norm_after_rotary:
             q, k = self._normed(q, k)
         if self.place.rotary is not None:
@@ -167,7 +167,7 @@ class Attention(CachedAttention):
 
 
 class EncoderAttention(Attention):
-    """Attention to all tokens of a sequence, or to those within place.window to both sides.
+    """Attention to all tokens of a sequence, or to those within place.window on both sides.
 
     Nothing is cached, so a step contains whole sequences.
     """

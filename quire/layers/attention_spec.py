@@ -1,4 +1,4 @@
-"""Attention as data: the model's attention, the share of it on one rank, and what differs from layer to layer."""
+"""Attention as data: the model's attention, one rank's share of it, and the differences between layers."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, Self
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one rank caches of a token in one layer. value_dim: see AttentionShape.
+    """The cached data of a token in one layer on one rank. value_dim: see AttentionShape.
 
-    holds_positions: keys contain token positions, which need more than one byte an element (see AlibiSlopes). holders:
-    how many ranks in a row cache the same, each for equally many query heads. chunk: see DecoderSpec.chunks.
-    crossed: see DecoderSpec.crossed. indexer: of sparse attention.
+    holds_positions: keys contain token positions, which need more than one byte per element (see AlibiSlopes). holders:
+    the number of consecutive ranks that cache the same data, each for the same number of query heads. chunk: see
+    DecoderSpec.chunks. crossed: see DecoderSpec.crossed. indexer: the indexer of sparse attention.
     """
 
     num_heads: int
@@ -33,7 +33,8 @@ class CacheShape:
 @dataclass(frozen=True)
 class Buckets:
     """How distances between key and query are grouped: all distances in a bucket have the same bias
-    (layers/distance_bias.py). count: the number of buckets. reach: from this distance on, all are in the last one."""
+    (layers/distance_bias.py). count: the number of buckets. reach: the distance from which on all are in the last
+    bucket."""
 
     count: int
     reach: int
@@ -42,7 +43,7 @@ class Buckets:
 @dataclass(frozen=True)
 class Temperature:
     """The factor of a query at a position: 1 + scale * log(1 + floor((position + offset) / length)). It keeps attention
-    sharp in texts that are longer than those of the training (Llama 4, Ministral 3)."""
+    sharp in texts that are longer than the training texts (Llama 4, Ministral 3)."""
 
     scale: float
     length: int
@@ -54,17 +55,17 @@ class AttentionSpec:
     """The grouped-query attention of a model.
 
     qkv_layout: q, k and v are three tensors ("separate"), follow each other in the tensor "qkv" ("concatenated"), or
-    are ordered by KV head in "qkv": its query heads, its key, its value ("by_kv_head"). qk_norm: of queries and keys.
-    qk_norm_over: the norm is taken over each head with one weight for all heads ("head"), over each head with a weight
-    of its own ("heads"), or over all heads as one vector ("all"). norm_after_rotary: rotation comes before that norm.
-    qkv_clip: elements of queries, keys and values are clamped to at most this size, behind the norm (OLMo).
-    temperature: of queries, by their positions. sinks: each head has a learned logit that takes part in the softmax.
-    alibi: see AlibiSlopes. transposed: the checkpoint keeps [in, out]. input_size: width of the vectors from which q, k
-    and v are computed, None for hidden_size. output_gate: each head's result is multiplied by the sigmoid of a gate,
-    which "q" has behind its query (Qwen3-Next). is_causal: False for encoders, whose tokens also see those behind them,
-    and cache nothing. key_bias: False if keys lack the bias of queries and values (Whisper). sub_norm: of all heads'
-    results as one vector, before the output projection (BitNet). buckets: of the distances for which each head has a
-    learned bias on its scores (T5).
+    are ordered by KV head in "qkv": its query heads, its key, its value ("by_kv_head"). qk_norm: the norm of queries
+    and keys. qk_norm_over: the norm is taken over each head with one weight for all heads ("head"), over each head with
+    a separate weight ("heads"), or over all heads as one vector ("all"). norm_after_rotary: rotation comes before that
+    norm. qkv_clip: elements of queries, keys and values are clamped to at most this magnitude, after the norm (OLMo).
+    temperature: a factor of queries by position. sinks: each head has a learned logit in the softmax. alibi: see
+    AlibiSlopes. transposed: the checkpoint stores [in, out]. input_size: width of the vectors from which q, k and v are
+    computed, None for hidden_size. output_gate: each head's result is multiplied by the sigmoid of a gate, which
+    follows its query in "q" (Qwen3-Next). is_causal: False for encoders, whose tokens also see later tokens and are not
+    cached. key_bias: False if keys lack the bias of queries and values (Whisper). sub_norm: a norm over all heads'
+    results as one vector, before the output projection (BitNet). buckets: the buckets of distances for which each head
+    has a learned bias on its scores (T5).
     """
 
     hidden_size: int
@@ -80,7 +81,7 @@ class AttentionSpec:
     qkv_clip: float | None = None
     temperature: Temperature | None = None
     interleaved_rotary: bool = False
-    scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    scale: float | None = None  # the factor of the scores; None: head_dim ** -0.5
     soft_cap: float | None = None
     sinks: bool = False
     alibi: bool = False
@@ -103,7 +104,7 @@ class AttentionSpec:
 
 
 class Heads(Protocol):
-    """What a layer divides among ranks."""
+    """The heads that a layer divides among ranks."""
 
     @property
     def num_heads(self) -> int: ...
@@ -116,9 +117,9 @@ class Heads(Protocol):
 class HeadShare:
     """The heads of one rank. If there are fewer KV heads than ranks, several ranks hold the same KV head.
 
-    Heads that cannot be shared evenly leave the last ranks with fewer, or with none. A rank must not be without heads,
-    so such a rank is a copy: it has the heads of another one, and its results do not count. holders: how many ranks
-    that are no copies hold each of the KV heads.
+    If heads cannot be divided evenly, the last ranks have fewer or none. Every rank needs heads, so a rank without any
+    becomes a copy: it has the heads of another rank, and its results are not used. holders: the number of ranks,
+    without copies, that hold each of the KV heads.
     """
 
     heads: range
@@ -128,10 +129,10 @@ class HeadShare:
 
     @classmethod
     def of(cls, spec: Heads, group: "Communicator") -> Self:
-        """The share of the group's rank: KV heads with all their query heads, or a part of one KV head's."""
-        queries = spec.num_heads // spec.num_kv_heads  # of a KV head
+        """Return this rank's share: KV heads with all of their query heads, or a part of one KV head's query heads."""
+        queries = spec.num_heads // spec.num_kv_heads  # per KV head
         whole, rest = divmod(group.size, spec.num_kv_heads)
-        ranks = 1 if rest else whole  # that divide the queries of a KV head between them
+        ranks = 1 if rest else whole  # ranks that divide the queries of a KV head
         kv_heads, no_kv_heads = _share(spec.num_kv_heads, group.rank // ranks, group.size // ranks)
         if ranks == 1:
             heads = range(kv_heads.start * queries, kv_heads.stop * queries)
@@ -142,8 +143,8 @@ class HeadShare:
         return cls(heads, kv_heads, no_part, -(-queries // -(-queries // ranks)))
 
     def parts(self, spec: AttentionSpec, names: dict[str, str]) -> list[OutputPart]:
-        """The parts of the checkpoint's tensors with this rank's query, key and value heads, in that order. Behind the
-        queries are the gates of their results, if there are some."""
+        """Return the parts of the checkpoint's tensors with this rank's query, key and value heads, in that order. If
+        results have gates, these follow the queries."""
         dim = spec.head_dim
         heads = spec.num_heads
         kv_heads = spec.num_kv_heads
@@ -173,7 +174,7 @@ class HeadShare:
 
 @dataclass(frozen=True)
 class IndexerSpec:
-    """What selects the tokens of sparse attention (see layers/indexer.py). top_k: how many a query attends to."""
+    """The indexer of sparse attention (see layers/indexer.py). top_k: the number of tokens that a query attends to."""
 
     num_heads: int
     head_dim: int
@@ -186,8 +187,8 @@ class LatentAttentionSpec:
     """The multi-head latent attention of a model.
 
     q_rank: None if queries are not compressed. nope_dim, rope_dim: elements of a query without and with rotation.
-    indexer: of sparse attention, None if a query attends to all tokens. shares_selection: the layer has no indexer of
-    its own, and attends to the tokens that the layer before has selected (GLM-5, arXiv:2603.12201).
+    indexer: the indexer of sparse attention, None if a query attends to all tokens. shares_selection: the layer has no
+    indexer, and attends to the tokens that the previous layer selected (GLM-5, arXiv:2603.12201).
     """
 
     hidden_size: int
@@ -221,7 +222,7 @@ class LatentAttentionSpec:
 
     @property
     def selects(self) -> bool:
-        """Whether the layer has an indexer of its own."""
+        """Whether the layer itself has an indexer."""
         return self.indexer is not None and not self.shares_selection
 
     def kv_spec(self, layer: int, window: int | None) -> ModelKVSpec:
@@ -229,8 +230,8 @@ class LatentAttentionSpec:
 
 
 def _share(total: int, rank: int, size: int) -> tuple[range, bool]:
-    """A rank's part of `total` items. Parts are equal, but the last ones may be short. A rank that would have none has
-    the last one's, as a copy."""
+    """Return a rank's part of `total` items. Parts are equal, but the last ones may be short. A rank that would have no
+    items gets a copy of the last part."""
     part = -(-total // size)
     last = -(-total // part) - 1
     start = min(rank, last) * part
@@ -239,7 +240,7 @@ def _share(total: int, rank: int, size: int) -> tuple[range, bool]:
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """What distinguishes the attention of one layer from that of the other layers.
+    """The properties of attention that differ between layers.
 
     window: number of tokens that a query sees, None for all. rotary: index of the layer's tables in
     ForwardState.rotary, None for a layer without rotary embedding. scale: the layer's own factor for the scores.

@@ -1,4 +1,4 @@
-"""Builder: what layers are built with, and where they note which part of a checkpoint tensor fills a parameter."""
+"""The builder of layers. It also records which part of a checkpoint tensor fills each parameter."""
 
 import math
 from collections.abc import Callable
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """`target` is filled with source[pick] of a checkpoint tensor, its last two dimensions exchanged if `transposed`.
+    """`target` is filled with source[pick] of a checkpoint tensor, with its last two dimensions swapped if
+    `transposed`.
 
-    shape: of the whole tensor in the checkpoint; () fits any tensor with one element. pick: a slice for each leading
-    dimension; () picks the whole tensor. is_raw: whether only one of the builder's weights reads the target, and makes
-    its lasting form of it.
+    shape: the shape of the whole tensor in the checkpoint; () fits any tensor with one element. pick: a slice for each
+    leading dimension; () picks the whole tensor. is_raw: whether a single weight of the builder reads the target, to
+    make its final form.
     """
 
     name: str
@@ -38,20 +39,20 @@ class WeightSlot:
 
 
 class Weight(Protocol):
-    """A weight that gets its lasting form, packed or quantized, when its slots are filled."""
+    """A weight that is converted to its final form, packed or quantized, when its slots are filled."""
 
-    lasting: str  # the attribute that has it then
+    lasting: str  # the name of the attribute with the final form
 
 
 class Builder:
-    """Device, types, kernels and process group for the layers of one model. It collects their weight slots.
+    """Provides device, types, kernels and process group to the layers of one model, and collects their weight slots.
 
-    method_of: the linear method for the format in which the checkpoint keeps the layer of a given name. quantizer_of:
-    the quantizer that is applied at load to a layer that the checkpoint keeps dense, None to keep it dense. adapters:
-    the slots of low-rank adapters for the model's linear layers, None if it takes none. experts: the ranks to which
-    experts are dealt, None if the ranks of the tensor group divide each expert. residual_stream: None for one that
-    every rank has whole. shape_of: the shape of a tensor in the checkpoint; None if it has none of that name, () if
-    the checkpoint is not known.
+    method_of: the linear method for the checkpoint's format of the layer with the given name. quantizer_of: the
+    quantizer for a layer that is dense in the checkpoint, applied at load; None to leave it dense. adapters: the slots
+    of low-rank adapters for the model's linear layers, None without adapters. experts: the ranks across which experts
+    are distributed, None if the ranks of the tensor group divide each expert. residual_stream: None if every rank has
+    the whole stream. shape_of: the shape of a tensor in the checkpoint; None if there is no tensor of that name, () if
+    the checkpoint is unknown.
     """
 
     def __init__(
@@ -75,19 +76,19 @@ class Builder:
         self.quantizer_of = quantizer_of
         self.adapters = adapters
         self.shape_of = shape_of
-        self.shared: dict[str, Any] = {}  # tables by name: an encoder and a decoder, or layers, may have the same one
+        self.shared: dict[str, Any] = {}  # tables by name, which layers, or an encoder and a decoder, may share
         self.slots: list[WeightSlot] = []
         self.weights: list[Weight] = []
-        self.is_restored = False  # whether the weights have their lasting forms, without raw slots being filled
+        self.is_restored = False  # whether weights are already in their final forms, so raw slots are not filled
         self._sizes: dict[str, int] = {}  # parameters by the name of a checkpoint tensor
-        # With how many slots must be filled before, and whether it makes the lasting form of a weight
+        # With the number of slots that must be filled first, and whether it makes the final form of a weight
         self._actions: list[tuple[int, Callable[[], None], bool]] = []
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return empty(*shape, dtype=dtype or self.dtype, device=self.device)
 
     def whole(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A parameter that every rank holds whole, such as a norm's weight."""
+        """Return a parameter that every rank holds whole, such as a norm's weight."""
         target = self.parameter(*shape, dtype=dtype)
         self.part(name, target, shape)
         return target
@@ -101,21 +102,22 @@ class Builder:
         transposed: bool = False,
         is_raw: bool = False,
     ) -> None:
-        """Note that `target` is filled with the part [pick] of the checkpoint tensor called `name`."""
+        """Record that `target` is filled with the part [pick] of the checkpoint tensor called `name`."""
         self.count(name, math.prod(shape))
         self.slots.append(WeightSlot(name, target, shape, pick, transposed, is_raw))
 
     def quantized_part(self, name: str, target: Tensor, shape: tuple[int, ...], *pick: slice) -> None:
-        """Like `part`, for a tensor of codes or scales, whose parameters are counted by a separate call of `count`."""
+        """Like `part`, for a tensor of codes or scales. Its parameters are counted with a separate call of `count`."""
         self.slots.append(WeightSlot(name, target, shape, pick, is_raw=True))
 
     def count(self, name: str, num_parameters: int) -> None:
-        """Count the parameters of the weight `name`, of all ranks together. Repeated calls count once."""
+        """Count the parameters of the weight `name` on all ranks together. Repeated calls count once."""
         self._sizes.setdefault(name, num_parameters)
 
     @cached_property
     def elsewhere(self) -> "Outline":
-        """Builds what only other ranks have, so that its parameters count, and its tensors are known."""
+        """A builder for layers that only other ranks have, so that their parameters are counted and their tensors are
+        known."""
         outline = Outline(self)
         outline._sizes = self._sizes
         return outline
@@ -123,7 +125,7 @@ class Builder:
     @property
     def tensors_elsewhere(self) -> set[str]:
         """The names of the tensors that only other ranks have."""
-        outline = self.__dict__.get("elsewhere")  # without making one
+        outline = self.__dict__.get("elsewhere")  # without creating one
         return set() if outline is None else {slot.name for slot in outline.slots}
 
     @property
@@ -134,13 +136,13 @@ class Builder:
     def when_loaded(self, action: Callable[[], None], makes_lasting: bool = False) -> None:
         """Call `action` as soon as the slots noted so far are filled.
 
-        makes_lasting: whether it makes the lasting form of a weight; it is not called if the weights were restored.
+        makes_lasting: whether it makes the final form of a weight; it is not called if the weights were restored.
         """
         self._actions.append((len(self.slots), action, makes_lasting))
 
     def fill(self, fill: Callable[[WeightSlot], None]) -> None:
-        """Fill the slots in order. Each layer's actions (packing, quantizing) run as soon as its own slots are filled,
-        so the whole model is never in memory in two forms."""
+        """Fill the slots in order. Each layer's actions (packing, quantizing) run as soon as its slots are filled, so
+        memory never holds the whole model in two forms."""
         slots = self.slots
         actions = [*self._actions, (len(self.slots), lambda: None, False)]
         self.slots = []

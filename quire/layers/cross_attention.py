@@ -1,4 +1,4 @@
-"""Attention of a decoder to what an encoder has made of its input (arXiv:1706.03762)."""
+"""Attention of a decoder to the output of an encoder (arXiv:1706.03762)."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ class CrossAttention(CachedAttention):
     tokens are stored once for a request, and read in each of its steps."""
 
     def __init__(self, builder: Builder, spec: AttentionSpec, names: dict[str, str], group: int) -> None:
-        """names: of the tensors in the checkpoint: cross_q, cross_k, cross_v and cross_o. group: the KV group."""
+        """names: the names of cross_q, cross_k, cross_v and cross_o in the checkpoint. group: the KV group."""
         share = HeadShare.of(spec, builder.tensor_group)
         dim = spec.head_dim
         hidden = spec.hidden_size
@@ -35,7 +35,7 @@ class CrossAttention(CachedAttention):
         )
 
     def store(self, states: Tensor, plan: Any, slots: Tensor | None) -> None:
-        """states: the encoder's results, [encoder tokens, hidden]. plan: see store_plan. slots: of the adapters."""
+        """states: the encoder's output, [encoder tokens, hidden]. plan: see store_plan. slots: the adapters' slots."""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
         kv = self.kv(states, slots).view(len(states), 2 * self.num_kv_heads, self.head_dim)

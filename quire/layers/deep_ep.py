@@ -1,5 +1,5 @@
-"""Exchanges tokens between GPUs with the high-throughput kernels of DeepEP (github.com/deepseek-ai/DeepEP), where its
-package deep_ep is installed: --all2all-backend deepep_high_throughput."""
+"""Exchanges tokens between GPUs with the high-throughput kernels of DeepEP (github.com/deepseek-ai/DeepEP). It requires
+the package deep_ep and is selected with --all2all-backend deepep_high_throughput."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ from quire.parallel.mesh import Communicator
 
 
 def open_buffer(group: Communicator, dtype: torch.dtype, device: torch.device, hidden_size: int) -> Any:
-    """The memory through which all layers exchange tokens. All ranks of the group must call it. Raises ConfigError if
-    DeepEP cannot be used. DeepEP itself pickles what its ranks tell each other at this point."""
+    """Return the memory through which all layers exchange tokens. All ranks of the group must call it. Raises
+    ConfigError if DeepEP cannot be used. DeepEP itself pickles the messages that its ranks exchange here."""
     try:
         from deep_ep import Buffer
     except ImportError as error:
@@ -33,8 +33,8 @@ def open_buffer(group: Communicator, dtype: torch.dtype, device: torch.device, h
 
 
 class DeepEP(Exchanged):
-    """A token's results are added up on each rank that has some of its experts, and then by the kernel, so they depend
-    on where experts are in the last bits."""
+    """A token's results are summed on each rank that has some of its experts, and then by the kernel. So their last
+    bits depend on the placement of experts."""
 
     def __init__(self, builder: Builder, ranks: ExpertRanks, num_experts: int) -> None:
         super().__init__(builder, ranks, num_experts)

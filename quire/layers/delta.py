@@ -13,13 +13,13 @@ from quire.layers.recurrent import Part, Recurrent, by_head
 from quire.layers.specs import OutputPart
 from quire.layers.state_spec import DeltaSpec
 
-_EPS = 1e-6  # of the norms of queries and keys
+_EPS = 1e-6  # for the norms of queries and keys
 
 
 class DeltaNet(Recurrent):
-    """names: of dt_bias, a_log, gate_norm and state_out; of conv, or of conv_q, conv_k and conv_v. Of state_in (q, k,
-    v, z) and state_ba, or of state_qkv, state_z, state_b and state_a, or of state_q, state_k, state_v, state_b,
-    decay_a, decay_b, gate_a and gate_b."""
+    """names: the names of dt_bias, a_log, gate_norm and state_out; of conv, or of conv_q, conv_k and conv_v; and of the
+    projections: state_in (q, k, v, z) and state_ba, or state_qkv, state_z, state_b and state_a, or state_q, state_k,
+    state_v, state_b, decay_a, decay_b, gate_a and gate_b."""
 
     def __init__(self, builder: Builder, spec: DeltaSpec, names: dict[str, str], place: LayerPlace) -> None:
         super().__init__(builder, spec, names, place)
@@ -61,7 +61,7 @@ class DeltaNet(Recurrent):
             self.rate = self.vector(builder, [(names["a_log"], heads, one)])
         self.gate_weight = builder.whole(f"{names['gate_norm']}.weight", spec.value_dim)
         builder.when_loaded(self._repeat_gate_weight)
-        # The L2 norm of a vector is an RMS norm, times the root of its size. Queries are scaled by that once more.
+        # An L2 norm is an RMS norm divided by the root of the vector's size. Queries are divided by this root again.
         scale = torch.tensor([spec.key_dim**-1.0, spec.key_dim**-0.5], dtype=torch.float32, device=builder.device)
         self.q_scale, self.k_scale = scale[:, None].repeat(1, spec.key_dim)
 
@@ -72,7 +72,7 @@ class DeltaNet(Recurrent):
         self.gate_weight = self.gate_weight.repeat(self.num_heads)
 
     def _separate(self, qkv: list[Part]) -> list[tuple[str, int, Part]]:
-        """q, k and v as tensors of their own: name, rows, and those of this rank."""
+        """Return q, k and v as separate tensors: name, number of rows, and this rank's rows."""
         keys = self.spec.num_kv_heads * self.spec.key_dim
         values = self.spec.num_heads * self.spec.value_dim
         sizes = (keys, keys, values)
@@ -83,7 +83,7 @@ class DeltaNet(Recurrent):
         ]
 
     def _outputs(self, names: dict[str, str], qkv: list[Part]) -> list[OutputPart]:
-        """The projections to q, k, v of all heads, then z, b and a, if these are products of the input."""
+        """Return the projections to q, k, v of all heads, then to z, b and a, if these are products of the input."""
         spec = self.spec
         heads = self.spec.num_heads
         ratio = self.spec.num_heads // self.spec.num_kv_heads

@@ -1,12 +1,12 @@
-"""How the tokens of a layer reach the ranks with their experts, and the results come back.
+"""Sends a layer's tokens to the ranks that have their experts, and collects the results.
 
-The experts of a layer are on every rank, or they are dealt to the ranks (expert parallelism). Then a layer with experts
-has these steps:
+The experts of a layer are on every rank, or they are distributed across the ranks (expert parallelism). A layer with
+experts runs these steps:
 
-    route                the rank chooses experts for its tokens
+    route                each rank chooses experts for its tokens
     send, receive        each token goes to the ranks that have its experts
     compute              each rank computes its experts for all rows that it received
-    collect              the results go back, and those of a token are added up with their weights
+    collect              the results are sent back, and a token's results are added up with their weights
 """
 
 from abc import ABC, abstractmethod
@@ -26,9 +26,9 @@ from quire.parallel.mesh import Exchange
 class Routed:
     """Rows for the experts of this rank, sorted by expert.
 
-    rows: [rows, hidden]. offsets: [experts + 1], int64: expert e has the rows offsets[e] : offsets[e + 1]. Rows behind
-    the last offset belong to no expert. origins: returns, for each row (and perhaps for further ones), the token of the
-    step that it copies, and the number of its expert on this rank.
+    rows: [rows, hidden]. offsets: [experts + 1], int64: expert e has the rows offsets[e] : offsets[e + 1]. Rows after
+    the last offset belong to no expert. origins: returns, for each row (and possibly for additional ones), the token of
+    the step that it copies, and the index of its expert on this rank.
     """
 
     rows: Tensor
@@ -37,7 +37,7 @@ class Routed:
 
 
 class Sent(ABC):
-    """Tokens on their way to their experts."""
+    """Tokens that are being sent to their experts."""
 
     @abstractmethod
     def receive(self) -> Routed:
@@ -45,23 +45,25 @@ class Sent(ABC):
 
     @abstractmethod
     def collect(self, out: Tensor) -> Tensor:
-        """This rank's summand of the weighted sums of the experts' results, [tokens, hidden], for all tokens of the
-        step. The summands of the tensor group's ranks make the result. out: [rows, hidden], for the received rows."""
+        """Return this rank's summand of the weighted sums of the experts' results, [tokens, hidden], for all tokens of
+        the step. The result is the sum over the tensor group's ranks. out: [rows, hidden], the results for the received
+        rows."""
 
 
 class Dispatch(ABC):
-    """The dispatch of one layer. local: the experts of this rank, by their numbers in the checkpoint."""
+    """The dispatch of one layer. local: this rank's experts, by their indices in the checkpoint."""
 
     local: list[int]
 
     def own(self, x: Tensor) -> Tensor:
-        """The tokens [own tokens, hidden] for which this rank chooses experts, of all tokens x of the step."""
+        """Return the tokens of the step, x, for which this rank chooses experts: [own tokens, hidden]."""
         return x
 
     @abstractmethod
     def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int) -> Sent:
-        """Start to send own tokens. x: [own tokens, hidden]; experts: [own tokens, top_k], int64; weights: of these
-        experts, float32; None if each token has one, with the weight 1. num_tokens: of the step."""
+        """Start to send own tokens. x: [own tokens, hidden]; experts: [own tokens, top_k], int64; weights: the experts'
+        weights, float32 [own tokens, top_k]; None if each token has one expert, with the weight 1. num_tokens: the
+        number of tokens of the step."""
 
 
 class Everywhere(Dispatch):
@@ -90,7 +92,7 @@ class SortedTokens(Sent):
         return self.order // self.experts.shape[1], self.experts.flatten()[self.order]
 
     def receive(self) -> Routed:
-        return Routed(self.rows, self.offsets, self._origins)  # not kept: it refers to self
+        return Routed(self.rows, self.offsets, self._origins)  # not stored: it refers to self
 
     def collect(self, out: Tensor) -> Tensor:
         combined: Tensor = self.kernels.combine_experts(out, self.order, self.weights)
@@ -98,18 +100,19 @@ class SortedTokens(Sent):
 
 
 class Slots:
-    """Which rank has which expert. Each rank has equally many slots, and an expert may be in several slots."""
+    """The placement of experts on ranks. Each rank has the same number of slots, and an expert may be in several
+    slots."""
 
     def __init__(self, slots: list[int], num_experts: int, device: torch.device) -> None:
         """slots: the expert in each slot of all ranks."""
         self.num_experts = num_experts
         self.table = torch.empty(0)  # [experts, most copies]: the slots of each expert
-        self.counts = torch.empty(0)  # [experts]: how many these are
+        self.counts = torch.empty(0)  # [experts]: the number of its slots
         self.is_identity = False
         self.put(slots, device)
 
     def put(self, slots: list[int], device: torch.device) -> None:
-        """Change what is in the slots."""
+        """Change the experts in the slots."""
         self.experts = slots
         places: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(slots):
@@ -120,7 +123,7 @@ class Slots:
         self.is_identity = slots == list(range(self.num_experts))
 
     def of(self, experts: Tensor) -> Tensor:
-        """A slot for each of the chosen experts [tokens, top_k]. Tokens take turns with an expert's copies."""
+        """Return a slot for each of the chosen experts [tokens, top_k]. Tokens rotate over an expert's copies."""
         if self.is_identity:
             return experts
         turns = torch.arange(len(experts), device=experts.device)[:, None]
@@ -128,7 +131,7 @@ class Slots:
 
 
 class DealtExperts(Dispatch):
-    """The experts are dealt to the ranks."""
+    """The experts are distributed across the ranks."""
 
     def __init__(self, builder: Builder, ranks: ExpertRanks, num_experts: int) -> None:
         self.kernels = builder.kernels
@@ -136,7 +139,7 @@ class DealtExperts(Dispatch):
         self.group = ranks.group
         self.device = builder.device
         self.slots = Slots(ranks.first_slots(num_experts), num_experts, builder.device)
-        self.count = len(self.slots.experts) // self.group.size  # slots of a rank
+        self.count = len(self.slots.experts) // self.group.size  # slots per rank
         self.bounds = torch.arange(self.count + 1, device=builder.device)
 
     @property
@@ -150,7 +153,7 @@ class DealtExperts(Dispatch):
 
 
 class Replicated(DealtExperts):
-    """All ranks have the same tokens, and each computes its experts for them."""
+    """All ranks have the same tokens, and each rank applies its own experts to them."""
 
     def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int) -> Sent:
         slots = self.slots.of(experts) - self.first
@@ -160,10 +163,10 @@ class Replicated(DealtExperts):
 
 
 class OwnTokens(SortedTokens):
-    """Tokens sorted by expert. Those of experts that are not here (the number behind the last one) come last, and get
-    zeros as results.
+    """Tokens sorted by expert. Those of experts on other ranks (with the index after the last one) come last, and their
+    results are zeros.
 
-    On a GPU, the numbers of rows do not depend on how many these are, so the host need not wait for them.
+    On a GPU, the number of rows does not depend on how many these are, so the host does not have to wait for it.
     """
 
     def __init__(self, kernels: Kernels, x: Tensor, experts: Tensor, weights: Tensor | None, bounds: Tensor) -> None:
@@ -184,11 +187,11 @@ class OwnTokens(SortedTokens):
 
 
 class Exchanged(DealtExperts):
-    """The ranks have different tokens. Each sends its tokens to the ranks with their experts (all-to-all), and gets the
-    results back. A token is sent once to each rank that has some of its experts.
+    """The ranks have different tokens. Each sends its tokens to the ranks with their experts (all-to-all), and receives
+    the results. A token is sent once to each rank that has some of its experts.
 
     Ranks of the same tensor group have the same tokens, so each routes and sends a part of them. A token's results are
-    added up where it came from, in the order of its choices, so its result does not depend on the ranks.
+    added up on its original rank, in the order of its choices, so the sum does not depend on the placement of experts.
     """
 
     def __init__(self, builder: Builder, ranks: ExpertRanks, num_experts: int) -> None:
@@ -200,8 +203,8 @@ class Exchanged(DealtExperts):
         return x[start:stop]
 
     def summand(self, own: Tensor, num_tokens: int) -> Tensor:
-        """This rank's summand of the results [num_tokens, hidden]: its own ones, and zeros for tokens that other ranks
-        of the tensor group have sent."""
+        """Return this rank's summand of the results, [num_tokens, hidden]: the results of its own tokens, and zeros for
+        tokens that other ranks of the tensor group have sent."""
         if len(own) == num_tokens:
             return own
         start, stop = self.tensor_group.share(num_tokens)
@@ -214,8 +217,8 @@ class Exchanged(DealtExperts):
 
 
 class _OnTheWay(Sent):
-    """Tokens that are being exchanged. Each travels as one row: its elements, then its slots on the rank to which it is
-    sent, integers of the same width [top_k], with -1 for choices that are elsewhere."""
+    """Tokens that are being exchanged. Each is sent as one row: its elements, then its slots on the receiving rank,
+    integers of the same width [top_k], with -1 for experts on other ranks."""
 
     def __init__(self, dispatch: Exchanged, x: Tensor, slots: Tensor, weights: Tensor | None, num_tokens: int) -> None:
         """x: [tokens, hidden]; slots, weights: [tokens, top_k]"""
@@ -234,19 +237,19 @@ class _OnTheWay(Sent):
         of_token = targets[token]
         there = torch.where(of_token == to_rank, slots[token] - to_rank * dispatch.count, -1)
         rows = torch.cat([x[token], there.to(self.integers).view(x.dtype)], dim=1)
-        # [ranks, 2]: rows that are sent to each rank, and results that come back from it. They go from host to host, so
-        # they do not wait behind the tokens of another half.
+        # [ranks, 2]: numbers of rows sent to each rank, and of results received from it. They are sent from host to
+        # host, so they do not wait for the tokens of the other half.
         counts = torch.stack([is_sent.sum(0), targets.flatten().bincount(minlength=size)], dim=1).cpu()
         self.sent = counts.tolist()
         self.received: list[list[int]] = group.all_to_all(counts, [1] * size, [1] * size).wait().tolist()
-        self.order = targets.flatten().sort(stable=True).indices  # of the results that come back
+        self.order = targets.flatten().sort(stable=True).indices  # of the received results
         self.exchange: Exchange = group.all_to_all(rows, [n for n, _ in self.sent], [n for n, _ in self.received])
 
     def receive(self) -> Routed:
         self.dispatch.ranks.turns.pass_on()
         rows = self.exchange.wait()
         x, slots = rows[:, : self.hidden], rows[:, self.hidden :].view(self.integers).long()  # slots: [rows, top_k]
-        self.place = (slots.flatten() >= 0).nonzero()[:, 0]  # of each result, in the order in which they are returned
+        self.place = (slots.flatten() >= 0).nonzero()[:, 0]  # of each result, in return order
         experts, self.sorting = slots.flatten()[self.place].sort(stable=True)
         row = self.place[self.sorting] // self.top_k
         return Routed(x[row], torch.searchsorted(experts, self.dispatch.bounds), lambda: (row, experts))

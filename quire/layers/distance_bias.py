@@ -10,10 +10,10 @@ from quire.layers.build import Builder
 
 
 def distance_bias(builder: Builder, spec: AttentionSpec, name: str, heads: range) -> Tensor:
-    """The biases of a rank's heads by distance, as AttentionBackend.attend takes them: [heads, 2 * reach + 1], float32.
+    """Return the biases of a rank's heads by distance, for AttentionBackend.attend: [heads, 2 * reach + 1], float32.
 
-    The checkpoint has one for each bucket of distances (T5; arXiv:1910.10683, section 2.1): [buckets, heads]. The table
-    is made of these when they are loaded, and layers with the same `name` share it.
+    The checkpoint has one bias for each bucket of distances (T5; arXiv:1910.10683, section 2.1): [buckets, heads]. The
+    table is built when these are loaded, and layers with the same `name` share it.
     """
     assert spec.buckets is not None
     if name not in builder.shared:
@@ -29,10 +29,11 @@ def distance_bias(builder: Builder, spec: AttentionSpec, name: str, heads: range
 
 
 def buckets_by_distance(buckets: Buckets, two_way: bool) -> Tensor:
-    """The bucket of each distance from -reach to reach, which is negative for a key behind the query: [2 * reach + 1].
+    """Return the bucket of each distance from -reach to reach, negative for keys before the query: [2 * reach + 1].
 
-    two_way: keys ahead of the query have half of the buckets. Otherwise they are in the first one, which nobody sees.
-    The first half of a direction's buckets has a distance each, and the sizes of the others grow by a constant factor.
+    two_way: keys after the query have half of the buckets. Otherwise they are in the first bucket, which no query uses.
+    In each direction, the first half of the buckets contains one distance each, and the sizes of the others grow by a
+    constant factor.
     """
     ahead = torch.arange(-buckets.reach, buckets.reach + 1)
     distance = (-ahead).clamp(min=0)
@@ -43,6 +44,6 @@ def buckets_by_distance(buckets: Buckets, two_way: bool) -> Tensor:
         count = buckets.count // 2
         first = torch.where(ahead > 0, count, 0)
     single = count // 2
-    # In float32 and in this order, as in training: a distance at the border of two buckets depends on the rounding.
+    # In float32 and in this order, as in training: rounding decides the bucket of a distance at a border.
     wide = torch.log(distance.float() / single) / log(buckets.reach / single) * (count - single)
     return first + torch.where(distance < single, distance, (single + wide.long()).clamp(max=count - 1))

@@ -1,4 +1,4 @@
-"""Token embedding and language-model head, with the vocabulary split over the tensor group; learned positions."""
+"""Token embedding and language-model head, with the vocabulary split over the tensor group, and learned positions."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ class VocabParallelEmbedding:
     """A table with a vector for each token id. Each rank holds a share of the vocabulary."""
 
     def __init__(self, builder: Builder, name: str, vocab_size: int, hidden_size: int, is_head: bool) -> None:
-        """is_head: the language-model head uses the same table, which is then stored in the form for products."""
+        """is_head: the language-model head uses the same table, which is then stored in the form for matrix
+        products."""
         self.group = builder.tensor_group
         self.start, self.stop = self.group.share(vocab_size)
         shape = LinearShape((OutputPart(name, vocab_size, self.start, self.stop),), hidden_size, 0, hidden_size)
@@ -28,7 +29,7 @@ class VocabParallelEmbedding:
             self.adapters = LowRankEmbedding(builder, builder.adapters, name, vocab_size, hidden_size)
 
     def __call__(self, ids: Tensor, slots: Tensor | None = None) -> Tensor:
-        """ids: [tokens] -> [tokens, hidden]. slots: of the tokens' adapters."""
+        """ids: [tokens] -> [tokens, hidden]. slots: the slots of the tokens' adapters."""
         vectors = self._vectors(ids)
         return vectors if slots is None else self.adapters.add(vectors, ids, slots)
 
@@ -41,8 +42,8 @@ class VocabParallelEmbedding:
 
 
 class LowRankEmbedding(LowRank):
-    """Adapters of an embedding, whose matrix A has a vector for each token id: a: [slots, vocab, rank]. Every rank has
-    the whole."""
+    """Adapters of an embedding, whose matrix A has a vector for each token id: a: [slots, vocab, rank]. Every rank
+    holds the whole matrix."""
 
     def __init__(self, builder: Builder, slots: AdapterSlots, name: str, vocab_size: int, hidden_size: int) -> None:
         parts = (OutputPart(name, hidden_size, 0, hidden_size),)
@@ -65,7 +66,7 @@ class LowRankEmbedding(LowRank):
 
 
 class LearnedPositions:
-    """A vector for each position, added to the token embeddings. offset: rows of the table before position 0."""
+    """A vector for each position, added to the token embeddings. offset: the number of rows before position 0."""
 
     def __init__(self, builder: Builder, name: str, max_positions: int, hidden_size: int, offset: int) -> None:
         self.weight = builder.whole(f"{name}.weight", max_positions + offset, hidden_size)
@@ -77,7 +78,7 @@ class LearnedPositions:
 
 
 class LMHead:
-    """Logits over the vocabulary. If the model ties them, head and embedding share one table."""
+    """Computes logits over the vocabulary. If the model ties head and embedding, they share one table."""
 
     def __init__(
         self,
@@ -89,14 +90,14 @@ class LMHead:
         bias: bool = False,
         row_name: str | None = None,
     ) -> None:
-        """row_name: of a bias that the checkpoint keeps as a row, [1, vocab] (BART)."""
+        """row_name: the name of a bias that the checkpoint stores as a row, [1, vocab] (BART)."""
         self.group = builder.tensor_group
         self.vocab_size = vocab_size
         start, stop = self.group.share(vocab_size)
         shape = LinearShape((OutputPart(name, vocab_size, start, stop),), hidden_size, 0, hidden_size)
         self.weight = make_weight(builder, shape) if tied is None else tied.table
         self.adapters = adapters_of(builder, shape, is_table=True)
-        # What adapters add is in the model's type.
+        # The adapters' summand is in the model's type.
         self.product = self.weight if isinstance(self.adapters, LowRank) else self.weight.logits
         self.bias = builder.parameter(stop - start) if bias else None
         if self.bias is not None and row_name is not None:
@@ -105,7 +106,7 @@ class LMHead:
             builder.part(f"{name}.bias", self.bias, (vocab_size,), slice(start, stop))
 
     def __call__(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
-        """hidden: [rows, hidden] -> [rows, vocab], on every rank. slots: of the rows' adapters."""
+        """hidden: [rows, hidden] -> [rows, vocab], on every rank. slots: the slots of the rows' adapters."""
         logits = self.product(hidden, self.bias)
         if slots is not None:
             logits = self.adapters.add(logits, hidden, slots)

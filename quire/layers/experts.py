@@ -1,4 +1,4 @@
-"""The experts of a layer that are on this rank: products of all of them at once, with rows sorted by expert."""
+"""This rank's experts of a layer: one product for all of them, with rows sorted by expert."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
@@ -19,7 +19,7 @@ class GroupedExperts:
 
     def __init__(self, builder: Builder, num_experts: int, out_features: int, in_features: int, bias: bool) -> None:
         self.grouped_linear = builder.kernels.grouped_linear
-        # Once they are loaded, in the form that the kernel reads fastest
+        # After loading, in the form that the kernel reads fastest
         self.packed: Any = builder.parameter(num_experts, out_features, in_features)
         self.bias = builder.parameter(num_experts, out_features) if bias else None
         self.num_experts = num_experts
@@ -27,7 +27,7 @@ class GroupedExperts:
 
     @property
     def weight(self) -> Tensor:
-        """[experts, out, in]; the elements of an expert are in the kernel's order once they are packed"""
+        """[experts, out, in]; once packed, an expert's elements are in the kernel's order"""
         if isinstance(self.packed, Tensor):
             return self.packed
         out: Tensor = self.packed.data.view(self.num_experts, self.out_features, -1)
@@ -51,9 +51,9 @@ class GroupedExperts:
 
 
 class SeparateExperts:
-    """One projection of all experts, each with a (quantized) weight of its own.
+    """One projection of all experts, each with a separate (quantized) weight.
 
-    If there is a kernel for it and all weights have the same form, they are joined, for one product of all.
+    If a kernel supports it and all weights have the same form, they are joined, and one product computes all experts.
     """
 
     lasting = "joined"
@@ -107,9 +107,9 @@ Experts = GroupedExperts | SeparateExperts
 
 
 def _dense_experts(builder: Builder, name: str, experts: GroupedExperts) -> Experts:
-    """Experts that the checkpoint keeps dense, quantized if the engine's options say so.
+    """Return experts that are dense in the checkpoint, quantized if the engine's options request it.
 
-    To be called after their slots are noted. name: of their tensors, or of one of them.
+    Call it after their slots are recorded. name: the name of their tensor, or of one of their tensors.
     """
     quantizer = builder.quantizer_of(name)
     if quantizer is None:
@@ -121,7 +121,8 @@ def _dense_experts(builder: Builder, name: str, experts: GroupedExperts) -> Expe
 
 
 def separate_experts(builder: Builder, shapes: list[LinearShape]) -> Experts:
-    """The experts of a checkpoint with a tensor for each expert and projection. shapes: one for each expert here."""
+    """Return the experts of a checkpoint with a tensor for each expert and projection. shapes: one for each local
+    expert."""
     if any(builder.method_of(part.name) is not DenseWeight for shape in shapes for part in shape.parts):
         return SeparateExperts(builder, [make_weight(builder, shape) for shape in shapes], shapes[0].out_features)
     first = shapes[0]
@@ -134,9 +135,9 @@ def separate_experts(builder: Builder, shapes: list[LinearShape]) -> Experts:
 def fused_experts(
     builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str], local: Sequence[int], inner: tuple[int, int]
 ) -> tuple[Experts, Experts]:
-    """(gate_up, down) of a checkpoint with one tensor for all experts, see MoESpec.layout.
+    """Return (gate_up, down) of a checkpoint with one tensor for all experts, see MoESpec.layout.
 
-    local: the experts of this rank. inner: the share [start, stop) of their inner elements that it has.
+    local: the experts of this rank. inner: this rank's share [start, stop) of their inner elements.
     """
     count, size, (start, stop) = spec.num_experts, spec.intermediate_size, inner
     share = stop - start
@@ -189,7 +190,7 @@ def _packed_experts(
     local: Sequence[int],
     inner: tuple[int, int],
 ) -> tuple[Experts, Experts]:
-    """The same for quantized tensors [experts, out, in]."""
+    """Like `fused_experts`, for quantized tensors [experts, out, in]."""
     if not hasattr(method, "experts") or spec.layout == "stacked":
         raise ValueError(f"{names['experts_gate_up']}: experts in one tensor cannot be quantized in this format")
     count, size, (start, stop) = spec.num_experts, spec.intermediate_size, inner
@@ -232,7 +233,8 @@ def _tensors(weight: object) -> list[Tensor]:
 
 
 def _runs(experts: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """[4, 5, 6, 0, 1] -> (0:3, 4:7), (3:5, 0:2): where runs of consecutive experts are in the list, and which."""
+    """[4, 5, 6, 0, 1] -> (0:3, 4:7), (3:5, 0:2): the places in the list and the values of runs of consecutive
+    experts."""
     start = 0
     for end in range(1, len(experts) + 1):
         if end == len(experts) or experts[end] != experts[end - 1] + 1:

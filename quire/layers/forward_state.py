@@ -1,4 +1,4 @@
-"""What the layers of a forward share."""
+"""The state that the layers of a forward pass share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from quire.layers.step_inputs import StepInputs
 
 @dataclass
 class ForwardState:
-    """What all layers of a step share.
+    """The state that all layers share in a step.
 
     rotary: cos and sin [tokens, rotary_dim / 2], float32, for each rotary spec of the model. plans: one for each KV
-    group. layer_done: if set, called behind each layer; the last one may be left out. first_values: what the first
-    layer of an RWKV-7 leaves for the others, [tokens, this rank's values]. slots: of the tokens' low-rank adapters,
-    [tokens], int64, -1 for none; None if no token has one.
+    group. layer_done: if set, called after each layer, except perhaps the last one. first_values: in an RWKV-7, the
+    values of the first layer, which the others read, [tokens, this rank's values]. slots: the slots of the tokens'
+    low-rank adapters, [tokens], int64, -1 for none; None if no token has one.
     """
 
     inputs: StepInputs
@@ -27,10 +27,10 @@ class ForwardState:
     slots: Tensor | None = None
 
     def slots_of(self, wanted: Tensor | None) -> Tensor | None:
-        """The slots of the tokens whose results are wanted, None for all."""
+        """Return the slots of the tokens whose results are wanted; wanted: None for all."""
         return self.slots if self.slots is None else pick(self.slots, wanted)
 
 
 def pick(x: Tensor, wanted: Tensor | None) -> Tensor:
-    """x[wanted], or x itself for None."""
+    """Return x[wanted], or x itself if `wanted` is None."""
     return x if wanted is None else x.index_select(0, wanted)

@@ -13,7 +13,7 @@ from quire.layers.state_spec import HybridSpec
 
 
 class Hybrid:
-    """The sum of the results of both, which read the same input. names: of both."""
+    """The sum of the results of both layers, which read the same input. names: the tensor names of both."""
 
     def __init__(self, builder: Builder, spec: HybridSpec, names: dict[str, str], place: LayerPlace) -> None:
         self.spec = spec

@@ -1,12 +1,13 @@
 """The lightning indexer (DeepSeek-V3.2, arXiv:2512.02556, section 2.1), which selects the tokens of sparse attention.
 
-It is a small attention of its own. A token has one key and several queries, from which follows a score for each pair:
+It is a small, separate attention. A token has one key and several queries, which give a score for each pair of tokens:
 
     score(t, s) = sum over heads j of weight(t, j) * max(0, q(t, j) . k(s))
 
-The published kernels compute it in FP8, after a rotation by a Hadamard matrix that makes rounding errors smaller and
-changes no product. Here scores are products in the model's own type with sums in float32, and nothing is rotated.
-Selections need whole scores, so every rank of a tensor group computes all heads, and all select the same tokens.
+The published kernels compute it in FP8, after a rotation by a Hadamard matrix, which reduces rounding errors and
+preserves the products. Here scores are products in the model's type with sums in float32, without a rotation. The
+selection needs complete scores, so every rank of a tensor group computes all heads, and all ranks select the same
+tokens.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ from quire.layers.specs import NormSpec
 
 
 class Indexer:
-    """The indexer of one layer. names: of index_q, index_k, index_k_norm and index_weights."""
+    """The indexer of one layer. names: the names of index_q, index_k, index_k_norm and index_weights."""
 
     def __init__(self, builder: Builder, spec: IndexerSpec, names: dict[str, str], hidden: int, q_rank: int) -> None:
         self.spec = spec
@@ -47,8 +48,8 @@ class Indexer:
         backend: SelectingAttention,
         plan: Any,
     ) -> None:
-        """Select the tokens to which the step's tokens attend. x: [tokens, hidden]; compressed: what the queries of the
-        attention are made of, [tokens, q_rank]; slots: of the tokens' adapters."""
+        """Select the tokens to which the step's tokens attend. x: [tokens, hidden]; compressed: the compressed queries
+        of the attention, [tokens, q_rank]; slots: the slots of the tokens' adapters."""
         q = self.q(compressed, slots).view(len(x), self.spec.num_heads, self.spec.head_dim)
         q, k = self.rotary_embedding(q, self.k_norm(self.k(x, slots))[:, None], *rotary, self.spec.interleaved_rotary)
         backend.select_from(self.cache, q, self.weights(x, slots), k, plan)

@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the cache keeps one compressed vector a token.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the cache stores one compressed vector per token.
 
-A head's keys and values are linear maps of that latent vector, and are never computed. Instead, the map of the keys is
-applied to the queries, and the map of the values to the result ("absorbed"), so attention runs over the latent vectors.
+A head's keys and values are linear maps of that latent vector, and are never computed. Instead, the key map is applied
+to the queries, and the value map to the result ("absorbed"), so attention runs over the latent vectors.
 
   cached of a token [ latent, normed | rotary key ]       latent: kv_rank, rotary key: rope_dim, shared by all heads
   query of a head   [ q_nope W_UK    | rotary query ]
@@ -28,8 +28,8 @@ from quire.layers.specs import OutputPart
 
 
 class LatentAttention(CachedAttention):
-    """The attention of one layer. names: of q, or q_a, q_a_norm and q_b; of kv_a, kv_a_norm, kv_b and o; and
-    those of the indexer."""
+    """The attention of one layer. names: the names of q, or of q_a, q_a_norm and q_b; of kv_a, kv_a_norm, kv_b and o;
+    and those of the indexer."""
 
     def __init__(self, builder: Builder, spec: LatentAttentionSpec, names: dict[str, str], place: LayerPlace) -> None:
         self.spec = spec
@@ -62,7 +62,7 @@ class LatentAttention(CachedAttention):
         shape = LinearShape(tuple(parts("kv_b", spec.nope_dim + spec.value_dim)), spec.kv_rank, 0, spec.kv_rank)
         self.kv_b = make_weight(builder, shape)
         builder.when_loaded(self._absorb)
-        self.adapters: list[LowRank] = []  # of to_latent and of from_latent
+        self.adapters: list[LowRank] = []  # for to_latent and for from_latent
         if builder.adapters is not None and builder.adapters.change([shape]):
             self.adapters = [LowRankMap(builder, builder.adapters, shape, spec, keys) for keys in (True, False)]
         inner = (heads.start * spec.value_dim, heads.stop * spec.value_dim)
@@ -113,8 +113,8 @@ class LatentAttention(CachedAttention):
         return self.out(values.reshape(len(out), self.num_heads * spec.value_dim), wanted_slots)
 
     def _adapted(self, which: int, given: Tensor, out: Tensor, slots: Tensor | None) -> Tensor:
-        """The result of a map with adapters. given: [tokens, heads, in]; out: [tokens, heads, outs]; slots: of the
-        tokens' adapters."""
+        """Return the result of a map with adapters. given: [tokens, heads, in]; out: [tokens, heads, outs]; slots: the
+        slots of the tokens' adapters."""
         if slots is None or not self.adapters:
             return out
         heads = torch.arange(len(given) * self.num_heads, device=out.device)
@@ -123,16 +123,16 @@ class LatentAttention(CachedAttention):
 
 
 class LowRankMap(LowRank):
-    """The adapters of kv_b in one of the two maps that it is absorbed into, which each head has for itself.
+    """The adapters of kv_b in one of the two maps into which it is absorbed. Each head has its own maps.
 
-    B A of kv_b has the parts B_K A and B_V A of a head. The map of its keys, which is applied to queries, becomes
-    A^T B_K^T q, and that of its values B_V A x.
+    For a head, B A of kv_b has the parts B_K A and B_V A. Its key map, which is applied to queries, becomes A^T B_K^T
+    q, and its value map B_V A x.
     """
 
     def __init__(
         self, builder: Builder, slots: AdapterSlots, shape: LinearShape, spec: LatentAttentionSpec, of_keys: bool
     ) -> None:
-        """shape: of kv_b. of_keys: the map of the keys, else that of the values."""
+        """shape: the shape of kv_b. of_keys: whether this is the key map or the value map."""
         self.spec = spec
         self.of_keys = of_keys
         super().__init__(builder, slots, [shape], on_demand=True)

@@ -1,7 +1,7 @@
 """Linear layers, split over a tensor group by rows (column parallel) or by columns (row parallel) of the weight.
 
-The split follows Megatron-LM (arXiv:1909.08053): column parallel first, row parallel second, one sum a pair.
-The linear method with which a layer is built decides how its weight is stored: dense, or in a quantized format.
+The split follows Megatron-LM (arXiv:1909.08053): column parallel first, row parallel second, one sum per pair. A
+layer's linear method decides how its weight is stored: dense, or in a quantized format.
 """
 
 from abc import ABC, abstractmethod
@@ -18,9 +18,9 @@ from quire.layers.specs import OutputPart
 
 @dataclass(frozen=True)
 class LinearShape:
-    """One rank's share of a linear layer: it computes the outputs of `parts`, in order, from inputs [start, stop).
+    """One rank's share of a linear layer: the outputs of `parts`, in order, computed from inputs [start, stop).
 
-    in_features: inputs of the whole layer in the checkpoint. transposed: the checkpoint keeps [in, out], as GPT-2 does.
+    in_features: inputs of the whole layer in the checkpoint. transposed: the checkpoint stores [in, out], as for GPT-2.
     """
 
     parts: tuple[OutputPart, ...]
@@ -35,7 +35,7 @@ class LinearShape:
 
 
 class LinearWeight(ABC):
-    """The weight of one linear layer on one rank, in one format. Its constructor notes the slots that fill it."""
+    """The weight of one linear layer on one rank, in one format. Its constructor records the slots that fill it."""
 
     lasting: str
 
@@ -44,27 +44,29 @@ class LinearWeight(ABC):
         """x: [tokens, in] -> x W^T + bias: [tokens, out]"""
 
     def logits(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The same as a call, in float32 where the kernel does that at no cost."""
+        """Like a call, but in float32 where that costs nothing in the kernel."""
         return self(x, bias)
 
     @abstractmethod
     def rows(self, ids: Tensor) -> Tensor:
-        """The weights of the outputs `ids`, for a table that is both embedding and head: [len(ids), in]"""
+        """Return the weights of the outputs `ids`, for a table that is both embedding and head: [len(ids), in]"""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """The weight as [out, in] in the model's type, for layers that use it in another way."""
+        """Return the weight as [out, in] in the model's type, for layers that need it in this form."""
 
 
 class LinearMethod(Protocol):
-    """How the weight of a linear layer is stored. has_tables: also that of an embedding that is the head, too."""
+    """Decides how the weight of a linear layer is stored. has_tables: whether this includes an embedding that is also
+    the head."""
 
     has_tables: bool
 
     def __call__(self, builder: Builder, shape: LinearShape) -> LinearWeight: ...
 
     def inputs_together(self, name: str) -> int:
-        """How many neighbouring inputs of the layer `name` share a scale, and should be on one rank; 1 if none do."""
+        """Return the number of neighbouring inputs of the layer `name` that share a scale and should be on one rank, or
+        1."""
 
 
 class Quantizer(Protocol):
@@ -72,14 +74,14 @@ class Quantizer(Protocol):
 
     @property
     def group(self) -> int:
-        """How many neighbouring inputs share a scale."""
+        """The number of neighbouring inputs that share a scale."""
 
     def __call__(self, builder: Builder, weight: Callable[[], Tensor]) -> LinearWeight:
-        """weight: to be called once the dense weight is loaded. It returns it, and drops its own reference to it."""
+        """weight: returns the dense weight once it is loaded, and drops its own reference to it."""
 
 
 class DenseWeight(LinearWeight):
-    """A plain matrix in the model's type. It is packed once it is loaded, if the kernel has a packed form."""
+    """A plain matrix in the model's type. It is packed after loading if the kernel has a packed form."""
 
     lasting = "weight"
     has_tables = False
@@ -115,8 +117,8 @@ class DenseWeight(LinearWeight):
 
 
 def dense_slots(builder: Builder, shape: LinearShape, weight: Tensor) -> None:
-    """Note which parts of the checkpoint's tensors fill the dense weight [out, in] of `shape`, or the dense form of
-    another weight."""
+    """Record which parts of the checkpoint's tensors fill `weight`, [out, in]: the dense weight of `shape`, or the
+    dense form of another weight."""
     offset = 0
     for p in shape.parts:
         end = offset + p.stop - p.start
@@ -130,7 +132,7 @@ def dense_slots(builder: Builder, shape: LinearShape, weight: Tensor) -> None:
 
 
 def dense_weight(builder: Builder, shape: LinearShape) -> LinearWeight:
-    """A weight that the checkpoint keeps dense, quantized if the engine's options say so."""
+    """Return a weight that is dense in the checkpoint, quantized if the engine's options request it."""
     quantizer = builder.quantizer_of(shape.parts[0].name)
     if quantizer is None:
         return DenseWeight(builder, shape)
@@ -140,7 +142,7 @@ def dense_weight(builder: Builder, shape: LinearShape) -> LinearWeight:
 
 
 def make_weight(builder: Builder, shape: LinearShape) -> LinearWeight:
-    """The weight in the checkpoint's format for this layer.
+    """Return the weight in the checkpoint's format for this layer.
 
     Raises ValueError if fused parts have different formats.
     """
@@ -154,24 +156,24 @@ def make_weight(builder: Builder, shape: LinearShape) -> LinearWeight:
 
 
 class Adapters:
-    """The low-rank adapters of a product. These are none; see lora.py for others."""
+    """The low-rank adapters of a product. The base class has none; see LowRank in lora.py."""
 
     def add(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
-        """Add the adapters' outputs to `out` in place: [rows, out]. x: [rows, in]. slots: of each row's adapter,
-        [rows], int64; -1 for none."""
+        """Add the adapters' outputs to `out` in place: [rows, out]. x: [rows, in]. slots: the slot of each row's
+        adapter, [rows], int64; -1 for none."""
         return out
 
 
 def adapters_of(builder: Builder, shape: LinearShape, is_table: bool = False) -> Adapters:
-    """The adapters of a product. is_table: that of a language-model head."""
+    """Return the adapters of a product. is_table: whether it is that of a language-model head."""
     return Adapters() if builder.adapters is None else builder.adapters.product(builder, shape, is_table)
 
 
 def inner_share(builder: Builder, size: int, reader: str) -> tuple[int, int]:
-    """A rank's part [start, stop) of the inner elements of a feed-forward layer. Raises ValueError on all ranks if one
-    of them would have none.
+    """Return a rank's part [start, stop) of the inner elements of a feed-forward layer. Raises ValueError on all ranks
+    if one of them would have none.
 
-    reader: the layer whose inputs they are. If it is quantized in groups of inputs, ranks get whole groups, unless
+    reader: the layer that reads these elements. If it is quantized in groups of inputs, ranks get whole groups, unless
     there are fewer groups than ranks.
     """
     group = builder.tensor_group
@@ -189,7 +191,7 @@ def inner_share(builder: Builder, size: int, reader: str) -> tuple[int, int]:
 class ColumnParallelLinear:
     """y = x W^T + b with the outputs split over ranks. Several checkpoint tensors may be fused into one product.
 
-    Layers are called with the slot of each row's adapter, or None if no row has one, see ForwardState.slots.
+    Layers are called with the slot of each row's adapter, or None if no row has an adapter, see ForwardState.slots.
     """
 
     def __init__(
@@ -221,8 +223,8 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """y = x W^T + b with the inputs split over ranks. Each rank computes one summand of the whole output, and the layer
-    whose branch this is adds them up (see ResidualStream). The bias is in the summand of rank 0."""
+    """y = x W^T + b with the inputs split over ranks. Each rank computes one summand of the whole output, and the
+    decoder layer adds these up (see ResidualStream). The summand of rank 0 includes the bias."""
 
     def __init__(
         self,
@@ -235,8 +237,8 @@ class RowParallelLinear:
         transposed: bool = False,
         is_copy: bool = False,
     ) -> None:
-        """inputs: the first one of this rank, and the one behind its last. is_copy: whether other ranks have them, too,
-        so that this rank's summand is zero. Rank 0 is never a copy."""
+        """inputs: this rank's range, [start, stop). is_copy: whether another rank has the same inputs, so that this
+        rank's summand is zero. Rank 0 is never a copy."""
         self.out_features = out_features
         self.is_copy = is_copy
         parts = (OutputPart(name, out_features, 0, out_features),)

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA): the matrices of several adapters for each product, and which of them each token uses.
+"""Low-rank adapters (LoRA): the matrices of several adapters for each product, and the adapter that each token uses.
 
-A model has a fixed number of slots for adapters. A product with parts of several checkpoint tensors (q, k and v) has a
-matrix A for each of them:
+A model has a fixed number of slots for adapters. A fused product of several checkpoint tensors (q, k and v) has a
+matrix A for each of these parts:
 
     out += B[slot] A[slot] x        a: [slots, parts, rank, in]    b: [slots, rank, outs], with the adapter's scale
 """
@@ -24,37 +24,38 @@ _PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language
 
 
 class Piece(NamedTuple):
-    """What one adapter has for one product of so many experts, or of 1: a: [experts, parts, rank, in], b: [experts,
-    rank, outs]."""
+    """One adapter's matrices for a product, of one or more experts. a: [experts, parts, rank, in], b: [experts, rank,
+    outs]."""
 
     a: Tensor
     b: Tensor
 
 
 class AdapterSlots:
-    """The slots of a model, and all products that adapters can change."""
+    """The adapter slots of a model, and all products that adapters can change."""
 
     def __init__(self, count: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """targets: how the names of the modules end that adapters can change; of all if there are none."""
+        """targets: the name endings of the modules that adapters can change; empty for all modules."""
         self.count = count
         self.max_rank = max_rank
         self._targets = tuple(targets)
         self.products: list[LowRank] = []
-        self.elsewhere: Container[str] = ()  # modules of other stages of a pipeline, which check them
+        self.elsewhere: Container[str] = ()  # modules of other pipeline stages, which are checked there
 
     def product(self, builder: Builder, shape: LinearShape, is_table: bool = False) -> Adapters:
-        """The adapters of a product; none if they cannot change it. is_table: that of a language-model head."""
+        """Return the adapters of a product, or no adapters if they cannot change it. is_table: whether it is that of a
+        language-model head."""
         return LowRank(builder, self, [shape], on_demand=is_table) if self.change([shape]) else Adapters()
 
     def change(self, shapes: Sequence[LinearShape]) -> bool:
-        """Whether adapters can change some tensor of a product, or of the products of several experts."""
+        """Return whether adapters can change any tensor of a product, or of the products of several experts."""
         return any(self._is_target(name) for shape in shapes for name in _names(shape))
 
     def _is_target(self, module: str) -> bool:
         return not self._targets or any(f".{module}".endswith(f".{target}") for target in self._targets)
 
     def pieces(self, matrices: Matrices) -> list[Piece | None]:
-        """What an adapter has for each product. Raises ValueError for modules that are none, and for wrong shapes."""
+        """Return an adapter's matrices for each product. Raises ValueError for unknown modules and wrong shapes."""
         if left_out := [module for module in matrices if not self._is_target(module)]:
             names = ", ".join(sorted({module.rpartition(".")[2] for module in left_out}))
             logger.warning("An adapter is used without %s, which lora_target_modules does not name", names)
@@ -85,17 +86,17 @@ class AdapterSlots:
 
 
 def slots_of_copies(slots: Tensor, copies: int, rows: Tensor, of_rows: Tensor) -> Tensor:
-    """The slots of the op for rows that belong to one of several experts each, or to one of several heads.
+    """Return the op's slots for rows that belong to one of several experts, or to one of several heads.
 
-    slots: of the adapter of each token. rows: the token that each row is made of. of_rows: the expert of each; for
-    rows of none, `copies`.
+    slots: the slot of each token's adapter. rows: the token of each row. of_rows: the expert of each row, or `copies`
+    if it has none.
     """
     chosen = slots[rows]
     return torch.where((chosen < 0) | (of_rows >= copies), -1, chosen * copies + of_rows)
 
 
 def _known(module: str, names: Container[str]) -> str:
-    """The model's name of a module that may be inside a larger model; the given name if there is none."""
+    """Return the model's name for a module that may be part of a larger model, or the given name if there is none."""
     bare = [module.removeprefix(prefix) for prefix in _PREFIXES if module.startswith(prefix)]
     return next((name for b in bare for name in (b, f"model.{b}") if name in names), module)
 
@@ -103,14 +104,14 @@ def _known(module: str, names: Container[str]) -> str:
 class LowRank(Adapters):
     """The adapters' part of one product, or of the products of several experts, in all slots.
 
-    Each expert has slots of its own: expert e of slot s is in the slot s * len(shapes) + e of the op.
+    Each expert has its own slots: expert e of slot s is in the op's slot s * len(shapes) + e.
     """
 
     def __init__(
         self, builder: Builder, slots: AdapterSlots, shapes: Sequence[LinearShape], on_demand: bool = False
     ) -> None:
-        """shapes: of the product, or of each expert. on_demand: memory is taken when the first adapter needs it. CUDA
-        graphs and recorded steps cannot have such products."""
+        """shapes: the shape of the product, or one shape for each expert. on_demand: memory is allocated when the first
+        adapter needs it. CUDA graphs and recorded steps cannot contain such products."""
         self.slots = slots
         self.shapes = shapes
         self.dtype = builder.dtype
@@ -141,13 +142,13 @@ class LowRank(Adapters):
         return copies, self.num_parts, rank, self.ins
 
     def add(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
-        """slots: of the op, see `slots_of_copies`."""
+        """slots: the op's slots, see `slots_of_copies`."""
         if self.is_allocated:
             self.add_lora(out, x, self.a, self.b, slots, self.ranks, self.bounds)
         return out
 
     def piece(self, matrices: Matrices) -> Piece | None:
-        """This rank's part of an adapter, in the model's type."""
+        """Return this rank's part of an adapter, in the model's type."""
         given = [matrices[name] for shape in self.shapes for name in _names(shape) if name in matrices]
         if not given:
             return None
@@ -184,7 +185,7 @@ class LowRank(Adapters):
 
 
 def _names(shape: LinearShape) -> list[str]:
-    """The checkpoint's tensors, of which a product may have several parts each."""
+    """Return the names of the checkpoint tensors in a product, each once, even if it has several parts."""
     return list(dict.fromkeys(part.name for part in shape.parts))
 
 

@@ -1,4 +1,4 @@
-"""The state-space layer of the first Mamba (arXiv:2312.00752), also as in Jamba (arXiv:2403.19887)."""
+"""The state-space layer of Mamba-1 (arXiv:2312.00752) and Jamba (arXiv:2403.19887)."""
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from quire.layers.state_spec import MambaSpec
 
 
 class Mamba(Recurrent):
-    """names: of state_in, which projects to x and z; of state_x, which projects x to the input of time steps, B and C;
-    of state_dt, from there to time steps; of conv, dt_bias, a_log, skip, state_out; of the norms dt_norm, b_norm and
-    c_norm, if the family has them. Each rank has some of the channels, and all ranks together compute B and C."""
+    """names: the names of state_in, which projects to x and z; state_x, which projects x to the input of time steps, B
+    and C; state_dt, which projects that input to time steps; conv, dt_bias, a_log, skip, state_out; and the norms
+    dt_norm, b_norm and c_norm, if the family has them. Each rank has some of the channels, and all ranks together
+    compute B and C."""
 
     def __init__(self, builder: Builder, spec: MambaSpec, names: dict[str, str], place: LayerPlace) -> None:
         super().__init__(builder, spec, names, place, spec.bias)

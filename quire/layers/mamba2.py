@@ -14,7 +14,8 @@ from quire.layers.state_spec import Mamba2Spec
 
 
 class Mamba2(Recurrent):
-    """names: of state_in, which projects to z, x, B, C and dt; of conv, dt_bias, a_log, skip, gate_norm, state_out."""
+    """names: the names of state_in (projects to z, x, B, C and dt), conv, dt_bias, a_log, skip, gate_norm,
+    state_out."""
 
     def __init__(self, builder: Builder, spec: Mamba2Spec, names: dict[str, str], place: LayerPlace) -> None:
         super().__init__(builder, spec, names, place, spec.bias)
@@ -44,7 +45,7 @@ class Mamba2(Recurrent):
         )
         self.norm_weight: Tensor | None = None
         self.norm_of_ranks: RMSNormOfAllHeads | None = None
-        if spec.has_norm and self.share.holders > 1:  # ranks divide a group, so they norm it together
+        if spec.has_norm and self.share.holders > 1:  # several ranks share a group, so they norm it together
             if groups > 1:
                 raise ValueError(
                     f"tensor_parallel_size={builder.tensor_group.size} must divide the {groups} groups of "

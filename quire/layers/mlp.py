@@ -26,7 +26,7 @@ _SAME = {
 
 
 def activation(kernels: Kernels, name: str, gated: bool, swiglu: tuple[float, float] = (1.702, 7.0)) -> Activation:
-    """The activation function called `name`. If gated, [tokens, 2 * half] -> act(first half) * second half.
+    """Return the activation function called `name`. If gated, [tokens, 2 * half] -> act(first half) * second half.
 
     Raises ValueError for an unknown name.
     """
@@ -48,7 +48,8 @@ def activation(kernels: Kernels, name: str, gated: bool, swiglu: tuple[float, fl
 
 
 class MLP:
-    """The dense feed-forward layer. names: of gate and up, or of gate_up or up_gate, which hold both; and of down."""
+    """The dense feed-forward layer. names: the names of gate and up, or of gate_up or up_gate (both in one); and of
+    down."""
 
     def __init__(self, builder: Builder, spec: MLPSpec, hidden: int, names: dict[str, str]) -> None:
         size = spec.intermediate_size
@@ -78,7 +79,7 @@ class MLP:
         self.down = RowParallelLinear(builder, names["down"], size, (start, stop), hidden, down_bias, spec.transposed)
 
     def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. slots: of the tokens' adapters."""
+        """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. slots: the slots of the tokens' adapters."""
         up = self.up(x, slots)
         if self.factors is not None:
             up = self.kernels.multiply(up, self.factors)

@@ -17,7 +17,7 @@ from quire.ops.reference.routing import Routing
 
 
 def make_dispatch(builder: Builder, num_experts: int) -> Dispatch:
-    """The dispatch for a layer with so many experts."""
+    """Return the dispatch for a layer with `num_experts` experts."""
     ranks = builder.experts
     if ranks is None:
         return Everywhere(builder, num_experts)
@@ -27,8 +27,8 @@ def make_dispatch(builder: Builder, num_experts: int) -> Dispatch:
 
 
 def _as_saved(builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> MoESpec:
-    """The spec with the layout of the checkpoint, where there are several in use. transformers 5 saves some models in
-    another one than that in which they were published."""
+    """Return the spec with the checkpoint's layout. For some models, transformers 5 saves checkpoints in another layout
+    than the published one."""
     shape = builder.shape_of(names["experts_gate_up"])
     if shape is None:
         return replace(spec, layout="separate")
@@ -39,9 +39,9 @@ def _as_saved(builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str
 class MoE:
     """A mixture of experts.
 
-    names: of router and correction_bias; of expert_gate, expert_up and expert_down with {e} for the expert, or of
-    experts_gate_up and experts_down for all, or of both if the checkpoint decides; of shared_gate and shared_up, or
-    shared_gate_up; of shared_down and shared_expert_gate.
+    names: the names of router and correction_bias; of expert_gate, expert_up and expert_down with {e} for the expert,
+    or of experts_gate_up and experts_down for all experts, or of both if the checkpoint decides; of shared_gate and
+    shared_up, or of shared_gate_up; of shared_down and shared_expert_gate.
     """
 
     def __init__(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> None:
@@ -67,12 +67,12 @@ class MoE:
         )
         self.activation = activation(builder.kernels, spec.activation, True, spec.swiglu)
         self.dispatch = make_dispatch(builder, spec.num_experts)
-        self.loads: Tensor | None = None  # [experts]: for how many tokens each was chosen
+        self.loads: Tensor | None = None  # [experts]: the number of tokens that chose each expert
         if builder.experts is not None and builder.experts.measures:
             self.loads = torch.zeros(spec.num_experts, dtype=torch.int64, device=builder.device)
-        self.adapters: list[LowRank] = []  # of gate_up and of down
+        self.adapters: list[LowRank] = []  # for gate_up and for down
         is_fused = spec.layout != "separate"
-        inner = (0, spec.intermediate_size)  # each expert is whole on a rank, or all ranks have a share of it
+        inner = (0, spec.intermediate_size)  # each expert is whole on one rank, or each rank has a share of it
         if builder.experts is None:
             reader = names["experts_down" if is_fused else "expert_down"].replace("{e}", "0")
             inner = inner_share(builder, spec.intermediate_size, reader)
@@ -91,8 +91,8 @@ class MoE:
     def _separate(
         self, builder: Builder, hidden: int, names: dict[str, str], inner: tuple[int, int], is_fused: bool
     ) -> None:
-        """Make what has a name for each expert: the adapters and, unless is_fused, gate_up and down. Notes which of
-        their tensors other ranks have."""
+        """Make the parts that have a name for each expert: the adapters and, unless is_fused, gate_up and down. Records
+        which of their tensors other ranks have."""
         size, (start, stop) = self.spec.intermediate_size, inner
 
         def shapes(expert: int) -> tuple[LinearShape, LinearShape]:
@@ -113,8 +113,8 @@ class MoE:
             self.adapters = [LowRank(builder, builder.adapters, of_projection) for of_projection in (ups, downs)]
 
     def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. slots: of the tokens' adapters; if there are
-        some, all tokens are the rank's own."""
+        """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. slots: the slots of the tokens' adapters; with
+        adapters, this rank sends all tokens itself."""
         own = self.dispatch.own(x)
         weights, experts = self.kernels.choose_experts(self.router(own, slots), self.correction_bias, self.routing)
         if self.spec.weigh_inputs:
@@ -123,12 +123,12 @@ class MoE:
         if self.loads is not None:
             self.loads += experts.flatten().bincount(minlength=self.spec.num_experts)
         sent = self.dispatch.send(own, experts, weights, len(x))
-        shared = self._shared(x, slots)  # meanwhile, tokens are on their way
+        shared = self._shared(x, slots)  # overlaps with the exchange of tokens
         routed = sent.collect(self._compute(sent.receive(), slots))
         return routed if shared is None else self.kernels.add(routed, shared, routed)
 
     def _compute(self, routed: Routed, slots: Tensor | None) -> Tensor:
-        """The results of this rank's experts, [rows, hidden]. slots: of the adapters of the step's tokens."""
+        """Return the results of this rank's experts, [rows, hidden]. slots: the adapter slots of the step's tokens."""
         if slots is None or not self.adapters:
             return self.down(self.activation(self.gate_up(routed.rows, routed.offsets)), routed.offsets)
         tokens, experts = (part[: len(routed.rows)] for part in routed.origins())
@@ -138,7 +138,7 @@ class MoE:
         return of_down.add(self.down(inner, routed.offsets), inner, of_rows)
 
     def _shared(self, x: Tensor, slots: Tensor | None) -> Tensor | None:
-        """This rank's summand of the result of the expert that every token uses, if there is one."""
+        """Return this rank's summand of the shared expert's result, if there is a shared expert."""
         if self.shared is None:
             return None
         shared = self.shared(x, slots)
@@ -148,5 +148,5 @@ class MoE:
         return gated
 
     def expert(self, index: int) -> list[Tensor]:
-        """All that this rank has of the expert in one of its slots."""
+        """Return all tensors of the expert in one of this rank's slots."""
         return self.gate_up.tensors_of(index) + self.down.tensors_of(index)

@@ -1,4 +1,4 @@
-"""Norm layers. All of them compute in float32 and return the type of their input."""
+"""Norm layers. All of them compute in float32 and return their input's type."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ class Norm:
         return x
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual). Both may be overwritten. If residual is None, x starts the stream."""
+        """Return (norm(x + residual), x + residual). Both arguments may be overwritten. If residual is None, x starts
+        the stream."""
         residual = x if residual is None else self.kernels.add(x, residual, residual)
         return self(residual), residual
 
@@ -74,7 +75,7 @@ class LayerNorm(Norm):
 
 
 def make_norm(builder: Builder, name: str | None, size: int, spec: NormSpec) -> Norm:
-    """The norm called `name` in the checkpoint, or the identity if the model has none there."""
+    """Return the norm called `name` in the checkpoint, or the identity if `name` is None."""
     if name is None:
         return Norm(builder.kernels)
     return (RMSNorm if spec.kind == "rms" else LayerNorm)(builder, name, size, spec)

@@ -15,8 +15,8 @@ QKNorm = Callable[[Tensor], Tensor]  # [tokens, heads, head_dim] -> the same
 def make_qk_norm(
     builder: Builder, name: str, spec: NormSpec, over: str, head_dim: int, num_heads: int, heads: range, weight: float
 ) -> QKNorm:
-    """over: see AttentionSpec.qk_norm_over. heads: the heads of this rank, of num_heads in all. weight: of this rank's
-    heads in a sum over all ranks, so that each head counts once."""
+    """over: see AttentionSpec.qk_norm_over. heads: this rank's heads, out of num_heads. weight: the weight of this
+    rank's heads in a sum over all ranks, so that each head counts once."""
     if over == "head":
         return make_norm(builder, name, head_dim, spec)
     if over == "heads":

@@ -1,4 +1,4 @@
-"""Recurrent layers: what they have in common."""
+"""The common base of recurrent layers."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ class Recurrent:
     def __init__(
         self, builder: Builder, spec: RecurrentSpec, names: dict[str, str], place: LayerPlace, bias: bool = False
     ) -> None:
-        """bias: of the output."""
+        """bias: whether the output has a bias."""
         self.share = HeadShare.of(spec, builder.tensor_group)
         self.place = place
         self.kernels = builder.kernels
@@ -48,14 +48,14 @@ class Recurrent:
         self.pages = Pages.of(cache, backend.shape, backend.drafts)
 
     def of_heads(self, size: int, start: int = 0) -> Part:
-        """This rank's part of `size` elements for each head, which begin at `start`."""
+        """Return this rank's part of outputs with `size` elements per head that begin at `start`."""
         return start + self.share.heads.start * size, start + self.share.heads.stop * size
 
     def of_key_heads(self, size: int, start: int = 0) -> Part:
         return start + self.share.kv_heads.start * size, start + self.share.kv_heads.stop * size
 
     def convolve(self, builder: Builder, pieces: Sequence[tuple[str, int, Part]], width: int) -> None:
-        """The weight of the convolution, see `vector`. [width, channels]"""
+        """Create the weight of the convolution, [width, channels], see `vector`."""
         self.conv = self.vector(builder, pieces, 1, width)
         builder.when_loaded(self._transpose)
 
@@ -64,8 +64,8 @@ class Recurrent:
 
     @staticmethod
     def vector(builder: Builder, pieces: Sequence[tuple[str, int, Part]], *inner: int) -> Tensor:
-        """Rows of tensors of the checkpoint, in float32: [rows, *inner]. pieces: the name of a tensor, all its rows,
-        and those that are wanted."""
+        """Return rows of checkpoint tensors, in float32: [rows, *inner]. pieces: the name of a tensor, its number of
+        rows, and the wanted rows."""
         target = builder.parameter(sum(stop - start for _, _, (start, stop) in pieces), *inner, dtype=torch.float32)
         at = 0
         for name, rows, (start, stop) in pieces:

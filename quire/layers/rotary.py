@@ -8,11 +8,12 @@ from torch import Tensor
 
 from quire.layers.rotary_spec import ORIGINAL, RotarySpec, sharpening
 
-Frequencies = tuple[Tensor, float]  # radians a position by pair, float32 [rotary_dim / 2]; attention factor
+Frequencies = tuple[Tensor, float]  # radians per position by pair, float32 [rotary_dim / 2]; attention factor
 
 
 def _powers(theta: float, dim: int) -> Tensor:
-    """theta^(2i / dim), the positions in which pair i turns by one radian: [dim / 2]. Rounded as in transformers."""
+    """Return theta^(2i / dim), the number of positions in which pair i turns by one radian: [dim / 2]. Rounded as in
+    transformers."""
     return torch.pow(theta, torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
@@ -28,8 +29,8 @@ def _linear(spec: RotarySpec, max_positions: int) -> Frequencies:
 
 
 def _dynamic(spec: RotarySpec, max_positions: int) -> Frequencies:
-    """NTK-aware scaling (in arXiv:2309.00071): beyond the trained length the base grows with the text. Cached keys keep
-    their rotation, so the base is always that of the longest text that the engine accepts."""
+    """NTK-aware scaling (in arXiv:2309.00071): beyond the trained length the base grows with the text. Cached keys
+    cannot be rotated again, so the base is always that of the longest text that the engine accepts."""
     factor = spec.scaling["factor"]
     dim = spec.rotary_dim
     stretch = (factor * max(max_positions, spec.max_positions) / spec.max_positions) - (factor - 1)
@@ -37,7 +38,8 @@ def _dynamic(spec: RotarySpec, max_positions: int) -> Frequencies:
 
 
 def _llama3(spec: RotarySpec, max_positions: int) -> Frequencies:
-    """Llama 3.1: slow frequencies are divided by `factor`, fast ones are kept, those between are interpolated."""
+    """Llama 3.1: slow frequencies are divided by `factor`, fast ones are unchanged, those in between are
+    interpolated."""
     factor, low, high = (spec.scaling[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
     frequencies = 1.0 / _powers(spec.theta, spec.rotary_dim)
     smooth = ((spec.scaling[ORIGINAL] / (2 * math.pi / frequencies) - low) / (high - low)).clamp(0, 1)
@@ -45,8 +47,9 @@ def _llama3(spec: RotarySpec, max_positions: int) -> Frequencies:
 
 
 def _yarn(spec: RotarySpec, max_positions: int) -> Frequencies:
-    """YaRN, arXiv:2309.00071: frequencies that turn less than beta_slow times in the original length are divided by
-    `factor`, and those that turn more than beta_fast times are kept. mscale comes from DeepSeek-V2 (arXiv:2405.04434).
+    """YaRN, arXiv:2309.00071: pairs that turn less than beta_slow times in the original length have their frequency
+    divided by `factor`, and those that turn more than beta_fast times keep it. mscale comes from DeepSeek-V2
+    (arXiv:2405.04434).
     """
     get = spec.scaling.get
     dim = spec.rotary_dim
@@ -69,7 +72,8 @@ def _yarn(spec: RotarySpec, max_positions: int) -> Frequencies:
 
 def _longrope(spec: RotarySpec, max_positions: int) -> Frequencies:
     """LongRoPE, arXiv:2402.13753: one list of divisors for texts up to the original length, another for longer ones.
-    Cached keys keep their rotation, so the longest text that the engine accepts decides between them, as in vLLM."""
+    Cached keys cannot be rotated again, so the longest text that the engine accepts decides between the lists, as in
+    vLLM."""
     original = spec.scaling[ORIGINAL]
     divisors = spec.scaling["long_factor" if max_positions > original else "short_factor"]
     frequencies = 1.0 / (torch.tensor(divisors, dtype=torch.float32) * _powers(spec.theta, spec.rotary_dim))
@@ -91,7 +95,8 @@ _FREQUENCIES: dict[str, Callable[[RotarySpec, int], Frequencies]] = {  # by vari
 
 
 def inverse_frequencies(spec: RotarySpec, max_positions: int) -> Frequencies:
-    """Frequencies for texts of at most max_positions tokens. cos and sin are multiplied by the attention factor."""
+    """Return the frequencies for texts of at most max_positions tokens. cos and sin are multiplied by the attention
+    factor."""
     return _FREQUENCIES[spec.kind](spec, max_positions)
 
 
@@ -106,7 +111,7 @@ class RotaryEmbedding:
         frequencies, attention_factor = inverse_frequencies(spec, max_positions)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
         self.cos = angles.cos().mul_(attention_factor).to(device)  # [max_positions, rotary_dim / 2]
-        self.sin = angles.sin_().mul_(attention_factor).to(device)  # in place: a copy would prolong the start
+        self.sin = angles.sin_().mul_(attention_factor).to(device)  # in place: a copy would slow the start
         pairs = torch.arange(spec.rotary_dim // 2)
         sections = torch.tensor(spec.scaling.get("mrope_section", [len(pairs)]))
         axes = torch.arange(len(sections)).repeat_interleave(sections)

@@ -20,10 +20,10 @@ NEEDED_NUMBERS: dict[str, tuple[str, ...]] = {  # by variant
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """theta: the base. rotary_dim: how many elements of a head are rotated. max_positions: the config's
+    """theta: the base. rotary_dim: the number of rotated elements of a head. max_positions: the config's
     max_position_embeddings, 0 if it has none. scaling: the checkpoint's parameters, "rope_type" and its numbers.
 
-    Raises ValueError for an unknown variant, and for a parameter of the variant that is missing or impossible.
+    Raises ValueError for an unknown variant, and for a missing or impossible parameter of the variant.
     """
 
     theta: float
@@ -54,9 +54,9 @@ class RotarySpec:
 
 
 def _parameters(config: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
-    """The parameters in `rope_parameters` (the new form, flat or by layer type), overridden by `rope_scaling` (the old
-    form). A parameter that is null counts as missing. If layer types differ (Gemma 3, OLMo 3), the old form is about
-    the layers with full attention."""
+    """Return the parameters in `rope_parameters` (the new form, flat or by layer type), overridden by `rope_scaling`
+    (the old form). A null parameter is treated as missing. If layer types differ (Gemma 3, OLMo 3), the old form
+    applies to the layers with full attention."""
     new = config.get("rope_parameters") or {}
     if any(isinstance(value, Mapping) for value in new.values()):
         if not new.get(layer_type or ""):
@@ -74,7 +74,7 @@ def _parameters(config: Mapping[str, Any], layer_type: str | None) -> dict[str, 
 def rotary_spec(
     config: Mapping[str, Any], head_dim: int, layer_type: str | None = None, rotary_dim: int | None = None
 ) -> RotarySpec:
-    """The rotary spec of a config.json in either form. By default theta is 10,000 and all of a head is rotated.
+    """Return the rotary spec of a config.json in either form. By default theta is 10,000 and whole heads are rotated.
 
     layer_type: "full_attention" or "sliding_attention" if the architecture rotates these differently, else None.
     rotary_dim: overrides the config. Raises ValueError as RotarySpec does.
@@ -92,7 +92,7 @@ def rotary_spec(
 
 
 def max_model_positions(config: Mapping[str, Any], spec: RotarySpec) -> int:
-    """The longest text that the variant is meant for, by vLLM's rule. 0 if the config does not say."""
+    """Return the maximum text length of the variant, by vLLM's rule, or 0 if the config does not contain it."""
     if spec.kind not in ("linear", "dynamic", "yarn") or "gemma3" in config.get("model_type", ""):  # scaled already
         return spec.max_positions
     original = spec.scaling[ORIGINAL] if spec.kind == "yarn" else spec.max_positions
@@ -105,6 +105,6 @@ def sharpening(factor: float, weight: float = 1.0) -> float:
 
 
 def softmax_scale_factor(spec: RotarySpec) -> float:
-    """DeepSeek's factor of the softmax scale under YaRN: the square of the mscale with weight mscale_all_dim."""
+    """Return DeepSeek's factor of the softmax scale under YaRN: the square of the mscale with weight mscale_all_dim."""
     weight = spec.scaling.get("mscale_all_dim") if spec.kind == "yarn" else None
     return sharpening(spec.scaling["factor"], weight) ** 2 if weight else 1.0

@@ -1,4 +1,4 @@
-"""The layer of RWKV-7 (arXiv:2503.14456), whose state is changed by a generalized delta rule."""
+"""The layer of RWKV-7 (arXiv:2503.14456), which updates its state by a generalized delta rule."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ _EPS = 1e-24  # keeps a removal key of zeros at zero instead of NaN
 
 
 class NarrowProduct:
-    """A product of two narrow matrices, of which each rank computes some outputs. inner: the activation between."""
+    """A product of two narrow matrices; each rank computes some of its outputs. inner: the activation between the
+    matrices."""
 
     def __init__(
         self, builder: Builder, name: str, rank: int, outputs: tuple[int, int, int], bias: bool, inner: str | None
@@ -27,16 +28,16 @@ class NarrowProduct:
         self.up = ColumnParallelLinear(builder, rank, [OutputPart(f"{name}.2", *outputs)], bias)
 
     def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, this rank's outputs]. slots: of the tokens' adapters."""
+        """x: [tokens, hidden] -> [tokens, this rank's outputs]. slots: the slots of the tokens' adapters."""
         x = self.down(x, slots)
         return self.up(x if self.inner is None else self.kernels.activate(x, self.inner), slots)
 
 
 class Rwkv(Recurrent):
-    """names: of mix_r, mix_w, mix_k, mix_v, mix_a and mix_g: how much of the token before is in the inputs of
-    receptance, decay, key, value, rate and gate. Of mlp_mix, the same of the MLP. Of state_r, state_k and state_v, and
-    of low_w, low_v, low_a and low_g, which are NarrowProduct. Of removal_scale and rate_scale, by which a key becomes
-    the one that is removed and the one that is added. Of bonus, gate_norm and state_out."""
+    """names: the names of mix_r, mix_w, mix_k, mix_v, mix_a and mix_g, the share of the previous token in the inputs of
+    receptance, decay, key, value, rate and gate; of mlp_mix, the same for the MLP; of state_r, state_k and state_v; of
+    low_w, low_v, low_a and low_g, which are NarrowProduct; of removal_scale and rate_scale, the factors that turn a key
+    into the removed key and the added key; of bonus, gate_norm and state_out."""
 
     def __init__(self, builder: Builder, spec: RwkvSpec, names: dict[str, str], place: LayerPlace) -> None:
         super().__init__(builder, spec, names, place)
@@ -62,12 +63,13 @@ class Rwkv(Recurrent):
         )
         bonus = [(names["bonus"], spec.num_heads, self.of_heads(1))]
         self.bonus = self.vector(builder, bonus, spec.key_dim).view(-1)
-        # The convolution of width 2, without an activation, that returns the token before.
+        # A convolution of width 2, without an activation, that returns the previous token.
         self.before = torch.tensor([[1.0], [0.0]], device=builder.device).repeat(1, hidden)
         self.unit = torch.full((spec.key_dim,), spec.key_dim**-0.5, device=builder.device)
 
     def _shift(self, x: Tensor, inputs: Tensor, mixes: Tensor, state: ForwardState) -> Tensor:
-        """Mixes of each token and the one before. inputs: of the pages; mixes: [n, 1, hidden] -> [n, tokens, hidden]"""
+        """Return mixes of each token and the previous one. inputs: the pages' inputs; mixes: [n, 1, hidden] -> [n,
+        tokens, hidden]"""
         assert self.pages is not None, "bind the cache first"
         pages = self.pages._replace(inputs=inputs)
         plan = state.plans[self.place.state_group]
@@ -81,8 +83,8 @@ class Rwkv(Recurrent):
         return pick(self._shift(x, self.pages.mlp_inputs, self.mlp_mix, state)[0], wanted)
 
     def __call__(self, x: Tensor, state: ForwardState) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. The first layer leaves its values in `state`,
-        and each other layer adds a part of them to its own."""
+        """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. The first layer stores its values in `state`,
+        and every later layer adds a part of them to its own values."""
         assert self.pages is not None, "bind the cache first"
         kernels = self.kernels
         plan = state.plans[self.place.state_group]

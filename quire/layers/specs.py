@@ -7,7 +7,7 @@ from typing import Literal
 @dataclass(frozen=True)
 class OutputPart:
     """Outputs [start, stop) of the checkpoint's linear layer `name`, which has `rows` outputs in all. has_bias: False
-    for a part without, of a layer with one."""
+    for a part without a bias in a layer that has one."""
 
     name: str
     rows: int
@@ -20,9 +20,9 @@ class OutputPart:
 class NormSpec:
     """The kind of norm that a model has.
 
-    bias: whether a layer norm has one. affine: whether the norm has a weight. wide: the product with the weight is in
-    float32, too (the RMS norm of Gemma, OLMo-2, gpt-oss). offset: added to the checkpoint's weight (Gemma and
-    Nemotron keep weight - 1).
+    bias: whether a layer norm has a bias. affine: whether the norm has a weight. wide: the product with the weight is
+    also in float32 (the RMS norm of Gemma, OLMo-2, gpt-oss). offset: added to the checkpoint's weight (Gemma and
+    Nemotron store weight - 1).
     """
 
     kind: Literal["rms", "layer"]
@@ -35,9 +35,9 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated. transposed: see LinearShape. down_bias: if
-    only `down` has a bias. multipliers: of gate and down (Falcon-H1). sub_norm: an RMS norm before `down` (BitNet). The
-    activation "xielu" has learned parameters (see layers/xielu.py)."""
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated. transposed: see LinearShape. down_bias: only
+    `down` has a bias. multipliers: the factors of gate and down (Falcon-H1). sub_norm: an RMS norm before `down`
+    (BitNet). The activation "xielu" has learned parameters (see layers/xielu.py)."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -57,14 +57,14 @@ class MoESpec:
     "sparse_mixer" chooses two experts one after the other (Phi-3.5-MoE, see ops/reference/routing.py).
     normalize: the scores of the chosen experts are scaled to sum to 1. scale: factor of the result. groups: only
     experts of the topk_groups best groups can be chosen. group_score: the score of a group's best expert, or the sum of
-    its two best. correction_bias: a bias is added to the scores for the choice alone (DeepSeek-V3, arXiv:2412.19437),
-    which a checkpoint may keep as a row, [1, experts] (ERNIE 4.5).
+    its two best. correction_bias: a bias is added to the scores only for the choice (DeepSeek-V3, arXiv:2412.19437); a
+    checkpoint may store it as a row, [1, experts] (ERNIE 4.5).
     shared: an expert that every token uses. shared_gate: its result is multiplied by sigmoid(gate(x)). layout: every
     expert has its own tensors ("separate"), or a tensor [experts, in, out] holds one projection of all experts, in
     which gate and up alternate ("fused", gpt-oss) or follow each other ("fused_halves", Llama 4), or a tensor
-    [experts, out, in], in which up follows gate ("stacked", Granite). weigh_inputs: the weight of its one expert is a
-    factor of a token, not of its result (Llama 4). If the family also has names for single experts, the layout is that
-    of the checkpoint (layers/moe.py).
+    [experts, out, in], in which up follows gate ("stacked", Granite). weigh_inputs: the weight of a token's single
+    expert multiplies the expert's input, not its result (Llama 4). If the family also has names for single experts, the
+    checkpoint decides the layout (layers/moe.py).
     """
 
     num_experts: int
@@ -73,21 +73,21 @@ class MoESpec:
     activation: str = "silu"
     swiglu: tuple[float, float] = (1.702, 7.0)
     scoring: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
-    jitter: float = 0.0  # of the sparse mixer: half the distance from the best within which others share its weight
+    jitter: float = 0.0  # sparse mixer: half the distance from the best score within which others share the weight
     normalize: bool = True
     scale: float = 1.0
     groups: int = 1
     topk_groups: int = 1
     group_score: Literal["best", "two_best"] = "best"
     correction_bias: bool | Literal["row"] = False
-    bias: bool = False  # of the router and of the experts
+    bias: bool = False  # whether the router and the experts have biases
     shared: MLPSpec | None = None
     shared_gate: bool = False
     layout: Literal["separate", "fused", "fused_halves", "stacked"] = "separate"
     weigh_inputs: bool = False
 
     def check(self) -> None:
-        """Raises ValueError if a token cannot use so many experts."""
+        """Raise ValueError if a token cannot use `top_k` experts."""
         size = self.num_experts
         left = 0
         if self.groups > 1:
@@ -104,10 +104,10 @@ class MoESpec:
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """norm(activation(x W^T + b)). name: of the weight in the checkpoint; with a folder, in the checkpoint there.
-    norm: None for no norm; norm_name: its name. bias_name: the bias's own name, None for `name`. rows: which outputs of
-    the checkpoint's `out_features` the layer computes; empty for all. activation "difference" subtracts the first of
-    two outputs from the second."""
+    """norm(activation(x W^T + b)). name: the name of the weight in the checkpoint, or with a folder, in the checkpoint
+    in that folder. norm: None for no norm; norm_name: its name. bias_name: the bias's name if it is not `name`. rows:
+    the computed outputs out of the checkpoint's `out_features`; empty for all. The activation "difference" subtracts
+    the first of two outputs from the second."""
 
     name: str
     in_features: int
@@ -126,12 +126,13 @@ Pooling = Literal["cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean"
 
 @dataclass(frozen=True)
 class PoolerSpec:
-    """What becomes of the final hidden states of a text.
+    """How a text's final hidden states are pooled.
 
-    of_tokens: layers that are applied to each token first. pooling: one vector of all tokens: the first token's or the
-    last one's, their mean or maximum, their sum divided by the root of their number, or their mean weighted with 1, 2,
-    3 ...; "all" keeps a vector of each token. layers: applied to what was pooled. labels: of a classifier, whose
-    results are scores; empty for embeddings. activation: of a classifier's scores. normalize: embeddings to length 1.
+    of_tokens: layers that are applied to each token first. pooling: how one vector is made of all tokens: the first or
+    the last token's vector, their mean or maximum, their sum divided by the root of their number, or their mean
+    weighted with 1, 2, 3 ...; "all" keeps a vector for each token. layers: the layers that are applied to the pooled
+    vectors. labels: the labels of a classifier, whose results are scores; empty for embeddings. activation: the
+    activation of a classifier's scores. normalize: scale embeddings to length 1.
     """
 
     pooling: Pooling

@@ -1,4 +1,5 @@
-"""Recurrent layers as data. Their sizes on a rank are in StateShape; what they compute, in ops/reference/states.py."""
+"""Recurrent layers as data. StateShape has their sizes on a rank; ops/reference/states.py defines their
+computations."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """What the kinds of recurrent layers have in common. num_kv_heads: of keys; each is used by equally many heads."""
+    """The common fields of recurrent layers. num_kv_heads: the number of key heads; each serves the same number of
+    heads."""
 
     hidden_size: int
     num_heads: int
@@ -42,8 +44,8 @@ class RecurrentSpec:
 class Mamba2Spec(RecurrentSpec):
     """A state-space layer (Mamba-2, arXiv:2405.21060), whose groups are the heads of its keys B and queries C.
 
-    time_step: the least and the longest. has_norm: whether the gated result is normed, each group for itself.
-    multipliers: of the projected z, x, B, C and dt (Falcon-H1), None for none.
+    time_step: the shortest and the longest. has_norm: whether the gated result is normed, separately for each group.
+    multipliers: the factors of the projected z, x, B, C and dt (Falcon-H1), None for none.
     """
 
     conv_bias: bool = True
@@ -56,16 +58,16 @@ class Mamba2Spec(RecurrentSpec):
 
 @dataclass(frozen=True)
 class MambaSpec(RecurrentSpec):
-    """A state-space layer of the first Mamba (arXiv:2312.00752), whose heads are its channels (value_dim is 1), and
-    whose B and C are those of all channels. norm: of the input of time steps, B and C, for families that have the names
-    of these norms. rank: of the product that makes time steps."""
+    """A state-space layer of Mamba-1 (arXiv:2312.00752). Its heads are its channels (value_dim is 1), and all channels
+    share B and C. norm: the norm of the input of time steps, B and C, for families that name these norms. rank: the
+    rank of the product that computes time steps."""
 
     rank: int
     conv_bias: bool = True
     bias: bool = False
 
     def cache_shape(self, group: "Communicator") -> StateShape:
-        """One matrix with a column for each channel of the rank, each of which decays for itself."""
+        """Return one matrix with a column for each channel of the rank. Each of its elements decays separately."""
         channels = len(HeadShare.of(self, group).heads)
         return StateShape(1, 1, self.key_dim, channels, channels, self.conv_width, decays=0, scales=channels)
 
@@ -74,9 +76,9 @@ class MambaSpec(RecurrentSpec):
 class DeltaSpec(RecurrentSpec):
     """A layer with the gated delta rule.
 
-    projections: how the checkpoint keeps q, k, v, the gate z, the decay a and the step b: in two tensors ordered by key
-    head ("by_key_head", Qwen3-Next), in four ("separate", Qwen3.5), or as Kimi Delta Attention ("kimi"), where each
-    element of a key has a decay of its own, and decay and gate are computed by two small layers each.
+    projections: how the checkpoint stores q, k, v, the gate z, the decay a and the step b: in two tensors ordered by
+    key head ("by_key_head", Qwen3-Next), in four ("separate", Qwen3.5), or as in Kimi Delta Attention ("kimi"), where
+    each element of a key has its own decay, and two small layers each compute decay and gate.
     """
 
     projections: Literal["by_key_head", "separate", "kimi"] = "separate"
@@ -89,8 +91,8 @@ class DeltaSpec(RecurrentSpec):
 @dataclass(frozen=True)
 class RwkvSpec(RecurrentSpec):
     """A layer of RWKV-7 (arXiv:2503.14456), whose keys and values are as wide as the stream. Its state includes the
-    last input of the MLP. norm: of the results of each head. The others are the ranks of its small products;
-    value_rank is 0 in the first layer, whose values all others read."""
+    last input of the MLP. norm: the norm of each head's results. The other fields are the ranks of its small products;
+    value_rank is 0 in the first layer, whose values all other layers read."""
 
     decay_rank: int
     rate_rank: int
@@ -108,7 +110,7 @@ class RwkvSpec(RecurrentSpec):
 class HybridSpec:
     """Attention and a recurrent layer, which read the same input and whose results are added up (Falcon-H1).
 
-    multipliers: of the input and of the result of each of the two.
+    multipliers: the factors of the input and the result of each of the two.
     """
 
     attention: AttentionSpec

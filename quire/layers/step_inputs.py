@@ -1,7 +1,8 @@
-"""The only declaration of the inputs that a forward reads.
+"""The single declaration of the inputs of a forward pass.
 
-Packing, padding, dummy steps, and the memory of recorded steps and CUDA graphs follow from it. For example, one line
-gives layers the slot of each token's adapter. The host provides the values in `FlatBatch.extra_inputs`, by name.
+Packing, padding, dummy steps, and the memory of recorded steps and CUDA graphs follow from it. For example, a single
+line passes the slot of each token's adapter to the layers. The host provides the values in `FlatBatch.extra_inputs`, by
+name.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +22,8 @@ Array = npt.NDArray[Any]
 
 
 class StepSize(NamedTuple):
-    """The key of recorded steps and CUDA graphs. tokens_per_request: 0 if it is not the same for all requests.
-    adapted: whether some tokens have a low-rank adapter."""
+    """The key of recorded steps and CUDA graphs. tokens_per_request: 0 if it is not the same for all requests. adapted:
+    whether any token has a low-rank adapter."""
 
     tokens: int
     requests: int
@@ -34,8 +35,8 @@ class StepSize(NamedTuple):
 class Declaration:
     """One input of a step. shape: names of dimensions. padding: the value, None to repeat the last value of the array.
 
-    reader: which part of the forward reads the input. Recorded steps have copies of the inputs that layers read; the
-    embedding and the attention prepare their own. optional: whether only some models have it.
+    reader: the part of the forward pass that reads the input. Recorded steps have copies of the inputs that layers
+    read; the embedding and the attention prepare their own inputs. optional: whether only some models have it.
     """
 
     shape: tuple[str, ...]
@@ -48,11 +49,11 @@ class Declaration:
         return tuple(dimensions[name] for name in self.shape)
 
     def blank(self, dimensions: Mapping[str, int]) -> Array:
-        """An array that holds only padding."""
+        """Return an array that contains only padding."""
         return np.full(self.size(dimensions), self.padding or 0, self.dtype)
 
     def padded(self, array: Array, dimensions: Mapping[str, int]) -> Array:
-        """The array, padded at the end of each dimension that is too short."""
+        """Return the array, padded at the end of each dimension that is too short."""
         missing = [(0, want - have) for want, have in zip(self.size(dimensions), array.shape, strict=True)]
         if not any(behind for _, behind in missing):
             return array
@@ -66,7 +67,7 @@ def declared(*shape: str, dtype: npt.DTypeLike = np.int64, padding: int | None =
 
 
 def optional(*shape: str, dtype: npt.DTypeLike = np.int64, padding: int | None = 0, reader: str = "layers") -> Any:
-    """An input that is None in models without it."""
+    """Declare an input that is None in models without it."""
     declaration = Declaration(shape, dtype, padding, reader, optional=True)  # type: ignore[arg-type]
     return field(default=None, metadata={"declaration": declaration})
 
@@ -83,10 +84,10 @@ def per_request(dtype: npt.DTypeLike = np.int64, padding: int = 0, reader: str =
 class StepInputs:
     """A step's inputs on the device. Padded tokens are not cached. Padded requests have no tokens.
 
-    longest_prompt, shares, by_head, crossed: see StepLayout. host_positions: the positions that the host knows, see
-    FlatBatch. media: of a step with pictures. adapters: the slot of each token's low-rank adapter, -1 for none.
-    rotary_offsets: of tokens with several rotary positions, how far these are from the token's position, which only the
-    device may know.
+    longest_prompt, shares, by_head, crossed: see StepLayout. host_positions: the positions that are known on the host,
+    see FlatBatch. media: the embeddings of a step with pictures. adapters: the slot of each token's low-rank adapter,
+    -1 for none. rotary_offsets: for tokens with several rotary positions, the offsets of these from the token's
+    position, which may be known only on the device.
     """
 
     size: StepSize
@@ -108,7 +109,7 @@ class StepInputs:
     @classmethod
     @cache
     def declarations(cls, *options: str) -> dict[str, Declaration]:
-        """The inputs that all models have, and the optional ones with these names."""
+        """Return the inputs that all models have, and the optional inputs with these names."""
         every = {f.name: f.metadata["declaration"] for f in fields(cls) if "declaration" in f.metadata}
         return {name: declared for name, declared in every.items() if not declared.optional or name in options}
 
@@ -119,7 +120,7 @@ class StepInputs:
 
     @property
     def rotary_positions(self) -> Tensor:
-        """[tokens], or [axes, tokens] in a model whose tokens have several; see RotaryEmbedding."""
+        """[tokens], or [axes, tokens] if a token has several positions; see RotaryEmbedding."""
         return self.positions if self.rotary_offsets is None else self.positions + self.rotary_offsets
 
     def copy_for_layers(self, other: Self) -> None:
@@ -128,12 +129,13 @@ class StepInputs:
             tensor.copy_(getattr(other, name))
 
     def share(self, tokens: Tensor, shares: Sequence[int]) -> Self:
-        """The inputs of some tokens for embedding and layers. Those of the attention are still the whole step's."""
+        """Return the step with some tokens' inputs for embedding and layers. Attention still gets those of the whole
+        step."""
         own = self.of_tokens(lambda tensor, axis: tensor.index_select(axis, tokens), "embedding", "layers")
         return replace(self, size=self.size._replace(tokens=len(tokens)), shares=shares, **own)
 
     def of_tokens(self, pick: Callable[[Tensor, int], Tensor], *readers: str) -> dict[str, Any]:
-        """The inputs of some tokens, by name. pick: selects these tokens of a tensor along an axis."""
+        """Return the inputs of some tokens, by name. pick: selects these tokens from a tensor along an axis."""
         return {
             name: pick(tensor, declaration.shape.index("tokens"))
             for name, declaration, tensor in self._read_by(*readers)
@@ -141,14 +143,14 @@ class StepInputs:
         }
 
     def _read_by(self, *readers: str) -> Iterator[tuple[str, Declaration, Tensor]]:
-        """The inputs of this step that these parts of the forward read."""
+        """Iterate over this step's inputs that these parts of the forward pass read."""
         for name, declaration in _read_by(*readers):
             tensor: Tensor | None = getattr(self, name)
             if tensor is not None:
                 yield name, declaration, tensor
 
     def layouts(self) -> list[StepLayout]:
-        """The layout of each KV group."""
+        """Return the layout of each KV group."""
         tokens_per_request = self.size.tokens_per_request
         return [
             StepLayout(
@@ -173,7 +175,7 @@ def _read_by(*readers: str) -> list[tuple[str, Declaration]]:
 
 
 def dimensions(size: StepSize, groups: int, blocks: int) -> dict[str, int]:
-    """The length of each dimension that declarations name."""
+    """Return the length of each dimension that declarations name."""
     tokens = size.tokens
     requests = size.requests
     counts = {"tokens": tokens, "requests": requests, "bounds": requests + 1, "groups": groups, "blocks": blocks}
@@ -183,7 +185,7 @@ def dimensions(size: StepSize, groups: int, blocks: int) -> dict[str, int]:
 def dummy_arrays(
     declarations: Mapping[str, Declaration], lengths: Mapping[str, int], counts: Array
 ) -> dict[str, Array]:
-    """A dummy step whose request i has counts[i] tokens. None of its tokens is cached."""
+    """Return a dummy step whose request i has counts[i] tokens. None of its tokens is cached."""
     ends = counts.cumsum()
     arrays = {name: declaration.blank(lengths) for name, declaration in declarations.items()}
     arrays["positions"][:] = np.arange(ends[-1]) - np.repeat(ends - counts, counts)

@@ -1,4 +1,4 @@
-"""What the pictures of a step contribute to it: embeddings in place of those of token ids."""
+"""The embeddings of a step's pictures, which replace those of token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepMedia:
-    """tokens: [n], int64, the tokens of the step that take embeddings. embeds: [n, hidden]. levels: what is added to
-    their stream behind each of the first layers, [n, hidden] each (DeepStack, arXiv:2406.04334). spans: (first, behind
-    the last) tokens of the step that see each other in both directions."""
+    """tokens: [n], int64, the tokens of the step whose embeddings are replaced. embeds: [n, hidden]. levels: the
+    summands of their residual stream after each of the first layers, [n, hidden] each (DeepStack, arXiv:2406.04334).
+    spans: ranges [start, stop) of the step's tokens that see each other in both directions."""
 
     tokens: Tensor
     embeds: Tensor
@@ -20,20 +20,21 @@ class StepMedia:
 
     @property
     def reaches_layers(self) -> bool:
-        """Whether layers read it. Such steps are not replayed."""
+        """Whether layers read these data. Such steps are not replayed."""
         return bool(self.levels or self.spans)
 
     def fill(self, x: Tensor) -> Tensor:
-        """x: [tokens, hidden], the embeddings of the step's token ids, which are overwritten."""
+        """Replace embeddings. x: [tokens, hidden], the embeddings of the step's token ids; may be overwritten."""
         return x.index_copy_(0, self.tokens, self.embeds)
 
     def add_level(self, layer: int, x: Tensor) -> None:
-        """x: [tokens, hidden], the result of the layer's last branch."""
+        """Add the layer's level to x: [tokens, hidden], the result of the layer's last branch."""
         if layer < len(self.levels):
             x.index_add_(0, self.tokens, self.levels[layer])
 
     def look_ahead(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Attention of the tokens of spans to those behind them in their span, as a part for the op merge_partials.
+        """Attend from each token of a span to the later tokens of its span, as a partial result for the op
+        merge_partials.
 
         q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim] -> out: [tokens, heads, dim], lse: [tokens, heads]
         """

@@ -5,12 +5,12 @@ from torch.nn import functional
 
 from quire.layers.build import Builder
 
-BETA = 0.5  # of all published models
+BETA = 0.5  # in all published models
 
 
 class XIELU:
-    """The op xielu with the slopes of a layer. name: the prefix of the checkpoint's alpha_p and alpha_n, of one element
-    each, whose softplus gives the slopes."""
+    """The op xielu with the slopes of a layer. name: the prefix of the checkpoint's alpha_p and alpha_n. Each has one
+    element, whose softplus gives a slope."""
 
     def __init__(self, builder: Builder, name: str) -> None:
         self.kernels = builder.kernels

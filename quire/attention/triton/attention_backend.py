@@ -17,13 +17,14 @@ from quire.ops.triton.targets import INTERPRETED, precision
 from quire.platform.gpu.cards import card_of
 
 _MOST_SPLITS = 64
-_FEWEST_KEYS = 128  # of a split
-_BUSY = 0.85  # the least share of the processors' time that is used, if all programs take equally long
+_FEWEST_KEYS = 128  # in a split
+_BUSY = 0.85  # minimum utilization of the multiprocessors, if all programs take equally long
 
 
 @dataclass
 class TritonPlan:
-    """How a step is divided. heads, tokens: of a tile's rows. tiles: an upper bound. splits: parts of a request's keys.
+    """How a step is divided. heads, tokens: their numbers in a tile's rows. tiles: an upper bound of the number of
+    tiles. splits: the number of parts of a request's keys.
 
     one_tile: whether the rows of a request's tokens fit one tile.
     """
@@ -38,7 +39,7 @@ class TritonPlan:
 
 
 class TritonAttention(PreparingBackend):
-    """float32, bfloat16 and float16, any sizes."""
+    """Supports float32, bfloat16 and float16, and any sizes."""
 
     name = kernels = "triton"
     capturable = True
@@ -94,7 +95,8 @@ class TritonAttention(PreparingBackend):
         return TritonPlan(layout, tile, heads, tile_tokens, tokens // tile_tokens + requests)
 
     def _splits(self, requests: int, longest: int) -> int:
-        """Parts of the keys such that all processors are busy, also at the end, when few programs are left."""
+        """Return the number of parts of the keys that keeps all multiprocessors busy, even when few programs are
+        left."""
         slots = self._tiles.programs * self._card.processors
         programs = max(1, requests * self.shape.num_kv_heads)
         most = max(1, min(_MOST_SPLITS, longest // _FEWEST_KEYS))
@@ -104,8 +106,8 @@ class TritonAttention(PreparingBackend):
         return next(good, fewest)
 
     def _registers(self, tile: Tile) -> dict[str, int]:
-        """The option that limits registers. Prompts get it only where products leave their results in tensor memory:
-        elsewhere, ptxas spills if it may take all registers."""
+        """Return the option that limits registers. Prompts use it only where products leave their results in tensor
+        memory: elsewhere, ptxas spills if it may use all registers."""
         if tile.rows < 32:
             return self._card.most_registers(tile.warps, self._tiles.programs)
         return self._card.most_registers(tile.warps, 1) if self._card.capability == 100 else {}

@@ -1,4 +1,4 @@
-"""The attention backends of GPUs, the best first."""
+"""The attention backends for GPUs, the best first."""
 
 from quire.attention.base import AttentionBackend
 from quire.attention.triton.attention_backend import TritonAttention

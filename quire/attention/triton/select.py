@@ -1,7 +1,7 @@
 """The indexer of sparse attention (quire/layers/indexer.py): scores of keys, and the slots of those with the highest.
 
-A first kernel writes the scores, a second one searches the lowest score that is selected and writes the slots. A launch
-depends on the numbers of tokens and of blocks in the table alone, and a token's results on nothing but its own request.
+The first kernel writes the scores; the second finds the lowest selected score and writes the slots. A launch depends
+only on the numbers of tokens and of blocks in the table, and a token's results only on its own request.
 """
 
 import torch
@@ -16,7 +16,7 @@ from quire.ops.triton.sampling_kernels import _above, _key, _threshold
 from quire.ops.triton.targets import precision
 
 CELLS = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
-_KEYS = 64  # of a product
+_KEYS = 64  # per product
 _RUN = 512  # keys of a program
 _MOST_SCORES = 1 << 26  # in memory at a time
 _BLOCK = 2048
@@ -47,8 +47,8 @@ def _index_scores(
     NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A program for each token and RUN keys. is_always: whether scores are wanted even if all keys are selected. HEADS,
-    COLUMNS: powers of two, at least heads and DIM."""
+    """One program for each token and RUN keys. is_always: whether scores are computed even if all keys are selected.
+    HEADS, COLUMNS: powers of two, at least heads and DIM."""
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * RUN
     count = tl.load(seen + token)
@@ -96,15 +96,16 @@ def _select_slots(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program for each token. best: None, or the scores of the selected keys, whose numbers `slots` gets then."""
+    """One program for each token. best: None, or receives the scores of the selected keys; `slots` then receives their
+    indices."""
     token = tl.program_id(0).to(tl.int64)
     count = tl.load(seen + token)
     table = block_table + tl.load(rows + token).to(tl.int64) * table_stride
     slots += token * most
     scores += token * width
     wanted = tl.minimum(count, most)
-    least = tl.zeros([], tl.uint32)  # below the key of every score
-    equal = tl.zeros([], tl.float32)  # how many keys with the least score are selected
+    least = tl.zeros([], tl.uint32)  # less than the key of every score
+    equal = tl.zeros([], tl.float32)  # number of selected keys with the lowest score
     if count > most:
         top = tl.zeros([], tl.float32)
         least = _threshold(scores, count, top, least, wanted.to(tl.float32), False, BLOCK // 2)
@@ -141,7 +142,7 @@ def select(
     cell: torch.dtype | None,
     has_float8: bool,
 ) -> None:
-    """See AttentionBackend.select. cache: of latents, see quire/ops/triton/attention.py."""
+    """See AttentionBackend.select. cache: a cache of latents, see quire/ops/triton/attention.py."""
     q = q.contiguous()
     weights = weights.contiguous()
     s = selection

@@ -1,7 +1,7 @@
-"""Attention by kernels of other libraries, for steps that consist of whole prompts.
+"""Attention with kernels of other libraries, for steps that consist of whole prompts.
 
 These kernels read the keys and values that were just computed, not the cache. All other steps, and options that the
-kernels do not have, use the Triton backend.
+kernels lack, use the Triton backend.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ class VarlenAttention(TritonAttention):
 
     @classmethod
     def missing(cls, shape: AttentionShape) -> str | None:
-        """Why the library cannot be used on the device, or None if it can."""
+        """Return why the library cannot be used on the device, or None if it can."""
         if shape.device.type != "cuda" or torch.cuda.get_device_capability(shape.device) < (8, 0):
             return f"the {cls.name} backend needs a GPU of NVIDIA's Ampere generation or a later one"
         return None
@@ -49,7 +49,7 @@ class VarlenAttention(TritonAttention):
     def varlen(
         self, q: Tensor, k: Tensor, v: Tensor, layout: StepLayout, scale: float, window: int | None, soft_cap: float
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention within each prompt: [tokens, heads, head_dim], and its lse as [heads, tokens].
+        """Return causal attention within each prompt: [tokens, heads, head_dim], and its lse as [heads, tokens].
 
         soft_cap: 0 for none.
         """
@@ -77,7 +77,7 @@ class VarlenAttention(TritonAttention):
 
 
 class TorchVarlenAttention(VarlenAttention):
-    """torch's kernel: FlashAttention-2 (arXiv:2307.08691), or a later version that was registered with torch."""
+    """torch's kernel: FlashAttention-2 (arXiv:2307.08691), or a later version that is registered with torch."""
 
     name = "torch-varlen"
 
