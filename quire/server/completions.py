@@ -22,7 +22,7 @@ from quire.server.usage import Chunks
 
 router = APIRouter(route_class=StrictRoute)
 DEFAULT_MAX_TOKENS = 16
-_NULLS: Any = {"prompt_logprobs": None, "routed_experts": None, "weight_versions": None}  # of choices not streamed
+_NULLS: Any = {"prompt_logprobs": None, "routed_experts": None, "weight_versions": None}  # if not streamed
 
 
 @router.post("/v1/completions", responses=stream_answers(CompletionResponse), response_model=None)
