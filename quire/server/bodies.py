@@ -85,7 +85,7 @@ class HeldBody:
         """Call a function that works on the body. For a large body it runs in a thread, after waiting for a turn.
 
         The turn is kept until `pause` or `release`, since what was made of the body takes memory. Raises ApiError if
-        the client leaves meanwhile.
+        the client disconnects before.
         """
         if self._size < self._bodies.large:
             return function(*arguments)
