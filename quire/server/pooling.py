@@ -252,7 +252,7 @@ class PoolingCall(PromptCall):
 
     @property
     def longest(self) -> int:
-        """Return the longest allowed prompt in tokens."""
+        """Return the length of the longest prompt in tokens."""
         return max(len(request.prompt_token_ids) for request in self._requests)
 
     @property
