@@ -1,4 +1,4 @@
-"""The bodies of requests. Each is read whole, since a request may have to be sent to another server."""
+"""The bodies of requests. Each is read completely, since a request may have to be sent to another server."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,17 +11,17 @@ Receive = Callable[[], Awaitable[Any]]
 
 
 class ClientLeft(Exception):  # noqa: N818
-    """The client has closed the connection: nobody waits for an answer."""
+    """The client has closed the connection and waits for no response."""
 
 
 class Bodies:
-    """Bounds the bytes of each body, and those of all bodies that are held.
+    """Limits the bytes of each body, and of all bodies in memory together.
 
-    A body is held from its first byte until a server has begun to answer, since it is sent again until then.
+    A body stays in memory from its first byte until a server starts to respond, since it may be sent again until then.
     """
 
     def __init__(self, limit: int, total_limit: int, seconds: float) -> None:
-        """seconds: of a body's Arrival."""
+        """seconds: the time limit of a body's Arrival."""
         self.limit = limit
         self.total_limit = max(limit, total_limit)
         self.seconds = seconds
@@ -29,15 +29,15 @@ class Bodies:
 
 
 class HeldBody:
-    """A request's share of the bodies that are held."""
+    """A request's share of the bodies in memory."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
         self._size = 0
 
     async def read(self, receive: Receive, declared: bytes | None) -> bytes:
-        """The body. declared: the header Content-Length. Raises RouteError above a limit, before the body is read if
-        its length is declared, and ClientLeft."""
+        """Read the body. declared: the header Content-Length. Raises ClientLeft, and RouteError above a limit, before
+        reading if the length is declared."""
         if declared is not None and declared.isdigit():
             self._check(int(declared[:20]))
         chunks = []
@@ -62,20 +62,20 @@ class HeldBody:
         return message
 
     def _check(self, size: int) -> None:
-        """Raises RouteError if the body, with `size` bytes, is above a limit."""
+        """Check a body of `size` bytes. Raises RouteError above a limit."""
         if size > self._bodies.limit:
             raise RouteError(413, f"the body may have {self._bodies.limit} bytes at most", "body_too_large")
         if self._bodies.held + max(0, size - self._size) > self._bodies.total_limit:
             raise overloaded("the proxy holds too many large requests; try again")
 
     def _grow(self, size: int) -> None:
-        """Count the body with `size` bytes, if that is more than was counted before."""
+        """Count the body as `size` bytes, if that is more than before."""
         self._check(size)
         growth = max(0, size - self._size)
         self._bodies.held += growth
         self._size += growth
 
     def release(self) -> None:
-        """The request will not be sent again."""
+        """Release the body, since the request will not be sent again."""
         self._bodies.held -= self._size
         self._size = 0

@@ -1,4 +1,4 @@
-"""The client of the servers: how requests are sent to them, and what it means if that fails."""
+"""The HTTP client for the servers: sends requests and interprets failures."""
 
 import errno
 import io
@@ -19,7 +19,7 @@ from quire.router.headers import CONTEXT
 if TYPE_CHECKING:
     from quire.server.spans import ServerSpan
 
-OVERLOADED = (429, 503)  # statuses with which another server is tried
+OVERLOADED = (429, 503)  # statuses on which another server is tried
 _SMALL_BODY = 1 << 16  # bytes; larger bodies are sent piece by piece
 _LOCAL_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 # uvicorn, which vLLM uses as well, closes a connection that was idle for 5 s.
@@ -28,8 +28,8 @@ _NO_DEFAULTS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
 class NotTaken(Exception):  # noqa: N818
-    """A server has not begun to answer. reason: unreachable, lost (after it got the request), overloaded, or prefill
-    (the prefill server of its request has failed). Of a prefill server, also refused (a 4xx) and failed (a 5xx)."""
+    """A server did not start to respond. reason: unreachable, lost (after it got the request), overloaded, or prefill
+    (the prefill server of its request has failed). For a prefill server, also refused (a 4xx) and failed (a 5xx)."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -37,9 +37,9 @@ class NotTaken(Exception):  # noqa: N818
 
 
 def connect(config: RouteConfig) -> aiohttp.ClientSession:
-    """The client, in the loop that runs now."""
+    """Create the client in the running event loop."""
     return aiohttp.ClientSession(
-        # Fleet limits the connections. A limit here would let requests wait where no policy sees them.
+        # Fleet limits the connections. A limit here would make requests wait without the policy's knowledge.
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout),
         skip_auto_headers=_NO_DEFAULTS,
@@ -53,7 +53,7 @@ def connect(config: RouteConfig) -> aiohttp.ClientSession:
 def send(
     client: aiohttp.ClientSession, backend: Backend, call: Call, body: bytes, headers: Sequence[tuple[str, str]]
 ) -> Any:
-    """A context manager of the response to a request, which has this body and these headers instead of the call's."""
+    """Return a context manager for the response. body and headers replace the call's."""
     data: Any = body if len(body) < _SMALL_BODY else io.BytesIO(body)
     url = yarl.URL(backend.url + call.target, encoded=True)
     return request(client, call.span, call.method, url, headers, data or None)
@@ -67,7 +67,8 @@ def request(
     headers: Sequence[tuple[str, str]],
     data: Any,
 ) -> Any:
-    """A context manager of a server's response. span: of the request that this is a part of; None without traces."""
+    """Return a context manager for a server's response. span: the span of the client's request; None without
+    tracing."""
     if span is None:
         return client.request(method, url, headers=headers, data=data, allow_redirects=False)
     return _traced(client, span, method, url, headers, data)
@@ -98,7 +99,7 @@ async def _traced(
 
 
 def not_taken(fleet: Fleet, backend: Backend, error: Exception) -> NotTaken | RouteError:
-    """What became of a request, from the client's error. A server that cannot be reached leaves the fleet."""
+    """Convert a client error to the exception for the request. A server that cannot be reached leaves the fleet."""
     text = error_text(error)
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in _LOCAL_ERRORS:

@@ -1,4 +1,4 @@
-"""The options of `quire route`. The others, such as the port, are those of `quire serve`."""
+"""The options of `quire route`. Further options, such as the port, are shared with `quire serve`."""
 
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -22,7 +22,7 @@ class PrefillServer:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """URL or URL=HOST:PORT. Raises ConfigError."""
+        """Parse URL or URL=HOST:PORT. Raises ConfigError."""
         given, _, address = text.partition("=")
         url = _base_url("prefill", given)
         parts = urlsplit(f"//{address}" if address else url)
@@ -40,10 +40,10 @@ class RouteConfig:
     """Raises ConfigError for values that cannot be used.
 
     backend: the servers' URLs. session_header, session_field: the header and the field of the body that name a
-    session. max_connections: to each server. prefill: servers that only compute prompts, as PrefillServer.read takes
-    them. prefill_min_bytes: of the bodies whose prompts they compute. kv_events: for each backend, the ZeroMQ addresses
-    of its KV events, separated by commas. kv_events_replay: where each of those streams is replayed, written likewise.
-    Times are in seconds.
+    session. max_connections: limit per server. prefill: servers that only compute prompts, in the format of
+    PrefillServer.read. prefill_min_bytes: the smallest body whose prompt they compute. kv_events: for each backend, the
+    ZeroMQ addresses of its KV events, separated by commas. kv_events_replay: the replay addresses of these streams, in
+    the same format. Times are in seconds.
     """
 
     backend: tuple[str, ...]
@@ -89,7 +89,7 @@ class RouteConfig:
 
     @property
     def streams(self) -> list[tuple[int, str, str | None]]:
-        """For each stream of KV events: its server's number, its address, and where it is replayed."""
+        """Return (server number, address, replay address) for each stream of KV events."""
         found = [(i, endpoint) for i, endpoints in enumerate(self.kv_events) for endpoint in endpoints.split(",")]
         replays = ",".join(self.kv_events_replay).split(",") if self.kv_events_replay else [None] * len(found)
         return [(*stream, replay) for stream, replay in zip(found, replays, strict=True)]
@@ -100,7 +100,7 @@ class RouteConfig:
 
 
 def _base_url(name: str, url: str) -> str:
-    """The URL without slashes at its end. Raises ConfigError if it cannot be the beginning of other URLs."""
+    """Return the URL without trailing slashes. Raises ConfigError if it cannot be a prefix of other URLs."""
     parts = urlsplit(url)
     try:
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

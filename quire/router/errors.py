@@ -1,4 +1,4 @@
-"""Errors of the proxy itself, in OpenAI's format. Those of the servers are passed on as they are."""
+"""Errors of the proxy itself, in OpenAI's format. Errors of the servers are forwarded unchanged."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ _TYPES = {401: "authentication_error"}
 
 
 class RouteError(Exception):
-    """A request that no server answers: the status, message and code of its error response."""
+    """A request that no server could handle: the status, message and code of the error response."""
 
     def __init__(self, status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)

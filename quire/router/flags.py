@@ -97,5 +97,5 @@ def _add(group: Any, name: str, kind: Any, help_text: str, choices: Any = None) 
 
 
 def route_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options given as flags, for `RouteConfig(**options)`."""
+    """Return the options given as flags, for `RouteConfig(**options)`."""
     return {name: getattr(arguments, name) for name in _DEFAULTS}

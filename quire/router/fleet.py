@@ -1,4 +1,4 @@
-"""The servers behind the proxy: which of them are healthy, how busy they are, and which one gets a request."""
+"""The servers behind the proxy: their health, their load, and the choice of a server for a request."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class Backend:
     """A server.
 
-    unanswered: the visits of requests that it has not begun to answer. answering: the number of those that it is
-    answering. elsewhere: the number of its requests that came another way, by its own count. sent: how many requests
-    were sent since it joined.
+    unanswered: the visits whose response has not started. answering: the number of responses in progress. elsewhere:
+    the number of its requests that did not come from this proxy, as reported by the server. sent: requests sent since
+    it joined.
     """
 
     def __init__(self, number: int, url: str, metrics: BackendMetrics) -> None:
@@ -31,7 +31,7 @@ class Backend:
         self.healthy = False
         self.unanswered: set[Visit] = set()
         self.answering = self.elsewhere = self.sent = 0
-        self.recheck = asyncio.Event()  # asks for a health check at once
+        self.recheck = asyncio.Event()  # triggers a health check at once
         metrics.in_flight.set_function(lambda: self.in_flight)
 
     @property
@@ -39,14 +39,14 @@ class Backend:
         return len(self.unanswered) + self.answering
 
     def rank(self, session: bytes) -> bytes:
-        """A session goes to the server with the highest rank (rendezvous hashing, Thaler and Ravishankar, 1998). So
-        when a server is lost, only its own sessions move, and they return with it."""
+        """Return the server's rank for a session, which goes to the server with the highest rank (rendezvous hashing,
+        Thaler and Ravishankar, 1998). When a server is lost, only its sessions move, and they return with it."""
         return blake2b(session, key=blake2b(self.url.encode(), digest_size=16).digest(), digest_size=8).digest()
 
 
 class Policy(Protocol):
-    """Which server gets a request. Servers have numbers. quire.engine.router.Router is one; what it is told about
-    prefixes comes from the texts of requests, or from the servers' KV events."""
+    """Chooses the server for a request. Servers are identified by numbers. quire.engine.router.Router is a policy; its
+    knowledge of prefixes comes from the texts of requests or from the servers' KV events."""
 
     def route(self, request: Call, ready: Sequence[int], core: int | None = None) -> int: ...
     def report(self, core: int, waiting: int, running: int, received: int) -> None: ...
@@ -54,7 +54,7 @@ class Policy(Protocol):
 
 
 class RoundRobin:
-    """Servers take turns, however busy they are."""
+    """Uses the servers in turn, regardless of their load."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -82,7 +82,7 @@ def _policy(config: RouteConfig, count: int, cached: "CachedPrefixes | None") ->
 
 
 class Fleet:
-    """All servers of a kind: those that answer requests ("backend"), or those that only compute prompts."""
+    """All servers of one kind: backends, which answer requests, or servers that only compute prompts."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Fleet:
         kind: Literal["backend", "prefill"] = "backend",
         cached: "CachedPrefixes | None" = None,
     ) -> None:
-        """cached: what the servers have, if their KV events say so."""
+        """cached: the servers' cached prefixes, if KV events are enabled."""
         urls = config.backend if kind == "backend" else tuple(server.url for server in config.prefill_servers)
         self.backends = [Backend(i, url, metrics.of_backend(kind, url)) for i, url in enumerate(urls)]
         self._policy = _policy(config, len(urls), cached)
@@ -102,11 +102,11 @@ class Fleet:
         return [backend for backend in self.backends if backend.healthy]
 
     def others(self, avoided: Collection[Backend]) -> list[Backend]:
-        """The healthy servers with a free connection, except those to be avoided."""
+        """Return the healthy servers with a free connection, except `avoided`."""
         return [b for b in self.healthy if b.in_flight < self._max_connections and b not in avoided]
 
     def choose(self, call: Call, avoided: Collection[Backend]) -> Backend | None:
-        """The server for a request, or None. One to be avoided is chosen if there is no other."""
+        """Return the server for a request, or None. An avoided server is chosen only if there is no other."""
         ready = self.others(avoided) or self.others(())
         if not ready:
             return None
@@ -116,19 +116,19 @@ class Fleet:
         return self.backends[self._policy.route(call, [backend.number for backend in ready], wanted)]
 
     def report(self, backend: Backend) -> None:
-        """Tell the policy how busy a server is. Requests that it has not begun to answer count as waiting there."""
+        """Report a server's load to the policy. Requests whose response has not started count as waiting."""
         received = backend.sent - len(backend.unanswered)
         self._policy.report(backend.number, 0, backend.answering + backend.elsewhere, received)
 
     def join(self, backend: Backend) -> None:
-        """A server is healthy, so it gets requests from now on."""
+        """Send requests to a server from now on, since it is healthy."""
         if not backend.healthy:
             backend.healthy = True
             backend.metrics.up.set(1)
             logger.info("%s is healthy: it gets requests", backend.url)
 
     def leave(self, backend: Backend, reason: str) -> None:
-        """A server gets no requests from now on. Those that it has may go on: it may be draining."""
+        """Send no more requests to a server. Its running requests continue, since it may be draining."""
         if not backend.healthy:
             return
         backend.healthy = False
@@ -139,15 +139,15 @@ class Fleet:
         self.report(backend)
 
     def give_up(self, backend: Backend) -> None:
-        """A server is silent, so the requests that it has not begun to answer go to others."""
+        """Move the requests that a silent server has not started to answer to other servers."""
         for visit in backend.unanswered:
             visit.interrupt("lost")
 
 
 class Visit:
-    """A request at a server, from the choice to the end of the answer; a context manager.
+    """A request at a server, from the choice to the end of the response; a context manager.
 
-    Raises TimeoutError in its context if it is interrupted before the server answers, for the reason `reason`.
+    If it is interrupted before the server responds, TimeoutError is raised in its context; `reason` has the cause.
     """
 
     def __init__(self, fleet: Fleet, backend: Backend) -> None:
@@ -164,16 +164,16 @@ class Visit:
         return self
 
     def answered(self) -> None:
-        """The server has begun to answer."""
+        """Record that the server has started to respond."""
         self._answered = True
         self._backend.unanswered.discard(self)
         self._backend.answering += 1
         self._fleet.report(self._backend)
-        if self.reason:  # it came too late
+        if self.reason:  # the response came too late
             self._limit.reschedule(None)
 
     def interrupt(self, reason: str) -> None:
-        """End the visit, unless the server has begun to answer."""
+        """End the visit, unless the server has started to respond."""
         if self in self._backend.unanswered and not self.reason:
             self.reason = reason
             self._limit.reschedule(asyncio.get_running_loop().time())

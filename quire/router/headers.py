@@ -1,4 +1,4 @@
-"""Which headers a proxy passes on, and which ones concern one connection only (RFC 9110, section 7.6.1)."""
+"""The headers that a proxy forwards, and those that apply to one connection only (RFC 9110, section 7.6.1)."""
 
 import os
 import re
@@ -13,9 +13,9 @@ _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
-# The client of the servers makes these headers itself.
+# The HTTP client creates these headers itself.
 _REPLACED = frozenset(b"host content-length expect x-request-id x-forwarded-for x-forwarded-host".split())
-# Those that W3C Trace Context defines for requests.
+# The request headers of W3C Trace Context.
 CONTEXT = ("traceparent", "tracestate")
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
@@ -25,7 +25,7 @@ def header(headers: Iterable[Header], name: bytes) -> bytes | None:
 
 
 def request_id_of(headers: Iterable[Header]) -> bytes:
-    """The request's id: that in X-Request-Id, or a new one if it has none or an unusable one."""
+    """Return the request id from X-Request-Id, or a new one if it is missing or invalid."""
     given = header(headers, b"x-request-id")
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given
@@ -33,7 +33,7 @@ def request_id_of(headers: Iterable[Header]) -> bytes:
 
 
 def to_server(scope: Any, request_id: bytes) -> list[tuple[str, str]]:
-    """The headers with which a request is sent on. Raises RouteError for a header that is not UTF-8."""
+    """Return the headers of the forwarded request. Raises RouteError for a header that is not UTF-8."""
     headers: Sequence[Header] = scope["headers"]
     dropped = _HOP_BY_HOP | _REPLACED | _named_by_connection(headers)
     passed = [(name, value) for name, value in headers if name not in dropped]
@@ -52,7 +52,7 @@ def to_server(scope: Any, request_id: bytes) -> list[tuple[str, str]]:
 
 
 def to_client(headers: Sequence[Header], request_id: bytes) -> list[Header]:
-    """The headers of a server's answer with which it is passed on. It gets the request's id if it has none."""
+    """Return the headers of the forwarded response. The request's id is added if it is missing."""
     lower = [(name.lower(), value) for name, value in headers]
     dropped = _HOP_BY_HOP | _named_by_connection(lower)
     passed = [(name, value) for name, value in lower if name not in dropped]
@@ -62,7 +62,7 @@ def to_client(headers: Sequence[Header], request_id: bytes) -> list[Header]:
 
 
 def _named_by_connection(headers: Iterable[Header]) -> frozenset[bytes]:
-    """The headers that `Connection` names, in small letters."""
+    """Return the headers that `Connection` names, in lower case."""
     value = header(headers, b"connection")
     if value is None or value.lower() in (b"keep-alive", b"close"):
         return frozenset()

@@ -1,4 +1,4 @@
-"""Asks the servers regularly whether they are healthy, and how busy others keep them."""
+"""Regularly checks the servers' health, and their load from other clients."""
 
 import asyncio
 import contextlib
@@ -11,13 +11,13 @@ from quire.messages.errors import error_text
 from quire.router.config import RouteConfig
 from quire.router.fleet import Backend, Fleet
 
-_LATE_SECONDS = 1.0  # when a check timed out so much later than it should, this process was stopped
+_LATE_SECONDS = 1.0  # if a check times out this much too late, this process itself was stopped
 
 
 class HealthChecks:
-    """Servers join the fleet with the first check that succeeds, and leave it after several that fail in a row.
+    """Servers join the fleet after the first successful check, and leave it after several consecutive failures.
 
-    key: the API key with which the servers' /load is asked for.
+    key: the API key for the servers' /load.
     """
 
     def __init__(self, config: RouteConfig, fleet: Fleet, client: aiohttp.ClientSession, key: str | None) -> None:
@@ -56,7 +56,7 @@ class HealthChecks:
             await self._ask_load(backend)
             return
         if silent and time.monotonic() - began > self._config.health_check_timeout + _LATE_SECONDS:
-            return  # that says nothing of the server
+            return  # not caused by the server
         self._failures[backend] += 1
         if self._failures[backend] >= self._config.health_failure_threshold:
             self._fleet.leave(backend, reason)
@@ -64,7 +64,7 @@ class HealthChecks:
                 self._fleet.give_up(backend)
 
     async def _failure(self, backend: Backend) -> tuple[str | None, bool]:
-        """Why a server is not healthy, or None if it is, and whether it does not respond at all.
+        """Return (why a server is not healthy, or None if it is; whether it is silent).
 
         A process that has ended is not silent, since its connections break.
         """
@@ -74,7 +74,7 @@ class HealthChecks:
                 return (None if response.status == 200 else f"/health answers with status {response.status}"), False
         except aiohttp.ClientConnectorError as error:
             refused = isinstance(error.os_error, ConnectionRefusedError)
-            if refused:  # it has ended, or is about to: there is no use in asking again
+            if refused:  # it has ended or is about to, so there is no point in asking again
                 self._failures[backend] = self._config.health_failure_threshold
             return error_text(error), not refused
         except TimeoutError:
@@ -83,8 +83,8 @@ class HealthChecks:
             return error_text(error), False
 
     async def _ask_load(self, backend: Backend) -> None:
-        """Learn how many requests a server has that did not come from here. Servers that do not tell are not asked
-        again."""
+        """Query how many of a server's requests did not come from this proxy. Servers without this endpoint are not
+        asked again."""
         if not self._tells_load[backend]:
             return
         try:
@@ -95,5 +95,5 @@ class HealthChecks:
         except (ValueError, TypeError, KeyError):
             self._tells_load[backend] = False
         except (aiohttp.ClientError, OSError):
-            return  # the next check of its health says more
+            return  # left to the next health check
         self._fleet.report(backend)

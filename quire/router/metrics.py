@@ -8,7 +8,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class RouteMetrics:
-    """All metrics. Those of a server have its URL as their label `backend`, and the option that names it as `kind`."""
+    """All metrics. A server's metrics have the labels `backend`, its URL, and `kind`, the option that names it."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -50,7 +50,7 @@ class RouteMetrics:
 
 
 class BackendMetrics:
-    """The metrics of one server, found once, since finding them takes longer than counting."""
+    """The metrics of one server. They are looked up once, since the lookup takes longer than counting."""
 
     def __init__(self, metrics: RouteMetrics, kind: str, url: str) -> None:
         self._metrics = metrics

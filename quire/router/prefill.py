@@ -1,4 +1,4 @@
-"""Prefill and decode apart: one server computes a request's prompt, while another fetches its KV blocks and answers."""
+"""Disaggregated prefill: one server computes a request's prompt, another fetches its KV blocks and responds."""
 
 import asyncio
 import contextlib
@@ -20,24 +20,24 @@ from quire.router.config import PrefillServer, RouteConfig
 from quire.router.errors import RouteError
 from quire.router.fleet import Backend, Fleet, Visit
 
-MAX_ANSWER = 1 << 20  # bytes of a prefill server's answer that are read, so that the connection can be used again
-ADDRESS_SECONDS = 10.0  # for which the address of a host's name is used
+MAX_ANSWER = 1 << 20  # bytes of a prefill server's response that are read so that the connection can be reused
+ADDRESS_SECONDS = 10.0  # how long a resolved host address is used
 _PARAMS = "kv_transfer_params"
 
-# The paths with prompts, and the fields that let a server generate as little as it can behind a prompt.
+# The paths with prompts, and the fields that limit a server's output after a prompt to the minimum.
 _SHORT: dict[str, dict[str, Any]] = {
     "/v1/completions": {"max_tokens": 1},
     "/v1/chat/completions": {"max_tokens": 1, "max_completion_tokens": 1},
     "/v1/messages": {"max_tokens": 1},
     "/v1/responses": {"max_output_tokens": 1, "store": False},
 }
-# Fields that change nothing of the prompt, but lengthen the answer, or conflict with those above.
+# Fields that do not affect the prompt, but lengthen the output or conflict with the fields above.
 _OF_ANSWERS = frozenset(
     "stream_options n best_of min_tokens logprobs top_logprobs logprob_token_ids echo include return_token_ids "
     "return_prompt_text response_format text structured_outputs guided_json guided_regex guided_choice guided_grammar "
     "guided_whitespace_pattern structural_tag".split()
 )
-# Fields of requests whose prompt the proxy does not know, and of those that outlive the connection.
+# Fields of requests whose prompt is unknown to the proxy, or that outlive the connection.
 _ALONE = ("prompt_logprobs", "previous_response_id", "conversation", "background")
 _SEVERAL_PROMPTS = re.compile(rb'\[\s*["\[]')
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
@@ -46,7 +46,7 @@ Fields = Mapping[str, msgspec.Raw]
 
 
 class Prefills:
-    """The prefill servers, and which requests they are asked for."""
+    """The prefill servers, and the choice of requests that use them."""
 
     def __init__(self, config: RouteConfig, client: aiohttp.ClientSession, fleet: Fleet) -> None:
         self.client = client
@@ -56,7 +56,7 @@ class Prefills:
         self._min_bytes = config.prefill_min_bytes
 
     def of(self, call: Call) -> "Prefill | None":
-        """The prefill of a request; None if it should go to one server alone."""
+        """Return the prefill of a request; None if one server should handle the whole request."""
         short = _SHORT.get(call.target.partition("?")[0])
         if short is None or call.method != "POST" or len(call.body) < self._min_bytes:
             return None
@@ -64,7 +64,7 @@ class Prefills:
 
 
 def _has_one_prompt(fields: Fields) -> bool:
-    """Whether a request has one prompt, which need not be computed by the server that answers."""
+    """Whether a request has exactly one prompt, which another server may compute."""
     if not fields or any(_is_set(fields, name) for name in _ALONE):
         return False
     if _is_set(fields, "echo") and _is_set(fields, "logprobs"):
@@ -78,7 +78,7 @@ def _is_set(fields: Fields, name: str) -> bool:
 
 
 class Address:
-    """Where KV blocks are fetched from. Decode servers want an IP address, so the names of hosts are looked up."""
+    """The address from which KV blocks are fetched. Decode servers need an IP address, so host names are resolved."""
 
     def __init__(self, server: PrefillServer) -> None:
         self.port = server.port
@@ -99,8 +99,7 @@ class Address:
 
 
 class Prefill:
-    """What prefill servers do for one request. After failures of `max_attempts` of them, the server that answers
-    computes the prompt itself."""
+    """The prefill of one request. After `max_attempts` failures, the decode server computes the prompt itself."""
 
     def __init__(self, prefills: Prefills, call: Call, short: Mapping[str, Any]) -> None:
         self._prefills = prefills
@@ -112,9 +111,9 @@ class Prefill:
 
     @contextlib.asynccontextmanager
     async def begin(self, decode: Visit) -> AsyncGenerator[bytes]:
-        """Let a prefill server compute the prompt during this context. Yields the body for the server that answers.
+        """Let a prefill server compute the prompt during this context. Yields the body for the decode server.
 
-        decode: the visit at that server. It is interrupted if the prefill fails before that server answers.
+        decode: the visit at the decode server. It is interrupted if the prefill fails before this server responds.
         """
         try:
             yield await self._begin(decode)
@@ -137,7 +136,7 @@ class Prefill:
         return fleet.choose(self._call, self._failed)
 
     async def _compute(self, backend: Backend, decode: Visit, begun: "asyncio.Future[bytes | None]") -> None:
-        """begun: gets the body for the server that answers, or None if the prefill has failed already."""
+        """begun: receives the body for the decode server, or None if the prefill has already failed."""
         fleet = self._prefills.fleet
         transfer_id = uuid4().hex
         failure: Exception
@@ -152,7 +151,7 @@ class Prefill:
                 except (aiohttp.ClientError, OSError) as error:
                     raise not_taken(fleet, backend, error) from error
             return
-        except TimeoutError:  # of the visit
+        except TimeoutError:  # from the visit
             failure = NotTaken("lost", "it does not respond")
         except (NotTaken, RouteError) as error:
             failure = error
@@ -169,7 +168,7 @@ class Prefill:
     def _fail(self, backend: Backend, failure: Exception) -> None:
         reason = failure.reason if isinstance(failure, NotTaken) else "failed"
         self._failed.add(backend)
-        # Other servers would refuse it as well. The one that answers tells the client why.
+        # Other servers would reject it as well. The decode server reports the reason to the client.
         self._attempts_left = 0 if reason == "refused" else self._attempts_left - 1
         backend.metrics.count_retry(reason)
         fields = {"request_id": self._call.request_id, "backend": backend.url, "reason": reason}
@@ -184,7 +183,7 @@ class Prefill:
     async def _send(self, backend: Backend, visit: Visit, body: bytes) -> None:
         """Send a request to a prefill server, and wait until it is done. Raises NotTaken for an error."""
         began = time.perf_counter()
-        name = f"{self._call.request_id[:120]}-prefill"  # servers take ids of up to 128 characters
+        name = f"{self._call.request_id[:120]}-prefill"  # servers accept ids of up to 128 characters
         headers = [(key, name if key == "x-request-id" else value) for key, value in self._call.headers]
         async with send(self._prefills.client, backend, self._call, body, headers) as response:
             status = response.status
@@ -201,12 +200,12 @@ class Prefill:
                     break
 
     def _body(self, params: Mapping[str, Any]) -> bytes:
-        """The body for a prefill server."""
+        """Return the body for a prefill server."""
         fields = {name: value for name, value in self._call.fields.items() if name not in _OF_ANSWERS}
         return msgspec.json.encode({**fields, **self._short, "stream": False, _PARAMS: params})
 
     async def _decode_body(self, transfer_id: str, address: Address) -> bytes:
-        """The body for the server that answers. Raises OSError."""
+        """Return the body for the decode server. Raises OSError."""
         params = {
             "do_remote_prefill": True,
             "transfer_id": transfer_id,

@@ -1,4 +1,4 @@
-"""Which servers have which prefixes in their caches, as their KV events say (docs/kv-events.md, vLLM's format)."""
+"""Tracks which servers have cached which prefixes, from their KV events (docs/kv-events.md, vLLM's format)."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from quire.router.client import request
 from quire.router.fleet import Backend, Fleet
 from quire.router.headers import CONTEXT
 
-_TOKENIZE_SECONDS = 1.0  # a request does not wait longer to know its tokens
-_REPLAY_SECONDS = 5.0  # between two answers
+_TOKENIZE_SECONDS = 1.0  # the longest time that a request waits for its tokens
+_REPLAY_SECONDS = 5.0  # between two messages
 _CHAT = """messages tools documents chat_template chat_template_kwargs add_generation_prompt continue_final_message
     add_special_tokens model""".split()
 _BATCHES = msgspec.msgpack.Decoder(KVEventBatch)
@@ -29,29 +29,29 @@ _IDS = msgspec.json.Decoder(list[int])
 
 
 class CachedPrefixes(Prefixes):
-    """A server has the blocks that its events say. A piece is a block of tokens.
+    """The cached blocks of each server, from its events. A piece is a block of tokens.
 
-    Only the events of KV group 0 count, which keeps the most tokens. What a server has is unknown until it has told.
-    Each of a server's replicas has a stream of events, and blocks of its own.
+    Only the events of KV group 0 are used, since it keeps the most tokens. A server's cache is unknown before its first
+    event. Each of a server's replicas has a stream of events, and blocks of its own.
     """
 
     def __init__(self, servers: Sequence[int]) -> None:
-        """servers: for each stream, the number of its server."""
+        """servers: the server number of each stream."""
         super().__init__()
         self.servers = servers
         self.last: list[tuple[int, bytes] | None] = [None] * len(servers)  # each stream's last batch, with its number
         self.block_size = 0  # unknown before the first event
         self._adapters: set[str] = set()
-        self._pieces: list[dict[BlockHash, int]] = [{} for _ in servers]  # of each stream, by its own hashes
+        self._pieces: list[dict[BlockHash, int]] = [{} for _ in servers]  # for each stream, by its own hashes
 
     def next(self, stream: int) -> int:
-        """The number of the batch that is expected."""
+        """Return the number of the next expected batch."""
         last = self.last[stream]
         return last[0] + 1 if last else 0
 
     def take(self, stream: int, number: int, data: bytes) -> None:
-        """Apply a batch, unless it was applied before. If it cannot be read, or some before it are missing, what is
-        known from the stream is forgotten."""
+        """Apply a batch, unless it was applied before. If it is invalid or earlier batches are missing, drop everything
+        known from the stream."""
         if number < self.next(stream):
             return
         if number > self.next(stream):
@@ -85,7 +85,7 @@ class CachedPrefixes(Prefixes):
         else:
             piece = known.get(event.parent_block_hash)
         if piece is None or size != self.block_size:
-            return  # what is before it was stored before the proxy listened, or other servers have other blocks
+            return  # its parent was stored before the proxy listened, or is another server's
         for index, name in enumerate(event.block_hashes):
             piece = hash((piece, *event.token_ids[index * size : (index + 1) * size]))
             known[name] = piece
@@ -109,14 +109,14 @@ class CachedPrefixes(Prefixes):
         self._pieces[stream] = {}
 
     def forget_stream(self, stream: int) -> None:
-        """Nothing is known, as before the first batch."""
+        """Drop everything known from a stream, as before the first batch."""
         self._clear(stream)
         self.last[stream] = None
 
-    # ---- what a Router asks
+    # ---- the interface for Router
 
     def pieces(self, call: Call) -> list[int]:
-        """The hash of each full block of the request's tokens, as far as some server has it."""
+        """Return the hash of each full block of the request's tokens, up to the first block that no server has."""
         if not call.tokens or not self.block_size:
             return []
         salt, model = (_text(call, name) for name in ("cache_salt", "model"))
@@ -131,7 +131,7 @@ class CachedPrefixes(Prefixes):
         return found
 
     def add(self, pieces: Sequence[int], core: int) -> None:
-        """Only events say what a server has."""
+        """Do nothing, since only events determine what a server has."""
 
     def longest(self, pieces: Sequence[int], ready: list[int]) -> list[int]:
         streams = super().longest(pieces, [stream for stream, server in enumerate(self.servers) if server in ready])
@@ -149,7 +149,7 @@ def _root(salt: str | None, adapter: str | None) -> int:
 
 
 def _text(call: Call, name: str) -> str | None:
-    """A field of the body that is text."""
+    """Return a text field of the body."""
     try:
         return msgspec.json.decode(call.fields[name], type=str) if name in call.fields else None
     except msgspec.DecodeError:
@@ -157,14 +157,14 @@ def _text(call: Call, name: str) -> str | None:
 
 
 async def listen(prefixes: CachedPrefixes, stream: int, endpoint: str, replay: str | None = None) -> None:
-    """Follow a stream of events until the task is cancelled. replay: where to ask for what was missed."""
+    """Follow a stream of events until the task is cancelled. replay: the address that replays missed batches."""
     socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
     socket.setsockopt(zmq.SUBSCRIBE, b"")
     connections = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     poller = zmq.asyncio.Poller()
     poller.register(connections, zmq.POLLIN)
     poller.register(socket, zmq.POLLIN)
-    latest = -1  # the last number that came
+    latest = -1  # the last received number
     try:
         socket.connect(endpoint)
         while True:
@@ -178,7 +178,7 @@ async def listen(prefixes: CachedPrefixes, stream: int, endpoint: str, replay: s
             except ValueError as error:
                 _warn_unreadable(prefixes.servers[stream], error)
                 continue
-            if number > prefixes.next(stream) or number <= latest:  # some were missed, or another core counts anew
+            if number > prefixes.next(stream) or number <= latest:  # some were missed, or a new core starts at 0
                 await _catch_up(prefixes, stream, replay)
             latest = number
             prefixes.take(stream, number, data)
@@ -188,12 +188,12 @@ async def listen(prefixes: CachedPrefixes, stream: int, endpoint: str, replay: s
 
 
 async def _catch_up(prefixes: CachedPrefixes, stream: int, replay: str | None) -> None:
-    """Apply what was missed. If that is not to be had, what is known from the stream is forgotten."""
+    """Apply missed batches. If they are not available, drop everything known from the stream."""
     batches = []
     last = prefixes.last[stream]
     try:
         if replay is not None:
-            # The last batch that is known is asked for, too: only the same core has the same one, with its time.
+            # The last known batch is requested, too: only the same core has an identical one, with the same time.
             batches = await _replayed(replay, last[0] if last else 0)
             first = batches[0] if batches else (-1, b"")
             if last and first != last and first[0] != last[0] + 1:
@@ -208,27 +208,27 @@ async def _catch_up(prefixes: CachedPrefixes, stream: int, replay: str | None) -
         prefixes.forget_stream(stream)
     for number, data in batches:
         prefixes.take(stream, number, data)
-        await asyncio.sleep(0)  # requests do not wait for all of them
+        await asyncio.sleep(0)  # let requests run in between
 
 
 async def _replayed(endpoint: str, first: int) -> list[tuple[int, bytes]]:
-    """The batches from the number `first` on that the server still has. Raises ValueError, OSError or ZMQError."""
+    """Return the batches from number `first` on that the server still has. Raises ValueError, OSError or ZMQError."""
     batches: list[tuple[int, bytes]] = []
     with zmq.asyncio.Context.instance().socket(zmq.DEALER) as socket:
-        socket.linger, socket.rcvhwm = 0, 0  # without a limit here, the server need not drop answers
+        socket.linger, socket.rcvhwm = 0, 0  # without a limit here, the server does not have to drop messages
         socket.connect(endpoint)
         await socket.send_multipart([b"", first.to_bytes(8, "big")])
         while True:
             async with asyncio.timeout(_REPLAY_SECONDS):
                 frames: list[bytes] = await socket.recv_multipart()
-            await asyncio.sleep(0)  # answers that are there already do not give way to requests by themselves
+            await asyncio.sleep(0)  # let requests run, since receiving queued messages does not yield by itself
             if frames[1:2] == [END_OF_REPLAY]:
                 return batches
             batches.append(_numbered(frames))
 
 
 def _numbered(frames: list[bytes]) -> tuple[int, bytes]:
-    """The number and the batch of a message. Raises ValueError if it is none."""
+    """Return the number and the batch of a message. Raises ValueError for an invalid message."""
     if len(frames) != 3 or len(frames[1]) != 8:
         raise ValueError(f"a message of {len(frames)} frames is not a topic, a number of 8 bytes and a batch")
     return int.from_bytes(frames[1], "big"), frames[2]
@@ -239,7 +239,7 @@ def _warn_unreadable(server: int, error: ValueError) -> None:
 
 
 class Tokens:
-    """Finds out the tokens of requests, by the servers' /tokenize."""
+    """Tokenizes requests with the servers' /tokenize."""
 
     def __init__(self, client: aiohttp.ClientSession, fleet: Fleet) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""The ASGI application: it sends each request to a server, and the answer back as it comes."""
+"""The ASGI application: it forwards each request to a server, and streams the response back."""
 
 import asyncio
 import contextlib
@@ -34,10 +34,9 @@ _INTERNAL_ERROR = RouteError(500, "internal error; the proxy's log says more", "
 
 
 class Proxy:
-    """config: says what may be retried. keys: the API keys of which a request must carry one, if there are any.
-    prefills: asks other servers to compute prompts, if there are such servers. tokens: finds out the tokens of
-    requests, if the policy needs them. access_log: has a line for each request, if there is one. tracing: makes spans,
-    if they are wanted."""
+    """config: limits for retries. keys: valid API keys; if empty, none is required. prefills: lets prefill servers
+    compute prompts, if there are any. tokens: tokenizes requests, if the policy needs it. access_log: gets a line per
+    request, if enabled. tracing: creates spans, if enabled."""
 
     def __init__(
         self,
@@ -65,10 +64,10 @@ class Proxy:
         self._session_header = (config.session_header or "").lower().encode()
         self._own = {"/health": self._show_health, "/metrics": self._show_metrics}
         self.running: set[asyncio.Task[Any]] = set()
-        self.ending = False  # requests that still run are ended with an error
+        self.ending = False  # running requests are ended with an error
 
     def end_running(self) -> None:
-        """End all requests: with an error, or in the middle of their answers."""
+        """End all requests with an error, or cut off their responses."""
         self.ending = True
         for task in self.running:
             task.cancel()
@@ -103,7 +102,7 @@ class Proxy:
         finally:
             self.running.discard(task)
             if self._access_log is not None:
-                self._access_log.write(scope, answer.status or 499, answer.sent)  # 499: the client has left
+                self._access_log.write(scope, answer.status or 499, answer.sent)  # 499: the client disconnected
             answer.end_span()
 
     # ---- a request
@@ -126,19 +125,19 @@ class Proxy:
             held.release()
 
     def _check_key(self, scope: Any) -> None:
-        """Raises RouteError without one of the keys. OPTIONS, with which browsers ask, carries none."""
+        """Raises RouteError without a valid key. OPTIONS, which browsers send before a request, needs none."""
         if not self._keys or scope["method"] == "OPTIONS":
             return
         scheme, _, token = (header(scope["headers"], b"authorization") or b"").partition(b" ")
         given = token.strip() if scheme.lower() == b"bearer" else header(scope["headers"], b"x-api-key") or b""
-        # All keys are compared, each in constant time, so that the time tells nothing about a guess.
+        # All keys are compared, each in constant time, so that timing does not reveal anything about a guess.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         if not (given and any(matches)):
             message = "a valid API key is needed, in the header Authorization: Bearer KEY or x-api-key: KEY"
             raise RouteError(401, message, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
     def _session(self, headers: Any, call: Call) -> bytes | None:
-        """What names the session of a request, or None."""
+        """Return the session id of a request, or None."""
         if self._session_header and (named := header(headers, self._session_header)):
             return named
         if self.config.session_field and (field := call.fields.get(self.config.session_field)):
@@ -146,10 +145,10 @@ class Proxy:
         return None
 
     async def _send_until_answered(self, call: Call, held: HeldBody, answer: "_Answer") -> None:
-        """Send a request to one server after the other until one answers.
+        """Send a request to one server after another until one responds.
 
-        Servers that cannot be reached do not count, and a server that has no room is avoided once. A request that was
-        lost with its server is sent again `max_retries` times, since it may be the cause.
+        Unreachable servers do not count as attempts, and an overloaded server is avoided once. A request that was lost
+        with its server is retried at most `max_retries` times, since it may be the cause.
         """
         avoided: set[Backend] = set()
         losses = 0
@@ -166,7 +165,7 @@ class Proxy:
                 can_avoid = may_avoid and bool(self.fleet.others(avoided))
                 await self._visit(call, prefill, backend, held, answer, can_avoid)
             except NotTaken as error:
-                if error.reason == "prefill":  # this server is as good as before
+                if error.reason == "prefill":  # the failure is not this server's
                     avoided.discard(backend)
                     continue
                 losses += error.reason == "lost"
@@ -192,9 +191,9 @@ class Proxy:
     async def _visit(
         self, call: Call, prefill: Prefill | None, backend: Backend, held: HeldBody, answer: "_Answer", may_avoid: bool
     ) -> None:
-        """Send a request to a server, and pass its answer on. Raises NotTaken if nothing was passed on.
+        """Send a request to a server, and forward its response. Raises NotTaken if nothing was forwarded.
 
-        may_avoid: whether another server can be tried if this one has no room.
+        may_avoid: whether another server can be tried if this one is overloaded.
         """
         began = time.perf_counter()
         visit = Visit(self.fleet, backend)
@@ -204,7 +203,7 @@ class Proxy:
                 try:
                     request = send(self.client, backend, call, body, call.headers)
                     response = await stack.enter_async_context(request)
-                    # The head waits for the first bytes of the body: until then the request can be sent again.
+                    # The head is sent with the first bytes of the body: until then the request can be retried.
                     chunk = await response.content.readany()
                 except (aiohttp.ClientError, OSError) as error:
                     raise not_taken(self.fleet, backend, error) from error
@@ -221,7 +220,7 @@ class Proxy:
             raise NotTaken(visit.reason, "it does not respond") from error
 
     async def _pass_on(self, response: aiohttp.ClientResponse, chunk: bytes, answer: "_Answer") -> None:
-        """Pass on an answer of which `chunk` was read. Raises RouteError if its server is lost."""
+        """Forward a response whose first bytes are `chunk`. Raises RouteError if its server is lost."""
         await answer.begin(response.status, to_client(response.raw_headers, answer.request_id))
         try:
             while not response.content.at_eof():
@@ -231,7 +230,7 @@ class Proxy:
             raise RouteError(502, f"{response.url.origin()}: {error_text(error)}", "backend_lost") from error
         await answer.end(chunk)
 
-    # ---- answers of the proxy itself
+    # ---- responses of the proxy itself
 
     async def _send_error(self, scope: Any, answer: "_Answer", error: RouteError) -> None:
         self.metrics.errors.labels(error.code).inc()
@@ -241,7 +240,7 @@ class Proxy:
         fields = answer.fields(path=path, status=status, error=error.message, error_code=error.code)
         if answer.status:
             logger.error("Request %s: %s: the answer ends early: %s", answer.name, path, error.message, extra=fields)
-            return  # uvicorn closes the connection, from which the client sees that something is missing
+            return  # uvicorn closes the connection, so the client notices the incomplete response
         level = logger.error if error.status >= 500 else logger.warning
         level("Request %s: %s: %d: %s", answer.name, path, error.status, error.message, extra=fields)
         headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
@@ -257,8 +256,8 @@ class Proxy:
 
 
 def _target(scope: Any) -> str:
-    """The path and query of a request as they were sent. Raises RouteError for `*` and the like, which would end up in
-    the name of the server."""
+    """Return the path and query of a request as sent. Raises RouteError for targets like `*`, which would become part
+    of the server's name."""
     path: bytes = scope["raw_path"]
     if not path.startswith(b"/"):
         raise RouteError(400, "the path must begin with a slash", "bad_path")
@@ -267,8 +266,8 @@ def _target(scope: Any) -> str:
 
 
 class _Answer:
-    """What is sent to the client. status: 0 until it begins. sent: bytes of its body. span: of the request, if there
-    are traces. error: of the proxy itself."""
+    """The response to the client. status: 0 until it starts. sent: bytes of its body. span: the request's span, if
+    tracing is enabled. error: the proxy's own error."""
 
     def __init__(self, send: Send, request_id: bytes, span: "ServerSpan | None" = None) -> None:
         self._send = send
@@ -280,11 +279,11 @@ class _Answer:
         self.ended = self.client_left = False
 
     def fields(self, **fields: Any) -> dict[str, Any]:
-        """What a line of the log about the request says, for programs."""
+        """Return the structured fields of the request's log line."""
         return {"fields": {"request_id": self.name, **fields}}
 
     async def watch(self, receive: Receive, task: "asyncio.Task[Any] | None") -> None:
-        """Cancel the task that answers if the client leaves before the end."""
+        """Cancel the task that responds if the client disconnects before the end."""
         while (await receive())["type"] != "http.disconnect":
             pass
         if not self.ended and task is not None:

@@ -1,4 +1,4 @@
-"""`quire route`: the proxy from its start to the end of the last answer."""
+"""`quire route`: the proxy from its start to the end of the last response."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,8 @@ from quire.server.tracing import begin_tracing
 
 
 def serve(config: RouteConfig, server_config: ServerConfig) -> int:
-    """Pass requests on until a signal. Returns the exit status. Raises ConfigError or OSError if it cannot start."""
+    """Forward requests until a signal arrives. Returns the exit status. Raises ConfigError or OSError if it cannot
+    start."""
     with contextlib.closing(listening_socket(server_config)) as listening:
         raise_descriptor_limit(2 * config.max_connections * len(config.backend + config.prefill))
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -70,7 +71,7 @@ class _Server(DrainingServer):
         servers = f"{len(proxy.fleet.backends)} server{'' if len(proxy.fleet.backends) == 1 else 's'}"
         if proxy.config.prefill:
             servers += f", prompts to {len(proxy.config.prefill)} more"
-        # The proxy logs each problem itself, with the request's id. The servers' answers have a date.
+        # The proxy logs each problem itself, with the request's id. The servers' responses already have a date.
         super().__init__(
             proxy,
             config,

@@ -1,4 +1,4 @@
-"""The access log: a line for each HTTP request, in the combined format that web servers and their tools know."""
+"""The access log: one line per HTTP request, in the combined log format that web servers use."""
 
 import os
 import sys
@@ -12,22 +12,22 @@ from quire.observability.logging import logger
 
 
 class AccessLog:
-    """Appends to a file, which may be rotated, or writes to standard output. Lines that cannot be written, as on a full
-    disk, are lost: the first of them and the end of the gap are logged."""
+    """Appends to a file, which may be rotated, or writes to standard output. Lines that cannot be written, such as on a
+    full disk, are lost. The first lost line and the end of the gap are logged."""
 
     def __init__(self, target: str) -> None:
         """target: a path, or "-" for standard output. Raises ConfigError if the file cannot be written."""
         self._path = None if target == "-" else target
         self._name = "standard output" if self._path is None else target
         self._file = sys.stdout.fileno() if self._path is None else -1
-        self._num_lost, self._is_cut = 0, False  # is_cut: the last line has no end
+        self._num_lost, self._is_cut = 0, False  # is_cut: the last line is incomplete
         try:
             self._open()
         except OSError as error:
             raise ConfigError(f"access_log={target!r} cannot be written: {error_text(error)}") from error
 
     def write(self, scope: Any, status: int, sent: int) -> None:
-        """scope: of the request, by ASGI. sent: bytes of the response's body."""
+        """scope: the request's ASGI scope. sent: bytes of the response body."""
         query = scope["query_string"]
         headers = dict(scope["headers"])
         address = _escaped(str(scope["client"][0]).encode()).replace(" ", r"\x20") if scope.get("client") else "-"
@@ -51,7 +51,7 @@ class AccessLog:
             self._num_lost = 0
 
     def _open(self) -> None:
-        """Open the file if it is not open, or is another one than the path names, as after a rotation."""
+        """Open the file if it is not open, or reopen it if the path names a different file, as after a rotation."""
         if self._path is None:
             return
         with suppress(OSError):
@@ -71,5 +71,5 @@ class AccessLog:
 
 
 def _escaped(text: bytes) -> str:
-    """What a client has sent, as web servers write it within quotes."""
+    """Text from a client, escaped as web servers do it within quotes."""
     return "".join(chr(c) if 32 <= c < 127 and c not in b'"\\' else f"\\x{c:02x}" for c in text)

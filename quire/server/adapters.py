@@ -1,4 +1,4 @@
-"""The adapters of a server: models with names of their own, which can come and go while it runs."""
+"""The adapters of a server: models with their own names, which can be loaded and unloaded while it runs."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ _DONE: Answers = {**answers(str), 200: {"description": "Done", "content": {"text
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """parent: the name of the model that it changes."""
+    """parent: the name of the base model."""
 
     adapter: Adapter
     parent: str
@@ -47,7 +47,7 @@ class Adapters:
         return None if served is None else served.adapter
 
     async def start(self) -> None:
-        """Load the adapters of the option lora_modules. Raises ConfigError."""
+        """Load the adapters named by the option lora_modules. Raises ConfigError."""
         for module in self._config.lora_modules:
             request = _read_module(module)
             try:
@@ -80,7 +80,7 @@ class Adapters:
                 raise ApiError(400, error_text(error), param="lora_path") from error
 
     def unload(self, name: str) -> None:
-        """Forget an adapter's name. Requests that run finish with it. Raises ApiError."""
+        """Remove an adapter's name. Running requests finish with the adapter. Raises ApiError."""
         self._check_allowed()
         if self.by_name.pop(name, None) is None:
             message = f"The lora adapter '{name[:200]}' cannot be found."
@@ -101,7 +101,7 @@ class Adapters:
 
 
 def _read_module(text: str) -> LoRARequest:
-    """An item of lora_modules: name=path, or a JSON object with name, path and perhaps base_model_name."""
+    """Parse an item of lora_modules: name=path, or a JSON object with name, path and optionally base_model_name."""
     if text.lstrip().startswith("{"):
         try:
             fields = json.loads(text)
@@ -128,13 +128,13 @@ class UnloadAdapterRequest(BaseModel):
 
 @router.post("/v1/load_lora_adapter", responses=_DONE, response_class=Response)
 async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
-    """Load an adapter. Answers when requests can use it."""
+    """Load an adapter. Respond when requests can use it."""
     await request.app.state.server.adapters.load(body.lora_name, body.lora_path, body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 @router.post("/v1/unload_lora_adapter", responses=_DONE, response_class=Response)
 async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
-    """Forget an adapter. Requests that run finish with it."""
+    """Unload an adapter. Running requests finish with it."""
     request.app.state.server.adapters.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

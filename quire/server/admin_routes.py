@@ -1,4 +1,4 @@
-"""Routes for models, health, version, load and metrics, and two that are meant for operators alone."""
+"""Routes for models, health, version, load and metrics, and two routes that only operators should use."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -58,7 +58,7 @@ def _anthropic_card(server: Server, name: str) -> dict[str, Any]:
 
 
 def _anthropic_page(server: Server, limit: int, after_id: str | None, before_id: str | None) -> dict[str, Any]:
-    """Anthropic's list of models, of which a page is shown. Raises ApiError."""
+    """Return one page of the model list in Anthropic's format. Raises ApiError."""
     names = server.names
     pages = {"after_id": after_id, "before_id": before_id}
     for field, name in pages.items():
@@ -106,9 +106,9 @@ async def retrieve_model(
 
 @router.get("/health", responses=_HEALTH, response_class=Response)
 async def health(request: Request) -> Response:
-    """200 if the engine runs; 503 while it starts or restarts, and when it has failed for good.
+    """Return 200 if the engine runs, and 503 while it starts or restarts and after it has failed permanently.
 
-    reference_kernels: whether steps run PyTorch's operations on a CPU, since the kernels are not compiled (yet).
+    reference_kernels: whether steps run PyTorch operations on a CPU because the kernels are not compiled (yet).
     """
     llm = _server(request).llm
     body = {"reference_kernels": bool(llm.client.stats.runs_reference)}
@@ -118,7 +118,7 @@ async def health(request: Request) -> Response:
 @router.post("/ping", responses=_HEALTH, response_class=Response)
 @router.get("/ping", responses=_HEALTH, response_class=Response)
 async def ping(request: Request) -> Response:
-    """As /health; SageMaker asks here."""
+    """Same as /health, for SageMaker."""
     return await health(request)
 
 
@@ -129,27 +129,27 @@ async def version() -> Response:
 
 @router.get("/load", responses=answers(dict[str, int]), response_model=None)
 async def load(request: Request) -> Response:
-    """The number of requests that are being answered."""
+    """Return the number of running requests."""
     return json_response({"server_load": len(_server(request).calls)})
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
-    """The metrics in Prometheus' text format."""
+    """Return the metrics in Prometheus' text format."""
     text: bytes = _server(request).llm.render_metrics() + request.app.state.http_metrics.render()
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.post("/reset_prefix_cache", response_class=Response)
 async def reset_prefix_cache(request: Request, reset_external: bool = False) -> Response:
-    """Forget all cached prefixes. reset_external: also those beyond the pool, in CPU memory and on disk."""
+    """Drop all cached prefixes. reset_external: also those outside the pool, in CPU memory and on disk."""
     await _server(request).llm.reset_prefix_cache(reset_external)
     return Response()
 
 
 @router.post("/abort_requests", responses=answers(dict[str, int]), response_model=None)
 async def abort_requests(body: AbortRequest, request: Request) -> Response:
-    """End requests of the same API key. Their clients get the text so far, with finish_reason "abort"."""
+    """Abort requests of the same API key. Their clients get the text generated so far, with finish_reason "abort"."""
     owner = owner_of(request.scope)
     names = set(body.request_ids)
     calls = [call for call in _server(request).calls if call.owner == owner and not names.isdisjoint(call.names)]

@@ -30,7 +30,7 @@ class AnthropicRoute(StrictRoute):
 
 
 router = APIRouter(route_class=AnthropicRoute)
-# Fields of ChatRequest, and their names in a body of this API.
+# Fields of ChatRequest, and their names in this API.
 _SAMPLING = {"stop": "stop_sequences"} | {
     name: name
     for name in """max_tokens stream temperature top_p top_k kv_transfer_params cache_salt vllm_xargs
@@ -64,7 +64,7 @@ class OutputConfig(BaseModel):
 
 
 class CountTokensRequest(Body):
-    """A conversation. null is as if left out."""
+    """A conversation. null is treated as omitted."""
 
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)] = Field(
         description="If the last one is the assistant's, the answer goes on with it."
@@ -94,7 +94,7 @@ class CountTokensRequest(Body):
         return any(message.role == "system" for message in self.messages)
 
     def merge_system_messages(self) -> None:
-        """Move the system messages of the conversation to its beginning, for templates that take them only there."""
+        """Move all system messages to the beginning of the conversation, for templates that accept them only there."""
         moved = [text for message in self.messages if message.role == "system" for text in message.texts]
         system = [TextBlock(type="text", text=self.system)] if isinstance(self.system, str) else self.system or []
         self.system = [*system, *(TextBlock(type="text", text=text) for text in moved)]
@@ -150,7 +150,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 class MessageAnswer(TypedDict):
-    """usage: the prompt has input_tokens and cache_read_input_tokens; the latter were found in the prefix cache."""
+    """usage: input_tokens plus cache_read_input_tokens is the prompt; the latter were found in the prefix cache."""
 
     id: str
     type: Literal["message"]
@@ -182,7 +182,7 @@ async def _chat(body: CountTokensRequest, server: Server, held: HeldBody) -> Cha
         body.merge_system_messages()
     chat: ChatRequest = await held.run(body.chat)
     if server.llm.frontend.reasoning is None:
-        chat.thinking_token_budget = None  # clients send it to any model, and one that does not think stays below it
+        chat.thinking_token_budget = None  # clients send it to any model; a model that does not think cannot exceed it
     return chat
 
 
@@ -239,7 +239,8 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 
 
 def _usage(running_chat: RunningChat) -> dict[str, Any]:
-    """Every key of Anthropic's, of which typed clients need all: null or 0 for what only Anthropic has."""
+    """Return every key of Anthropic's usage, since typed clients need all: null or 0 for features that only Anthropic
+    has."""
     usage = running_chat.meter.usage
     details = usage.get("completion_tokens_details") or {}
     cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -326,7 +327,7 @@ async def _stream(running_chat: RunningChat) -> AsyncGenerator[bytes]:
 
 
 def _block(event: Event, answer: Answer) -> tuple[str, dict[str, Any] | None, dict[str, str | None] | None]:
-    """(type of the event's block, how such a block begins, what the event adds to it)."""
+    """Return (type of the event's block, the block's initial object, the delta that the event adds to it)."""
     match event:
         case Reasoning(text):
             return "thinking", {"thinking": "", "signature": ""}, {"type": "thinking_delta", "thinking": text}

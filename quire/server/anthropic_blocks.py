@@ -1,4 +1,4 @@
-"""The messages and tools of Anthropic's API, and what becomes of them in a chat request."""
+"""The messages and tools of Anthropic's API, and their translation to a chat request."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -8,9 +8,9 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 
 from quire.server.fields import TABLES, type_of
 
-# Types of blocks that only a model at Anthropic can read: its own encrypted thinking, and tools that ran there.
+# Block types that only Anthropic's models can read: their encrypted thinking, and tools that ran at Anthropic.
 _IGNORED = frozenset(TABLES["anthropic"]["ignored_blocks"].split())
-_BILLING = "x-anthropic-billing-header"  # begins a text of Claude Code's that differs in each request
+_BILLING = "x-anthropic-billing-header"  # prefix of a text by Claude Code that differs in each request
 
 
 class TextBlock(BaseModel):
@@ -24,7 +24,7 @@ class ThinkingBlock(BaseModel):
 
 
 class IgnoredBlock(BaseModel):
-    """A block that has no meaning for other models than Anthropic's own."""
+    """A block that only Anthropic's own models can use."""
 
     type: str
 
@@ -79,7 +79,7 @@ class ContentSource(BaseModel):
 
 
 class DocumentBlock(BaseModel):
-    """A document in plain text. Files, such as PDF, are refused."""
+    """A plain-text document. Files, such as PDF, are rejected."""
 
     type: Literal["document"]
     source: Annotated[TextSource | ContentSource, Field(discriminator="type")]
@@ -103,7 +103,7 @@ class SearchResultBlock(BaseModel):
 
 
 class ToolReferenceBlock(BaseModel):
-    """The name of a tool that a search of tools found."""
+    """The name of a tool that a tool search found."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -144,7 +144,7 @@ def _block_type(value: Any) -> str | None:
 
 
 def _wrong_type(*types: str) -> tuple[str, str]:
-    """The error for a block of another type."""
+    """Return the error for a block of any other type."""
     return "block", f"Only blocks of these types are supported: {', '.join(types)}"
 
 
@@ -177,7 +177,8 @@ class InputMessage(BaseModel):
         return [block.text for block in self.content if isinstance(block, TextBlock)]
 
     def translated(self, tool_names: dict[str, str]) -> Iterator[dict[str, Any]]:
-        """OpenAI's messages. tool_names: of the tool calls so far, by their ids, to which this message's are added."""
+        """Yield OpenAI's messages. tool_names: the names of all earlier tool calls, by id; this message's calls are
+        added."""
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
@@ -209,17 +210,17 @@ def _part(block: _SHOWN) -> dict[str, Any]:
 
 
 def text_of(content: str | Sequence[BaseModel] | None) -> str | list[dict[str, Any]]:
-    """The content of OpenAI's message."""
+    """Return the content of the OpenAI message."""
     if content is None or isinstance(content, str):
         return content or ""
     return [_part(block) for block in content if isinstance(block, _SHOWN)]
 
 
 def system_message(system: str | Sequence[TextBlock] | None) -> dict[str, Any] | None:
-    """OpenAI's system message, None without a text.
+    """Return the OpenAI system message, or None without text.
 
-    What Claude Code writes for Anthropic's accounting is left out: it is of no use to a model, and no prefix behind it
-    would be found in the cache.
+    Text that Claude Code writes for Anthropic's accounting is left out. A model has no use for it, and it would prevent
+    prefix-cache hits for everything after it.
     """
     texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
     kept = [{"type": "text", "text": text} for text in texts if text and not text.startswith(_BILLING)]
@@ -229,7 +230,7 @@ def system_message(system: str | Sequence[TextBlock] | None) -> dict[str, Any] |
 
 
 class Tool(BaseModel):
-    """A tool of the client."""
+    """A tool that the client runs."""
 
     type: Literal["custom"] | None = Field(None, exclude=True)
     name: str
@@ -239,7 +240,7 @@ class Tool(BaseModel):
 
 
 class HostedTool(BaseModel):
-    """A tool that runs at Anthropic's, or whose schema only Anthropic's models know. It is ignored."""
+    """A tool that runs at Anthropic, or whose schema only Anthropic's models know. It is ignored."""
 
     type: str
     name: str | None = None

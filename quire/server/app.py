@@ -47,9 +47,9 @@ from quire.server.tracing import begin_tracing
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> FastAPI:
-    """OpenAI's API and others on an engine that its caller starts and shuts down.
+    """Build the app with OpenAI's and the other APIs. The caller starts and shuts down the engine.
 
-    Set `app.state.draining` to answer new requests that generate with 503, while those that run go on. Raises
+    Set `app.state.draining` to reject new generation requests with 503 while running requests continue. Raises
     ConfigError for options that do not fit the model.
     """
     bearer: list[Any] = [Depends(HTTPBearer(auto_error=False))] if config.api_key else []  # for the documents
@@ -61,11 +61,11 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
         docs_url=None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
-        # OpenTelemetry of FastAPI's own would add a second span to ours, and send texts of errors. Versions without it
-        # keep what they do not know in `extra`.
+        # FastAPI's built-in OpenTelemetry would add a second span to ours, and would send error texts. Versions without
+        # it keep the unknown argument in `extra`.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    # FastAPI's own page loads its script from the internet, which servers often cannot reach, nor their users.
+    # FastAPI's own page loads its script from the internet, which servers and their users often cannot reach.
     if not config.disable_fastapi_docs:
         patch_fastapi(app, redirect_from_root_to_docs=False, title="Quire's API")
     check(Setup(llm.config, config))
@@ -103,7 +103,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     else:
         app.include_router(ollama.heartbeat)
     add_error_handlers(app)
-    # The last one added is the first to see a request.
+    # The middleware that is added last runs first.
     sizes = {"limit": config.max_body_bytes, "total_limit": config.max_total_body_bytes}
     preparing = app.state.server.preparing
     large = min(LARGE_BODY, llm.get_tokenizer().longest_quick or LARGE_BODY)
@@ -126,12 +126,12 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
 
 
 def _has_no_span(path: str) -> bool:
-    """Whether requests for a path are those of probes, or of a browser that loads a page."""
+    """Whether requests for a path come from probes or from a browser that loads a page."""
     return path in (*PROBES, "/", "/docs", "/openapi.json") or path.startswith("/ui/")
 
 
 def _tool_parser(config: ServerConfig, llm: AsyncLLM) -> str | None:
-    """The name of the format of the model's tool calls. Raises ConfigError."""
+    """Return the name of the model's tool-call format. Raises ConfigError."""
     frontend = llm.frontend
     recognized = frontend.recognized_tools
     vocabulary = frontend.tokenizer.get_vocab

@@ -1,20 +1,20 @@
-"""The time in which a body must arrive. The proxy uses it, too."""
+"""The time limit for receiving a body. The proxy uses it, too."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-RATE = 16 << 10  # bytes a second; a body that comes more slowly uses up its time
+RATE = 16 << 10  # bytes per second; a slower body uses up its time
 
 
 class BodyTimeoutError(Exception):
-    """The body comes too slowly. The message says what would be allowed."""
+    """The body arrives too slowly. The message states the limit."""
 
 
 class Arrival:
     """Receives the messages of one body.
 
-    seconds: for which nothing may come, and by which a body may be late that should come at RATE.
+    seconds: the longest allowed pause between messages, and the allowed delay compared with a body sent at RATE.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -23,7 +23,7 @@ class Arrival:
         self._until = self._loop.time() + seconds
 
     async def next(self, receive: Callable[[], Awaitable[Any]]) -> Any:
-        """The next message. Raises BodyTimeoutError."""
+        """Return the next message. Raises BodyTimeoutError."""
         try:
             async with asyncio.timeout_at(self._until):
                 message = await receive()

@@ -1,4 +1,4 @@
-"""`quire run-batch`: the requests of a file, answered by the server's application in this process, without sockets."""
+"""`quire run-batch`: run the requests of a file through the server's application in this process, without sockets."""
 
 import asyncio
 import sys
@@ -22,18 +22,18 @@ from quire.server.errors import ApiError
 from quire.server.http_server import create_llm
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-_QUEUE = 4  # requests in hand for each that can run at once
+_QUEUE = 4  # requests in progress per request that can run at once
 
 
 class _Body(msgspec.Struct):
-    """The fields of a body that would divide its answer."""
+    """The fields of a body that would split the response into several messages."""
 
     stream: Any = None
     background: Any = None
 
 
 def run(core: CoreClient, config: ServerConfig, files: BatchFiles) -> None:
-    """Answer all requests that have no answer yet. Raises ConfigError, OSError or EngineDeadError."""
+    """Run all requests that have no response yet. Raises ConfigError, OSError or EngineDeadError."""
     llm, names = create_llm(core, config)
     log = logging_redirect_tqdm(loggers=[logger]) if sys.stderr.isatty() else nullcontext()
     with asyncio.Runner(loop_factory=loop_factory()) as runner, log:
@@ -89,7 +89,7 @@ class _Batch:
                     tasks.create_task(self._answer(number, line))
 
     async def _answer(self, number: int, line: bytes | None) -> None:
-        """Answer a request, and write the answer, unless the engine has failed for good."""
+        """Run a request and write its response, unless the engine has failed permanently."""
         request = parse(line)
         try:
             if line is None:
@@ -113,7 +113,7 @@ class _Batch:
         self._ended.set()
 
     async def _post(self, url: str, body: bytes, number: int) -> tuple[int, str, bytes]:
-        """(status, request id, body) of the application's response. number: of the line, for the log."""
+        """Return (status, request id, body) of the application's response. number: the line's number, for the log."""
         messages: list[Message] = [{"type": "http.request", "body": body}]
         status = 0
         headers = {}
@@ -151,7 +151,7 @@ class _Batch:
 
 
 def _checked(request: BatchLine | None) -> tuple[bytes, str]:
-    """(body, url) of a request. Raises ApiError."""
+    """Return (body, url) of a request. Raises ApiError."""
     if request is None:
         raise ApiError(400, "the line is not a JSON object", code="invalid_json")
     if not isinstance(request.custom_id, str):
@@ -171,4 +171,4 @@ def _fields(body: bytes) -> _Body:
     try:
         return msgspec.json.decode(body, type=_Body)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        return _Body()  # the application will say what is wrong
+        return _Body()  # the application will report the error

@@ -1,4 +1,4 @@
-"""The two files of a batch: requests, and answers that are appended as requests finish."""
+"""The two files of a batch: requests, and responses that are appended as requests finish."""
 
 import fcntl
 import os
@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_ID = "batch_req_"  # the id of an answer; the number of the request's line follows
+_ID = "batch_req_"  # prefix of a response id; the number of the request's line follows
 _NO_ID = hash(None)
 
 
 class BatchLine(msgspec.Struct):
-    """A line of the input, with fields of any type: a wrong line is answered, too."""
+    """A line of the input. Fields may have any type, since an invalid line gets a response, too."""
 
     custom_id: Any = None
     method: Any = None
@@ -26,7 +26,7 @@ class BatchLine(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """The fields of an answer that a later run reads."""
+    """The fields of a response that a later run reads."""
 
     id: str
     custom_id: str | None
@@ -34,7 +34,7 @@ class _Answer(msgspec.Struct):
 
 
 def parse(line: bytes | None) -> BatchLine | None:
-    """None for a line that is not a JSON object or too long."""
+    """Return None for a line that is not a JSON object or is too long."""
     try:
         return None if line is None else _parse(line)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -50,20 +50,20 @@ def custom_id(request: BatchLine | None) -> str | None:
 
 
 class BatchFiles:
-    """Knows which requests of the input have no answer in the output. Needs 9 bytes of memory a line.
+    """Tracks which requests of the input have no response in the output. Needs 9 bytes of memory per line.
 
-    An answer's id contains the number of its request's line, so a run after a kill leaves out the answered lines. An
+    A response's id contains the number of its request's line, so a run after a kill skips the finished lines. An
     incomplete last line of the output is removed.
     """
 
     def __init__(self, input_file: Path, output_file: Path, max_line_bytes: int) -> None:
         """Raises OSError for files that cannot be read or written, and ValueError if a custom_id occurs twice, or if
-        the output has other content than answers to this input."""
+        the output contains anything but responses to this input."""
         self.input_file = input_file
         self.output_file = output_file
         self._max_line_bytes = max_line_bytes
-        self._custom_ids = array("q")  # hashes, by the number of the line - 1
-        self._unanswered = bytearray()  # 1 for a request without an answer, by the number of the line - 1
+        self._custom_ids = array("q")  # hashes, by line number - 1
+        self._unanswered = bytearray()  # 1 for a request without a response, by line number - 1
         if not input_file.is_file():
             raise ValueError(f"{input_file} is not a file" if input_file.exists() else f"there is no file {input_file}")
         self._read_input()
@@ -79,14 +79,15 @@ class BatchFiles:
         return self._unanswered.count(1)
 
     def unanswered(self) -> Iterator[tuple[int, bytes | None]]:
-        """(number, text) of each line whose request has no answer yet. The text of a line that is too long is None.
+        """Yield (number, text) of each line whose request has no response yet. The text of a line that is too long is
+        None.
 
-        Lines that were added to the file in the meantime are left for the next run.
+        Lines that were added to the file since it was read are left for the next run.
         """
         return ((number, line) for number, line in self._lines() if self._unanswered[number - 1 : number] == b"\1")
 
     def write(self, number: int, answer: dict[str, Any]) -> None:
-        """Append the answer to the request of a line. Raises OSError."""
+        """Append the response to a line's request. Raises OSError."""
         line = msgspec.json.encode({"id": f"{_ID}{number}", **answer}) + b"\n"
         try:
             while line:
@@ -100,8 +101,8 @@ class BatchFiles:
         os.close(self._output)
 
     def _lines(self) -> Iterator[tuple[int, bytes | None]]:
-        """(number, text) of the lines that are not empty."""
-        limit = self._max_line_bytes + 2  # with the end of the line
+        """Yield (number, text) of the lines that are not empty."""
+        limit = self._max_line_bytes + 2  # includes the line ending
         with open(self.input_file, "rb") as file:
             number = 0
             while line := file.readline(limit):

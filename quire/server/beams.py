@@ -16,13 +16,13 @@ _FAILED = ("abort", "error", "bad_request", "overloaded")
 class BeamSearch:
     """The search for a request's prompts.
 
-    running: the requests for one token each that run now.
+    running: the one-token requests that run now.
     """
 
     def __init__(
         self, llm: AsyncLLM, requests: Sequence[ProcessedRequest], params: BeamSearchParams, skip_special_tokens: bool
     ) -> None:
-        """requests: of the prompts. Raises ValueError for a width that needs more logprobs than max_logprobs, and for
+        """requests: one per prompt. Raises ValueError for a width that needs more logprobs than max_logprobs, and for
         prompts with media."""
         if 2 * params.beam_width > llm.processor.max_logprobs:
             raise ValueError(
@@ -35,12 +35,12 @@ class BeamSearch:
         self._requests = requests
         self._params = params
         self._skip_special_tokens = skip_special_tokens
-        self._number = 0  # of the next request
+        self._number = 0  # number of the next request
         self.running: list[ProcessedRequest] = []
 
     async def run(self) -> AsyncGenerator[RequestOutput]:
-        """The output of each prompt, whole, with the beams as completions, the best one first. A failed step is the end
-        of all."""
+        """Yield the complete output of each prompt, with the beams as completions, best first. A failed step ends the
+        whole search."""
         ends = frozenset(self._llm.processor.eos_token_ids)
         starts = [(request.prompt_token_ids, request.core_requests[0].cache_salt) for request in self._requests]
         steps = beam_steps(starts, self._params, self._llm.max_model_len, ends)

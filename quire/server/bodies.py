@@ -1,6 +1,6 @@
-"""The bodies in hand: how many bytes may be read, parsed and tokenized at once, and how many large ones are worked on.
+"""Limits for bodies in progress: how many bytes are read, parsed and tokenized at once, and how many large bodies.
 
-A body is in hand from its first byte until its prompt is tokenized, not until it is answered.
+A body is in progress from its first byte until its prompt is tokenized, not until the response is sent.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ TRIM_SECONDS = 1.0  # memory is returned to the system at most this often
 
 
 class Preparing:
-    """The requests that wait for a turn or for a job, so the engine does not have them yet. A server that ends fails
-    them with an error."""
+    """The requests that wait for a turn or for a job before they are sent to the engine. On shutdown, they fail with an
+    error."""
 
     def __init__(self) -> None:
         self._ends: set[asyncio.Future[ApiError]] = set()
@@ -35,7 +35,7 @@ class Preparing:
 
     @contextmanager
     def end(self) -> Iterator[asyncio.Future[ApiError]]:
-        """While a request waits: the error with which it should end, when there is one."""
+        """While a request waits, provide a future that receives the error with which the request should end."""
         end: asyncio.Future[ApiError] = asyncio.get_running_loop().create_future()
         self._ends.add(end)
         try:
@@ -50,7 +50,8 @@ class Preparing:
 
 
 class HeldBody:
-    """A request's share of the bodies in hand. receive: ASGI's, from which it learns that its client has left."""
+    """A request's share of the bodies in progress. receive: ASGI's callable, which reports that the client
+    disconnected."""
 
     def __init__(self, bodies: "BodyLimit", receive: Receive) -> None:
         self._bodies = bodies
@@ -59,7 +60,7 @@ class HeldBody:
         self._has_turn = False
 
     def check(self, size: int) -> None:
-        """Raises ApiError if the body, with `size` bytes, is above a limit."""
+        """Check a body of `size` bytes. Raises ApiError above a limit."""
         if size > self._bodies.limit:
             raise ApiError(413, f"the body may have {self._bodies.limit} bytes at most", code="body_too_large")
         if self._bodies.in_hand + max(0, size - self._size) > self._bodies.total_limit:
@@ -67,7 +68,7 @@ class HeldBody:
             raise ApiError(503, message, code="server_overloaded", headers={"Retry-After": "1"})
 
     def grow(self, size: int) -> None:
-        """Count the body with `size` bytes, if that is more than was counted before. Raises ApiError above a limit."""
+        """Count the body as `size` bytes, if that is more than before. Raises ApiError above a limit."""
         self.check(size)
         growth = max(0, size - self._size)
         self._bodies.in_hand += growth
@@ -84,7 +85,7 @@ class HeldBody:
         """Call a function that works on the body. For a large body it runs in a thread, after waiting for a turn.
 
         The turn is kept until `pause` or `release`, since what was made of the body takes memory. Raises ApiError if
-        the client leaves meanwhile.
+        the client disconnects before.
         """
         if self._size < self._bodies.large:
             return function(*arguments)
@@ -97,14 +98,14 @@ class HeldBody:
         self._has_turn = True
 
     def pause(self) -> None:
-        """Let others have the turn while the request waits for something else."""
+        """Give up the turn while the request waits for something else."""
         if self._has_turn:
             self._bodies.turns.release()
             self._has_turn = False
 
     async def unless_left(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of work for this request alone. It is cancelled if the client leaves, or if the server ends.
-        Raises ApiError then."""
+        """Return the result of work for this request alone. If the client disconnects or the server ends, the work is
+        cancelled and ApiError is raised."""
         working = asyncio.create_task(work)
         leaving = asyncio.create_task(self._left())
         with self._bodies.preparing.end() as ended:
@@ -130,20 +131,20 @@ class HeldBody:
         self._size = 0
 
 
-STREAMED = "/api/blobs/"  # below this path, bodies are written to the disk as they come, and so are not in hand
+STREAMED = "/api/blobs/"  # below this path, bodies are written to disk as they arrive, so they are not counted
 
 
 class BodyLimit:
-    """413 for a body of more than `limit` bytes, 503 if all bodies in hand would have more than `total_limit`.
+    """Answer 413 for a body above `limit` bytes, and 503 if all bodies in progress would exceed `total_limit`.
 
-    Both are answered as soon as they are known: before the body is read, if the request says how long it is. The
-    request's HeldBody is in its state.
+    Both are sent as early as possible: before the body is read, if the request has a Content-Length. The request's
+    HeldBody is in its state.
     """
 
     def __init__(
         self, app: ASGIApp, limit: int, total_limit: int, seconds: float, preparing: Preparing, large: int = LARGE_BODY
     ) -> None:
-        """seconds: of a body's Arrival. large: bytes of a body that is processed in a thread."""
+        """seconds: the time limit of a body's Arrival. large: bytes from which a body is processed in a thread."""
         self.app = app
         self.limit = limit
         self.total_limit = max(limit, total_limit)
@@ -182,7 +183,7 @@ class BodyLimit:
 
         declared = header(scope, b"content-length") or b"0"
         try:
-            # Refused at once, but not counted: clients that only announce bodies would keep others out.
+            # Rejected at once, but not counted: otherwise, clients that only announce bodies could lock out others.
             held.check(int(declared[:20]) if declared.isdigit() and not is_streamed else 0)
         except ApiError as error:
             await error_response(error, scope)(scope, receive, send)
@@ -209,5 +210,5 @@ class BodyLimit:
             _malloc_trim(0)
 
 
-# glibc's function. Other C libraries give memory back by themselves.
+# glibc's function. Other C libraries return memory by themselves.
 _malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)

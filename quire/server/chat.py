@@ -66,7 +66,7 @@ async def _stream(running_chat: RunningChat) -> AsyncGenerator[bytes]:
 
 
 def _prompt_keys(running_chat: RunningChat, whole: bool = False) -> dict[str, Any]:
-    """The fields about the prompt, in a whole answer and in the first chunk of a stream."""
+    """Return the fields about the prompt, for a complete response or the first chunk of a stream."""
     output = running_chat.output
     body = running_chat.body
     assert output is not None
@@ -79,7 +79,7 @@ def _prompt_keys(running_chat: RunningChat, whole: bool = False) -> dict[str, An
 
 
 def _role(running_chat: RunningChat) -> str:
-    """The role of the answer: the last message's role if the prompt continues that message, as in vLLM."""
+    """Return the role of the response: the last message's role if the prompt continues that message, as in vLLM."""
     body = running_chat.body
     return (
         body.messages[-1].role if body.add_generation_prompt is False else running_chat.call.server.config.response_role
@@ -87,7 +87,7 @@ def _role(running_chat: RunningChat) -> str:
 
 
 def _echo(running_chat: RunningChat) -> str:
-    """What the answer begins with: the text of the last message, if that was asked for and has the answer's role."""
+    """Return the text that the response starts with: the last message, if `echo` is set and the roles match."""
     body = running_chat.body
     last = body.messages[-1]
     if not body.echo or last.role != _role(running_chat) or last.content is None:
@@ -96,8 +96,8 @@ def _echo(running_chat: RunningChat) -> str:
 
 
 def _choice(running_chat: RunningChat, answer: Answer) -> ChatChoice:
-    """A choice of a whole answer. Where there is no content, it is null if the model called tools by itself, or if its
-    format of thinking is known; otherwise "", as in vLLM."""
+    """Return a choice of a complete response. Empty content is null if the model called tools by itself, or if its
+    reasoning format is known; otherwise it is "", as in vLLM."""
     completion = answer.completion
     assert completion is not None
     content = _echo(running_chat) + (answer.content or "")
@@ -131,7 +131,8 @@ def _choice(running_chat: RunningChat, answer: Answer) -> ChatChoice:
 
 
 def _deltas(running_chat: RunningChat, piece: Piece) -> list[dict[str, Any]]:
-    """A chunk's choice for each event of a piece. Logprobs and token ids are in the first, how it ended in the last."""
+    """Return a chunk's choice for each event of a piece. The first has the logprobs and token ids, the last has the
+    finish reason."""
     completion = piece.completion
     body = running_chat.body
     answer = piece.answer
@@ -153,7 +154,7 @@ def _event_delta(event: Event, answer: Answer, as_function: bool) -> dict[str, A
         return {"reasoning": event.text, "reasoning_content": event.text}
     if isinstance(event, Content):
         return {"content": event.text}
-    if isinstance(event, ToolCall):  # as OpenAI does, the name comes first, and then pieces of the arguments
+    if isinstance(event, ToolCall):  # as with OpenAI, the name comes first, then the arguments in pieces
         if as_function:
             return {"function_call": {"name": event.name, "arguments": ""}}
         begun = answer.tool_calls[event.index]
@@ -167,7 +168,7 @@ def _event_delta(event: Event, answer: Answer, as_function: bool) -> dict[str, A
 
 
 def _finish_reason(running_chat: RunningChat, answer: Answer) -> str | None:
-    """As OpenAI and vLLM do, "stop" and not "tool_calls" if the request named the tool."""
+    """Return "stop" instead of "tool_calls" if the request named the tool, like OpenAI and vLLM."""
     reason = answer.finish_reason
     if reason != "tool_calls":
         return reason

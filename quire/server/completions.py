@@ -22,7 +22,7 @@ from quire.server.usage import Chunks
 
 router = APIRouter(route_class=StrictRoute)
 DEFAULT_MAX_TOKENS = 16
-_NULLS: Any = {"prompt_logprobs": None, "routed_experts": None, "weight_versions": None}  # of choices not streamed
+_NULLS: Any = {"prompt_logprobs": None, "routed_experts": None, "weight_versions": None}  # if not streamed
 
 
 @router.post("/v1/completions", responses=stream_answers(CompletionResponse), response_model=None)
@@ -50,7 +50,7 @@ def _with_gap(fill: FillInMiddle, prompts: Sequence[Any], suffix: str, special: 
 
 
 def _likeliest(output: RequestOutput, count: int) -> None:
-    """Keep so many of the completions: those whose tokens are the likeliest on average, the best one first."""
+    """Keep the `count` completions with the highest average token probability, best first."""
 
     def likelihood(completion: CompletionOutput) -> float:
         return (completion.cumulative_logprob or 0.0) / max(len(completion.token_ids), 1)
@@ -70,7 +70,7 @@ class _Choices:
         self.tokenizer = call.server.llm.get_tokenizer()
         self.requests = {request.request_id: (place, request) for place, request in enumerate(requests)}
         self.meter = call.meter()
-        self._offsets: defaultdict[int, int] = defaultdict(int)  # characters of tokens that were told of, by index
+        self._offsets: defaultdict[int, int] = defaultdict(int)  # characters of the tokens reported so far, by index
 
     async def collect(self) -> dict[str, Any]:
         choices: list[CompletionChoice] = []
@@ -104,7 +104,7 @@ class _Choices:
             yield last
 
     def _cut(self, output: RequestOutput) -> None:
-        """max_tokens = 0 asks for the prompt alone. The engine generates at least one token, which is dropped."""
+        """Drop the generated token if max_tokens is 0, since the engine always generates at least one."""
         if self.body.max_tokens == 0:
             for completion in output.outputs:
                 completion.text = ""

@@ -1,6 +1,6 @@
-"""Connections whose clients may not have shown a key yet: how long, and how large, the head of a request may be.
+"""Limits for clients that are not authenticated yet: how long the head of a request may take, and its maximum size.
 
-uvicorn bounds neither, with httptools: an endless header is kept in memory, and copied with each piece that arrives.
+With httptools, uvicorn limits neither: an endless header stays in memory and is copied with each piece that arrives.
 """
 
 import asyncio
@@ -21,18 +21,18 @@ else:
 
 HEADERS_TOO_LARGE = 431
 TIMED_OUT = 408
-_SETTLE_SECONDS = 0.05  # in which a loop that stood still reads what has arrived meanwhile, before a time is over
+_SETTLE_SECONDS = 0.05  # a blocked event loop may first read pending data before a timeout fires
 
 
 class HeadError(Exception):
-    """The head of a request, or its trailers, are larger than allowed."""
+    """The head or the trailers of a request are too large."""
 
 
 class _Guarded(_Base):
     """uvicorn's protocol with limits. One timer runs whenever no request is being answered.
 
-    It runs from the first byte of a head, or from the beginning of the connection, until the head is complete. A
-    response can be complete before its request is: what comes of that request then does not prolong the connection.
+    It runs from the first byte of a head, or from the start of the connection, until the head is complete. A response
+    can be complete before its request is; the rest of that request does not keep the connection open.
     """
 
     limits: HttpLimits
@@ -44,7 +44,7 @@ class _Guarded(_Base):
     @property
     @abstractmethod
     def _is_in_head(self) -> bool:
-        """Whether the head of a request has begun, and is not complete."""
+        """Whether the head of a request has started but is incomplete."""
 
     @property
     def _is_answering(self) -> bool:
@@ -52,12 +52,12 @@ class _Guarded(_Base):
 
     @property
     def _is_unanswered(self) -> bool:
-        """Whether nothing of any answer is on its way, so that an error can be the answer."""
+        """Whether no response has started, so that an error response can still be sent."""
         return not self.cycle.response_started and not getattr(self, "pipeline", None)
 
     @abstractmethod
     def _check(self, data: bytes) -> None:
-        """The parser got the data. Raises HeadError if that head is too large."""
+        """Check the limit after the parser received the data. Raises HeadError if the head is too large."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -68,7 +68,7 @@ class _Guarded(_Base):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():  # refused, but not all of the refusal is sent
+        if self.transport.is_closing():  # rejected, but the error response is not fully sent
             return
         super().data_received(data)
         if self.transport.is_closing():
@@ -91,7 +91,7 @@ class _Guarded(_Base):
 
     def _end_keep_alive(self) -> None:
         super().timeout_keep_alive_handler()
-        # A client that does not read its answer would hold the connection further.
+        # A client that does not read its response would otherwise keep the connection open.
         self.loop.call_later(self.limits.header_timeout, self.transport.abort)
 
     def _watch(self) -> None:
@@ -108,7 +108,7 @@ class _Guarded(_Base):
 
     def _time_out(self) -> None:
         self._timer = None
-        if self._is_answering:  # the head is one of a request that waits for the one before it
+        if self._is_answering:  # the head belongs to a request that waits for the previous one
             self._watch()
         elif self._is_in_head:
             seconds = f"{self.limits.header_timeout:g} s"
@@ -123,7 +123,7 @@ class _Guarded(_Base):
         self._refuse(HEADERS_TOO_LARGE, message, "headers_too_large")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Answer in OpenAI's shape, and close: where the next request begins is not known."""
+        """Send an error in OpenAI's format and close, since the start of the next request is unknown."""
         if not self._is_answering or self._is_unanswered:
             error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
             body = msgspec.json.encode({"error": error})
@@ -139,9 +139,9 @@ class _Guarded(_Base):
 
 
 class _Connection(h11.Connection):
-    """Measures heads that are complete. h11 itself bounds only what it has of an incomplete one.
+    """Measures complete heads. h11 itself limits only incomplete ones.
 
-    is_too_large: whether h11 or this class has refused a head for its size.
+    is_too_large: whether h11 or this class rejected a head for its size.
     """
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -186,11 +186,12 @@ class _WithH11(_Guarded, H11Protocol):
 
 
 def _with_httptools() -> Any:  # noqa: C901  # all methods of the class in it are counted
-    """The class for httptools. Raises ImportError if that is not installed."""
+    """Return the class for httptools. Raises ImportError if it is not installed."""
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     class WithHttpTools(_Guarded, HttpToolsProtocol):  # type: ignore[misc]
-        """Counts what the parser tells of a head, and what it tells nothing of: it keeps a header until its end."""
+        """Counts the parts of a head that the parser reports, and the data it buffers: it reports a header only at its
+        end."""
 
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
@@ -207,7 +208,7 @@ def _with_httptools() -> Any:  # noqa: C901  # all methods of the class in it ar
             self._check_size()
 
         def send_400_response(self, msg: str) -> None:
-            if self._is_too_large:  # raised in one of the parser's calls
+            if self._is_too_large:  # raised in one of the parser's callbacks
                 self._refuse_head()
             else:
                 super().send_400_response(msg)
@@ -256,7 +257,7 @@ def _with_httptools() -> Any:  # noqa: C901  # all methods of the class in it ar
 
 
 def limited_protocol(limits: HttpLimits, parser: str = "auto") -> type[asyncio.Protocol]:
-    """A class of uvicorn's protocols with these limits. parser: httptools, h11, or the first one that is installed."""
+    """Return a uvicorn protocol class with these limits. parser: httptools, h11, or the first one that is installed."""
     base: Any = _WithH11
     if parser != "h11":
         try:

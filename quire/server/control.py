@@ -1,4 +1,4 @@
-"""Routes that pause the engine, have it sleep, replace its weights, and profile it. Only with --enable-admin-api."""
+"""Routes that pause the engine, put it to sleep, replace its weights, and profile it. They need --enable-admin-api."""
 
 import re
 from typing import Annotated, Any, Literal, cast
@@ -40,9 +40,10 @@ def _bad(error: ValueError) -> ApiError:
 async def pause(
     request: Request, mode: PauseMode = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
 ) -> Response:
-    """Compute nothing until /resume. Answers when nothing runs any more; requests that come wait.
+    """Stop computing until /resume. Responds when nothing runs any more; new requests wait.
 
-    mode: unfinished requests end with what they have (abort), finish before (wait), or go on after /resume (keep).
+    mode: unfinished requests end with their output so far (abort), finish first (wait), or continue after /resume
+    (keep).
     """
     await _llm(request).pause_generation(
         mode=mode, wait_for_inflight_requests=wait_for_inflight_requests, clear_cache=clear_cache
@@ -66,8 +67,8 @@ async def is_paused(request: Request) -> Response:
 
 @router.post("/sleep", responses=_DONE, response_class=Response)
 async def sleep(request: Request, level: int = 1, mode: PauseMode = "abort") -> Response:
-    """Pause, and give back the memory of the KV cache and the weights. level 1 keeps the weights in the host's memory;
-    level 2 drops them."""
+    """Pause, and free the memory of the KV cache and the weights. level 1 keeps the weights in host memory; level 2
+    drops them."""
     try:
         await _llm(request).sleep(level, mode)
     except ValueError as error:
@@ -77,7 +78,7 @@ async def sleep(request: Request, level: int = 1, mode: PauseMode = "abort") -> 
 
 @router.post("/wake_up", responses=_DONE, response_class=Response)
 async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
-    """Take memory again for `weights`, `kv_cache` or (without tags) both. Requests run when both are there."""
+    """Allocate memory again for `weights`, `kv_cache` or (without tags) both. Requests run once both are allocated."""
     try:
         await _llm(request).wake_up(tags)
     except ValueError as error:
@@ -92,8 +93,8 @@ async def is_sleeping(request: Request) -> Response:
 
 @router.post("/start_profile", responses=answers(dict[str, str]), response_model=None)
 async def start_profile(request: Request, profile_prefix: str | None = None) -> Response:
-    """Record the steps of all cores as --profiler-config says, until /stop_profile. profile_prefix: of the names of
-    the traces."""
+    """Profile the steps of all cores with the settings of --profiler-config, until /stop_profile. profile_prefix:
+    prefix of the trace names."""
     try:
         await _llm(request).start_profile(profile_prefix)
     except ValueError as error:
@@ -103,7 +104,8 @@ async def start_profile(request: Request, profile_prefix: str | None = None) -> 
 
 @router.post("/stop_profile", responses=answers(dict[str, str | int]), response_model=None)
 async def stop_profile(request: Request) -> Response:
-    """Answers when the traces are written. Requests wait meanwhile. cores: how many have recorded it."""
+    """Write the traces, and respond when they are complete. Requests wait until then. cores: the number of profiled
+    cores."""
     try:
         cores = await _llm(request).stop_profile()
     except ValueError as error:
@@ -154,7 +156,7 @@ class UpdateWeightsRequest(BaseModel):
 
 @router.post("/update_weights", responses=answers(dict[str, str]), response_model=None)
 async def update_weights(body: UpdateWeightsRequest, request: Request) -> Response:
-    """Replace the model's weights. Requests wait meanwhile, and go on with the new ones; the cache is invalidated."""
+    """Replace the model's weights. Requests wait, then continue with the new weights; the cache is invalidated."""
     check_allowed(request)
     if body.names is not None:
         try:
@@ -177,8 +179,8 @@ async def update_weights(body: UpdateWeightsRequest, request: Request) -> Respon
 
 @router.post("/init_weights_update_group", responses=answers(dict[str, str]), response_model=None)
 async def init_weights_update_group(body: InitGroupRequest, request: Request) -> Response:
-    """Join the process group of a trainer, which then sends weights by /update_weights. Answers when all have met;
-    requests run meanwhile."""
+    """Join the process group of a trainer, which then sends weights through /update_weights. Responds when all members
+    have joined; requests keep running."""
     check_allowed(request)
     try:
         await _llm(request).init_weights_update_group(**body.model_dump())
@@ -195,7 +197,7 @@ async def destroy_weights_update_group(body: DestroyGroupRequest, request: Reque
 
 
 def _bad_field(error: ValueError, body: BaseModel) -> ApiError:
-    """The message begins with the name of the field that is wrong, if one is."""
+    """Convert the error. Its message begins with the name of the invalid field, if there is one."""
     text = error_text(error)
     field = re.split(r"\W", text, maxsplit=1)[0]
     return ApiError(400, text, param=field if field in type(body).model_fields else None)

@@ -1,7 +1,7 @@
 """Custom tools: those whose input is free text, or text that a grammar describes, instead of a JSON object.
 
 The chat template shows a function with one parameter, `input`, and the model calls it in its own format. The server
-decodes the JSON text of the arguments while it arrives. If the request names the tool, the whole answer is the input.
+decodes the JSON text of the arguments as it arrives. If the request names the tool, the whole response is the input.
 """
 
 import json
@@ -44,7 +44,7 @@ class Custom(BaseModel):
 
 
 class CustomTool(BaseModel):
-    """A tool that takes text."""
+    """A tool with text input."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -57,14 +57,14 @@ class CustomTool(BaseModel):
 
     @property
     def constraint(self) -> dict[str, str] | None:
-        """The input's form as a value of structured_outputs."""
+        """Return the input's format as a value of structured_outputs."""
         if self.grammar is None:
             return None
         return {"grammar" if self.grammar.syntax == "lark" else "regex": self.grammar.definition}
 
     @property
     def function(self) -> Function:
-        """The function that the model sees."""
+        """Return the function that the chat template shows to the model."""
         grammar = self.grammar
         schema = {"type": "string"}
         description = self.custom.description or ""
@@ -92,12 +92,12 @@ class NamedCustomTool(BaseModel):
 
 
 def arguments_of(text: str) -> str:
-    """The arguments of a call of the function that stands for a custom tool."""
+    """Return the arguments for a call of the function that represents a custom tool."""
     return msgspec.json.encode({PARAMETER: text}).decode()
 
 
 def as_functions(calls: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tool calls of a message of the assistant, with those of custom tools as calls of functions, which templates know.
+    """Return an assistant message's tool calls, with custom-tool calls as function calls, which templates support.
 
     Raises PydanticCustomError for a custom call without a name or an input.
     """
@@ -115,30 +115,30 @@ def as_functions(calls: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 _HEAD = re.compile(rf'\s*\{{\s*"{PARAMETER}"\s*:\s*"')
-# As much of a JSON string as can be decoded: no part of an escape, and no half of a pair of surrogates.
+# The part of a JSON string that can be decoded: no incomplete escape, and no half of a surrogate pair.
 _CHARACTERS = re.compile(
     r'(?:[^"\\]+|\\[^u]|\\u(?!d[89a-f])[0-9a-f]{4}|\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2})*',
     re.IGNORECASE | re.DOTALL,
 )
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
-_LONGEST_ESCAPE = 12  # characters, of a pair of surrogates
+_LONGEST_ESCAPE = 12  # characters of a surrogate pair
 
 
 def _decoded(text: str) -> str:
-    """The text of a JSON string. A backslash before another character than JSON allows stands for itself."""
+    """Decode a JSON string. A backslash before a character that JSON does not allow is kept as it is."""
     valid = _ESCAPE.sub(lambda escape: escape[0] if escape[1] in '"\\/bfnrtu' else f"\\\\{escape[1]}", text)
     return str(json.loads(f'"{valid}"', strict=False))
 
 
 class InputDecoder:
-    """Decodes the arguments of one call while they arrive."""
+    """Decodes the arguments of one call as they arrive."""
 
     def __init__(self) -> None:
-        self._json = ""  # that is not decoded yet
+        self._json = ""  # not decoded yet
         self._is_open = False  # the input has begun
 
     def feed(self, piece: str) -> str:
-        """The new part of the input."""
+        """Return the new part of the input."""
         self._json += piece
         if not self._is_open and (head := _HEAD.match(self._json)):
             self._is_open = True
@@ -146,7 +146,7 @@ class InputDecoder:
         if not self._is_open:
             return ""
         texts = [self._take()]
-        while len(self._json) >= _LONGEST_ESCAPE and self._json[0] == "\\":  # an escape of no character
+        while len(self._json) >= _LONGEST_ESCAPE and self._json[0] == "\\":  # an invalid escape
             self._json = self._json[2:]
             texts += ["\ufffd", self._take()]
         return "".join(texts)
@@ -158,8 +158,8 @@ class InputDecoder:
         return _decoded(known[0])
 
     def finish(self) -> str:
-        """The rest of the input. A model that named its parameter otherwise means it, and one that wrote no JSON means
-        its text."""
+        """Return the rest of the input. A parameter with another name is used as the input, and so is text that is not
+        JSON."""
         if self._is_open:
             return ""
         try:
@@ -172,14 +172,14 @@ class InputDecoder:
 
 
 class CustomInputs:
-    """A parser whose calls of custom tools have their input as arguments, instead of JSON text."""
+    """A parser that returns the input of custom-tool calls as their arguments, instead of JSON text."""
 
     def __init__(self, parser: Parser, names: Collection[str]) -> None:
-        """names: of the custom tools."""
+        """names: the custom tools."""
         self._parser = parser
         self._names = names
-        self._decoder: InputDecoder | None = None  # of the call whose arguments are arriving
-        self._index = 0  # of this call
+        self._decoder: InputDecoder | None = None  # decoder of the call whose arguments are arriving
+        self._index = 0  # index of this call
 
     def feed(self, text: str) -> list[Event]:
         return self._decoded(self._parser.feed(text))

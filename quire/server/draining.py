@@ -1,4 +1,4 @@
-"""An HTTP server that waits for free file descriptors, and that lets running requests finish when it is told to end."""
+"""An HTTP server that waits for free file descriptors, and that lets running requests finish on shutdown."""
 
 import asyncio
 import contextlib
@@ -21,14 +21,14 @@ from quire.server.connections import limited_protocol
 from quire.server.listening import Acceptor
 from quire.server.warning_limit import WarningLimit
 
-LAST_WORDS_SECONDS = 2.0  # in which clients may read the errors with which their requests end
+LAST_WORDS_SECONDS = 2.0  # time for clients to read the errors that end their requests
 
 
 class DrainingServer(uvicorn.Server, ABC):
-    """Announces its URL when it is ready, and drains when it is told to end.
+    """Announces its URL when it is ready, and drains on shutdown.
 
-    app: an ASGI application. config: its sockets' TLS, its drain timeout, and the limits of connections. announce: is
-    told when the server is ready, and at which URL. options: further options of uvicorn.
+    app: an ASGI application. config: its sockets' TLS, its drain timeout, and the limits of connections. announce:
+    called with the URL when the server is ready. options: further options of uvicorn.
     """
 
     def __init__(self, app: Any, config: ServerConfig, announce: Callable[[str], None], **options: Any) -> None:
@@ -46,26 +46,26 @@ class DrainingServer(uvicorn.Server, ABC):
         same = "ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"
         options |= {name: getattr(config, name) for name in same.split()}
         options = {"log_level": config.uvicorn_log_level, "log_config": None, "access_log": False, **options}
-        # None of the APIs uses WebSockets. uvicorn would take their connections out of our hands.
+        # None of the APIs uses WebSockets. uvicorn would handle their connections outside our limits.
         options |= {"ws": "none", "http": limited_protocol(config), "timeout_keep_alive": config.timeout_keep_alive}
         self._header_timeout = config.header_timeout
         super().__init__(uvicorn.Config(app, lifespan="off", server_header=False, **options))
 
     @abstractmethod
     def count_running(self) -> int:
-        """The number of requests that are being answered."""
+        """Return the number of running requests."""
 
     def has_background_work(self) -> bool:
-        """Whether something runs for which no client waits."""
+        """Whether work is running that no client waits for."""
         return False
 
     @abstractmethod
     def end_running(self) -> None:
-        """End all requests, with an error if possible: the drain timeout is over."""
+        """End all requests, with an error if possible, after the drain timeout."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets
-        end_if_told()  # `handle_exit` has the signals from now on
+        end_if_told()  # `handle_exit` handles the signals from now on
         config = self.config
 
         def protocol() -> asyncio.Protocol:
@@ -77,7 +77,7 @@ class DrainingServer(uvicorn.Server, ABC):
             Acceptor(listening, config.backlog, protocol, config.ssl, self._header_timeout) for listening in sockets
         ]
         self.started = True
-        gc.freeze()  # loaded modules stay; without them, garbage collection takes a tenth of the time
+        gc.freeze()  # modules stay loaded; skipping them makes garbage collection ten times faster
         name = sockets[0].getsockname()
         scheme = "https" if self._tls else "http"
         self._announce(f"unix:{name}" if isinstance(name, str) else f"{scheme}://{_in_url(name[0])}:{name[1]}")
@@ -86,12 +86,12 @@ class DrainingServer(uvicorn.Server, ABC):
     def capture_signals(self) -> Iterator[None]:
         with super().capture_signals():
             if threading.current_thread() is threading.main_thread():
-                for number in end_signals():  # uvicorn lets SIGHUP end the process
+                for number in end_signals():  # with uvicorn, SIGHUP would end the process
                     signal.signal(number, self.handle_exit)
             yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins the drain. The next one ends it, and what still runs.
+        """Begin the drain at the first signal. The next signal ends it together with all running requests.
 
         The exit status is 0 (uvicorn would raise the signal again).
         """
@@ -99,7 +99,7 @@ class DrainingServer(uvicorn.Server, ABC):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Running requests may finish within the drain timeout; those that do not are ended."""
+        """Let running requests finish within the drain timeout, then end the rest."""
         for acceptor in self._acceptors:
             await acceptor.close()
         for connection in list(self.server_state.connections):
@@ -117,13 +117,13 @@ class DrainingServer(uvicorn.Server, ABC):
             self.end_running()
             self.force_exit = False
             await self._answered(LAST_WORDS_SECONDS)
-        for connection in list(self.server_state.connections):  # their clients have stopped reading or sending
+        for connection in list(self.server_state.connections):  # their clients no longer read or send
             connection.transport.abort()
         if self.server_state.tasks:
             await asyncio.wait(self.server_state.tasks, timeout=1)
 
     async def _answered(self, seconds: float) -> bool:
-        """Wait until all answers are sent; False if the time passes before, or at a signal."""
+        """Wait until all responses are sent. Return False on a timeout or a signal."""
         end = self._loop.time() + seconds
         state = self.server_state
         while any(map(_is_open, state.connections)) or state.tasks or self.has_background_work():
@@ -134,7 +134,7 @@ class DrainingServer(uvicorn.Server, ABC):
 
 
 def _is_open(connection: Any) -> bool:
-    """False once a connection is closing and all is sent, whether or not the client has noticed."""
+    """Return False once a connection is closing and everything is sent, whether or not the client has noticed."""
     transport: asyncio.WriteTransport = connection.transport
     return not transport.is_closing() or transport.get_write_buffer_size() > 0
 
@@ -148,7 +148,7 @@ def _in_url(host: str) -> str:
 
 
 def loop_factory() -> Any:
-    """A function that makes a uvloop, or None if it is not installed."""
+    """Return a function that creates a uvloop event loop, or None if uvloop is not installed."""
     try:
         import uvloop
     except ImportError:

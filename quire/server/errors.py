@@ -1,4 +1,4 @@
-"""Errors, in the shape of the API that the request is for: OpenAI's, Anthropic's or Ollama's."""
+"""Errors in the format of the requested API: OpenAI's, Anthropic's or Ollama's."""
 
 import logging
 import re
@@ -22,10 +22,10 @@ MAX_FIELD = 100  # characters of a field's name in an error
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES: dict[str, str] = TABLES["anthropic"]["errors"]
 _CODES = {404: "not_found", 405: "method_not_allowed"}
-_QUOTED = ("structured_outputs", "stop", "bad_words")  # fields with text that the engine's messages quote
-_QUOTING = ("constraint", "union_tag_invalid")  # types of pydantic's errors whose messages quote values
+_QUOTED = ("structured_outputs", "stop", "bad_words")  # fields whose text the engine's messages quote
+_QUOTING = ("constraint", "union_tag_invalid")  # pydantic error types whose messages quote values
 
-# Messages for pydantic's errors whose own name types of Python.
+# Messages for pydantic errors whose original messages name Python types.
 _OBJECT = "Input should be an object"
 _MESSAGES = {
     "dict_type": _OBJECT,
@@ -38,7 +38,7 @@ _MESSAGES = {
 class ApiError(HTTPException):
     """An error response: its status and message. param: the path of the wrong field, such as `messages[0].role`.
 
-    quotes: whether the message may quote a prompt or an answer, so that the log must not have it.
+    quotes: whether the message may quote a prompt or an output, so that it must not be logged.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ApiError(HTTPException):
 
     @property
     def logged(self) -> str:
-        """The message for the log."""
+        """Return the message for the log."""
         reason = "the reason may quote the request, so only the answer has it"
         return f"{self.param or 'the request failed'}: {reason}" if self.quotes else self.detail
 
@@ -66,7 +66,7 @@ class ApiError(HTTPException):
         """The body of the error response to a request for `path`.
 
         OpenAI: {"error": {"message", "type", "param", "code"}}. Anthropic: {"type": "error", "error": {"type",
-        "message"}}. Ollama: {"error": message}. The last two have no place for the field, so their message names it.
+        "message"}}. Ollama: {"error": message}. The last two have no key for the field, so their message names it.
         """
         status = self.status_code
         message = self.detail
@@ -81,7 +81,7 @@ class ApiError(HTTPException):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def renamed(self, names: Mapping[str, str]) -> "ApiError":
-        """The same error with another name of its field, if `names` has one."""
+        """Return the same error with its field renamed, if `names` has it."""
         field = re.split(r"\W", self.param or "", maxsplit=1)[0]
         if (name := names.get(field)) is None:
             return self
@@ -93,7 +93,8 @@ class ApiError(HTTPException):
 
 
 class _Unquoted(Exception):  # noqa: N818
-    """Stands for an unexpected exception in the log, with its type as the text: its own may quote a prompt."""
+    """Replaces an unexpected exception in the log. It shows only the type, since the original text may quote a
+    prompt."""
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -101,7 +102,7 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
 
 
 def path_in(scope: Scope) -> str:
-    """The path of a request, without the server's root path."""
+    """Return the path of a request, without the server's root path."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
@@ -111,7 +112,7 @@ def error_response(error: ApiError, scope: Scope) -> Response:
 
 
 def bad_value(error: Exception, fields: Iterable[str], default: str) -> ApiError:
-    """A 400 for a value that the engine refused. The field is found in the engine's message."""
+    """Return a 400 for a value that the engine rejected. The field is found in the engine's message."""
     message = error_text(error)
     path = re.match(r"messages[\w.\[\]]*", message)
     names = sorted({*fields} - {"model"}, key=len, reverse=True)  # "model" occurs in messages about other fields, too
@@ -126,7 +127,7 @@ def bad_value(error: Exception, fields: Iterable[str], default: str) -> ApiError
 
 
 def invalid_request(errors: Iterable[Mapping[str, Any]], body: object) -> ApiError:
-    """A 400 for one of pydantic's errors: the first of those that lie deepest in the body."""
+    """Return a 400 for one of pydantic's errors: the first of those deepest in the body."""
     found: dict[str, list[str]] = {}
     deepest = -1
     quotes = False
@@ -145,7 +146,7 @@ def invalid_request(errors: Iterable[Mapping[str, Any]], body: object) -> ApiErr
 
 
 def _path_in(body: object, error: Mapping[str, Any]) -> tuple[str, int]:
-    """(path, depth) of an error, without the names of types that pydantic puts there where several are allowed."""
+    """Return (path, depth) of an error, without the type names that pydantic inserts for unions."""
     path = ""
     depth = 0
     steps = error["loc"]
@@ -164,10 +165,10 @@ def _path_in(body: object, error: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def api_error(error: Exception) -> ApiError:
-    """The error response for any exception."""
+    """Return the error response for any exception."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HTTPException):  # of a user's middleware; the router's are handled below
+    if isinstance(error, HTTPException):  # raised by a user's middleware; the router's are handled below
         return ApiError(error.status_code, error.detail, code=_CODES.get(error.status_code), headers=error.headers)
     if isinstance(error, EngineDeadError):
         return ApiError(503, error_text(error), code="engine_dead")
@@ -181,7 +182,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def _routing_error(request: Request, error: HTTPException) -> ApiError:
-    """The response for an unknown path or method. It names both."""
+    """Return the response for an unknown path or method. It names both."""
     message = error.detail
     headers = dict(error.headers or {})
     if error.status_code == 404:
@@ -203,5 +204,5 @@ def add_error_handlers(app: FastAPI) -> None:
         name = str(first["loc"][-1])
         return error_response(ApiError(400, f"{name}: {first['msg']}", param=name), request.scope)
 
-    app.add_exception_handler(RequestValidationError, refuse)  # of a parameter in the URL
+    app.add_exception_handler(RequestValidationError, refuse)  # for a parameter in the URL
     app.add_exception_handler(HTTPException, handle)  # other exceptions end up in the Observability middleware

@@ -32,21 +32,21 @@ def fail(kind: str, message: str) -> PydanticCustomError:
 
 
 def _check_number(value: Any) -> Any:
-    """As in vLLM, which compares these numbers before it reads strings as numbers."""
+    """Reject strings, like vLLM, which compares these numbers before it converts strings to numbers."""
     if isinstance(value, str):
         raise fail("number", "Input should be an integer, not a string")
     return value
 
 
 Logprobs = Annotated[int, BeforeValidator(_check_number), Field(ge=-1, le=MAX_INT)]
-# As in vLLM: OpenAI's degrees, and DeepSeek's max.
+# As in vLLM: OpenAI's effort levels, and DeepSeek's max.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 MAX_NAME = 256
 
 
 def check_name(value: str) -> str:
-    """A name that clients choose, and that logs, metrics and lists show. Raises PydanticCustomError."""
+    """Validate a name that clients choose, and that logs, metrics and lists show. Raises PydanticCustomError."""
     if not 0 < len(value) <= MAX_NAME:
         raise fail("name", f"A name should have 1 to {MAX_NAME} characters")
     if not value.isprintable():
@@ -73,7 +73,7 @@ class RepetitionDetection(BaseModel):
 
 
 class CompressionRatio(BaseModel):
-    """By how much the KV cache of the prompt shrinks."""
+    """The factor by which the KV cache of the prompt shrinks."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -97,7 +97,7 @@ class ResponseFormat(BaseModel):
 
     @property
     def constraint(self) -> StructuredOutputsParams | None:
-        """What the text must look like. Raises ValueError or TypeError."""
+        """Return the constraint on the text. Raises ValueError or TypeError."""
         if self.type == "json_object":
             return StructuredOutputsParams(json_object=True)
         if self.type == "json_schema" and self.json_schema is not None:
@@ -118,7 +118,7 @@ def _check_constraint(create: Callable[[], object]) -> None:
     try:
         create()
     except (ValueError, TypeError) as error:
-        # The answer names the field already.
+        # The error response already names the field.
         raise fail("constraint", error_text(error).removeprefix("structured_outputs: ")) from error
 
 
@@ -131,14 +131,14 @@ StructuredOutputs = Annotated[dict[str, Any], AfterValidator(_check_structured)]
 
 
 def type_of(value: Any, default: str | None = None) -> str | None:
-    """The type of an item or a block, which chooses its model; None if it has no valid one. default: where it is left
-    out."""
+    """Return the type of an item or a block, which selects its model; None if it is invalid. default: used if it is
+    omitted."""
     kind = value.get("type") or default if isinstance(value, dict) else getattr(value, "type", None)
     return kind if isinstance(kind, str) else None
 
 
 class Function(BaseModel):
-    """A function that a tool is. Further fields go to the chat template."""
+    """The function of a tool. Further fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -164,7 +164,7 @@ class NamedTool(BaseModel):
 
 
 def _check_bias(value: Any) -> Any:
-    """By hand, as pydantic would list all that is wrong, however many."""
+    """Check by hand, since pydantic would list every error, however many there are."""
     keys = list(value) if isinstance(value, dict) else []
     wrong = [key for key in keys if not (key.isascii() and key.isdigit() and len(key) <= 10)]
     try:
@@ -192,7 +192,7 @@ ExtraArguments = Annotated[dict[str, Any], AfterValidator(_check_sendable)]
 
 
 def _check_prompt(value: Any) -> Any:
-    """By hand for the same reason as logit_bias."""
+    """Check by hand, for the same reason as with logit_bias."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value:

@@ -1,4 +1,5 @@
-"""Prompts with a gap, `prompt` before it and `suffix` behind it, as models of code were trained to read them."""
+"""Fill-in-the-middle prompts with a gap between `prompt` and `suffix`, in the format that code models were trained
+on."""
 
 import tomllib
 from dataclasses import dataclass
@@ -8,15 +9,15 @@ from typing import Any, Self
 from quire.text.tokenizer import Tokenizer
 
 _FORMS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("fim.toml").read_text(encoding="utf-8"))["forms"]
-_MARK = "☺"  # encoded before a suffix, so that it does not begin a text
+_MARK = "☺"  # encoded before a suffix, so that the suffix is not at the start of a text
 
 
 @dataclass(frozen=True)
 class FillInMiddle:
-    """The form of a tokenizer's model.
+    """The fill-in-the-middle format of a model.
 
-    begin: token ids of every text, such as that of beginning-of-sequence. middle: None if the prefix stands behind the
-    suffix. ends: token ids that end the text of the gap.
+    begin: token ids at the start of every text, such as beginning-of-sequence. middle: None if the prefix comes after
+    the suffix. ends: token ids that end the text of the gap.
     """
 
     tokenizer: Tokenizer
@@ -29,7 +30,7 @@ class FillInMiddle:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self | None:
-        """None if the tokenizer has no such tokens."""
+        """Return the tokenizer's format, or None if it has no such tokens."""
         for form in _FORMS:
             names = [form[name] for name in ("prefix", "suffix", "middle") if name in form]
             ids = [tokenizer.token_to_id(name) for name in names]
@@ -44,7 +45,7 @@ class FillInMiddle:
         return None
 
     def prompt(self, prefix: str | list[int], suffix: str, add_special_tokens: bool) -> list[int]:
-        """The token ids of a prompt. add_special_tokens: begin as every text does."""
+        """Return the token ids of a prompt. add_special_tokens: add the tokens that begin every text."""
         before = self.tokenizer.encode(prefix, False) if isinstance(prefix, str) else prefix
         behind = self._within(suffix) if self.sentencepiece else self.tokenizer.encode(suffix, False)
         begin = self.begin if add_special_tokens else []
@@ -53,7 +54,7 @@ class FillInMiddle:
         return [*begin, self.prefix, *before, self.suffix, *behind, self.middle]
 
     def _within(self, text: str) -> list[int]:
-        """The token ids of a text that does not begin one."""
+        """Return the token ids of a text that is not at the start."""
         mark = self.tokenizer.encode(_MARK, False)
         marked = self.tokenizer.encode(_MARK + text, False)
         return marked[len(mark) :] if marked[: len(mark)] == mark else self.tokenizer.encode(text, False)

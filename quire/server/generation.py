@@ -1,4 +1,4 @@
-"""A generation request, from its admission to its last event."""
+"""A generation request, from admission to the last event."""
 
 import asyncio
 import secrets
@@ -33,15 +33,15 @@ from quire.server.tracing import RequestTrace
 from quire.server.usage import Meter
 
 SLICE = 64  # prompts of a request that are tokenized before other requests get a turn
-MAX_STRINGS = 1024  # in `stop` and in `bad_words`
-MAX_REPORTED = 1000  # names of unknown fields, after which no more are logged
+MAX_STRINGS = 1024  # each in `stop` and `bad_words`
+MAX_REPORTED = 1000  # unknown field names that are logged; further ones are not
 
 
 @dataclass
 class Server:
     """The state that all requests share: the engine, the options and the running calls.
 
-    tool_parser: the name of the format of the model's tool calls, None if it is unknown.
+    tool_parser: the name of the model's tool-call format, None if it is unknown.
     """
 
     llm: AsyncLLM
@@ -52,23 +52,23 @@ class Server:
     adapters: Adapters
     log: RequestLog
     media: MediaLoader
-    calls: set["PromptCall"] = field(default_factory=set)  # those that run
-    preparing: Preparing = field(default_factory=Preparing)  # those that wait for what comes before
-    takes_later_system_messages: bool | None = None  # whether the chat template renders them, once that is known
+    calls: set["PromptCall"] = field(default_factory=set)  # running calls
+    preparing: Preparing = field(default_factory=Preparing)  # requests that are not sent to the engine yet
+    takes_later_system_messages: bool | None = None  # whether the chat template does; None if unknown
     created: int = field(default_factory=lambda: int(time.time()))
     _reported: set[tuple[str, str]] = field(default_factory=set)
-    _is_ending: bool = False  # the time to drain is over
+    _is_ending: bool = False  # the drain timeout has passed
 
     def __post_init__(self) -> None:
         self.keep_alive = KeepAlive(self.llm, self.config)
 
     @property
     def names(self) -> list[str]:
-        """The names of the model and of its adapters."""
+        """Return the names of the model and its adapters."""
         return [*self.model_names, *self.adapters.by_name]
 
     def accept(self, body: Body) -> str:
-        """The name of the requested model. Raises ApiError for an unknown model and for unsupported fields."""
+        """Return the name of the requested model. Raises ApiError for an unknown model and for unsupported fields."""
         if body.model and body.model not in (names := self.names):
             message = f"the model {body.model[:200]!r} does not exist; this server has {', '.join(names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -79,19 +79,19 @@ class Server:
             (body.model_extra or {}).pop(name, None)  # it may be large
             self._report("a field that is not known", name)
         for kind in body.hosted_tools():
-            name = kind if kind.isidentifier() else "another"  # a type may also be a text that is nobody's business
+            name = kind if kind.isidentifier() else "another"  # an unknown type may contain private text
             self._report("tools of a type that this server does not have", name)
         return body.model or self.model_names[0]
 
     def _report(self, what: str, name: str) -> None:
-        """Log once that a part of a request was ignored."""
+        """Log, once per name, that a part of a request was ignored."""
         if (what, name) not in self._reported and len(self._reported) < MAX_REPORTED:
             self._reported.add((what, name))
             logger.warning("Ignored %s: %.64r", what, name)
 
     def admit(self, is_new: bool = True) -> None:
-        """Raises ApiError if no request may begin now, and EngineDeadError if the engine has failed for good. is_new:
-        whether it has just arrived; a server that drains lets older ones run."""
+        """Raises ApiError if no request may start now, and EngineDeadError if the engine has failed permanently.
+        is_new: whether the request has just arrived; a draining server still runs older requests."""
         self.llm.client.check()
         if self._is_ending or (is_new and self.app.state.draining):
             message = "the server is shutting down"
@@ -107,11 +107,11 @@ class Server:
 
     @cached_property
     def fill_in_middle(self) -> FillInMiddle | None:
-        """How the model reads prompts with a gap, None if it does not."""
+        """The model's fill-in-the-middle format, or None if it has none."""
         return FillInMiddle.of(self.llm.get_tokenizer())
 
     def longest_output(self, max_tokens: int) -> int:
-        """max_tokens, or the longest output that a request may ask for if that is less."""
+        """Return max_tokens, capped at the longest output that a request may ask for."""
         limits = self.llm.max_model_len, self.config.max_generated_tokens
         return min(max_tokens, *(limit for limit in limits if limit is not None))
 
@@ -124,7 +124,8 @@ class Server:
             call.end(error)
 
     def _num_waiting(self) -> int | None:
-        """Sequences that wait for a row, including those on their way to the core. None if a row is free."""
+        """Return the number of sequences that wait for a row, including those being sent to the core. None if a row is
+        free."""
         client = self.llm.client
         running = client.stats.num_running
         queued = client.stats.num_waiting
@@ -135,21 +136,21 @@ class Server:
     async def render(
         self, messages: Sequence[Message], body: Rendering, held: HeldBody, media: ChatMedia | None = None
     ) -> str:
-        """The prompt of a conversation. media: what `load_media` made of the messages; without it, they must not have
-        any. Raises ApiError."""
+        """Return the prompt of a conversation. media: the result of `load_media`; if None, the messages must not
+        contain media. Raises ApiError."""
         may_bring_template = self.config.trust_request_chat_template or body.trusts_template
         return await render(self.llm.frontend, messages, body, held, media, may_bring_template)
 
     async def load_media(self, body: ChatRequest, held: HeldBody) -> ChatMedia | None:
-        """The media of a conversation, None if it has none. Raises ApiError."""
+        """Load the media of a conversation. Returns None if it has none. Raises ApiError."""
         if not has_media(body.messages):
             return None
-        held.pause()  # what is decoded comes from the body, or from elsewhere, and may take long
+        held.pause()  # media come from the body or from elsewhere; decoding may take long
         return await held.unless_left(self.media.load(json_of(body.messages), body.mm_processor_kwargs))
 
 
 class PromptCall:
-    """One request with prompts: its ids, and the ways in which it may end early. Subclasses fill `_requests`."""
+    """One request with prompts: its ids, and the reasons for which it may end early. Subclasses fill `_requests`."""
 
     def __init__(self, server: Server, request: Request, body: PromptBody, prefix: str) -> None:
         """Raises ApiError if the server does not accept the request."""
@@ -162,7 +163,7 @@ class PromptCall:
         self.id, self.created = f"{prefix}-{self.name}", int(time.time())
         self.owner = owner_of(request.scope)
         self.summary = state.summary = Summary(self.id, self.model, self.model != server.model_names[0])
-        self._engine_id = f"{self.id}-{secrets.token_hex(4)}"  # clients may use a name again
+        self._engine_id = f"{self.id}-{secrets.token_hex(4)}"  # clients may reuse an id
         self._began = asyncio.get_running_loop().time()
         self._log_id = state.request_id
         self._came_at = state.began
@@ -175,7 +176,7 @@ class PromptCall:
 
     @property
     def names(self) -> tuple[str, str]:
-        """By which its client can abort it."""
+        """The ids by which the client can abort the request."""
         return self.id, self.name
 
     @property
@@ -186,13 +187,13 @@ class PromptCall:
         return self._engine_id if num_prompts == 1 else f"{self._engine_id}-{index}"
 
     async def run(self) -> AsyncGenerator[RequestOutput]:
-        """As AsyncLLM.run. The request ends when its client disconnects or its time is up.
+        """Yield outputs like AsyncLLM.run. The request ends when its client disconnects or its timeout passes.
 
         Raises ApiError, EngineDeadError.
         """
         server = self.server
         timeout = self.server.config.request_timeout
-        server.admit(is_new=False)  # again, since others may have arrived while this one was tokenized
+        server.admit(is_new=False)  # again, since other requests may have arrived during tokenization
         server.log.received(self._log_id, self._requests)
         loop = asyncio.get_running_loop()
         watcher = asyncio.create_task(self._watch())
@@ -223,7 +224,7 @@ class PromptCall:
         return self.server.llm.run(self._requests, whole=whole)
 
     def end(self, error: ApiError) -> None:
-        """Abort the request. Its client gets the error instead of the generated text."""
+        """Abort the request. Its client receives the error instead of the generated text."""
         self._ended_by = error
         self.abort()
 
@@ -262,7 +263,7 @@ class Call(PromptCall):
         if not server.llm.processor.generates:
             raise ApiError(400, "this model makes embeddings or scores, and generates no text", param="model")
         self.body = body
-        self._beams: BeamSearch | None = None  # of a request that asks for it
+        self._beams: BeamSearch | None = None  # only if the request asks for it
 
     def _outputs(self, whole: list[RequestOutput]) -> AsyncGenerator[RequestOutput]:
         return super()._outputs(whole) if self._beams is None else self._search(self._beams, whole)
@@ -297,10 +298,10 @@ class Call(PromptCall):
         constraint_field: str | None = None,
         **changes: Any,
     ) -> list[ProcessedRequest]:
-        """Prompts, tokenized, and how to sample. Raises ApiError. From here on, the body is no longer in hand.
+        """Tokenize the prompts and set the sampling parameters. Releases the body. Raises ApiError.
 
-        name: of the field that the prompts come from. constraint_field: the name of the field that the structured
-        outputs come from. changes: fields of SamplingParams instead of the body's.
+        name: the field that the prompts come from. constraint_field: the field that the structured outputs come from.
+        changes: fields of SamplingParams that replace the body's.
         """
         body = self.body
         processor = self.server.llm.processor
@@ -333,7 +334,7 @@ class Call(PromptCall):
             if refusal.param == "structured_outputs":
                 refusal.param = self._constraint_field
             elif refusal.param == "logprobs" and name == "messages":
-                refusal.param = "top_logprobs"  # logprobs of a chat is a boolean
+                refusal.param = "top_logprobs"  # in chats, logprobs is a boolean
             raise refusal from error
         body.drop_prompt()
         held.release()
@@ -355,7 +356,7 @@ class Call(PromptCall):
     def _process(
         self, prompts: Mapping[str, Prompt], params: SamplingParams, add_special_tokens: bool
     ) -> list[ProcessedRequest]:
-        """prompts: by request id."""
+        """prompts: prompts by request id."""
         body = self.body
         requests = []
         for request_id, prompt in prompts.items():
@@ -371,12 +372,12 @@ class Call(PromptCall):
             process = self.server.llm.processor.process
             request = process(request_id, fields, params, body.priority or 0, add_special_tokens, self._adapter)
             if params.truncate_prompt_tokens is not None and not getattr(body, "return_prompt_text", None):
-                request = replace(request, prompt=None)  # the text may be much longer than its kept tokens
+                request = replace(request, prompt=None)  # the text may be much longer than the tokens
             requests.append(request)
         return requests
 
     def _check_sizes(self) -> None:
-        """Raises ApiError for lists so long that they would slow down every token."""
+        """Raises ApiError for lists that are long enough to slow down every token."""
         vocab_size = self.server.llm.processor.vocab_size
         for name, most in (
             ("stop", MAX_STRINGS),
@@ -390,7 +391,8 @@ class Call(PromptCall):
                 raise ApiError(400, f"{name} has {len(value)} entries; at most {most} are allowed", param=name)
 
     def _max_tokens(self, given: int | None, default: int | None, num_prompts: int) -> int | None:
-        """Raises ApiError for more sequences or tokens than a request may ask for."""
+        """Return the limit of output tokens. Raises ApiError for more sequences or tokens than a request may ask
+        for."""
         count = self.body.num_generated
         num_sequences = num_prompts * count
         if num_sequences > MAX_SEQUENCES:
@@ -407,7 +409,7 @@ class Call(PromptCall):
 
     def _check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """Raises ApiError if the client asks for more tokens than the context has, or with --strict-max-tokens, for
-        more than fit behind the prompt."""
+        more than fit after the prompt."""
         limit = self.server.llm.max_model_len
         max_tokens = max_tokens or 0
         field = self.body.max_tokens_field
@@ -434,11 +436,12 @@ class Call(PromptCall):
             raise ApiError(400, f"{field}: {reason}", param=field, quotes=True)
 
     def head(self, kind: str) -> dict[str, Any]:
-        """The fields that a response and all its chunks share."""
+        """Return the fields that a response and all its chunks share."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def answer(self, kind: str, choices: list[Any], meter: Meter, **extra: Any) -> dict[str, Any]:
-        """The complete response of a request without streaming. vLLM's fields that Quire lacks are null."""
+        """Return the complete response of a request without streaming. Fields of vLLM that Quire does not support are
+        null."""
         return {
             **self.head(kind),
             "choices": choices,

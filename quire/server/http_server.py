@@ -1,4 +1,4 @@
-"""The HTTP side of `quire serve`: from a core that is loading to the end of the last answer."""
+"""The HTTP side of `quire serve`: from loading the core to the end of the last response."""
 
 import asyncio
 import socket
@@ -20,7 +20,7 @@ def run(
 ) -> int:
     """Build the server, wait for the cores, and serve until a signal. Returns the exit status.
 
-    announce: is told when the server is ready, and at which URL. Raises ConfigError, OSError or EngineDeadError if the
+    announce: called with the URL when the server is ready. Raises ConfigError, OSError or EngineDeadError if the
     server or a core cannot start.
     """
     llm, names = create_llm(core, config)
@@ -29,7 +29,7 @@ def run(
 
 
 def create_llm(core: CoreClient, config: ServerConfig) -> tuple[AsyncLLM, list[str]]:
-    """The engine that a server's options describe, and the names of its model. Raises ConfigError."""
+    """Create the engine for a server's options. Returns it with the names of its model. Raises ConfigError."""
     names = config.served_model_name or [core.config.model.model or "quire-demo"]
     llm = AsyncLLM(
         core=core, metrics_prefix=config.metrics_prefix, served_name=names[0], log_stats=not config.disable_log_stats
@@ -59,7 +59,7 @@ async def _serve(
 
 
 class _Server(DrainingServer):
-    """Also ends if the engine has failed for good."""
+    """Also ends if the engine has failed permanently."""
 
     def __init__(
         self, config: ServerConfig, llm: AsyncLLM, app: FastAPI, names: list[str], announce: Callable[[str], None]

@@ -10,10 +10,10 @@ from quire.observability.logging import logger
 
 
 class KeepAlive:
-    """Puts the engine to sleep when nothing has run for a while, and wakes it for the next request.
+    """Puts the engine to sleep when it has been idle for a while, and wakes it for the next request.
 
-    An engine that an operator has paused or put to sleep (/pause, /sleep) is left alone. It has an effect only with
-    enable_admin_api, which lets clients pause the engine, and with one API process, which knows of all requests.
+    An engine that an operator has paused or put to sleep (/pause, /sleep) is not touched. It needs enable_admin_api,
+    which lets clients pause the engine, and a single API process, which handles all requests.
     """
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
@@ -21,23 +21,23 @@ class KeepAlive:
         self._has_effect = config.enable_admin_api and config.api_server_count == 1
         self._seconds: float | None = None
         self._num_running = 0
-        self._is_asleep = False  # because of this class
+        self._is_asleep = False  # put to sleep by this class
         self._changing = asyncio.Lock()
         self._waiting: asyncio.Task[None] | None = None
         self._until: float | None = None
 
     @property
     def expires_at(self) -> float | None:
-        """When the engine goes to sleep if no request comes, in seconds since 1970. None for never."""
+        """Return when the engine goes to sleep if no request arrives, in seconds since 1970. None for never."""
         return self._until
 
     def keep(self, seconds: float | None) -> None:
-        """Go to sleep so many seconds after the last of the requests that run or are about to. None: never."""
+        """Go to sleep `seconds` after the last running or starting request ends. None: never."""
         if self._has_effect:
             self._seconds = seconds
 
     async def begin(self) -> None:
-        """A request is about to run. Waits until the engine is awake."""
+        """Register a request that is about to run. Waits until the engine is awake."""
         self._num_running += 1
         self._plan()
         if self._is_asleep or self._changing.locked():
@@ -45,12 +45,13 @@ class KeepAlive:
                 await self._wake()
 
     def end(self) -> None:
-        """A request has ended, or has failed to begin."""
+        """Register that a request has ended or failed to start."""
         self._num_running -= 1
         self._plan()
 
     async def unload(self) -> None:
-        """Go to sleep as soon as nothing runs. Returns at once, or when the engine sleeps if nothing runs now."""
+        """Go to sleep as soon as nothing runs. Returns at once if requests are running, otherwise when the engine
+        sleeps."""
         self.keep(0)
         self._plan()
         if self._waiting is not None:
@@ -60,7 +61,7 @@ class KeepAlive:
         return not await self._llm.is_sleeping()
 
     def _plan(self) -> None:
-        if self._changing.locked():  # it falls asleep already
+        if self._changing.locked():  # it is already going to sleep
             return
         if self._waiting is not None:
             self._waiting.cancel()

@@ -14,7 +14,7 @@ from quire.config.engine import ConfigError, ServerConfig
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
 
-RESERVED_DESCRIPTORS = 16  # kept free of connections: for files, and for the sockets of a restarted engine core
+RESERVED_DESCRIPTORS = 16  # reserved for files and for the sockets of a restarted engine core
 SMALL_LIMIT = 1024
 _RETRY_SECONDS = 0.05
 _REPEAT_SECONDS = 10.0  # between two log lines about waiting connections
@@ -22,7 +22,7 @@ _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def raise_descriptor_limit(expected_connections: int) -> None:
-    """Raise this process's soft limit of open files to the hard one. Logs a warning if that is small."""
+    """Raise this process's soft limit of open files to the hard limit. Logs a warning if the result is small."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # "unlimited" can be more than the kernel allows
@@ -42,7 +42,8 @@ def _descriptor_limit() -> int:
 
 
 def listening_socket(config: ServerConfig) -> socket.socket:
-    """The bound socket. It is made before the model is loaded, so that a used port or a bad certificate is found first.
+    """Create and bind the socket. This happens before the model is loaded, to find a used port or a bad certificate
+    early.
 
     Raises ConfigError or OSError.
     """
@@ -80,7 +81,7 @@ def listening_socket(config: ServerConfig) -> socket.socket:
 class Acceptor:
     """Accepts connections while file descriptors are free. Further ones wait in the kernel's queue.
 
-    uvloop's own server closes a connection for which there is no descriptor, without a word to anybody.
+    uvloop's own server closes a connection for which there is no descriptor, without any notice.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Acceptor:
         context: ssl.SSLContext | None,
         handshake_timeout: float,
     ) -> None:
-        """protocol: makes the protocol of a connection. handshake_timeout: seconds for that of TLS."""
+        """protocol: creates the protocol of a connection. handshake_timeout: seconds for the TLS handshake."""
         listening.setblocking(False)
         listening.listen(backlog)
         self._listening = listening
@@ -104,7 +105,7 @@ class Acceptor:
         self._task = asyncio.create_task(self._accept(), name="accept connections")
 
     async def close(self) -> None:
-        """Refuse new connections, including those that wait in the kernel's queue."""
+        """Reject new connections, including those that wait in the kernel's queue."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -119,7 +120,7 @@ class Acceptor:
                 continue
             try:
                 connection, _ = await loop.sock_accept(self._listening)
-            except OSError as error:  # concerns this connection alone, unless descriptors or memory are short
+            except OSError as error:  # affects this connection only, unless descriptors or memory are short
                 if error.errno in _NO_DESCRIPTOR:
                     self._log("accept failed: %s", error)
                     await asyncio.sleep(_RETRY_SECONDS)
@@ -129,7 +130,7 @@ class Acceptor:
             task.add_done_callback(self._handshakes.discard)
 
     async def _connect(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the client has gone, or does not speak TLS
+        with contextlib.suppress(OSError):  # the client disconnected, or does not speak TLS
             connection.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.connect_accepted_socket(

@@ -1,4 +1,4 @@
-"""Logprobs in the shapes of the endpoints. JSON has no infinity: -9999 stands for it, as in vLLM."""
+"""Logprobs in the formats of the endpoints. JSON has no infinity: -9999 stands for it, as in vLLM."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,8 +16,8 @@ def _name(token_id: int, logprob: Logprob, as_id: bool) -> str:
 
 
 def _likeliest(place: Mapping[int, Logprob], count: int | None) -> list[tuple[int, Logprob]]:
-    """`count` of them (all if -1), without the token that is there, should it not be one of them. None: all as they
-    are, since the request named the tokens."""
+    """Return the `count` likeliest tokens (-1: all). The place's own token is left out unless it is one of them. None:
+    return all, since the request named the tokens."""
     if count is None:
         return list(place.items())
     ranked = sorted(place.items(), key=lambda item: item[1].rank or 0)
@@ -27,11 +27,11 @@ def _likeliest(place: Mapping[int, Logprob], count: int | None) -> list[tuple[in
 def completion_logprobs(
     token_ids: Sequence[int], places: Places, count: int | None, as_ids: bool, offset: int, tokenizer: Tokenizer
 ) -> CompletionLogprobs:
-    """count: how many were asked for, None for tokens that the request named. offset: characters of text before the
-    first token."""
+    """count: the requested number, None for tokens that the request named. offset: characters of text before the first
+    token."""
     logprobs = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     for token_id, place in zip(token_ids, places, strict=True):
-        if place is None:  # the first of a prompt: nothing comes before it
+        if place is None:  # the first prompt token: nothing comes before it
             spelt = f"token_id:{token_id}" if as_ids else tokenizer.decode([token_id], skip_special_tokens=False)
             logprob = None
             top = None
@@ -39,7 +39,7 @@ def completion_logprobs(
             spelt = _name(token_id, place[token_id], as_ids)
             logprob = max(place[token_id].logprob, _LOWEST)
             top = {spelt: logprob}
-            for other, value in _likeliest(place, count):  # tokens of the same text: the likelier
+            for other, value in _likeliest(place, count):  # of tokens with the same text, the likelier
                 top.setdefault(_name(other, value, as_ids), max(value.logprob, _LOWEST))
         logprobs["text_offset"].append(offset)
         logprobs["token_logprobs"].append(logprob)
@@ -52,7 +52,7 @@ def completion_logprobs(
 def chat_logprobs(
     token_ids: Sequence[int], places: Places, count: int | None, as_ids: bool, token_bytes: Mapping[int, bytes]
 ) -> ChatLogprobs:
-    """`bytes` are those of the token itself, also where it ends within a character."""
+    """`bytes` are the token's own bytes, even if it ends within a character."""
 
     def entry(token_id: int, logprob: Logprob) -> TokenLogprob:
         name = _name(token_id, logprob, as_ids)
@@ -68,7 +68,8 @@ def chat_logprobs(
 
 
 def token_id_logprobs(token_ids: Sequence[int], places: Sequence[Mapping[int, Logprob]]) -> dict[str, Any]:
-    """For clients without a tokenizer. The token itself is also the first of top_logprobs, as in vLLM."""
+    """Return logprobs for clients without a tokenizer. The token itself is also the first of top_logprobs, as in
+    vLLM."""
 
     def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
         return {"token_id": token_id, "logprob": max(logprob.logprob, _LOWEST), "rank": logprob.rank}
@@ -82,7 +83,7 @@ def token_id_logprobs(token_ids: Sequence[int], places: Sequence[Mapping[int, Lo
 
 
 def prompt_logprobs(places: Places) -> PromptLogprobs:
-    """vLLM's shape: for each place {token id: {logprob, rank, decoded_token}}, null for the first."""
+    """Return vLLM's format: for each place {token id: {logprob, rank, decoded_token}}, null for the first."""
 
     def entry(value: Logprob) -> dict[str, Any]:
         logprob = max(value.logprob, _LOWEST)

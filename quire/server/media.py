@@ -18,14 +18,15 @@ from quire.server.errors import ApiError
 from quire.server.messages import MEDIA_PARTS
 
 Result = TypeVar("Result")
-AT_ONCE = 4  # items that are worked on at the same time, each of which may take hundreds of MB
+AT_ONCE = 4  # items that are processed at the same time; each may take hundreds of MB
 
 
 @dataclass
 class ChatMedia:
-    """The media of a conversation. messages: with placeholders in their place. data: preprocessed.
+    """The media of a conversation. messages: the messages with placeholders for the media. data: the preprocessed
+    media.
 
-    kwargs: settings of the preprocessing.
+    kwargs: preprocessing settings.
     """
 
     messages: list[Any]
@@ -44,7 +45,7 @@ class ChatMedia:
         )
 
     def token_ids(self, processor: Processor, text: str) -> list[int]:
-        """The tokens of a rendered conversation with its media. Raises ValueError."""
+        """Return the tokens of a rendered conversation with its media. Raises ValueError."""
         assert processor.media is not None
         return processor.media.expand(text, self.data, self.uuids, self.kwargs, False).token_ids
 
@@ -57,13 +58,13 @@ class MediaLoader:
         self._media = llm.processor.media
         self._threads = ThreadPoolExecutor(AT_ONCE, "media")
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self.sounds = asyncio.Semaphore(AT_ONCE)  # to be held while a long sound is in memory: an hour takes 340 MB
+        self.sounds = asyncio.Semaphore(AT_ONCE)  # acquire while a long sound is in memory: an hour takes 340 MB
 
     async def load(self, messages: list[Any], kwargs: dict[str, Any] | None) -> ChatMedia:
-        """messages: as JSON objects, which have some. Raises ApiError, which names the part that cannot be used.
+        """messages: JSON objects that contain media. Raises ApiError, which names the part that cannot be used.
 
-        A picture of a few bytes may take hundreds of MB when it is decoded. So only what the encoder reads is kept of
-        it, and the items that come after those that fill the context are not decoded.
+        A picture of a few bytes may take hundreds of MB when it is decoded. So only the encoder's input is kept, and
+        items that no longer fit into the context are not decoded.
         """
         rest, parts = self._split(messages)
         found = ChatMedia(rest, kwargs)
@@ -91,11 +92,11 @@ class MediaLoader:
         finally:
             for job in jobs:
                 if not job.cancel():
-                    job.exception()  # asyncio would log that nobody has read it
+                    job.exception()  # otherwise asyncio logs that it was never retrieved
         return found
 
     def _split(self, messages: list[Any]) -> tuple[list[Any], list[MediaPart]]:
-        """The messages with placeholders for their media, and the media."""
+        """Return the messages with placeholders for their media, and the media."""
         try:
             if self._media is None:
                 raise ValueError(f"{_first_part(messages)}: this model takes text only")
@@ -107,20 +108,20 @@ class MediaLoader:
         return rest, parts
 
     async def _prepare(self, part: Any, kwargs: dict[str, Any] | None) -> Any:
-        """An item, fetched and preprocessed in threads, and decoded by a job, which ends if the task is cancelled."""
+        """Fetch and preprocess an item in threads, and decode it in a job, which ends if the task is cancelled."""
         media = self._media
         assert media is not None
         async with self._turns:
             encoded, prepared = await self._in_thread(media.read, part, kwargs)
             if prepared is not None:
                 return prepared
-            if encoded is None:  # not a file: a picture that is decoded already
+            if encoded is None:  # not a file but a decoded picture
                 return await self._in_thread(media.prepare, part, kwargs)
             job = await self._job(encoded)
             return await self._in_thread(media.finish, part, encoded, job, kwargs)
 
     async def sound(self, data: bytes) -> Any:
-        """The samples of a sound's file. Raises ValueError, and ApiError if the server has too much to do."""
+        """Return the samples of an audio file. Raises ValueError, and ApiError if the server is overloaded."""
         media = self._media
         assert media is not None
         encoded = media.sound(data)
@@ -131,9 +132,9 @@ class MediaLoader:
 
     @staticmethod
     async def _job(encoded: Any) -> Any:
-        """The job that decodes an item, when it has ended."""
+        """Run the job that decodes an item, and return it when it has ended."""
         job = encoded.submit()
-        with suppress(Exception):  # the job has it
+        with suppress(Exception):  # the job keeps the exception
             await asyncio.wrap_future(job)
         return job
 
@@ -142,7 +143,7 @@ class MediaLoader:
 
 
 def _first_part(messages: list[Any]) -> str:
-    """The path of the first part that is no text."""
+    """Return the path of the first part that is not text."""
     return next(
         f"messages[{number}].content[{index}].{part['type']}"
         for number, message in enumerate(messages)

@@ -1,4 +1,4 @@
-"""The messages of a chat request. A role is any that the chat template knows."""
+"""The messages of a chat request. The chat template decides which roles are valid."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -9,7 +9,7 @@ from quire.server.custom_tools import as_functions
 from quire.server.fields import Objects, fail
 from quire.text.chat_template import TEXT_PARTS
 
-# The types of content parts that are pictures or other media: the field that says where it is.
+# The types of content parts with pictures or other media, and the field with their source.
 MEDIA_PARTS = {
     "image_url": "image_url",
     "input_image": "image_url",
@@ -40,8 +40,8 @@ class InputAudio(BaseModel):
 
 
 class ContentPart(BaseModel):
-    """A part of a content: text, which is in `refusal` or `thinking` if its type says so, else in `text`; or a picture
-    or another item, for models that take some."""
+    """A content part: text, which is in `refusal` or `thinking` for those types and otherwise in `text`; or a picture
+    or another media item, for models with such inputs."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_PART_SCHEMA)
 
@@ -76,7 +76,7 @@ def text_of(part: str | ContentPart) -> str:
 
 
 class Message(BaseModel):
-    """Further fields (reasoning, ...) go to the chat template."""
+    """Further fields (reasoning, ...) are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -90,7 +90,7 @@ class Message(BaseModel):
 
 
 def _with_tool_calls(messages: list[Message]) -> list[Message]:
-    """The messages, with function_call and the role function, OpenAI's older forms, as calls and results of tools."""
+    """Convert function_call and the role function, OpenAI's older forms, to tool calls and tool results."""
     call_id = None
     for index, message in enumerate(messages):
         call = (message.model_extra or {}).pop("function_call", None)

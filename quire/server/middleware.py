@@ -1,4 +1,4 @@
-"""ASGI middleware. It is written without helpers, so that streams pass without a copy or a further task."""
+"""ASGI middleware. It is plain ASGI, so that streams pass without a copy or an additional task."""
 
 import hashlib
 import hmac
@@ -17,7 +17,8 @@ OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")  # need no API key: fo
 
 
 def add_middleware(app: FastAPI, path: str) -> None:
-    """Add the user's middleware that can be imported as `path`. Raises ConfigError if it cannot, or is none."""
+    """Import the user's middleware from `path` and add it. Raises ConfigError if it cannot be imported or is no
+    middleware."""
     middleware: Any = imported("middleware", path)
     if isinstance(middleware, type):
         app.add_middleware(cast(Any, middleware))
@@ -32,9 +33,10 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 class RootPath:
-    """Serves everything under a path as well: behind a proxy that passes the path on, and behind one that strips it.
+    """Also serves everything under a path prefix, behind proxies that strip the prefix and proxies that forward it.
 
-    root_path: such as "/llm"; ASGI's `root_path`, with which `path` begins from here on.
+    root_path: the prefix, such as "/llm". It becomes ASGI's `root_path`; after this class, `path` always begins with
+    it.
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
@@ -50,18 +52,18 @@ class RootPath:
 
 
 def given_key(scope: Scope) -> bytes:
-    """The API key that a request carries, right or wrong, or nothing."""
+    """Return the API key that a request carries, valid or not; empty without a key."""
     scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else header(scope, b"x-api-key") or b""
 
 
 def owner_of(scope: Scope) -> str:
-    """Stands for the request's API key, which cannot be found out from it."""
+    """Return an identifier of the request's API key that does not reveal the key."""
     return hashlib.sha256(b"owner of responses\n" + given_key(scope)).hexdigest()
 
 
 class ApiKeys:
-    """Answers 401 to requests without one of the keys, except under OPEN_PATHS and other open paths."""
+    """Answers 401 to requests without a valid key, except for OPEN_PATHS and other open paths."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str] = ()) -> None:
         self.app, self.keys, self.open_paths = app, [key.encode() for key in keys], {*OPEN_PATHS, *open_paths}
@@ -79,6 +81,6 @@ class ApiKeys:
         if path_in(scope) in self.open_paths:
             return True
         given = given_key(scope)
-        # All keys are compared, each in constant time, so that the time tells nothing about a guess.
+        # All keys are compared, each in constant time, so that timing does not reveal anything about a guess.
         matches = [hmac.compare_digest(given, key) for key in self.keys]
         return given != b"" and any(matches)

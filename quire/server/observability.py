@@ -1,8 +1,7 @@
-"""Every HTTP request gets an id, a line in the log, a span if that is wanted, and its share of metrics under the names
-of vLLM's.
+"""Gives every HTTP request an id, a log line, metrics with vLLM's names and, if enabled, a span.
 
-vLLM's come from prometheus-fastapi-instrumentator. Plain ASGI, so that a stream's chunks pass without a copy or a task
-in between: each is only counted.
+vLLM's metrics come from prometheus-fastapi-instrumentator. This is plain ASGI, so that a stream's chunks are only
+counted, without a copy or an additional task.
 """
 
 import asyncio
@@ -43,9 +42,9 @@ _KINDS: dict[str, type[Any]] = {"counter": Counter, "histogram": Histogram, "sum
 
 
 class HttpMetrics:
-    """Counts requests and their times and sizes. Also shows this process' Python.
+    """Counts requests with their times and sizes. Also reports on this process's Python.
 
-    processes: what is shown of all processes of the server.
+    processes: the metrics of all processes of the server.
     """
 
     def __init__(self, processes: Collector) -> None:
@@ -61,7 +60,8 @@ class HttpMetrics:
             self._metrics[name] = kind(name, labelnames=labels, registry=self.registry, **options)
 
     def count(self, handler: str, method: str, status: int, seconds: float, received: int, sent: int) -> None:
-        """handler: the route's path, not the request's, and "none" without a route: labels must not be endless."""
+        """handler: the route's path, or "none" without a route. The request's path would give an unlimited number of
+        labels."""
         method = method if method in _METHODS else "other"
         self._metrics["http_requests_total"].labels(handler, method, f"{status // 100}xx").inc()
         self._metrics["http_request_duration_seconds"].labels(handler, method).observe(seconds)
@@ -70,7 +70,8 @@ class HttpMetrics:
         self._metrics["http_response_size_bytes"].labels(handler).observe(sent)
 
     def render(self) -> bytes:
-        """In Prometheus' text format. What several API processes count is shown with the engine's metrics."""
+        """Return the metrics in Prometheus' text format. Counts of several API processes are part of the engine's
+        metrics."""
         return (b"" if are_shared() else exposition(self.registry)) + generate_latest(self._processes)
 
 
@@ -78,7 +79,7 @@ class _Exchange:
     """A request and its response, while the response is sent."""
 
     def __init__(self, send: Send, *headers: tuple[bytes, bytes]) -> None:
-        """headers: that the response gets."""
+        """headers: added to the response."""
         self._send = send
         self._headers = headers
         self.status = self.num_bytes = 0
@@ -93,9 +94,9 @@ class _Exchange:
 
 
 class Observability:
-    """The outermost middleware. Gives each request its id, from X-Request-Id or a new one, and sees how it ends.
+    """The outermost middleware. Gives each request its id, from X-Request-Id or a new one, and records how it ends.
 
-    routes: whose paths metrics and spans name. tracing: None for no spans.
+    routes: the routes whose paths metrics and spans show. tracing: None for no spans.
     """
 
     def __init__(
@@ -136,11 +137,11 @@ class Observability:
             try:
                 await app(scope, receive, exchange.send)
             except asyncio.CancelledError:
-                exchange.status = exchange.status or 499  # nobody waits for the answer
+                exchange.status = exchange.status or 499  # the client disconnected
                 raise
             except Exception as error:
                 if exchange.status:
-                    raise  # the response has begun, so no error can be sent
+                    raise  # the response has started, so no error can be sent
                 await error_response(api_error(error), scope)(scope, receive, exchange.send)
         finally:
             self._ended(scope, exchange, route, time.monotonic() - began)

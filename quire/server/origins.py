@@ -1,7 +1,6 @@
-"""Keeps web pages of other origins from sending requests.
+"""Blocks requests from web pages of other origins.
 
-Browsers state in `Sec-Fetch-Site` and `Origin`, which pages cannot set, where a request comes from. Other clients send
-neither.
+Browsers send a request's origin in `Sec-Fetch-Site` and `Origin`, which pages cannot set. Other clients send neither.
 """
 
 from collections.abc import Sequence
@@ -17,10 +16,10 @@ _PORTS = {"http": ":80", "https": ":443"}
 
 
 class OriginGuard:
-    """Answers 403 to requests of web pages, unless the page is the server's own or of an allowed origin."""
+    """Answers 403 to requests from web pages, except for the server's own page and pages of allowed origins."""
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
-        """allowed: origins such as "https://chat.example"; "*" stands for all."""
+        """allowed: origins such as "https://chat.example"; "*" allows all."""
         self.app = app
         self.allowed = allowed
 
@@ -45,8 +44,8 @@ class OriginGuard:
 
 
 def _is_own(scope: Scope, origin: bytes) -> bool:
-    """Whether a page of this origin came from this server, or through the proxy before it. Browsers leave
-    Sec-Fetch-Site out for plain HTTP, except to this computer."""
+    """Whether pages of this origin come from this server or from the proxy in front of it. Browsers omit Sec-Fetch-Site
+    over plain HTTP, except for localhost."""
     try:
         page = urlsplit(origin.decode("ascii").lower())
     except ValueError:

@@ -1,4 +1,4 @@
-"""Embeddings, scores and rankings: the APIs of OpenAI, Cohere, Jina and vLLM for models that pool."""
+"""Embeddings, scores and rankings: the APIs of OpenAI, Cohere, Jina and vLLM for pooling models."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ Prompt = str | list[int] | Pair
 
 
 class PoolingBody(PromptBody):
-    """What requests for models that pool have in common. null is as if left out."""
+    """Common fields of requests for pooling models. null is treated as omitted."""
 
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, le=MAX_INT, description="Shorten each text to so many tokens; -1: to what the model takes."
@@ -56,7 +56,7 @@ class PoolingBody(PromptBody):
 
 
 class InputBody(PoolingBody, Rendering):
-    """A text, several, or a chat that becomes one."""
+    """A text, several texts, or a chat that is rendered to a text."""
 
     input: Prompts | None = None
     messages: Messages | None = Field(None, description="A chat, rendered with the chat template, instead of input.")
@@ -81,7 +81,7 @@ class ClassifyRequest(InputBody):
 
 
 def _texts(value: Any) -> list[str]:
-    """A text, or several; each a string, or an object with the key `text`."""
+    """Return one or several texts; each is a string, or an object with the key `text`."""
     items = value if isinstance(value, list) else [value]
     texts: list[Any] = [item.get("text") if isinstance(item, dict) else item for item in items]
     if not texts or not all(isinstance(text, str) for text in texts):
@@ -127,7 +127,7 @@ class EmbedInput(BaseModel):
 
 
 class EmbedRequest(PoolingBody):
-    """Cohere's."""
+    """Cohere's embedding request."""
 
     texts: Strings | None = Field(None, min_length=1)
     inputs: list[EmbedInput] | None = Field(None, min_length=1, description="Texts in parts, in place of texts.")
@@ -163,7 +163,7 @@ class PoolingCall(PromptCall):
         self.tokens = 0
 
     async def pool(self, prompts: Sequence[Prompt], field: str, params: PoolingParams, **options: Any) -> list[Values]:
-        """The result of each prompt. field: where the prompts come from. options: as of PoolingProcessor.process.
+        """Return the result of each prompt. field: the field of the prompts. options: see PoolingProcessor.process.
 
         Raises ApiError."""
         if len(prompts) > MAX_SEQUENCES:
@@ -208,7 +208,7 @@ class PoolingCall(PromptCall):
         return made
 
     async def pool_input(self, body: InputBody, **fields: Any) -> list[Values]:
-        """The result of each text of the field `input`, or of the chat."""
+        """Return the result of each text of the field `input`, or of the chat."""
         if (body.input is None) is (body.messages is None):
             raise ApiError(400, "one of input and messages is needed", param="input")
         options: dict[str, Any] = {"prompt_name": body.prompt_name}
@@ -229,7 +229,7 @@ class PoolingCall(PromptCall):
             raise bad_value(error, type(body).model_fields, "input") from error
 
     async def score(self, firsts: list[str], seconds: list[str], field: str) -> list[float]:
-        """How well each pair of texts fits."""
+        """Return a score for each pair of texts."""
         body = self.body
         tokenizer = self.server.llm.get_tokenizer()
         assert isinstance(body, ScoringBody)
@@ -252,7 +252,7 @@ class PoolingCall(PromptCall):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """Return the length of the longest prompt in tokens."""
         return max(len(request.prompt_token_ids) for request in self._requests)
 
     @property
@@ -260,7 +260,7 @@ class PoolingCall(PromptCall):
         return {"prompt_tokens": self.tokens, "total_tokens": self.tokens}
 
     def vectors(self, kind: str, field: str, values: Sequence[Values], body: EmbeddingRequest) -> Response:
-        """A list of objects of a kind, with a vector each, or the bytes of the vectors."""
+        """Return a list of objects with one vector each, or the bytes of the vectors. kind: the objects' type."""
         encoding = body.encoding_format
         dtype = body.embed_dtype or "float32"
         order = body.endianness or "native"
@@ -284,7 +284,7 @@ def _shortened(tokenizer: Tokenizer, texts: Sequence[str], most: int) -> list[st
 
 
 def _route(*paths: str) -> Callable[[Any], Any]:
-    """Decorator: the endpoint of several paths, of which the first is documented."""
+    """Register an endpoint for several paths, of which only the first is documented."""
 
     def register(endpoint: Any) -> Any:
         for path in paths:
@@ -351,7 +351,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
 
 @_route("/v2/embed")
 async def embed(body: EmbedRequest, request: Request) -> Response:
-    """Cohere's shape of embeddings."""
+    """Return embeddings in Cohere's format."""
     call = PoolingCall(request.app.state.server, request, body, "embd")
     prompts = call.pooling.description.files.prompts
     wanted = {"search_query": "query", "search_document": "document"}.get(body.input_type or "", body.input_type)

@@ -1,4 +1,4 @@
-"""Prefixes that are kept in the cache: /v1/prefixes. Only with --enable-admin-api."""
+"""Prefixes that are pinned in the cache: /v1/prefixes. Needs --enable-admin-api."""
 
 from typing import Literal, cast
 
@@ -19,14 +19,14 @@ router = APIRouter(route_class=StrictRoute, dependencies=[Depends(check_allowed)
 
 
 class PrefixRequest(TokenizeRequest):
-    """One of prompt, messages and prompt_token_ids."""
+    """A prefix as exactly one of prompt, messages and prompt_token_ids."""
 
     prompt_token_ids: TokenIds | None = None
     cache_salt: str | None = Field(None, min_length=1)
 
 
 class PrefixCard(TypedDict):
-    """tokens: of the prefix; its last block is only kept if it is full."""
+    """tokens: length of the prefix; the last block is only kept if it is full."""
 
     id: str
     object: Literal["prefix"]
@@ -48,7 +48,7 @@ def _card(prefix: PinPrefix) -> PrefixCard:
 
 @router.post("/v1/prefixes", responses=answers(PrefixCard), response_model=None)
 async def pin_prefix(body: PrefixRequest, request: Request) -> Response:
-    """Compute the beginning of later prompts, and keep it in the cache of every replica."""
+    """Compute a prefix of later prompts, and keep it in the cache of every replica."""
     check_allowed(request)
     server = _server(request)
     if server.config.api_server_count > 1:
@@ -81,7 +81,7 @@ async def list_prefixes(request: Request) -> Response:
 
 @router.delete("/v1/prefixes/{prefix_id}", responses=answers(dict[str, object]), response_model=None)
 async def unpin_prefix(prefix_id: str, request: Request) -> Response:
-    """Keep the prefix no longer than others."""
+    """Unpin the prefix, so that it can be evicted."""
     if not await _server(request).llm.unpin_prefix(prefix_id):
         raise ApiError(404, f"there is no prefix {prefix_id[:200]!r}", param="prefix_id", code="not_found")
     return json_response({"id": prefix_id, "object": "prefix", "deleted": True})

@@ -24,7 +24,7 @@ _SUMMED = (
 
 
 def write_pid(name: str, pid: int | None) -> None:
-    """Tell all API processes of another process, with the name that its metrics have."""
+    """Announce a process to all API processes. name: its name in the metrics."""
     try:
         (Path(os.environ[SHARED_FOLDER]) / f"{name}.pid").write_text(str(pid or ""), encoding="ascii")
     except OSError as error:
@@ -32,7 +32,7 @@ def write_pid(name: str, pid: int | None) -> None:
 
 
 def server_processes(client: CoreClient) -> dict[str, int]:
-    """The ids of the API processes and of this machine's cores by name, such as "api 0"."""
+    """Return the process ids of the API processes and of this machine's cores by name, such as "api 0"."""
     if are_shared():
         files = sorted(Path(os.environ[SHARED_FOLDER]).glob("*.pid"))
         return {file.stem: int(text) for file in files if (text := file.read_text(encoding="ascii"))}
@@ -41,9 +41,9 @@ def server_processes(client: CoreClient) -> dict[str, int]:
 
 
 class ProcessMetrics(Collector):
-    """The metrics of prometheus_client's ProcessCollector for several processes, whose name is the label `process`.
+    """The metrics of prometheus_client's ProcessCollector for several processes, with the label `process`.
 
-    find: the ids by name. has_ranks: whether cores have processes of their own for ranks; these are summed up.
+    find: returns the ids by name. has_ranks: whether cores run their ranks in child processes, whose values are added.
     """
 
     def __init__(self, find: Callable[[], Mapping[str, int]], has_ranks: bool) -> None:
@@ -63,14 +63,14 @@ class ProcessMetrics(Collector):
 
 
 def _metrics_of(pid: int) -> Iterator[tuple[Metric, Any]]:
-    """The metrics of a process, each with its sample. Nothing if the process has ended."""
+    """Yield the metrics of a process, each with its sample. Yields nothing if the process has ended."""
     for family in ProcessCollector(pid=lambda: pid, registry=None).collect():
         (sample,) = family.samples
         yield family, sample
 
 
 def _sums_of_children(pid: int) -> dict[str, float]:
-    """What can be added up of the metrics of a process' children, by name."""
+    """Return the sums of the additive metrics over a process's children, by name."""
     sums: dict[str, float] = {}
     try:
         children = psutil.Process(pid).children()

@@ -1,4 +1,4 @@
-"""Several API processes, which share the port and the cores. Their parent starts all, and replaces those it loses."""
+"""Several API processes that share the port and the cores. Their parent starts them and replaces lost ones."""
 
 import asyncio
 import multiprocessing
@@ -24,7 +24,7 @@ from quire.server.process_metrics import write_pid
 
 
 class _ParentsCores:
-    """The cores as an API process sees them: its parent watches them, and tells it what becomes of them."""
+    """The cores from the view of an API process: its parent monitors them and reports their state."""
 
     def __init__(self, connection: Connection, replicas: range) -> None:
         self._connection = connection
@@ -47,7 +47,7 @@ class _ParentsCores:
         await ended.wait()
 
     def kill(self) -> None:
-        """They are the parent's."""
+        """Do nothing, since the cores belong to the parent."""
 
 
 def _run_api(
@@ -60,12 +60,12 @@ def _run_api(
     is_first_start: bool,
     log: LogOptions,
 ) -> None:
-    """The main function of an API process. It sends its parent the line for the log when it serves, and an exception if
-    it cannot go on."""
-    os.setpgrp()  # signals of the terminal reach it through the parent
+    """The main function of an API process. It sends its parent the log line when it serves, and an exception if it
+    fails."""
+    os.setpgrp()  # the parent forwards the terminal's signals
     configure_logging(*log)
     try:
-        from quire.server.http_server import run  # metrics need the folder that the parent has put into the environment
+        from quire.server.http_server import run  # metrics need the folder that the parent put into the environment
 
         cores = _ParentsCores(connection, engine_config.layout.served)
         client = CoreClient(engine_config, directory, cores, index=index, since_start=is_first_start)
@@ -79,7 +79,7 @@ def _run_api(
 
 
 class _Api:
-    """An API process, which its parent can tell of the cores. news: what it said, until it has ended."""
+    """An API process, to which the parent reports changes of the cores. news: its messages, until it has ended."""
 
     def __init__(self, listening: socket.socket, index: int, is_first_start: bool, *options: object) -> None:
         context = multiprocessing.get_context("spawn")
@@ -118,7 +118,7 @@ class ApiProcesses:
     """The parent of `api_server_count` API processes and of the cores."""
 
     def __init__(self, cores: Cores, config: ServerConfig, listening: socket.socket) -> None:
-        """Raises ConfigError for options that need all requests in one process."""
+        """Raises ConfigError for options that require a single API process."""
         self._cores = cores
         self._config = config
         self._listening = listening
@@ -150,7 +150,7 @@ class ApiProcesses:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _keep(self, index: int) -> int:
-        """Run an API process, and another for each that is lost. Returns the exit status of the last."""
+        """Run an API process, and replace it whenever it is lost. Returns the exit status of the last one."""
         failed_starts = 0
         is_first_start = True
         while True:
@@ -168,7 +168,7 @@ class ApiProcesses:
                 self._serves(index, news)
             await asyncio.to_thread(api.process.join)
             status = api.process.exitcode or 0
-            if self._is_ending or status == 1:  # all others will find that the engine has failed, too
+            if self._is_ending or status == 1:  # all other processes will also notice that the engine has failed
                 return status
             if failed_starts == MAX_FAILED_STARTS:
                 raise EngineDeadError(f"API process {index} cannot be started (exit code {status})")
@@ -194,7 +194,7 @@ class ApiProcesses:
 
     def _signalled(self, number: int) -> None:
         self._is_ending = True
-        self._listening.close()  # else clients that come now would wait
+        self._listening.close()  # otherwise new clients would wait
         for api in self._apis.values():
             if api.process.pid is not None and api.process.is_alive():
                 os.kill(api.process.pid, number)

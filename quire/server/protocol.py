@@ -1,7 +1,7 @@
-"""What requests may say: OpenAI's fields and vLLM's.
+"""The fields of requests: OpenAI's and vLLM's.
 
-Every field of vLLM's that could change the answer is built, or refused with a 400 that names it (fields.toml). What is
-listed nowhere is ignored, and logged once.
+Every vLLM field that could change the output is either implemented, or rejected with a 400 that names it (fields.toml).
+Unknown fields are ignored, and logged once.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -39,8 +39,8 @@ from quire.server.fields import (
 )
 from quire.server.messages import Messages
 
-MAX_N = 1024  # completions of a prompt
-MAX_SEQUENCES = 16_384  # completions of all prompts of a request
+MAX_N = 1024  # completions per prompt
+MAX_SEQUENCES = 16_384  # completions of all prompts together
 
 _EMBEDS = """Embeddings [tokens, hidden] in place of tokens: base64 of a file of torch.save or safetensors. These
 come before the prompts of `prompt`. Only with --enable-prompt-embeds."""
@@ -48,7 +48,7 @@ UNSUPPORTED: dict[str, str] = TABLES["completions"]["refused"]
 UNSUPPORTED_IN_CHAT = UNSUPPORTED | TABLES["chat"]["refused"]
 WITHOUT_EFFECT = frozenset(TABLES["without_effect"].split())
 _NEUTRAL: dict[str, list[Any]] = TABLES["completions"]["neutral"]
-# Fields of which beam search takes no notice, and their values that ask for nothing.
+# Fields that beam search does not support, and their neutral values.
 _NOT_IN_BEAMS: list[str] = TABLES["completions"]["beam_search"]["refused"].split()
 _NEUTRAL_NUMBERS: dict[str, float] = TABLES["completions"]["beam_search"]["neutral"]
 _GUIDED: dict[str, str] = TABLES["completions"]["structured_outputs"]
@@ -62,15 +62,15 @@ class Body(BaseModel):
     model: str | None = Field(None, description="A served model's name; the first if left out.")
 
     def unsupported(self) -> tuple[str, str] | None:
-        """(field, why) of what would change the answer, but cannot."""
+        """Return (field, reason) of a field that would change the output but is not supported."""
         return None
 
     def unknown(self) -> list[str]:
-        """Fields that are neither read nor known to have no effect."""
+        """Return the fields that are neither read nor known to have no effect."""
         return [name for name in self.model_extra or () if name not in WITHOUT_EFFECT]
 
     def hosted_tools(self) -> list[str]:
-        """The types of tools that are left out, since they do not run at the client."""
+        """Return the types of tools that are left out because they do not run on the client."""
         return []
 
 
@@ -79,7 +79,7 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
 
 
 class PromptBody(Body):
-    """What all requests with prompts have in common."""
+    """The common fields of all requests with prompts."""
 
     add_special_tokens: bool | None = Field(None, description="Frame a text prompt as the tokenizer says.")
     priority: int | None = Field(
@@ -90,12 +90,12 @@ class PromptBody(Body):
 
 
 class Generation(PromptBody):
-    """What completions and chats have in common: how to sample, what to return. null is as if left out."""
+    """The common fields of completions and chats: how to sample, what to return. null is treated as omitted."""
 
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, body: Any) -> Any:
-        """Move fields of earlier versions of vLLM to structured_outputs, also in the body that errors point into."""
+        """Move fields of earlier vLLM versions to structured_outputs, also in the body that errors refer to."""
         old = [name for name in _GUIDED if body.get(name)] if isinstance(body, dict) else []
         if old:
             given = body.get("structured_outputs")
@@ -165,20 +165,20 @@ class Generation(PromptBody):
 
     @property
     def num_generated(self) -> int:
-        """Completions that are generated for each prompt, of which n are returned."""
+        """Return how many completions are generated per prompt; n of them are returned."""
         return self.n or 1
 
     @property
     def max_tokens_field(self) -> str:
-        """The name of the field that bounds the output."""
+        """Return the name of the field that limits the output length."""
         return "max_tokens"
 
     def drop_prompt(self) -> None:
-        """Keep nothing of the prompt but what the answer needs."""
+        """Drop the parts of the prompt that the response does not need."""
 
     @property
     def constraint_field(self) -> str | None:
-        """The name of the field that says what the text must look like."""
+        """Return the name of the field that constrains the text."""
         if self.structured_outputs is not None:
             return "structured_outputs"
         return None if self.response_format is None else "response_format"
@@ -191,7 +191,7 @@ class Generation(PromptBody):
         return None if self.response_format is None else self.response_format.constraint
 
     def given(self) -> dict[str, Any]:
-        """Of SamplingParams' fields, those that the request sets."""
+        """Return the fields of SamplingParams that the request sets."""
         names = (name for name in SamplingParams.__struct_fields__ if name in type(self).model_fields)
         values = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.repetition_detection is not None:
@@ -222,7 +222,7 @@ class Generation(PromptBody):
 
     @property
     def _not_in_beams(self) -> str | None:
-        """A field that asks for something of which beam search takes no notice."""
+        """Return a field whose value beam search does not support."""
         if self.constraint is not None:
             return self.constraint_field
         given = {name: getattr(self, name, None) for name in _NOT_IN_BEAMS}
@@ -271,7 +271,7 @@ class CompletionRequest(Generation):
     def given(self) -> dict[str, Any]:
         values = super().given() | {"n": self.num_generated}
         if self.num_generated > (self.n or 1):
-            values.setdefault("logprobs", 0)  # for the likelihood
+            values.setdefault("logprobs", 0)  # beam search needs the likelihood
         if self.echo and self.logprobs is not None:
             counts = (self.logprobs, self.prompt_logprobs or 0)
             values["prompt_logprobs"] = -1 if -1 in counts else max(counts)
@@ -299,7 +299,7 @@ class CompletionRequest(Generation):
 
 
 class HostedTool(BaseModel):
-    """A tool that would run at the server, which has none."""
+    """A tool that would run on the server. It is not supported."""
 
     type: str
 
@@ -346,7 +346,7 @@ class Rendering(Body):
 
     @property
     def tool_objects(self) -> list[dict[str, Any]]:
-        """The tools as JSON objects: functions, which also stand for custom tools."""
+        """Return the tools as JSON objects; custom tools are represented by functions."""
         return [
             {"type": "function", **tool.model_dump(exclude_unset=True)}
             if isinstance(tool, Tool)
@@ -390,19 +390,19 @@ class ChatRequest(Generation, Rendering):
 
     @property
     def answers_functions(self) -> bool:
-        """Whether calls are told in the older form: function_call in place of tool_calls."""
+        """Whether calls are returned in the older format: function_call instead of tool_calls."""
         return self._answers_functions
 
     @property
     def named_tool(self) -> str | None:
-        """The name of the tool that the answer must call."""
+        """Return the name of the tool that the model must call."""
         if isinstance(self.tool_choice, NamedTool):
             return self.tool_choice.function.name
         return self.tool_choice.custom.name if isinstance(self.tool_choice, NamedCustomTool) else None
 
     @property
     def forced_choice(self) -> str | dict[str, Any] | None:
-        """The tool_choice of an answer that must consist of calls: "required", or one that names a tool."""
+        """Return the tool_choice if it forces calls: "required", or a choice that names a tool."""
         if isinstance(self.tool_choice, NamedTool):
             return self.tool_choice.model_dump()
         if (tool := self.forced_custom_tool) is not None:
@@ -411,8 +411,8 @@ class ChatRequest(Generation, Rendering):
 
     @property
     def forced_custom_tool(self) -> CustomTool | None:
-        """The custom tool of whose input the whole answer consists: one that the request names, or the only tool that
-        must be called, if its input has a grammar, which a list of calls in JSON could not follow."""
+        """Return the custom tool whose input is the whole output. This is the tool that the request names, or the only
+        tool of a forced call if its input has a grammar, which a JSON list of calls could not follow."""
         tools = self.usable_tools
         if isinstance(self.tool_choice, NamedCustomTool):
             named = [tool for tool in tools if tool.function.name == self.named_tool]
@@ -427,7 +427,7 @@ class ChatRequest(Generation, Rendering):
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
-        """The tools that the model may call."""
+        """Return the tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tool_objects
 
     @property
@@ -435,7 +435,7 @@ class ChatRequest(Generation, Rendering):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def drop_prompt(self) -> None:
-        self.messages = self.messages[-1:]  # with echo, the answer begins with it
+        self.messages = self.messages[-1:]  # with echo, the response begins with it
         self.tools = self.functions = self.documents = self.chat_template_kwargs = None
 
     def given(self) -> dict[str, Any]:
@@ -471,7 +471,7 @@ class ChatRequest(Generation, Rendering):
 
 
 class TokenizeRequest(Rendering):
-    """Of a prompt, or of the messages of a chat: one of the two is needed."""
+    """A request to tokenize either a prompt or the messages of a chat."""
 
     prompt: str | None = None
     messages: Messages | None = None

@@ -1,4 +1,4 @@
-"""Renders conversations into prompts, with the model's chat template or one that came with the request."""
+"""Renders conversations into prompts, with the model's chat template or the request's own."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,8 @@ async def render(
     media: ChatMedia | None,
     may_bring_template: bool,
 ) -> str:
-    """The prompt of a conversation, see Server.render. A template that came with the request, and any rendering that
-    takes more than a moment, runs in a worker process. Raises ApiError."""
+    """Return the prompt of a conversation, see Server.render. The request's own template, and any rendering that takes
+    long, runs in a worker process. Raises ApiError."""
     template = body.chat_template
     if template is not None and not may_bring_template:
         message = "chat_template: this server does not take templates from requests"
@@ -48,8 +48,8 @@ async def render(
 
 
 def _is_of_template(frontend: Frontend, error: BaseException) -> bool:
-    """Whether the text of an error that a template has raised is a constant of the server's template, and so no part
-    of the conversation."""
+    """Whether the text of a template's error is a constant of the server's template, and thus not part of the
+    conversation."""
     templates = (frontend.given_chat_template, *frontend.tokenizer.chat_templates.values())
     return any(error_text(error) in template for template in templates if template is not None)
 
@@ -57,14 +57,14 @@ def _is_of_template(frontend: Frontend, error: BaseException) -> bool:
 def _begin(
     frontend: Frontend, messages: Sequence[Message], body: Rendering, media: ChatMedia | None
 ) -> "tuple[ChatRendering, str | None]":
-    """A rendering, and its prompt if that takes a moment only. A request's own template never runs here."""
+    """Start a rendering, and return its prompt if it is finished quickly. A request's own template never runs here."""
     if media is None and has_media(messages):
         raise ValueError("messages: pictures and other media are not taken here")
     chat: Any = json_of(messages) if media is None else media.messages
     effort = frontend.config.model.reasoning_effort_map.get(body.reasoning_effort or "", body.reasoning_effort)
     variables: dict[str, Any] = {"documents": body.documents, "reasoning_effort": effort}
     variables["tools"] = body.tool_objects or None
-    if effort is not None:  # for templates that only have a switch, as in vLLM
+    if effort is not None:  # for templates that only have an on/off switch, as in vLLM
         variables["enable_thinking"] = effort != "none"
     arguments: dict[str, Any] = {
         "chat_template": body.chat_template,

@@ -1,6 +1,6 @@
-"""The log's line about each request when it is over, and the one when it comes if that is wanted.
+"""Logs a line for each request when it ends and, if enabled, when it arrives.
 
-A span ends where that line is logged.
+The request's span ends when that line is logged.
 """
 
 import logging
@@ -25,10 +25,10 @@ MAX_PATH, MAX_MESSAGE, MAX_PARAMETERS = 200, 500, 2000  # characters in the log
 
 @dataclass
 class Summary:
-    """What the log says of a request that generates text or makes vectors, beside what it says of every request.
+    """The additional log fields of a request that generates text or computes vectors.
 
-    response_id: the id in the answer. model: the name that the client asked for. is_other_model: whether that is not
-    the server's first one. error: the end of a response whose status was sent before. text, fields: the tokens and
+    response_id: the id in the response. model: the name that the client requested. is_other_model: whether that differs
+    from the server's first model. error: an error after the response status was sent. text, fields: the tokens and
     times, for people and for programs; empty until the request has run.
     """
 
@@ -40,7 +40,8 @@ class Summary:
     fields: dict[str, Any] | None = None
 
     def count(self, outputs: Sequence[RequestOutput], began: float) -> None:
-        """The request has run, to its end or up to here. began: when it came, by time.monotonic()."""
+        """Record the tokens and times of a request that has ended or was cut short. began: its arrival, by
+        time.monotonic()."""
         if not outputs:
             return
         prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
@@ -60,7 +61,7 @@ class Summary:
             first = min(metrics.first_token_ts for metrics, _ in times) - began
             self.text += f", first token after {first:.3f} s"
             self.fields["time_to_first_token_seconds"] = round(first, 6)
-        # The completions of a prompt run side by side, so the longest one tells how long a token takes.
+        # The completions of a prompt run in parallel, so the longest one shows how long a token takes.
         intervals = sum(max(len(completion.token_ids) for completion in output.outputs) - 1 for _, output in times)
         if intervals > 0:
             each = sum(metrics.last_token_ts - metrics.first_token_ts for metrics, _ in times) / intervals
@@ -69,7 +70,7 @@ class Summary:
 
 
 class RequestLog:
-    """Says how requests ended: those that were refused always, the others unless the options leave them out."""
+    """Logs how requests ended. Rejected requests are always logged, others unless the options disable it."""
 
     def __init__(self, config: ServerConfig) -> None:
         """Raises ConfigError if the access log cannot be written."""
@@ -81,7 +82,7 @@ class RequestLog:
         self._access_log = AccessLog(config.access_log) if config.access_log else None
 
     def received(self, request_id: str, requests: Sequence[ProcessedRequest]) -> None:
-        """A request with these prompts is about to run."""
+        """Log a request that is about to run."""
         if not self._logs_arrivals:
             return
         params: Any = requests[0].core_requests[0].pooling_params or requests[0].params
@@ -102,7 +103,7 @@ class RequestLog:
             logger.info("Request %s: prompt %r, token ids %s", request_id, prompt, token_ids, extra={"fields": fields})
 
     def ended(self, scope: Scope, status: int, sent: int) -> None:
-        """A response has ended. status: 0 if none was sent. sent: bytes of its body."""
+        """Log the end of a response. status: 0 if none was sent. sent: bytes of its body."""
         path = path_in(scope)
         if self._access_log is not None and path not in self._quiet_paths:
             self._access_log.write(scope, status or 500, sent)
@@ -110,8 +111,8 @@ class RequestLog:
             self._close(scope, status)
 
     def later(self, scope: Scope) -> Callable[[], None]:
-        """Leave out the line of a request whose work goes on when its response has ended. The function that is
-        returned logs it, and ends its span."""
+        """Postpone the line of a request that continues after its response has ended. The returned function logs it and
+        ends the span."""
         kept = {**scope, "state": dict(scope["state"])}
         del scope["state"]["summary"]
         scope["state"].pop("trace", None)
@@ -120,7 +121,7 @@ class RequestLog:
 
     def _close(self, scope: Scope, status: int) -> None:
         state = scope["state"]
-        # Taken out of the state: uvicorn keeps that until the connection's next request comes.
+        # Removed from the state, which uvicorn keeps until the connection's next request arrives.
         summary: Summary | None = state.pop("summary", None)
         error: ApiError | None = state.get("error")
         if error is None and summary is not None:
@@ -134,7 +135,7 @@ class RequestLog:
     def _log(self, scope: Scope, status: int, seconds: float, error: ApiError | None, summary: Summary | None) -> None:
         path = path_in(scope)
         level = _level((status or 500) if error is None else error.status_code)
-        is_of_page = path.startswith("/ui/")  # the server's page asks every second
+        is_of_page = path.startswith("/ui/")  # the server's page polls every second
         quiet = level == logging.INFO and (is_of_page or path in self._quiet_paths or not self._logs_successes)
         if quiet or not logger.isEnabledFor(level):
             return

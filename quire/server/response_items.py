@@ -49,7 +49,7 @@ class CallItem(_Object):
 
 
 class CallOutputItem(_Object):
-    """What the client's tool returned."""
+    """The result of a client's tool."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -90,7 +90,8 @@ class ReasoningText(_Object):
 
 
 class ReasoningItem(_Object):
-    """What the model thought. Its summary does not reach the chat template, nor what another server has encrypted."""
+    """The model's thinking. The chat template receives neither its summary nor content that another server
+    encrypted."""
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
@@ -98,7 +99,7 @@ class ReasoningItem(_Object):
 
 
 class HostedItem(_Object):
-    """What a tool did that runs at OpenAI's. The model does not see it."""
+    """A call of a tool that runs at OpenAI. It is not shown to the model."""
 
     type: str
 
@@ -128,16 +129,16 @@ InputItem = Annotated[
     ),
 ]
 
-_THINKING = "quire:"  # begins what stands for encrypted thinking
+_THINKING = "quire:"  # prefix of content that represents encrypted thinking
 
 
 def encrypted(thinking: str) -> str:
-    """The encrypted_content of a thought: its text in base64, since the client may know it anyway."""
+    """Return the encrypted_content of thinking: the text in base64, since it is not secret from the client."""
     return _THINKING + base64.b64encode(thinking.encode()).decode()
 
 
 def _decrypted(content: str) -> str:
-    """The text of a thought, empty if another server encrypted it."""
+    """Return the text of thinking, empty if another server encrypted it."""
     try:
         return base64.b64decode(content.removeprefix(_THINKING)).decode() if content.startswith(_THINKING) else ""
     except ValueError:
@@ -161,7 +162,7 @@ Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_l
 
 
 class ResponsesRequest(Generation):
-    """vLLM's sampling parameters can be sent, too."""
+    """A request in OpenAI's format. It may also contain vLLM's sampling parameters."""
 
     input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
     instructions: str | None = Field(None, description="A system message before the conversation.")
@@ -210,20 +211,20 @@ class ResponsesRequest(Generation):
 
     @property
     def named_tools(self) -> dict[str, Named]:
-        """The tools that the model may call, by the names under which it knows them."""
+        """Return the tools that the model may call, by the names that the model uses."""
         return {tool.name: tool for tool in named_tools(self.tools or ())}
 
     def drop_prompt(self) -> None:
         self.input = ""
 
     def items(self) -> list[Item]:
-        """The items of the input in the form in which they are stored and listed: with ids, and contents as lists."""
+        """Return the input items in the format in which they are stored and listed: with ids, and contents as lists."""
         if isinstance(self.input, str):
             return [_stored(MessageItem(role="user", content=self.input))]
         return [_stored(item) for item in self.input]
 
     def chat(self, items: Iterable[Item]) -> ChatRequest:
-        """The request in the terms of chats. items: the conversation, with those of the input. Raises ApiError."""
+        """Convert to a chat request. items: the conversation, including the input. Raises ApiError."""
         given = {name: getattr(self, name) for name in Generation.model_fields if name in self.model_fields_set}
         tools = list(self.named_tools.values())
         choice = self.tool_choice
@@ -258,11 +259,11 @@ class ResponsesRequest(Generation):
 
 
 def in_terms_of_responses(error: ApiError) -> ApiError:
-    """The error of a translated request, with the name of the field from which the wrong one was translated."""
+    """Return the error of a translated request, with the name of the original field."""
     names = _FIELDS["names"]
     name = re.split(r"[.\[]", error.param or "")[0]
     if name in names:
-        detail = error.detail.replace(f"{name}.json_schema", name)  # whose fields are those of text.format here
+        detail = error.detail.replace(f"{name}.json_schema", name)  # its fields are part of text.format here
         error.param, error.detail = names[name], detail.replace(name, names[name])
     return error
 
@@ -279,8 +280,8 @@ def _stored(item: BaseModel) -> Item:
 
 
 def _messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Chat messages of items. A turn of the assistant is one message, with its thinking, its text and its tool calls.
-    Consecutive system messages are one, too, since many templates accept only one."""
+    """Convert items to chat messages. An assistant turn is one message with its thinking, text and tool calls.
+    Consecutive system messages are merged, since many templates accept only one."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
         last: dict[str, Any] = messages[-1] if messages else {"role": None}
@@ -310,7 +311,7 @@ def _messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str,
 
 
 def _content(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """A text, or parts where some are pictures or other media."""
+    """Return a text, or a list of parts if there are pictures or other media."""
     if isinstance(content, str) or not any(part.get("type") in MEDIA_PARTS for part in content):
         return _text(content)
     return [

@@ -1,4 +1,4 @@
-"""The output of a response: the events of an answer become items, and the events that tell of them."""
+"""The output of a response: converts the events of an output to items and their stream events."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from quire.server.running_chat import Answer
 
 
 class Events(list[bytes]):
-    """The events of a stream, numbered from 0, that were not taken yet."""
+    """The pending events of a stream, numbered from 0."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -29,10 +29,10 @@ class Events(list[bytes]):
         return taken
 
 
-# The type of the item that text belongs to, and what such an item has before its text.
+# For each type of text event, the type of its item and the item's initial fields.
 _KINDS = {Reasoning: "reasoning", Content: "message"}
 _BLANK: dict[str, Item] = {"reasoning": {"summary": []}, "message": {"role": "assistant"}}
-# The field of an item that has the text of a call, and the name of its events.
+# The field of an item that contains a call's text, and the name of its events.
 _CALLS = {
     "function_call": ("arguments", "function_call_arguments"),
     "custom_tool_call": ("input", "custom_tool_call_input"),
@@ -40,24 +40,24 @@ _CALLS = {
 
 
 class Output:
-    """The output items of a response, built while an answer comes, and the events that tell of them.
+    """The output items of a response and their events, built while the output is generated.
 
-    items: those that are complete.
+    items: the complete items.
     """
 
     def __init__(self, events: Events, tools: Mapping[str, Named] | None = None, encrypts: bool = False) -> None:
-        """tools: those that the answer may call, by the names under which the model knows them. encrypts: whether
-        thoughts have an encrypted_content."""
+        """tools: the tools that the model may call, by the names that it uses. encrypts: whether reasoning items have
+        an encrypted_content."""
         self.items: list[Item] = []
         self._events = events
         self._tools = tools or {}
         self._encrypts = encrypts
-        self._open: Item = {"type": None}  # the item whose text is coming
-        self._texts: list[str] = []  # the pieces of its text
+        self._open: Item = {"type": None}  # the item whose text is arriving
+        self._texts: list[str] = []  # pieces of its text
         self._logprobs: list[Any] = []
 
     def add(self, event: Event, answer: Answer, logprobs: list[Any]) -> None:
-        """logprobs: of the tokens with which the event came."""
+        """logprobs: the logprobs of the event's tokens."""
         if isinstance(event, ToolCall):
             call_id = answer.tool_calls[event.index].id
             tool = self._tools.get(event.name)
@@ -88,7 +88,7 @@ class Output:
         self.close(item["status"])
 
     def close(self, status: str = "completed") -> None:
-        """Complete the item whose text was coming, if there is one."""
+        """Complete the open item, if there is one."""
         item = self._open
         text = "".join(self._texts)
         kind = item["type"]

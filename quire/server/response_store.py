@@ -1,8 +1,8 @@
-"""Where /v1/responses keeps its responses: in SQLite, or in a PostgreSQL that several servers share.
+"""The store of /v1/responses: SQLite, or a PostgreSQL database that several servers share.
 
-Both speak the same SQL, so one class serves them. A response belongs to the owner that stored it, and no other owner
-can read or delete it. The store deletes the responses that were not used for the longest time when it grows over its
-limit in bytes, and those that were not used for too long.
+Both accept the same SQL, so one class serves both. A response belongs to the owner that stored it, and no other owner
+can read or delete it. When the store exceeds its limit in bytes, it deletes the least recently used responses. It also
+deletes responses that were not used for too long.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from quire.observability.logging import logger
 from quire.platform.extras import install_command
 from quire.platform.folders import state_folder
 
-ROW_BYTES = 256  # what a row takes beside its record, about
-LOCK_SECONDS = 10  # in which another server should have finished its write
+ROW_BYTES = 256  # approximate size of a row without its record
+LOCK_SECONDS = 10  # time for another server to finish its write
 _BATCH = 64  # rows that are deleted at once
 
 _TABLES = Path(__file__).with_name("response_tables.sql").read_text(encoding="utf-8")
@@ -37,38 +37,38 @@ T = TypeVar("T")
 
 
 def new_id(prefix: str) -> str:
-    """An id that nobody can guess."""
+    """Return an id that cannot be guessed."""
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
 def is_made(response_id: str) -> bool:
-    """Whether an id has the form of those that the server makes for responses."""
+    """Whether an id has the format of server-generated response ids."""
     return re.fullmatch(r"resp_[0-9a-f]{48}", response_id) is not None
 
 
 def key_of(owner: str, response_id: str) -> str:
-    """What identifies a response in the store. An id that the server made is unique. One that a client chose belongs to
-    its owner, since others may choose the same."""
+    """Return the key of a response in the store. Server-generated ids are unique. An id that a client chose is combined
+    with its owner, since other owners may choose the same."""
     if is_made(response_id):
         return response_id
     return "own_" + hashlib.sha256(f"{owner}\n{response_id}".encode()).hexdigest()
 
 
 class StoreError(Exception):
-    """The database failed. The message says how."""
+    """The database failed. The message has the details."""
 
 
 class MissingResponseError(LookupError):
-    """No response of this owner has the id, which is the error's only argument."""
+    """The owner has no response with the id, which is the error's only argument."""
 
 
 class Record(msgspec.Struct):
-    """What is kept of a response."""
+    """A stored response."""
 
-    response: dict[str, Any]  # as its client gets it
-    input: list[dict[str, Any]]  # its own input items, without those of the responses before it
-    used: float = 0.0  # set by the store: the time, in seconds, when it was stored or continued
-    size: int = 0  # set by the store: of the record, in bytes
+    response: dict[str, Any]  # as sent to the client
+    input: list[dict[str, Any]]  # its own input items, without those of previous responses
+    used: float = 0.0  # set by the store: when it was last stored or continued, in seconds
+    size: int = 0  # set by the store: size of the record in bytes
 
     @property
     def is_running(self) -> bool:
@@ -81,11 +81,11 @@ class Record(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Database:
-    """What differs between databases.
+    """The differences between databases.
 
-    connect: opens a connection without automatic transactions. error: the class of the driver's errors. mark: what
-    stands for a parameter. begin: starts a transaction; they come one after the other, also those of other processes.
-    blob: the type of bytes.
+    connect: opens a connection without automatic transactions. error: the class of the driver's errors. mark: the
+    placeholder of a parameter. begin: the statement that starts a transaction; transactions are serialized, across
+    processes too. blob: the column type for bytes.
     """
 
     connect: Callable[[], Any]
@@ -96,7 +96,7 @@ class Database:
 
 
 def sqlite(path: Path | None) -> Database:
-    """A file that only this user can read, or, without a path, memory."""
+    """Return a database in a file that only this user can read, or in memory without a path."""
 
     def connect() -> sqlite3.Connection:
         if path is not None:
@@ -112,7 +112,7 @@ def sqlite(path: Path | None) -> Database:
 
 
 def postgres(url: str) -> Database:
-    """Raises ConfigError if its driver is not installed."""
+    """Return a PostgreSQL database. Raises ConfigError if its driver is not installed."""
     try:
         import psycopg
     except ImportError as error:
@@ -123,10 +123,10 @@ def postgres(url: str) -> Database:
     def connect() -> Any:
         connection = psycopg.connect(url, autocommit=True, prepare_threshold=None, **limits)
         connection.execute(f"SET statement_timeout = '{LOCK_SECONDS}s'")
-        connection.execute("SET client_min_messages = warning")  # tables that exist already are no news
+        connection.execute("SET client_min_messages = warning")  # no notices about tables that already exist
         return connection
 
-    # A lock of the application: it exists before the tables do, and ends with the transaction.
+    # An advisory lock: it works before the tables exist, and ends with the transaction.
     return Database(connect, psycopg.Error, "%s", "BEGIN; SELECT pg_advisory_xact_lock(7821340)", "BYTEA")
 
 
@@ -135,7 +135,7 @@ class ResponseStore:
 
     def __init__(self, database: Database, max_bytes: int, max_age: float, may_use_memory: bool = False) -> None:
         """max_bytes: of all records. max_age: seconds since a response was last used. may_use_memory: if the database
-        cannot be opened, use one in memory instead, with a warning."""
+        cannot be opened, log a warning and use memory instead."""
         self.database = database
         self.max_bytes = max_bytes
         self.max_age = max_age
@@ -144,12 +144,12 @@ class ResponseStore:
         self._thread = ThreadPoolExecutor(1, "response-store")
 
     async def run(self, method: Callable[..., T], *arguments: Any) -> T:
-        """As `call`, in the store's own thread."""
+        """Run `call` in the store's own thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.call, method, *arguments)
 
     def call(self, method: Callable[..., T], *arguments: Any) -> T:
-        """Call a method, which does all of its work or, if it fails, nothing. It is called again with a new connection
-        if the database fails, which may have been restarted. Raises StoreError, and what the method raises."""
+        """Call a method in a transaction. If the database fails, call it again with a new connection, since the
+        database may have been restarted. Raises StoreError, and the method's own errors."""
         for is_last in (False, True):
             try:
                 result = self._transact(method, *arguments)
@@ -170,7 +170,8 @@ class ResponseStore:
         self._thread.shutdown()
 
     def open(self) -> None:
-        """Connect, count again, as someone may have deleted rows by hand, and delete what is too old or too much."""
+        """Connect, recount the size, since rows may have been deleted by hand, and delete responses above the
+        limits."""
         size = "(SELECT COALESCE(SUM(size), 0) FROM quire_responses)"
         self._execute(f"UPDATE quire_responses_size SET total = {size}")
         self._trim()
@@ -190,7 +191,8 @@ class ResponseStore:
         self._trim()
 
     def replace(self, owner: str, record: Record) -> bool:
-        """Store the new state of a response. False if it is no longer running: someone cancelled or deleted it."""
+        """Store the new state of a response. Returns False if it is no longer running because it was cancelled or
+        deleted."""
         stored = self._select(owner, record.response["id"])
         is_running = stored is not None and stored.is_running
         if is_running:
@@ -205,9 +207,9 @@ class ResponseStore:
         return record
 
     def chain(self, owner: str, response_id: str) -> list[Record]:
-        """The response and those that it continues, as far as they are stored, the first one first.
+        """Return the response and the stored responses that it continues, oldest first.
 
-        Their age begins anew. Raises MissingResponseError if the response itself is not stored.
+        Resets their age. Raises MissingResponseError if the response itself is not stored.
         """
         rows = self._execute(_CHAIN, key_of(owner, response_id), owner, self._oldest, owner).fetchall()
         if not rows:
@@ -224,7 +226,7 @@ class ResponseStore:
 
     @property
     def _oldest(self) -> float:
-        """The time before which a response is too old."""
+        """Return the time before which a response is too old."""
         return time.time() - self.max_age
 
     def _select(self, owner: str, response_id: str) -> Record | None:
@@ -265,7 +267,7 @@ class ResponseStore:
         return result
 
     def _execute(self, sql: str, *parameters: Any) -> Any:
-        # Without parameters, PostgreSQL takes several statements.
+        # PostgreSQL accepts several statements in one call only without parameters.
         return self._connection.execute(sql.replace("?", self.database.mark), *([parameters] if parameters else []))
 
     def _disconnect(self) -> None:
@@ -284,10 +286,10 @@ def _record(used: float, encoded: bytes) -> Record:
 
 
 def open_store(config: ServerConfig) -> ResponseStore:
-    """The store that the options name, opened if they name one. Raises ConfigError if it cannot be opened.
+    """Return the store. A store that the options name is opened at once. Raises ConfigError if it cannot be opened.
 
-    The default store is a file in the user's state folder, which is opened at its first use. If it cannot be, its
-    responses are kept in memory.
+    The default store is a file in the user's state folder, which is opened at first use. If that fails, responses are
+    kept in memory.
     """
     given = config.response_store
     if given is None:

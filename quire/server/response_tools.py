@@ -1,4 +1,4 @@
-"""The tools of /v1/responses: what the model sees of them, and the items that calls of them become."""
+"""The tools of /v1/responses: their form for the model, and the items for their calls."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from quire.server.custom_tools import arguments_of
 from quire.server.errors import ApiError
 from quire.server.fields import TABLES, FunctionName
 
-SEPARATOR = "__"  # between the names of a namespace and of its tool, where both are one name
+SEPARATOR = "__"  # between namespace and tool in a combined name
 LOCAL_SHELL: dict[str, Any] = TABLES["responses"]["local_shell"]  # the function that the model sees
 
 
@@ -31,7 +31,7 @@ class FunctionTool(_Object):
 
 
 class TextOrGrammar(_Object):
-    """The form of a custom tool's input."""
+    """The format of a custom tool's input."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -39,7 +39,7 @@ class TextOrGrammar(_Object):
 
     @property
     def in_chats(self) -> dict[str, Any]:
-        """The same under the names of chats."""
+        """Return the same with the field names of chats."""
         grammar = {"syntax": self.syntax, "definition": self.definition}
         return {"type": self.type, "grammar": grammar} if self.type == "grammar" else {"type": self.type}
 
@@ -58,7 +58,7 @@ class LocalShellTool(_Object):
 
 
 class HostedTool(_Object):
-    """A tool that runs at OpenAI's. It is left out."""
+    """A tool that runs at OpenAI. It is left out."""
 
     type: str
 
@@ -103,7 +103,7 @@ class AllowedTools(BaseModel):
 
 @dataclass(frozen=True)
 class Named:
-    """A tool that the model may call, by one name: that of its namespace and its own, if it is in one."""
+    """A tool that the model may call. Its name includes its namespace, if it is in one."""
 
     tool: FunctionTool | CustomTool | LocalShellTool
     namespace: str | None = None
@@ -118,7 +118,7 @@ class Named:
 
     @property
     def in_chats(self) -> dict[str, Any]:
-        """The tool of a chat request."""
+        """Return the tool for a chat request."""
         tool = self.tool
         if isinstance(tool, LocalShellTool):
             return {"type": "function", "function": LOCAL_SHELL}
@@ -130,7 +130,7 @@ class Named:
         return {"type": "function", "function": function}
 
     def call(self, call_id: str) -> dict[str, Any]:
-        """The item of a call that begins, without its id."""
+        """Return the item of a new call, without its id."""
         if isinstance(self.tool, LocalShellTool):
             return {"type": "local_shell_call", "call_id": call_id, "action": shell_action("")}
         kind = {"type": "custom_tool_call"} if isinstance(self.tool, CustomTool) else {"type": "function_call"}
@@ -143,7 +143,7 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def named_tools(tools: Iterable[Any]) -> list[Named]:
-    """Those that the model may call, of a request's tools."""
+    """Return the tools of a request that the model may call."""
     found = []
     for tool in tools:
         inner, namespace = (tool.tools, tool.name) if isinstance(tool, NamespaceTool) else ([tool], None)
@@ -152,13 +152,13 @@ def named_tools(tools: Iterable[Any]) -> list[Named]:
 
 
 def echoed(tool: BaseModel) -> dict[str, Any]:
-    """A tool of a request as its response repeats it: a function with all of its keys."""
+    """Return a request's tool as the response repeats it: a function with all keys."""
     keys: dict[str, Any] = dict.fromkeys(("description", "parameters", "strict"))
     return (keys if isinstance(tool, FunctionTool) else {}) | tool.model_dump(exclude_none=True)
 
 
 def hosted_types(tools: Iterable[Any]) -> list[str]:
-    """The types of the tools that are left out."""
+    """Return the types of the tools that are left out."""
     inner = [one for tool in tools for one in (tool.tools if isinstance(tool, NamespaceTool) else [tool])]
     return [tool.type for tool in inner if isinstance(tool, HostedTool)]
 
@@ -176,7 +176,7 @@ def allowed(choice: AllowedTools, tools: Sequence[Named]) -> list[Named]:
 
 
 def chosen(choice: NamedChoice, tools: Sequence[Named]) -> dict[str, Any]:
-    """The tool_choice of a chat request. Raises ApiError if the name is that of several tools."""
+    """Return the tool_choice for a chat request. Raises ApiError if several tools have the name."""
     wanted = flat_name(choice.name, choice.namespace)
     found = [tool for tool in tools if tool.name == wanted] or [tool for tool in tools if tool.own_name == wanted]
     if len({tool.name for tool in found}) > 1:
@@ -186,7 +186,7 @@ def chosen(choice: NamedChoice, tools: Sequence[Named]) -> dict[str, Any]:
 
 
 def shell_action(arguments: str) -> dict[str, Any]:
-    """What a call of the local shell does. arguments: JSON text, as far as it goes."""
+    """Return the action of a local shell call. arguments: JSON text, possibly incomplete."""
     try:
         value = from_json(arguments or "{}", allow_partial=True)
     except ValueError:
@@ -204,8 +204,7 @@ def shell_action(arguments: str) -> dict[str, Any]:
 
 
 def function_of(item: Mapping[str, Any]) -> dict[str, Any]:
-    """The call of a function in a chat that an item is: one of the types function_call, custom_tool_call and
-    local_shell_call."""
+    """Convert an item of type function_call, custom_tool_call or local_shell_call to a function call of a chat."""
     if item["type"] == "local_shell_call":
         action = {name: value for name, value in item["action"].items() if name != "type" and value}
         return {"name": LOCAL_SHELL["name"], "arguments": msgspec.json.encode(action).decode()}

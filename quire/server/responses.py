@@ -1,11 +1,11 @@
-"""What the server answers, in OpenAI's shapes: the types that the code builds and /openapi.json describes.
+"""Response types in OpenAI's format, which the code builds and /openapi.json describes.
 
-As in vLLM, a whole answer has every key, null where there is nothing to say; chunks of a stream have fewer.
+As in vLLM, a complete response has every key, with null for missing values; chunks of a stream have fewer.
 """
 
 from typing import Any, Literal, NotRequired
 
-from typing_extensions import TypedDict  # before Python 3.12, pydantic does not take that of typing
+from typing_extensions import TypedDict  # before Python 3.12, pydantic does not accept typing.TypedDict
 
 PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 
@@ -23,7 +23,7 @@ class Usage(TypedDict):
 
 
 class _Answer(TypedDict):
-    """The keys of whole answers to completions and to chats."""
+    """The common keys of complete responses to completions and chats."""
 
     id: str
     created: int
@@ -90,7 +90,7 @@ class AssistantMessage(TypedDict):
     audio: None
     function_call: dict[str, str] | None  # name, arguments
     reasoning: str | None
-    reasoning_content: NotRequired[str]  # the older name of reasoning
+    reasoning_content: NotRequired[str]  # older name of reasoning
     tool_calls: NotRequired[list[ChatToolCall]]
 
 
@@ -142,7 +142,7 @@ class TranscriptSegment(TypedDict):
 
 
 class Transcript(TypedDict):
-    """task, language, duration and segments: with verbose_json. text, srt and vtt are plain text."""
+    """task, language, duration and segments: only with verbose_json. The formats text, srt and vtt are plain text."""
 
     text: str
     usage: dict[str, Any]

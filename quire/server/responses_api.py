@@ -28,8 +28,8 @@ from quire.server.routing import StrictRoute, answers, stream_answers
 from quire.server.running_chat import Piece, RunningChat
 from quire.server.streams import EventStream
 
-REFRESH_SECONDS = 2.0  # between a server's signs that it still runs a background response
-LOST_SECONDS = 60.0  # without such a sign, after which the response has failed
+REFRESH_SECONDS = 2.0  # between heartbeats of a server for its background responses
+LOST_SECONDS = 60.0  # without a heartbeat, after which the response has failed
 
 T = TypeVar("T")
 _FIELDS = TABLES["responses"]
@@ -46,7 +46,7 @@ class Responses:
     def __init__(self, config: ServerConfig) -> None:
         """Raises ConfigError."""
         self.store = open_store(config)
-        self.runs: dict[str, Run] = {}  # by their keys in the store
+        self.runs: dict[str, Run] = {}  # by key in the store
 
     async def call(self, method: Callable[..., T], owner: str, response_id: str, param: str = "response_id") -> T:
         """Call a method of the store. Raises ApiError."""
@@ -60,7 +60,7 @@ class Responses:
         raise ApiError(404, f"no response has the id {response_id[:100]!r}", param=param, code="response_not_found")
 
     def run_of(self, owner: str, response_id: str) -> "Run | None":
-        """The response that this server is generating in the background, None if it is not."""
+        """Return the run if this server is generating the response in the background, otherwise None."""
         run = self.runs.get(key_of(owner, response_id))
         return run if run is not None and run.owner == owner else None
 
@@ -77,7 +77,7 @@ class Responses:
         record = await self.call(self.store.get, owner, response_id)
         if record.is_running and abs(time.time() - record.used) > LOST_SECONDS:
             used = record.used
-            await asyncio.sleep(2 * REFRESH_SECONDS)  # the clock may have jumped: wait for a sign of its server
+            await asyncio.sleep(2 * REFRESH_SECONDS)  # the clock may have jumped: wait for a heartbeat
             record = await self.call(self.store.get, owner, response_id)
             if not record.is_running or record.used != used:
                 return record
@@ -86,7 +86,8 @@ class Responses:
         return record
 
     async def conversation(self, owner: str, response_id: str, held: HeldBody) -> list[Item]:
-        """The items up to and with the output of a response, which count as a part of the body. Raises ApiError."""
+        """Return the items up to and including the response's output, and count them as part of the body. Raises
+        ApiError."""
         param = "previous_response_id"
         held.pause()  # the store may be slow
         records = await self.call(self.store.chain, owner, response_id, param)
@@ -112,7 +113,7 @@ def _responses(request: Request) -> Responses:
 class Run:
     """A response that is being generated.
 
-    record: what will be stored. events: those of its stream, all of them if it runs in the background.
+    record: the stored record. events: the pending events of its stream, or all events if it runs in the background.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Run:
         self.is_background = bool(record.response["background"])
         self.is_cancelled = False
         self.task: asyncio.Task[None] | None = None
-        self.log: Callable[[], None] = lambda: None  # of a response in the background, when it has ended
+        self.log: Callable[[], None] = lambda: None  # called when a background response has ended
         self.events = Events()
         encrypts = "reasoning.encrypted_content" in (body.include or ())
         self._output = Output(self.events, body.named_tools, encrypts)
@@ -137,8 +138,8 @@ class Run:
         return self.record.response
 
     async def steps(self) -> AsyncGenerator[None]:
-        """Generate, and yield whenever there are new events. An error before the first piece of the answer is raised:
-        ApiError, EngineDeadError. A later one, and one in the background, is the end of the response."""
+        """Generate, and yield whenever there are new events. An error before the first output is raised: ApiError,
+        EngineDeadError. A later error, or one in the background, ends the response."""
         begun = self.is_background
         try:
             async with aclosing(self.running_chat.pieces()) as steps:
@@ -177,7 +178,7 @@ class Run:
             self.events.make(kind, response=self.response)
         self.responses.runs[self._key] = self
         self.task = asyncio.create_task(self._generate())
-        await asyncio.sleep(0)  # let it begin before the client has an answer: a server that drains admits nothing
+        await asyncio.sleep(0)  # let it start before the client gets a response: a draining server admits nothing
 
     async def _generate(self) -> None:
         refreshing = asyncio.create_task(self._refresh())
@@ -194,12 +195,12 @@ class Run:
                 self._news.notify_all()
 
     async def _refresh(self) -> None:
-        """Tell other servers that the response is being generated, and cancel it if one of them did."""
+        """Signal to other servers that the response is being generated, and stop if one of them cancelled it."""
         store = self.responses.store
         while not self.is_cancelled:
             await asyncio.sleep(REFRESH_SECONDS)
             with suppress(StoreError):
-                # A copy, since the response may change while it waits to be written.
+                # A copy, since the response may change before it is written.
                 if not await store.run(store.replace, self.owner, Record(dict(self.response), self.record.input)):
                     self.cancel()
 
@@ -208,7 +209,7 @@ class Run:
         self.running_chat.call.abort()
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
-        """The events of a background response behind the one of that number, until the last one."""
+        """Yield the events of a background response after event number `after`, until the last one."""
         position = after + 1
         while True:
             async with self._news:
@@ -250,7 +251,7 @@ class Run:
         self.events.make(_last_event(status), response=response)
 
     async def _store(self) -> None:
-        """A client gets its answer even if the store fails: the response says then that it is not stored."""
+        """Store the response. If the store fails, the client still gets the response, marked as not stored."""
         store = self.responses.store
         try:
             if not self.is_background:
@@ -263,7 +264,7 @@ class Run:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """The usage of a chat under the names of responses."""
+    """Convert a chat's usage to the field names of responses."""
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -278,7 +279,7 @@ def _last_event(status: str) -> str:
 
 
 def _replay(record: Record, after: int) -> list[bytes]:
-    """The events of a stored response, with each text in one delta. The last event is always among them."""
+    """Return the events of a stored response, with each text in one delta. The last event is always included."""
     events = Events()
     begun = {**record.response, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
     events.make("response.created", response=begun)
@@ -291,7 +292,7 @@ def _replay(record: Record, after: int) -> list[bytes]:
 
 
 def _new_response(server: Server, body: ResponsesRequest, running_chat: RunningChat) -> dict[str, Any]:
-    """A response that has no output yet, with its parameters as given or by default."""
+    """Return a response without output, with its parameters as given or by default."""
     sampling = server.llm.processor.default_sampling_params(chat=True)
     default = {
         **dict.fromkeys(_FIELDS["default_null"].split()),
@@ -317,7 +318,7 @@ def _new_response(server: Server, body: ResponsesRequest, running_chat: RunningC
 
 @router.post("/v1/responses", responses=stream_answers(Item), response_model=None)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
-    """Answer the input, which may continue an earlier response."""
+    """Respond to the input, which may continue an earlier response."""
     request.app.state.server.accept(body)
     try:
         return await _answer(body, request)
@@ -353,7 +354,7 @@ async def _answer(body: ResponsesRequest, request: Request) -> Response:
 
 
 async def _never() -> Message:
-    """Receive nothing: a background response does not end when its client closes the connection."""
+    """Wait forever: a background response does not end when its client closes the connection."""
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -365,7 +366,7 @@ async def retrieve_response(
     stream: bool = False,
     starting_after: Annotated[int, Query(ge=-1, description="The number of the last event that is known.")] = -1,
 ) -> Response:
-    """A stored response, or one that is generated in the background; with stream, its events."""
+    """Return a stored response or one that is being generated in the background; with stream, its events."""
     responses = _responses(request)
     record = await responses.find(owner_of(request.scope), response_id)
     if not stream:
@@ -389,14 +390,14 @@ async def _events(events: list[bytes]) -> AsyncGenerator[bytes]:
 
 @router.post("/v1/responses/compact", include_in_schema=False)
 async def compact() -> None:
-    """OpenAI's compaction of a conversation, which clients look for. Raises ApiError."""
+    """Reject OpenAI's compaction of a conversation, which clients probe for. Raises ApiError."""
     message = "conversations cannot be compacted; truncation=auto in /v1/responses drops the beginning of a long input"
     raise ApiError(404, message, code="not_found")
 
 
 @router.post("/v1/responses/{response_id}/cancel", responses=answers(Item), response_model=None)
 async def cancel_response(response_id: str, request: Request) -> Response:
-    """End a response that is generated in the background."""
+    """Cancel a response that is generated in the background."""
     responses = _responses(request)
     owner = owner_of(request.scope)
     record = await responses.find(owner, response_id)
@@ -418,7 +419,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 
 @router.delete("/v1/responses/{response_id}", responses=answers(Item), response_model=None)
 async def delete_response(response_id: str, request: Request) -> Response:
-    """Forget a response. Those that continue it can be read, but not continued any more."""
+    """Delete a response. Responses that continue it can be read, but no longer continued."""
     responses = _responses(request)
     owner = owner_of(request.scope)
     await responses.call(responses.store.delete, owner, response_id)
@@ -436,7 +437,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> Response:
-    """The conversation that the model got: the response's input, behind that of the responses that it continues."""
+    """Return the conversation that the model received: the input of all continued responses, then of this one."""
     responses = _responses(request)
     *earlier, last = await responses.call(responses.store.chain, owner_of(request.scope), response_id)
     items = [item for record in earlier for item in record.items] + last.input

@@ -1,4 +1,4 @@
-"""How routes read their bodies, and what they declare to answer."""
+"""How routes read their bodies and declare their responses."""
 
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar, get_type_hints
@@ -19,12 +19,12 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class StrictRoute(APIRoute):
-    """A route whose endpoint takes a body, a pydantic model, and the request. Other endpoints are FastAPI's as usual.
+    """A route whose endpoint takes a body, a pydantic model, and the request. Other endpoints work as usual in FastAPI.
 
-    JSON by the book: UTF-8, no lone surrogates, no NaN, no thousand brackets. It is read as JSON whatever its content
-    type is, since clients of some APIs send none or another; origins.py keeps other origins' pages out.
+    The body must be strict JSON: UTF-8, no lone surrogates, no NaN, no excessive nesting. Its content type is ignored,
+    since clients of some APIs send none or a wrong one; origins.py blocks pages of other origins.
 
-    names: for an API whose bodies become chat requests, its own names of fields of ChatRequest, which errors then use.
+    names: for an API whose bodies become chat requests, its names for the fields of ChatRequest, which errors then use.
     """
 
     names: Mapping[str, str] = {}
@@ -47,7 +47,7 @@ class StrictRoute(APIRoute):
 
 
 async def _read(request: Request) -> bytes:
-    """The body, of which the request keeps no copy."""
+    """Read the body. The request keeps no copy."""
     try:
         return b"".join([chunk async for chunk in request.stream()])
     except ClientDisconnect as error:
@@ -66,7 +66,7 @@ def _parse(model: type[BaseModel], body: bytes) -> BaseModel:
 
 
 def validated(model: type[Model], value: object) -> Model:
-    """Raises ApiError, which names the field that is wrong."""
+    """Validate a value. Raises ApiError, which names the invalid field."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -74,7 +74,7 @@ def validated(model: type[Model], value: object) -> Model:
 
 
 def answers(model: Any, error: Any = ErrorResponse) -> Answers:
-    """What a route declares: the model of its answer, and that of errors."""
+    """Declare a route's response model and error model."""
     return {
         200: {"model": model, "description": "The answer"},
         "4XX": {"model": error, "description": "The request is wrong; the error names the field"},
@@ -83,7 +83,7 @@ def answers(model: Any, error: Any = ErrorResponse) -> Answers:
 
 
 def stream_answers(model: Any, error: Any = ErrorResponse, media_type: str = "text/event-stream") -> Answers:
-    """The same for a route that can stream. media_type: of the stream."""
+    """Declare the same for a route that can stream. media_type: the stream's type."""
     declared = answers(model, error)
     declared[200] |= {"description": "The answer, or with `stream` its parts as they come", "content": {media_type: {}}}
     return declared

@@ -1,4 +1,4 @@
-"""A chat request that runs. Every API for chats translates its bodies to ChatRequest, and these pieces to its own."""
+"""A running chat request. Every chat API translates its bodies to ChatRequest, and these pieces to its own format."""
 
 import asyncio
 import json
@@ -28,13 +28,13 @@ from quire.server.logprobs import chat_logprobs
 from quire.server.protocol import ChatRequest
 from quire.server.responses import ChatLogprobs
 
-PROMPT_END = 256  # characters of a prompt that tell whether the answer begins with thinking
+PROMPT_END = 256  # last characters of a prompt, which show whether the output begins with thinking
 
 
 @dataclass
 class FunctionCall:
-    """A tool call of an answer. is_custom: it calls a custom tool. pieces: of its arguments, which are JSON text, or of
-    the input of a custom tool."""
+    """A tool call in an output. is_custom: it calls a custom tool. pieces: the pieces of its arguments (JSON text) or
+    of a custom tool's input."""
 
     id: str
     name: str
@@ -47,7 +47,7 @@ class FunctionCall:
 
     @property
     def argument_object(self) -> dict[str, Any]:
-        """The arguments as an object, as far as they go if they were cut off."""
+        """Return the arguments as an object; if they were cut off, the part that can be parsed."""
         try:
             value = from_json(self.arguments or "{}", allow_partial=True)
         except ValueError:
@@ -57,8 +57,8 @@ class FunctionCall:
 
 @dataclass(frozen=True)
 class CallIds:
-    """Ids of tool calls to which the model gave none: nine letters and digits, as Mistral's chat template demands, or
-    what the model's own chat template demands.
+    """Ids for tool calls without an id from the model: nine letters and digits, as Mistral's chat template requires, or
+    the format that the model's own chat template requires.
 
     form: ToolFormat.ids. num_earlier: the number of calls in the conversation
     """
@@ -75,16 +75,16 @@ _ANY_IDS = CallIds()
 
 @dataclass
 class Answer:
-    """One completion of a chat, as far as it is known.
+    """One completion of a chat, as generated so far.
 
-    completion: its latest part, which is the whole completion if the request is not streamed. custom_names: of the
-    custom tools that it may call.
+    completion: its latest part, or the whole completion if the request is not streamed. custom_names: the custom tools
+    that it may call.
     """
 
     index: int
     ids: CallIds = _ANY_IDS
     custom_names: frozenset[str] = frozenset()
-    texts: dict[type[Event], list[str]] = field(default_factory=lambda: defaultdict(list))  # pieces, by their type
+    texts: dict[type[Event], list[str]] = field(default_factory=lambda: defaultdict(list))  # pieces by type
     tool_calls: list[FunctionCall] = field(default_factory=list)
     completion: CompletionOutput | None = None
 
@@ -100,7 +100,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> str | None:
-        """As of the completion, but "tool_calls" for an answer that ended by itself and has some."""
+        """The completion's finish reason, or "tool_calls" if it ended by itself and has tool calls."""
         reason = None if self.completion is None else self.completion.finish_reason
         return "tool_calls" if reason == "stop" and self.tool_calls else reason
 
@@ -120,7 +120,8 @@ class Answer:
 class Piece:
     """The new part of one completion.
 
-    events: of its text. completion: its tokens, their logprobs, how it ended. answer: all of it so far, with this part.
+    events: the events of its text. completion: its tokens, logprobs and finish reason. answer: everything so far,
+    including this part.
     """
 
     events: list[Event]
@@ -129,10 +130,9 @@ class Piece:
 
 
 class RunningChat:
-    """A chat request that runs.
-
-    body.stream decides whether pieces come as tokens do, or once with the whole answer. answers: one for each of n, as
-    far as they are known. output: what the engine reported last: the prompt's token ids and logprobs.
+    """A running chat request. body.stream decides whether pieces arrive with each token, or once with the whole output.
+    answers: one for each of n, as generated so far. output: the engine's latest output, with the prompt's token ids and
+    logprobs.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class RunningChat:
         custom_names: frozenset[str] = frozenset(),
         ids: CallIds = _ANY_IDS,
     ) -> None:
-        """parsers: of each of n answers; none if their texts are content as they are. is_forced: the answers must
-        consist of calls. custom_names: of the custom tools that they may call."""
+        """parsers: one for each of n outputs; empty if their texts are plain content. is_forced: the outputs must
+        consist of calls. custom_names: the custom tools that they may call."""
         self.call, self.body, self.meter = call, body, call.meter()
         self._is_forced = is_forced
         self.answers = [Answer(index, ids, custom_names) for index in range(body.n or 1)]
@@ -154,8 +154,8 @@ class RunningChat:
 
     @classmethod
     async def begin(cls, request: Request, body: ChatRequest, prefix: str, before: Sequence[int] = ()) -> Self:
-        """Render and tokenize the conversation. prefix: of the id of the response. before: tokens to put before those
-        of the conversation, which then has no media. Raises ApiError."""
+        """Render and tokenize the conversation. prefix: the prefix of the response id. before: tokens to insert before
+        those of the conversation, which must not have media then. Raises ApiError."""
         server: Server = request.app.state.server
         call = Call(server, request, body, prefix)
         tools = body.definitions
@@ -176,7 +176,7 @@ class RunningChat:
             ids = CallIds(TOOLS[tool_parser].ids, num_earlier)
         is_constrained = body.constraint is not None and body.constraint.structural_tag is None
         if is_constrained:
-            tool_parser = None  # a text of this form holds no calls, even if it looks like one
+            tool_parser = None  # a constrained text contains no calls, even if it looks like one
         of_calls = TOOLS[tool_parser] if tool_parser and (choice is None or strict) else None
         of_thinking = REASONING[reasoning] if reasoning else None
         if any(format is not None and format.needs_special_tokens for format in (of_calls, of_thinking)):
@@ -212,9 +212,9 @@ class RunningChat:
         return cls(call, body, parsers, choice is not None, custom_names, ids)
 
     async def pieces(self) -> AsyncGenerator[list[Piece]]:
-        """The parts of the answers, in the order in which they come. A list may be empty.
+        """Yield the parts of the outputs in the order of arrival. A list may be empty.
 
-        Raises ApiError, EngineDeadError. To close the generator early aborts the request.
+        Raises ApiError, EngineDeadError. Closing the generator early aborts the request.
         """
         async with aclosing(self.call.run()) as outputs:
             async for output in outputs:
@@ -223,14 +223,14 @@ class RunningChat:
                 yield [await self._piece(completion) for completion in output.outputs]
 
     async def collect(self) -> list[Answer]:
-        """The whole answers. Raises ApiError, EngineDeadError."""
+        """Return the complete outputs. Raises ApiError, EngineDeadError."""
         async with aclosing(self.pieces()) as pieces:
             async for _ in pieces:
                 pass
         return self.answers
 
     def logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
-        """The logprobs of a completion's tokens, or of the new part of one, if the request asked for them."""
+        """Return the logprobs of a completion's tokens, or of its new part, if the request asked for them."""
         if completion.logprobs is None:
             return None
         token_bytes = self.call.server.llm.get_tokenizer().token_bytes
@@ -251,14 +251,14 @@ class RunningChat:
                 self.call.trace.called(call.name, call.id, completion.index)
         if completion.finish_reason and answer.reasoning:
             encode = self.call.server.llm.get_tokenizer().encode
-            # In a thread, since long thinking takes a part of a second, in which other streams would stand still.
+            # In a thread, since long thinking takes a fraction of a second, which would stall other streams.
             self.meter.reasoning_tokens += len(await asyncio.to_thread(encode, answer.reasoning, False))
         return Piece(events, completion, answer)
 
     def _is_wanted(self, event: Event) -> bool:
         if isinstance(event, Reasoning):
             return self.body.include_reasoning is not False
-        if isinstance(event, Content):  # of an answer that must consist of calls, it is one that was cut off
+        if isinstance(event, Content):  # where calls are forced, content is a call that was cut off
             return not self._is_forced
         return event.index == 0 or self.body.parallel_tool_calls is not False
 
@@ -270,8 +270,8 @@ def _constraint_of_calls(
     strict: str | None,
     tool_parser: str | None,
 ) -> dict[str, Any]:
-    """The sampling parameters with the constraint that makes an answer consist of calls, if one does. strict: see
-    `_strict_calls`. Raises ApiError for tools whose calls could not be told from text."""
+    """Add the constraint that forces or restricts tool calls to the sampling parameters, if there is one. strict: see
+    `_strict_calls`. Raises ApiError for tools whose calls could not be distinguished from text."""
     if strict is not None:
         return {"structured_outputs": {"structural_tag": strict}}
     if choice is not None:
@@ -286,8 +286,8 @@ def _constraint_of_calls(
 def _strict_calls(
     server: Server, body: ChatRequest, tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any]
 ) -> str | None:
-    """The structural tag that lets the model call only these tools, in its own format. None without strict tools, for a
-    format for which there is none, and where another constraint holds."""
+    """Return the structural tag that lets the model call only these tools, in its own format. None without strict
+    tools, for formats without a tag, and if another constraint applies."""
     form = STRICT.get(server.tool_parser or "")
     backend = server.llm.config.sampling.structured_outputs_config.get("backend", "auto")
     if form is None or not tools or body.constraint is not None or backend == "outlines":
@@ -298,7 +298,7 @@ def _strict_calls(
 
 
 def _merged(events: Iterable[Event]) -> list[Event]:
-    """The events, with neighbouring pieces of the same text as one."""
+    """Merge neighbouring pieces of the same text."""
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None

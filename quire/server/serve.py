@@ -14,7 +14,7 @@ from quire.server.listening import listening_socket, raise_descriptor_limit
 
 
 def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -> int:
-    """Serve until a signal says otherwise. Returns the exit status.
+    """Serve until a signal arrives. Returns the exit status.
 
     Raises ConfigError, OSError or EngineDeadError if it cannot start.
     """
@@ -36,7 +36,7 @@ def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -
                 cores.kill()
         core = CoreClient(*with_files(engine_config))
         try:
-            # Imported here, since it takes a while, in which the core's process imports torch and loads the model.
+            # Imported here, in parallel with the core's process, which imports torch and loads the model.
             from quire.server.http_server import run
 
             return run(core, config, listening)

@@ -24,22 +24,22 @@ from quire._version import __version__
 from quire.config.engine import ConfigError
 from quire.observability.logging import logger
 
-FLUSH_SECONDS = 5.0  # that the end of the process may take for spans that were not sent yet
-MOST_CHARACTERS = 500  # of a text from a client
-_REPEAT_SECONDS = 60.0  # in which the log has the same problem once
+FLUSH_SECONDS = 5.0  # how long the process may wait at exit to send remaining spans
+MOST_CHARACTERS = 500  # of text from a client
+_REPEAT_SECONDS = 60.0  # the same problem is logged at most once in this time
 _PROTOCOLS = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
 _CONTEXT = ("traceparent", "tracestate")
 _CONTEXT_OF_W3C = TraceContextTextMapPropagator()
 
 
 class ServerSpan:
-    """The span of a request that is answered. response_header: the header of the answer that names it."""
+    """The span of an incoming request. response_header: the response header that names it."""
 
     def __init__(self, tracer: Any, span: Span, began: int) -> None:
         """began: by time.monotonic_ns()."""
         self._tracer = tracer
         self._span = span
-        self._offset = time.time_ns() - time.monotonic_ns()  # of the wall clock, by which spans are told
+        self._offset = time.time_ns() - time.monotonic_ns()  # to the wall clock, which spans use
         self._began = began
         self._context = set_span_in_context(span)
         context = span.get_span_context()
@@ -58,18 +58,18 @@ class ServerSpan:
         self._span.add_event(name, dict(attributes))
 
     def add_child(self, name: str, began: float, ended: float, attributes: Mapping[str, Any]) -> None:
-        """A part of the request that is over. began, ended: by time.monotonic()."""
+        """Add a finished part of the request. began, ended: by time.monotonic()."""
         start = self._wall(began)
         child = self._tracer.start_span(name, self._context, attributes=dict(attributes), start_time=start)
         child.end(max(start, self._wall(ended)))
 
     def begin_call(self, name: str, attributes: Mapping[str, Any]) -> "CallSpan":
-        """A request to another server. It begins now."""
+        """Begin the span of a request to another server."""
         span = self._tracer.start_span(name, self._context, SpanKind.CLIENT, dict(attributes))
         return CallSpan(span)
 
     def end(self, error_type: str | None = None, message: str | None = None, is_ours: bool = False) -> None:
-        """is_ours: whether the error is the server's, and not the client's."""
+        """is_ours: whether the server caused the error, not the client."""
         if error_type is not None:
             self._span.set_attribute("error.type", error_type)
         if is_ours:
@@ -81,7 +81,7 @@ class ServerSpan:
 
 
 class CallSpan:
-    """A request to another server, while it runs. context: the headers that tell the other server about the span."""
+    """A running request to another server. context: the headers that pass the span to the other server."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
@@ -89,7 +89,7 @@ class CallSpan:
         _CONTEXT_OF_W3C.inject(self.context, set_span_in_context(span))
 
     def end(self, status: int | None = None, error_type: str | None = None) -> None:
-        """status: of the answer, if there was one."""
+        """status: the response status, if there was a response."""
         if self._span.is_recording():
             if status is not None:
                 self._span.set_attribute("http.response.status_code", status)
@@ -101,10 +101,10 @@ class CallSpan:
 
 
 class Tracing:
-    """Makes spans, and sends them in a thread of its own. If they cannot be sent, they are dropped."""
+    """Creates spans, and sends them in its own thread. Spans that cannot be sent are dropped."""
 
     def __init__(self, endpoint: str, service: str, ignored: Callable[[str], bool] = lambda path: False) -> None:
-        """service: the name of the service, unless the environment has another. ignored: whether a path has no spans.
+        """service: the service name, unless the environment sets another. ignored: whether a path has no spans.
 
         Raises ConfigError for an address or a protocol that cannot be used.
         """
@@ -115,16 +115,16 @@ class Tracing:
         if str(resource.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: service}))
         self._processor = BatchSpanProcessor(exporter)
-        # The sampler is that of OTEL_TRACES_SAMPLER; by default the flag of `traceparent` decides, and without it all
-        # requests are recorded.
+        # OTEL_TRACES_SAMPLER selects the sampler. By default, the flag of `traceparent` decides; without this header,
+        # all requests are recorded.
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         provider.add_span_processor(self._processor)
         self._tracer = provider.get_tracer("quire", __version__)
 
     def begin(self, scope: Scope, path: str, route: str | None) -> ServerSpan | None:
-        """The span of a request; None if its path has none, or if OTEL_SDK_DISABLED is set.
+        """Begin the span of a request. Returns None if its path has none, or if OTEL_SDK_DISABLED is set.
 
-        path: without the server's root path. route: the route's path, in which parts that differ have a name.
+        path: without the server's root path. route: the route's path, in which variable parts have names.
         """
         if self._ignored(path):
             return None
@@ -156,8 +156,8 @@ class Tracing:
         return found
 
     async def close(self) -> None:
-        """Send what was not sent yet. If that takes longer than FLUSH_SECONDS, the rest is lost."""
-        # Its thread must not hold up the end of the process, as one of the event loop's would.
+        """Send the remaining spans. After FLUSH_SECONDS, the rest is lost."""
+        # A daemon thread, since a thread of the event loop would delay the end of the process.
         flush = threading.Thread(target=self._processor.shutdown, name="flush spans", daemon=True)
         flush.start()
         end = time.monotonic() + FLUSH_SECONDS
@@ -169,7 +169,7 @@ class Tracing:
 
 
 def _exporter(endpoint: str) -> SpanExporter:
-    """The OTLP exporter for an address. Raises ConfigError."""
+    """Return the OTLP exporter for an address. Raises ConfigError."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https", "grpc") or not parts.netloc:
         raise ConfigError(f"otlp_traces_endpoint must be a URL such as http://127.0.0.1:4317, got {endpoint!r}")
@@ -187,17 +187,17 @@ def _exporter(endpoint: str) -> SpanExporter:
 
 
 def _context_of(scope: Scope) -> Any:
-    """The context of a request that is a part of a trace, or an empty one."""
+    """Return the context of a request that is part of a trace, or an empty one."""
     found: dict[str, str] = {}
     for name, value in scope["headers"]:
         text = name.decode("latin-1")
-        if text in _CONTEXT:  # `tracestate` may be divided over several headers
+        if text in _CONTEXT:  # `tracestate` may be split over several headers
             found[text] = f"{found[text]},{value.decode('latin-1')}" if text in found else value.decode("latin-1")
     return _CONTEXT_OF_W3C.extract(found)
 
 
 class _Reports(logging.Handler):
-    """Passes the libraries' problems on to Quire's log: one line for each kind in a minute."""
+    """Forwards the libraries' problems to Quire's log: at most one line of each kind per minute."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

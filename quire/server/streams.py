@@ -1,4 +1,4 @@
-"""Responses that are streams of events, and what they send while there are none."""
+"""Responses that stream events, with keep-alive messages while there are none."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -13,10 +13,10 @@ from quire.server.errors import api_error, path_in
 
 
 class EventStream(Response):
-    """Sends events as they are generated. It waits for slow readers, and queues nothing meanwhile.
+    """Sends events as they are generated. It waits for slow readers without queueing events.
 
-    before_error, after_error: what surrounds the JSON of an error that ends the stream. done: the stream's last bytes.
-    keep_alive: what is sent so that proxies do not close the connection of an idle stream. Clients ignore it.
+    before_error, after_error: bytes around the JSON of an error that ends the stream. done: the stream's last bytes.
+    keep_alive: bytes that keep proxies from closing an idle stream's connection. Clients ignore them.
     """
 
     media_type = "text/event-stream; charset=utf-8"
@@ -33,9 +33,9 @@ class EventStream(Response):
 
     @classmethod
     async def begin(cls, events: AsyncGenerator[bytes], interval: float, keep_alive: bytes | None = None) -> Self:
-        """Wait for the first event, so that an error before it is answered with its own status.
+        """Wait for the first event, so that an earlier error gets its own response status.
 
-        interval: seconds without an event after which the stream sends `keep_alive`, and before which it must begin; 0
+        interval: seconds without an event after which the stream sends `keep_alive`; it also starts within this time. 0
         for no limit. keep_alive: instead of the class's own.
         """
         if not interval:
@@ -84,7 +84,7 @@ async def _next(events: AsyncGenerator[bytes]) -> bytes:
 
 
 class _Sender:
-    """Sends the parts of a body, and `keep_alive` when there was none for `interval` seconds, unless that is 0."""
+    """Sends the parts of a body, and `keep_alive` after `interval` seconds without one, unless that is 0."""
 
     def __init__(self, send: Send, interval: float, keep_alive: bytes) -> None:
         self._send = send
@@ -111,10 +111,10 @@ class _Sender:
         now = self._loop.time()
         if now >= self._sent_at + self._interval:
             self._sent_at = now
-            if not self._is_sending:  # a reader who is slow has something to read
+            if not self._is_sending:  # a slow reader still has unread data
                 self._filling = self._loop.create_task(self._fill())
         self._timer = self._loop.call_at(self._sent_at + self._interval, self._tick)
 
     async def _fill(self) -> None:
-        with suppress(Exception):  # the client has left, which the request notices
+        with suppress(Exception):  # the client disconnected, which the request notices
             await self.send(self._keep_alive)

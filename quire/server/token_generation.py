@@ -55,7 +55,7 @@ class GenerateRequest(Body):
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="Unless X-Request-Id says another.")
 
     def sampling(self) -> TokenSampling:
-        """sampling_params together with the request's other fields, as `Call` reads them."""
+        """Return sampling_params merged with the request's other fields, as `Call` reads them."""
         inner = self.sampling_params
         fields = {name: getattr(self, name) for name in type(self).model_fields if name in Generation.model_fields}
         detokenize = self.output_mode == "text" or bool(inner.stop)
@@ -67,7 +67,7 @@ class GenerateRequest(Body):
         return sampling
 
 
-# Keys of what Quire lacks, in a whole answer and in its choices.
+# Keys of unsupported features, in a complete response and in its choices.
 _NULLS = dict.fromkeys("prompt_token_id_logprobs mm_placeholders ec_transfer_params".split())
 _CHOICE_NULLS = dict.fromkeys("routed_experts sampling_mask weight_versions".split())
 
@@ -134,7 +134,7 @@ def _prompt_keys(body: GenerateRequest, output: RequestOutput) -> dict[str, Any]
 
 
 def _choice(call: Call, body: GenerateRequest, completion: CompletionOutput) -> dict[str, Any]:
-    """With the mode "tokens", logprobs name tokens by their ids."""
+    """Return a choice. With the mode "tokens", logprobs identify tokens by their ids."""
     token_ids = completion.token_ids
     places = completion.logprobs
     logprobs: Any = None

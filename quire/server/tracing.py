@@ -1,6 +1,6 @@
-"""Traces: what the span of a request says, in the semantic conventions of OpenTelemetry for HTTP and for generative AI.
+"""Traces: the attributes of request spans, following OpenTelemetry's semantic conventions for HTTP and generative AI.
 
-Also under the names that vLLM gives them. No text of a prompt or an answer is in a span.
+vLLM's attribute names are added. Spans contain no text of a prompt or an output.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from quire.server.request_log import Summary
     from quire.server.spans import ServerSpan, Tracing
 
-MOST_PROMPTS = 16  # of a request whose times have spans
-MOST_CHARACTERS = 64  # of a tool's name and of the id of its call, which a model may write
+MOST_PROMPTS = 16  # per request that get spans for their times
+MOST_CHARACTERS = 64  # of a tool's name and a call id, which the model may generate
 _OPERATIONS = {
     "/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/messages": "chat", "/api/chat": "chat",
     "/v1/completions": "text_completion", "/api/generate": "text_completion",
@@ -30,7 +30,7 @@ _OPERATIONS = {
 def begin_tracing(
     endpoint: str | None, service: str, ignored: Callable[[str], bool] = lambda path: False
 ) -> "Tracing | None":
-    """What makes and sends spans, or None without an endpoint; see Tracing for the arguments. Raises ConfigError."""
+    """Return a Tracing, or None without an endpoint; see there for the arguments. Raises ConfigError."""
     if endpoint is None:
         return None
     try:
@@ -43,12 +43,12 @@ def begin_tracing(
 
 
 def route_of(path: str) -> str | None:
-    """A path that names an operation of a model, since others may have any number of names."""
+    """Return the path if it is a known operation of a model, since there may be any number of other paths."""
     return path if path in _OPERATIONS else None
 
 
 class RequestTrace:
-    """The span of a request that is recorded."""
+    """The recorded span of a request."""
 
     def __init__(self, span: "ServerSpan", route: str | None, request_id: str) -> None:
         self._span = span
@@ -59,7 +59,7 @@ class RequestTrace:
         )
 
     def called(self, name: str, call_id: str, index: int) -> None:
-        """The answer with this index calls a tool. Its arguments are not known yet."""
+        """Record that the output with this index calls a tool. Its arguments are not known yet."""
         self._span.add_event(
             "gen_ai.tool.call",
             {
@@ -71,7 +71,7 @@ class RequestTrace:
         )
 
     def ran(self, requests: "Sequence[ProcessedRequest]", outputs: "Sequence[RequestOutput]", began: float) -> None:
-        """The request has run, to its end or up to here. began: when it came, by time.monotonic()."""
+        """Record the results of a request that has ended or was cut short. began: its arrival, by time.monotonic()."""
         if not outputs:
             return
         pools = requests[0].core_requests[0].pooling_params is not None
@@ -99,7 +99,7 @@ class RequestTrace:
         self._add_times(outputs, began)
 
     def end(self, status: int, seconds: float, error: "ApiError | None", summary: "Summary | None") -> None:
-        """status: 0 if no answer was sent."""
+        """status: 0 if no response was sent."""
         if summary is not None:
             model = summary.model
             self._span.set(
@@ -135,7 +135,8 @@ class RequestTrace:
         )
 
     def _add_times(self, outputs: "Sequence[RequestOutput]", began: float) -> None:
-        """Spans for the waiting, the prompt and the answer of each prompt. vLLM's latencies are those of the first."""
+        """Add spans for each prompt's waiting time, prefill and output. vLLM's latencies are those of the first
+        prompt."""
         for index, output in enumerate(outputs[:MOST_PROMPTS]):
             times = output.metrics
             if times is None or not times.first_token_ts:

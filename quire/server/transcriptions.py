@@ -32,14 +32,14 @@ from quire.server.routing import stream_answers, validated
 from quire.server.streams import EventStream
 
 router = APIRouter()
-MultiPartParser.spool_max_size = 1 << 62  # no file: the limits of bodies count memory, and the disk may be full
+MultiPartParser.spool_max_size = 1 << 62  # no temporary file: body limits count memory, and the disk may be full
 _TIME = re.compile(r"<\|\d+\.\d\d\|>")
 MOST_FIELDS = 100  # of a form
-MOST_ROOM = 2  # the text before a transcript may take one of so many parts of the model's context
+MOST_ROOM = 2  # the text before a transcript may take 1 / MOST_ROOM of the model's context
 
 
 class TranscriptionRequest(Generation):
-    """The fields of the form, but for the file."""
+    """The fields of the form, except for the file."""
 
     language: str | None = Field(None, max_length=16, description="Spoken in the file, as in ISO 639-1; or detected.")
     prompt: str | None = Field(None, description="What was said before, or words that may occur.")
@@ -90,12 +90,12 @@ class TranscriptionRequest(Generation):
 
 
 def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a field that a form may leave out. A form has no null."""
+    """Return the schema of an optional form field without null, which forms do not have."""
     return {**{k: v for k, v in schema.items() if k != "anyOf"}, **schema.get("anyOf", [{}])[0]}
 
 
 def _form(model: type[TranscriptionRequest]) -> dict[str, Any]:
-    """What /openapi.json says of the form."""
+    """Return the form's description for /openapi.json."""
     names = (
         *(model.model_fields.keys() - Generation.model_fields.keys()),
         "model",
@@ -147,7 +147,7 @@ async def _answer(request: Request, task: str) -> Response:
 
 
 async def _read(request: Request) -> tuple[TranscriptionRequest, bytes]:
-    """The fields of the form, and its file. Raises ApiError."""
+    """Read the fields of the form, and its file. Raises ApiError."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise ApiError(415, "Content-Type should be multipart/form-data", param="Content-Type")
     try:
@@ -155,7 +155,7 @@ async def _read(request: Request) -> tuple[TranscriptionRequest, bytes]:
     except ImportError as error:
         raise ApiError(501, f"the server lacks packages for sound: {install_command('audio')}") from error
     _, options = parse_options_header(request.headers["content-type"])
-    # Python has codecs that take time in the square of a text's length, or fail in their own ways.
+    # Some of Python's codecs take quadratic time, or raise unusual errors.
     if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
         raise ApiError(415, "Content-Type: charset should be utf-8", param="Content-Type")
     try:
@@ -170,7 +170,7 @@ async def _read(request: Request) -> tuple[TranscriptionRequest, bytes]:
 
 
 def _values(form: FormData) -> dict[str, Any]:
-    """The fields but for the file. Those whose names end in [] are lists."""
+    """Return the fields except for the file. Fields whose names end in [] are lists."""
     values: dict[str, Any] = {}
     for name, value in form.multi_items():
         if isinstance(value, UploadFile):
@@ -178,13 +178,13 @@ def _values(form: FormData) -> dict[str, Any]:
                 raise ApiError(400, f"{name[:64]}: it should not be a file", param=name[:64])
         elif name.endswith("[]") or name in ("timestamp_granularities", "include"):
             values.setdefault(name.removesuffix("[]"), []).append(value)
-        elif value:  # an empty field is as if left out
+        elif value:  # an empty field is treated as omitted
             values[name] = value
     return values
 
 
 class _Transcription:
-    """A file that is transcribed: a request of the engine for each piece that the model hears at once."""
+    """The transcription of a file: one engine request for each piece that fits into the model's input."""
 
     def __init__(self, call: Call, body: TranscriptionRequest, task: str, speech: Any, samples: Any) -> None:
         self.call = call
@@ -230,7 +230,7 @@ class _Transcription:
             prompts: list[Prompt] = [made._prompt(prompt, place) for place in range(len(made.pieces))]
             requests = await call.process(prompts, None, False, "file")
             made.places = {processed.request_id: place for place, processed in enumerate(requests)}
-            made.pieces.clear()  # the answer may take long
+            made.pieces.clear()  # the response may take long
         return made
 
     def _prompt(self, token_ids: list[int], place: int) -> PromptFields:
@@ -238,8 +238,8 @@ class _Transcription:
         return PromptFields(prompt_token_ids=list(token_ids), multi_modal_data={"audio": [sound]})
 
     async def _listen(self, beginning: list[int]) -> None:
-        """Find what the model's first token says: the language, and with verbose_json, whether there is speech. The
-        embeddings of the pieces stay in the encoder's cache for the transcript."""
+        """Read the language from the model's first token and, with verbose_json, the probability of no speech. The
+        pieces' embeddings stay in the encoder's cache for the transcript."""
         detects = self.language is None and bool(self.speech.languages)
         places = range(len(self.pieces) if self.body.response_format == "verbose_json" else int(detects))
         first = await asyncio.gather(*(self._first_token(beginning, place) for place in places))
@@ -249,7 +249,7 @@ class _Transcription:
             self.language = codes[first[0][0]]
 
     async def _first_token(self, beginning: list[int], place: int) -> tuple[int, float]:
-        """The likeliest language of a piece, and the probability that it has no speech."""
+        """Return the likeliest language of a piece, and the probability that it has no speech."""
         llm = self.call.server.llm
         no_speech = self.speech.no_speech
         params = SamplingParams(
@@ -270,7 +270,7 @@ class _Transcription:
         return completion.token_ids[0], 0.0 if found is None else math.exp(found.logprob)
 
     async def collect(self) -> Response:
-        """The whole answer."""
+        """Return the complete response."""
         outputs: list[Any] = [None] * len(self.spans)
         async with aclosing(self.call.run()) as running:
             async for output in running:
@@ -321,7 +321,7 @@ class _Transcription:
             }
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        """Events of the text, piece after piece. They have the fields of OpenAI's events and those of vLLM's chunks."""
+        """Yield events of the text, piece by piece. They have the fields of both OpenAI's events and vLLM's chunks."""
         waiting = [list[str]() for _ in self.spans]
         done = [False] * len(self.spans)
         place = 0
@@ -359,12 +359,13 @@ class _Transcription:
 
 
 def _without_times(text: str) -> str:
-    """Models sometimes write timestamps although they were asked not to. They are tokens, so no part of one comes."""
+    """Remove timestamps, which models sometimes generate without being asked. Each is one token, so none is
+    incomplete."""
     return _TIME.sub("", text) if "<|" in text else text
 
 
 def _subtitles(segments: Iterable[Mapping[str, Any]], is_vtt: bool) -> str:
-    """WebVTT, or SubRip."""
+    """Return the segments as WebVTT or SubRip."""
     mark = "." if is_vtt else ","
     blocks = ["WEBVTT\n"] if is_vtt else []
     for number, segment in enumerate(segments, 1):
@@ -375,7 +376,7 @@ def _subtitles(segments: Iterable[Mapping[str, Any]], is_vtt: bool) -> str:
 
 
 def _clock(seconds: float, mark: str) -> str:
-    """00:01:02.500"""
+    """Format a time like 00:01:02.500."""
     milliseconds = round(seconds * 1000)
     minutes, rest = divmod(milliseconds, 60_000)
     return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02}{mark}{rest % 1000:03}"

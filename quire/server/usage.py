@@ -1,4 +1,4 @@
-"""What a request used, and the events of a stream, which may say it."""
+"""The token usage of a request, and the events of a stream, which may contain it."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Counts a request's tokens, and with `with_drafts`, what became of its drafts."""
+    """Counts a request's tokens and, with `with_drafts`, its accepted drafts."""
 
     def __init__(self, with_drafts: bool) -> None:
         self._with_drafts = with_drafts
         self._drafts: dict[tuple[str, int], SpecDecodeMetrics] = {}  # by request id and index of the completion
-        self._prompts: dict[str, tuple[int, int]] = {}  # request id -> (tokens, of those cached)
+        self._prompts: dict[str, tuple[int, int]] = {}  # request id -> (tokens, cached tokens)
         self.completion_tokens = 0
-        self.reasoning_tokens = 0  # of these, as the text of the thinking is tokenized
+        self.reasoning_tokens = 0  # of the output, by tokenizing the thinking's text
 
     def add(self, output: RequestOutput) -> None:
         """Count an output, or the new part of one."""
@@ -34,13 +34,13 @@ class Meter:
 
     @property
     def metrics(self) -> dict[str, Any] | None:
-        """vLLM's object `metrics`, which only an answer of one completion has."""
+        """Return vLLM's object `metrics`, which only a response with one completion has."""
         drafts = list(self._drafts.values())
         return {"speculative_decoding": drafts[0].to_dict()} if len(drafts) == 1 else None
 
     @property
     def usage_at_start(self) -> Usage:
-        """The usage before the first token of the answer."""
+        """Return the usage before the first output token."""
         usage = self.usage
         usage.pop("completion_tokens_details", None)
         return {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
@@ -77,7 +77,7 @@ class Chunks:
         self._continuous = self._with_usage and options is not None and bool(options.continuous_usage_stats)
 
     def event(self, choice: Mapping[str, Any], meter: Meter, *, at_start: bool = False, **extra: Any) -> bytes:
-        """at_start: the event comes before the first token of the answer."""
+        """at_start: the event precedes the first output token."""
         usage = b""
         if self._continuous:
             usage = b',"usage":' + msgspec.json.encode(meter.usage_at_start if at_start else meter.usage)
@@ -87,7 +87,7 @@ class Chunks:
         return b"".join((self._head, b',"choices":[', msgspec.json.encode(choice), b"]", usage, fields, b"}\n\n"))
 
     def last(self, meter: Meter) -> bytes:
-        """The event with the total usage, or nothing if the request did not ask for it."""
+        """Return the event with the total usage, or nothing if the request did not ask for it."""
         if not self._with_usage:
             return b""
         values = meter.metrics

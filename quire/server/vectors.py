@@ -1,4 +1,4 @@
-"""How vectors are written: as numbers, or as bytes of a type and a byte order."""
+"""The encoding of vectors: as numbers, or as bytes of a type and a byte order."""
 
 import base64
 import sys
@@ -16,7 +16,7 @@ EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
 
 
 def raw(values: Values, dtype: EmbedDType, endianness: Endianness) -> bytes:
-    """The numbers one after the other, rounded to the nearest of the type."""
+    """Return the values as consecutive bytes, rounded to the nearest value of the type."""
     numbers: npt.NDArray[Any]
     if dtype == "float32":
         numbers = np.ascontiguousarray(values, np.float32)
@@ -42,15 +42,15 @@ def encoded(
 
 
 def bits(values: Values, signed: bool) -> list[int]:
-    """A bit for each number, 1 unless it is negative, eight in an integer with the first one highest. signed: the
-    integers are less 128."""
+    """Return one bit per number, 1 unless it is negative, packed into 8-bit integers with the first bit highest.
+    signed: 128 is subtracted from each integer."""
     packed = np.packbits(values >= 0).astype(np.int16)
     numbers: list[int] = (packed - 128 if signed else packed).tolist()
     return numbers
 
 
 def places(vectors: Sequence[Values], parts: Sequence[bytes], dtype: str, endianness: str) -> list[dict[str, Any]]:
-    """Where each vector is in a body of bytes."""
+    """Return the location of each vector in a body of bytes."""
     found = []
     start = 0
     for index, (values, part) in enumerate(zip(vectors, parts, strict=True)):
@@ -70,14 +70,14 @@ def places(vectors: Sequence[Values], parts: Sequence[bytes], dtype: str, endian
 
 
 def _bfloat16(values: Values) -> npt.NDArray[np.uint16]:
-    """The upper halves of the floats, rounded to even."""
+    """Return the upper halves of the floats, rounded to even."""
     whole = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((whole + 0x7FFF + ((whole >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 @cache
 def _float8_values(dtype: str) -> tuple[npt.NDArray[np.float64], int]:
-    """(the values of the codes without a sign, as far as they are finite, and the code of what is larger)"""
+    """Return (the finite values of the codes without a sign, the code for larger values)."""
     bits_of_fraction, bias, last, above = (3, 7, 0x7E, 0x7E) if dtype == "fp8_e4m3" else (2, 15, 0x7B, 0x7C)
     codes = np.arange(last + 1)
     exponent = codes >> bits_of_fraction

@@ -1,4 +1,4 @@
-"""Limits how often the same warning is logged, where clients without a key can cause it with each request."""
+"""Limits how often a warning is logged that clients without a key can cause with each request."""
 
 import logging
 import threading
@@ -7,12 +7,12 @@ SECONDS = 10.0  # between two lines
 
 
 class WarningLimit(logging.Filter):
-    """Logs a warning once. While it comes again, a line every `seconds` tells how often it came."""
+    """Logs a warning once. If it recurs, a line every `seconds` reports how often."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         super().__init__()
         self._seconds = seconds
-        self._counts: dict[str, int] = {}  # by message: how often it came since the last line
+        self._counts: dict[str, int] = {}  # by message: occurrences since the last line
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:

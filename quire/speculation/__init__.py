@@ -1,1 +1,1 @@
-"""Speculation: guesses of the tokens that follow a text, which the model then verifies."""
+"""Speculative decoding: proposes the next tokens of a text, which the model then verifies."""

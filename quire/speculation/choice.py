@@ -1,16 +1,16 @@
-"""Makes the proposer that the options choose."""
+"""Creates the proposer that the options select."""
 
 from quire.config.declaration import imported
 from quire.config.speculative import SpeculativeOptions
 from quire.speculation.proposer import Proposer
 from quire.speculation.suffix import SuffixOptions, SuffixProposer
 
-_TOKENS_OF_AN_ANSWER = 256  # on average, to limit the memory of recent answers
-_RECENT_TOKENS = 1 << 17  # the most that are searched in a step
+_TOKENS_OF_AN_ANSWER = 256  # assumed average, to limit the memory for recent outputs
+_RECENT_TOKENS = 1 << 17  # at most searched per step
 
 
 def make_proposer(options: SpeculativeOptions) -> Proposer:
-    """Raises ConfigError if a class cannot be imported."""
+    """Create the proposer. Raises ConfigError if a class cannot be imported."""
     if options.method == "ngram":
         found = SuffixOptions(options.prompt_lookup_min, options.prompt_lookup_max, float("inf"), 0.0)
     elif options.method == "suffix":

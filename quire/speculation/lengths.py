@@ -1,4 +1,4 @@
-"""How many drafts are worth verifying, from the share that was accepted lately and from the time that steps take."""
+"""Chooses how many drafts to verify, from the recent acceptance rate and the time that steps take."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from itertools import accumulate
 from quire.messages.step import StepCosts
 
 _UNKNOWN = StepCosts()
-_PRIOR = 0.7  # the acceptance of a request about which nothing is known
-_WEIGHT = 0.15  # of the newest verification, in a request's acceptance
-_RECOVERY = 0.03  # how far the acceptance goes back to the prior in a step without drafts, so that they are tried again
-_LEVELS = 20  # acceptance is rounded to so many levels
-_GAIN = 1.1  # speculation has to promise so much, since the costs are not known exactly
+_PRIOR = 0.7  # the initial acceptance of a request
+_WEIGHT = 0.15  # weight of the newest verification in a request's acceptance
+_RECOVERY = 0.03  # share by which acceptance returns to the prior per step without drafts, to try them again
+_LEVELS = 20  # acceptance is rounded to this many levels
+_GAIN = 1.1  # required speedup, since the costs are not known exactly
 
 
 class Acceptance:
-    """The share of a request's drafts that is accepted, by those before it having been accepted."""
+    """The probability that a request's draft is accepted, given that all drafts before it were accepted."""
 
     __slots__ = ("value",)
 
@@ -35,7 +35,7 @@ class DraftLengths:
     """The best number of drafts for a request, given the number of requests in the step."""
 
     def __init__(self, most: int, costs: StepCosts = _UNKNOWN) -> None:
-        """most: of drafts. If the costs of steps are not known, a request always gets the most drafts."""
+        """most: the maximum number of drafts. If the costs of steps are unknown, a request always gets this many."""
         self.most = most
         self._knows_costs = bool(costs.steps)
         self._step, self._first, self._next = map(_Seconds, (costs.steps, costs.first_draft, costs.next_draft))
@@ -47,9 +47,10 @@ class DraftLengths:
         return self.best(num_requests, round(acceptance.value * _LEVELS))
 
     def _best(self, num_requests: int, level: int) -> int:
-        """The number of drafts with which a step of so many requests gives the most tokens in a second.
+        """Return the number of drafts with which a step of `num_requests` requests generates the most tokens per
+        second.
 
-        With the acceptance p, k drafts give 1 + p + ... + p^k tokens on average.
+        With acceptance p, k drafts give 1 + p + ... + p^k tokens on average.
         """
         powers = [(level / _LEVELS) ** count for count in range(self.most + 1)]
         speeds = [tokens / self._seconds(num_requests, count) for count, tokens in enumerate(accumulate(powers))]
@@ -57,13 +58,13 @@ class DraftLengths:
         return best if speeds[best] >= _GAIN * speeds[0] else 0
 
     def _seconds(self, num_requests: int, count: int) -> float:
-        """How long it takes to make and to verify `count` drafts for each request."""
+        """Return the time to create and verify `count` drafts for each request."""
         making = self._first(num_requests) + (count - 1) * self._next(num_requests) if count else 0.0
         return self._step(num_requests * (1 + count)) + making
 
 
 class _Seconds:
-    """Measured times, by a size. Times between two sizes are interpolated; beyond the largest size, they grow in
+    """Measured times by size. Times between two sizes are interpolated; beyond the largest size, they grow in
     proportion to it."""
 
     def __init__(self, measured: Mapping[int, float]) -> None:

@@ -1,11 +1,11 @@
-"""Drafts from text that was seen before: where the end of a text occurs earlier, it may go on as it did there.
+"""Drafts from earlier text: if the end of a text occurs earlier, the text may continue as it did there.
 
-The longest match of the text's last tokens is searched in the text itself and, if wanted, in recent answers. Of several
-continuations the most frequent one is followed, as long as it is likely enough.
+The longest match of the text's last tokens is searched in the text itself and, optionally, in recent outputs. The most
+frequent continuation is proposed, as long as it is likely enough.
 
 Sources: prompt lookup (github.com/apoorvumang/prompt-lookup-decoding); SuffixDecoding, arXiv:2411.04975. The latter
-keeps suffix trees. Here, a comparison of all positions at once takes their place: it needs no index that must follow
-each token, and a text of 10,000 tokens takes some 20 microseconds.
+keeps suffix trees. Here, a single comparison of all positions replaces them: no index has to be updated for each token,
+and a text of 10,000 tokens takes some 20 microseconds.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ import numpy.typing as npt
 from quire.speculation.proposer import Text
 
 Tokens = npt.NDArray[np.int32]
-_MOST_MATCHES = 64  # the latest ones, if a token occurs more often
+_MOST_MATCHES = 64  # the latest matches, if there are more
 
 
 @dataclass(frozen=True)
 class SuffixOptions:
-    """min_match, max_match: how many of the last tokens must and may be equal. factor: the most drafts for each token
-    that is equal. min_probability: below it, a draft is not proposed. recent_tokens: how many tokens of recent answers
-    are searched, too."""
+    """min_match, max_match: the minimum and maximum number of matching last tokens. factor: the maximum number of
+    drafts per matching token. min_probability: less likely drafts are not proposed. recent_tokens: how many tokens of
+    recent outputs are also searched."""
 
     min_match: int = 1
     max_match: int = 24
@@ -34,7 +34,7 @@ class SuffixOptions:
 
 
 class _Memory:
-    """Tokens in their order; they grow at the end."""
+    """A growing sequence of tokens."""
 
     def __init__(self, size: int = 1024) -> None:
         self.array: Tokens = np.empty(size, np.int32)
@@ -53,12 +53,12 @@ class _Memory:
 
 
 class SuffixProposer:
-    """Proposes what followed the longest match of a text's end."""
+    """Proposes the tokens that followed the longest match of a text's end."""
 
     def __init__(self, options: SuffixOptions) -> None:
         self.options = options
         self._texts: dict[str, _Memory] = {}  # by request id
-        self._recent: dict[str | None, _Memory] = {}  # answers by cache salt, with -1 between them
+        self._recent: dict[str | None, _Memory] = {}  # outputs by cache salt, with -1 between them
 
     def propose(self, texts: Sequence[Text], most: Sequence[int]) -> list[list[int]]:
         return [self._propose(text, count) if count else [] for text, count in zip(texts, most, strict=True)]
@@ -73,7 +73,7 @@ class SuffixProposer:
                 recent.array = recent.tokens[-limit:].copy()
                 recent.length = limit
             while sum(memory.length for memory in self._recent.values()) > 4 * limit:
-                del self._recent[next(iter(self._recent))]  # salts that came first go first
+                del self._recent[next(iter(self._recent))]  # the oldest salts are removed first
 
     def _propose(self, text: Text, most: int) -> list[int]:
         memory = self._texts.get(text.request_id)
@@ -95,8 +95,8 @@ class SuffixProposer:
         return self._continuation(found, ends, int(min(most, matched * self.options.factor)))
 
     def _matches(self, where: Tokens, text: Tokens) -> tuple[npt.NDArray[np.int64], int]:
-        """The positions in `where` at which its tokens equal the last ones of `text` for the longest, and how many
-        tokens are equal there."""
+        """Return the positions in `where` with the longest match of the last tokens of `text`, and the length of the
+        match."""
         ends = np.flatnonzero(where == text[-1])[-_MOST_MATCHES:]
         if not len(ends):
             return ends, 0
@@ -108,7 +108,7 @@ class SuffixProposer:
         return ends[lengths == longest], longest
 
     def _continuation(self, tokens: Tokens, ends: npt.NDArray[np.int64], most: int) -> list[int]:
-        """The likeliest tokens after the positions `ends`."""
+        """Return the likeliest tokens after the positions `ends`."""
         drafts: list[int] = []
         probability = 1.0
         while len(drafts) < most and len(ends) > 1:
@@ -124,7 +124,7 @@ class SuffixProposer:
             drafts.append(int(following[best]))
             ends = ends[tokens[ends] == following[best]]
         if len(drafts) < most and len(ends):
-            # A text that ends within a repetition goes on with it, so what follows is repeated.
+            # A text that ends within a repetition probably continues it, so the following tokens are repeated.
             following = tokens[int(ends[0]) + 1 :]
             drafts += np.resize(following, most - len(drafts)).tolist() if len(following) else []
         return drafts[: drafts.index(-1)] if -1 in drafts else drafts

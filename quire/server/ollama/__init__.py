@@ -1,4 +1,4 @@
-"""Ollama's API: text and embeddings of the served model, and the models that are at hand."""
+"""Ollama's API: text and embeddings of the served model, and the available models."""
 
 from fastapi import APIRouter
 

@@ -20,14 +20,14 @@ from quire.server.ollama.state import State
 
 router = APIRouter(route_class=OllamaRoute, dependencies=[Depends(check_allowed)])
 MAX_UPLOADS = 2  # at once
-_SPARE = 1 << 30  # bytes of the disk that are left to others
-_UNUSED_SECONDS = 24 * 3600.0  # after which a file is deleted from which no model was created
-_WRITTEN = 4 << 20  # bytes that are written and hashed at once
+_SPARE = 1 << 30  # bytes that stay free on the disk
+_UNUSED_SECONDS = 24 * 3600.0  # after which a file that no model was created from is deleted
+_WRITTEN = 4 << 20  # bytes written and hashed at once
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 
 
 def checked_digest(digest: str, param: str = "digest") -> str:
-    """Its hexadecimal digits. Raises ApiError."""
+    """Return the hexadecimal digits of a digest. Raises ApiError."""
     match = _DIGEST.fullmatch(digest)
     if match is None:
         raise ApiError(400, f"{param} should be sha256: and 64 hexadecimal digits, got {digest[:100]!r}", param=param)
@@ -42,7 +42,7 @@ async def has_blob(digest: str, request: Request) -> Response:
 
 @router.post("/api/blobs/{digest}", responses=ANSWERS, response_class=Response)
 async def upload(digest: str, request: Request) -> Response:
-    """Keep the body as a file, for /api/create."""
+    """Store the body as a file, for /api/create."""
     state: State = request.app.state.ollama
     path = state.library.blob(checked_digest(digest))
     if path.exists():
@@ -99,7 +99,7 @@ def _check_room(folder: Path, size: int) -> None:
 
 
 def _delete_unused(state: State) -> None:
-    """Delete old files from which no model was created, and what broken uploads have left."""
+    """Delete old files that no model was created from, and the remains of interrupted uploads."""
     for path in state.library.unused_blobs():
         with suppress(OSError):
             if path.stat().st_mtime < time.time() - _UNUSED_SECONDS:

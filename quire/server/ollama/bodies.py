@@ -1,4 +1,4 @@
-"""What the bodies of Ollama's API have in common: the model's name, options, and how long the model stays loaded."""
+"""The common fields of Ollama's API: the model's name, options, and how long the model stays loaded."""
 
 import re
 from typing import Any
@@ -28,7 +28,8 @@ class OllamaRoute(StrictRoute):
 
 
 def seconds_of(keep_alive: float | str) -> float | None:
-    """The seconds of a keep_alive: a number of them, or a duration such as 5m or 1h30m. None for a negative one: never.
+    """Return the seconds of a keep_alive: a number, or a duration such as 5m or 1h30m. A negative value means forever:
+    None.
 
     Raises ValueError.
     """
@@ -43,7 +44,7 @@ def seconds_of(keep_alive: float | str) -> float | None:
 
 
 class NamedModel(Body):
-    """model: a served model's name or that of a created model, also with the tag `latest`."""
+    """model: the name of a served or created model, optionally with the tag `latest`."""
 
     name: str | None = Field(None, description="The older name of model.")
 
@@ -56,11 +57,11 @@ class NamedModel(Body):
 
     @property
     def created(self) -> CreatedModel | None:
-        """The created model that the name means, after `accepted`."""
+        """The created model that the name refers to. Valid after `accepted`."""
         return self._created
 
     def accepted(self, request: Request) -> str:
-        """The name as the client wrote it, or that of the served model. `model` becomes the served model's name.
+        """Return the name as the client wrote it, or the served model's name. Sets `model` to the served model's name.
 
         Raises ApiError."""
         server: Server = request.app.state.server

@@ -1,4 +1,4 @@
-"""Downloads for /api/pull: `quire pull --json` in a process of its own, one for each model at a time."""
+"""Downloads for /api/pull: `quire pull --json` in a separate process, at most one per model at a time."""
 
 import asyncio
 import os
@@ -13,20 +13,21 @@ from quire.config.engine import ModelConfig
 from quire.observability.logging import logger
 from quire.server.errors import ApiError
 
-MAX_DOWNLOADS = 2  # that run at once
+MAX_DOWNLOADS = 2  # at the same time
 _MOST_LINE = 64 << 10  # bytes
 Line = dict[str, Any]
 
 
 class Downloads:
-    """Those that run, by the names of their models. Several requests for a model follow the same download."""
+    """The running downloads, by model name. Several requests for a model follow the same download."""
 
     def __init__(self, options: ModelConfig) -> None:
         self._options = options
         self._running: dict[str, _Download] = {}
 
     async def pull(self, name: str) -> AsyncGenerator[Line]:
-        """The lines of a download, until it succeeds. It ends early when nobody follows it. Raises ApiError."""
+        """Yield the lines of a download until it succeeds. The download is stopped when no request follows it. Raises
+        ApiError."""
         while (download := self._running.get(name)) is not None and download.is_ending:
             await asyncio.wait([download.task])
         if download is None:
@@ -58,7 +59,7 @@ class Downloads:
         )
 
     async def output_of(self, *arguments: str) -> str:
-        """What a command prints. Raises ApiError if it fails."""
+        """Return the output of a command. Raises ApiError if it fails."""
         process = await self.run(*arguments)
         output, error = await process.communicate()
         if process.returncode:
@@ -67,17 +68,17 @@ class Downloads:
 
 
 def failure(error: bytes) -> ApiError:
-    """error: what a command wrote on standard error."""
+    """error: a command's output on standard error."""
     lines = error.decode(errors="replace").strip().splitlines()
     message = lines[-1].removeprefix("quire: error: ") if lines else "the command was killed"
     return ApiError(400, message, param="model")
 
 
 class _Download:
-    """A download that runs, and the last line about each of its files. task: it, with all that ending it takes."""
+    """A running download, and the last line about each of its files. task: runs the download, including its cleanup."""
 
     def __init__(self, downloads: Downloads, name: str) -> None:
-        self._lines: dict[str, tuple[int, Line]] = {}  # by file or status, each with its number
+        self._lines: dict[str, tuple[int, Line]] = {}  # by file or status: (number, line)
         self._count = self._followers = 0
         self._news = asyncio.Event()
         self.is_ending = False
@@ -117,12 +118,12 @@ class _Download:
             if await process.wait():
                 raise failure(await errors)
             logger.info("Downloaded %s for a client", name)
-        except ValueError as error:  # no JSON, or a line without an end
+        except ValueError as error:  # not JSON, or an endless line
             raise ApiError(500, "quire pull printed something else than its progress") from error
         finally:
             if process.returncode is None:
                 with suppress(ProcessLookupError):
-                    process.terminate()  # it removes the files that it has begun
+                    process.terminate()  # it removes its incomplete files
                 await process.wait()
             errors.cancel()
 

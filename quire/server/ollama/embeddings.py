@@ -1,4 +1,4 @@
-"""Ollama's API: POST /api/embed and, as it was before, /api/embeddings."""
+"""Ollama's API: POST /api/embed and the older /api/embeddings."""
 
 import time
 from typing import Any
@@ -34,7 +34,7 @@ class OldEmbeddingRequest(KeptModel):
 
 @router.post("/api/embed", responses=ANSWERS, response_model=None)
 async def embed(body: EmbedRequest, request: Request) -> Response:
-    """Embeddings of length 1."""
+    """Return normalized embeddings."""
     began = time.monotonic()
     name = body.accepted(request)
     texts = [body.input] if isinstance(body.input, str) else body.input
@@ -54,7 +54,7 @@ async def embed(body: EmbedRequest, request: Request) -> Response:
 
 @router.post("/api/embeddings", responses=ANSWERS, response_model=None)
 async def embed_prompt(body: OldEmbeddingRequest, request: Request) -> Response:
-    """One embedding, whose length is as the model makes it."""
+    """Return one embedding, not normalized."""
     body.accepted(request)
     texts = [body.prompt] if body.prompt else []
     vectors, _ = await _vectors(request, body, texts, "prompt", False)
@@ -64,7 +64,7 @@ async def embed_prompt(body: OldEmbeddingRequest, request: Request) -> Response:
 async def _vectors(
     request: Request, body: KeptModel, texts: list[str], field: str, normalized: bool
 ) -> tuple[list[Values], int]:
-    """The embedding of each text, and the number of their tokens. Raises ApiError."""
+    """Return the embedding of each text, and the total number of tokens. Raises ApiError."""
     dimensions = truncate = None
     if isinstance(body, EmbedRequest):
         dimensions = body.dimensions

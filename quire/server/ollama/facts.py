@@ -1,4 +1,4 @@
-"""What Ollama's API says about the served model: its details, size, digest and architecture."""
+"""The facts about the served model in Ollama's API: its details, size, digest and architecture."""
 
 import hashlib
 import re
@@ -19,7 +19,7 @@ from quire.models.parameters import parameters_of
 from quire.server.fields import TABLES
 
 _INFO: dict[str, list[str]] = TABLES["ollama"]["model_info"]
-_MOST_HASHED = 64 << 20  # bytes of a file that is hashed; a larger one counts by its time of modification
+_MOST_HASHED = 64 << 20  # bytes; of a larger file, the modification time is hashed instead
 _MOST_LICENSE = 256 << 10  # bytes
 _SCALARS = (str, int, float)
 _CARD_LICENSE = re.compile(r"^license:[ \t]*['\"]?([\w.+-]+)", re.MULTILINE)
@@ -27,9 +27,9 @@ _CARD_LICENSE = re.compile(r"^license:[ \t]*['\"]?([\w.+-]+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Facts:
-    """details: Ollama's. size: bytes of the files. digest: 64 hexadecimal digits, which tell other files apart.
-    modified_at: in ISO format. model_info: as GGUF names it; lists: only of GGUF files, see GgufFile.
-    license: its text or its name, "" if it is unknown."""
+    """details: Ollama's details. size: bytes of the files. digest: 64 hexadecimal digits that identify the files.
+    modified_at: in ISO format. model_info: with GGUF's key names. lists: only for GGUF files, see GgufFile.
+    license: the text or the name of the license, "" if unknown."""
 
     details: dict[str, Any]
     size: int
@@ -41,7 +41,7 @@ class Facts:
 
 
 def facts_of(frontend: Frontend) -> Facts:
-    """Reads the files' heads, and at most 64 MiB of each to hash it."""
+    """Collect the facts. Reads the headers of the files, and at most 64 MiB of each file to hash it."""
     directory = frontend.directory
     description = describe(directory, frontend.config.model)
     gguf = read_gguf(directory) if directory.is_file() else None
@@ -60,7 +60,7 @@ def facts_of(frontend: Frontend) -> Facts:
         f"{family}.context_length": description.spec.max_positions,
         **{name: value for name, value in metadata.items() if isinstance(value, _SCALARS)},
     }
-    info.pop("tokenizer.chat_template", None)  # which is the field `template`
+    info.pop("tokenizer.chat_template", None)  # returned as the field `template`
     details = {
         "parent_model": "",
         "format": "safetensors" if gguf is None else "gguf",
@@ -82,12 +82,12 @@ def facts_of(frontend: Frontend) -> Facts:
 
 
 def as_lists(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The lists of `Facts`, as JSON has them."""
+    """Return the lists of `Facts` as JSON values."""
     return {name: v.tolist() if isinstance(v, np.ndarray) else list(v) for name, v in values.items()}
 
 
 def size_name(count: int) -> str:
-    """A number of parameters as Ollama writes it: 4.49M, 1.5B, 8B."""
+    """Return a number of parameters as Ollama writes it: 4.49M, 1.5B, 8B."""
     for unit, letter, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0)):
         if count >= unit:
             return f"{count / unit:.{digits if count % unit else 0}f}{letter}"
@@ -95,7 +95,7 @@ def size_name(count: int) -> str:
 
 
 def derived_digest(digest: str, *parts: object) -> str:
-    """The digest of a model that consists of another and of something else."""
+    """Return the digest of a model that consists of another model and additional parts."""
     return hashlib.sha256(msgspec.json.encode([digest, *parts])).hexdigest()
 
 
@@ -114,7 +114,7 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 def _content(path: Path) -> str:
-    """Identifies a file's content. In the hub's cache, its name does."""
+    """Return an identifier of a file's content. In the hub's cache, the file name is one."""
     real = path.resolve()
     if real.parent.name == "blobs":
         return real.name

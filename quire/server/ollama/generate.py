@@ -43,7 +43,8 @@ class Generation(KeptModel):
         return name
 
     def translated(self, messages: list[dict[str, Any]], template: str | None = None, **extra: Any) -> ChatRequest:
-        """With the defaults of a created model. template: of the request itself. Raises ApiError."""
+        """Return the chat request, with the defaults of a created model. template: from the request itself. Raises
+        ApiError."""
         created = self.created
         options = {**(created.parameters if created else {}), **(self.options or {})}
         fields = {OPTIONS[name]: value for name, value in options.items() if name in OPTIONS}
@@ -64,7 +65,7 @@ class Generation(KeptModel):
         return chat
 
     def begun(self, messages: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
-        """OpenAI's messages, with those that a created model puts before them."""
+        """Return OpenAI's messages, preceded by the messages of a created model."""
         created = self.created
         if created is None:
             return list(openai_messages(messages))
@@ -156,7 +157,7 @@ async def answer_chat(body: OllamaChatRequest, request: Request) -> Response:
 
 
 async def _load(reply: "Reply", body: Generation, server: Server) -> Response:
-    """The answer to a request without a prompt: it loads the model, or unloads it with a keep_alive of 0."""
+    """Answer a request without a prompt: load the model, or unload it if keep_alive is 0."""
     if body.kept_seconds == 0:
         await server.keep_alive.unload()
         return json_response(reply.part(done=True, done_reason="unload"))
@@ -168,7 +169,7 @@ async def _load(reply: "Reply", body: Generation, server: Server) -> Response:
 
 
 def _checked(context: list[int], server: Server) -> list[int]:
-    """Raises ApiError for what are no tokens of the model."""
+    """Raises ApiError for ids that are not tokens of the model."""
     size = server.llm.processor.vocab_size
     if wrong := next((token for token in context if token >= size), None):
         raise ApiError(400, f"context: {wrong} is no token of this model, which has {size}", param="context")
@@ -178,7 +179,7 @@ def _checked(context: list[int], server: Server) -> list[int]:
 async def _begin(
     request: Request, chat: ChatRequest, prefix: str, images: str, context: Sequence[int] = ()
 ) -> RunningChat:
-    """images: the name of the field that has the pictures, which errors name."""
+    """images: the name of the field with the pictures, for errors."""
     try:
         return await RunningChat.begin(request, chat, prefix, context)
     except ApiError as error:
@@ -189,8 +190,8 @@ async def _begin(
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to a chat, or to a prompt. model: its name as the client wrote it. has_context: whether it ends with
-    the tokens of prompt and answer, with which clients can go on."""
+    """The response to a chat or a prompt. model: the name as the client wrote it. has_context: whether the response
+    ends with the tokens of prompt and output, which clients can send to continue."""
 
     model: str
     is_chat: bool
@@ -220,7 +221,7 @@ class Reply:
         return json_response(self.part(answer.content or "", answer.reasoning, answer.tool_calls, **fields))
 
     async def _stream(self, running_chat: RunningChat) -> AsyncGenerator[bytes]:
-        num_calls = 0  # that were sent, each when it is complete
+        num_calls = 0  # calls sent so far, each when it is complete
         token_ids: list[int] = []
         async with aclosing(running_chat.pieces()) as steps:
             async for pieces in steps:
@@ -246,7 +247,7 @@ def _logprobs(running_chat: RunningChat, completion: CompletionOutput) -> dict[s
 
 
 def _end(running_chat: RunningChat) -> dict[str, Any]:
-    """How the answer ended, with counts of tokens and times in nanoseconds."""
+    """Return the finish reason, with token counts and times in nanoseconds."""
     assert running_chat.output is not None
     assert running_chat.output.metrics is not None
     times = running_chat.output.metrics

@@ -36,12 +36,12 @@ from quire.server.routing import stream_answers
 
 _STREAM = stream_answers(dict[str, Any], dict[str, str], LineStream.media_type)
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:\w[\w.-]*)?")
-_MOST_NAME = 200  # characters, as a file's name has room for
+_MOST_NAME = 200  # characters; file names must have room for it
 _HUB = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/")
 
 
 class LibraryRoute(OllamaRoute):
-    """The fields of /api/create are not below `options`."""
+    """Errors of /api/create name fields without the prefix `options`."""
 
     names = {theirs: name.replace("options.", "parameters.") for theirs, name in OllamaRoute.names.items()}  # noqa: RUF012
 
@@ -82,7 +82,7 @@ class CreateRequest(NamedModel):
 
 
 def _name(given: str | None, field: str = "model") -> str:
-    """A model's name without the tag `latest`. Raises ApiError."""
+    """Return a model's name without the tag `latest`. Raises ApiError."""
     name = (given or "").removesuffix(LATEST)
     if len(name) > _MOST_NAME or not _NAME.fullmatch(name):
         message = f"{field} should be a name such as owner/model:tag, got {(given or '')[:_MOST_NAME]!r}"
@@ -92,7 +92,7 @@ def _name(given: str | None, field: str = "model") -> str:
 
 @router.post("/api/pull", responses=_STREAM, response_model=None)
 async def pull(body: PullRequest, request: Request) -> Response:
-    """Download a model of the Hugging Face hub, by its name there or by a short name. It can be served later."""
+    """Download a model from the Hugging Face hub, by its name there or by a short name. It can be served later."""
     check_allowed(request)
     state: State = request.app.state.ollama
     return await progress(request, state.downloads.pull(_name(_HUB.sub("", body.given))), body.stream)
@@ -100,14 +100,14 @@ async def pull(body: PullRequest, request: Request) -> Response:
 
 @router.post("/api/push", responses=ANSWERS, response_model=None)
 async def push(body: NamedModel, request: Request) -> Response:
-    """Always refused."""
+    """Reject every push."""
     check_allowed(request)
     raise ApiError(400, "push is not supported: Quire uploads no models; the command hf upload does", param="model")
 
 
 @router.delete("/api/delete", responses=ANSWERS, response_class=Response)
 async def delete(body: DeleteRequest, request: Request) -> Response:
-    """Delete a created model, or one in the hub's cache that is not the served one."""
+    """Delete a created model, or a model in the hub's cache that is not being served."""
     check_allowed(request)
     state: State = request.app.state.ollama
     server: Server = request.app.state.server
@@ -135,7 +135,7 @@ async def delete(body: DeleteRequest, request: Request) -> Response:
 
 @router.post("/api/copy", responses=ANSWERS, response_class=Response)
 async def copy(body: CopyRequest, request: Request) -> Response:
-    """Give the served model, or one that was created, another name."""
+    """Give the served model or a created model another name."""
     check_allowed(request)
     source = _source(body.source, request, "source")
     name = _new_name(body.destination, request, "destination")
@@ -146,7 +146,7 @@ async def copy(body: CopyRequest, request: Request) -> Response:
 
 @router.post("/api/create", responses=_STREAM, response_model=None)
 async def create(body: CreateRequest, request: Request) -> Response:
-    """Create a model from the served one, with defaults of its own, or from an uploaded GGUF file."""
+    """Create a model from the served model with different defaults, or from an uploaded GGUF file."""
     check_allowed(request)
     server: Server = request.app.state.server
     if refused := body.unsupported():
@@ -193,7 +193,7 @@ def _new_name(given: str, request: Request, field: str) -> str:
 
 
 def _source(given: str, request: Request, field: str) -> CreatedModel:
-    """What a new model inherits from the served one, or from a created one. Raises ApiError."""
+    """Return the settings that a new model inherits from the served model or from a created one. Raises ApiError."""
     server: Server = request.app.state.server
     state: State = request.app.state.ollama
     name = given.removesuffix(LATEST)
@@ -206,7 +206,7 @@ def _source(given: str, request: Request, field: str) -> CreatedModel:
 
 
 async def _of_file(files: dict[str, str], request: Request) -> CreatedModel:
-    """A model in an uploaded file. Raises ApiError for one that Quire cannot run."""
+    """Create a model from an uploaded file. Raises ApiError if Quire cannot run it."""
     state: State = request.app.state.ollama
     [(file, digest), *others] = files.items()
     if others or not file.lower().endswith(".gguf"):
@@ -222,7 +222,7 @@ async def _of_file(files: dict[str, str], request: Request) -> CreatedModel:
 
 
 async def _check_defaults(body: CreateRequest, server: Server, request: Request, is_served: bool) -> None:
-    """Render a conversation with the template, and read the parameters. Raises ApiError."""
+    """Check the defaults: render a conversation with the template, and read the parameters. Raises ApiError."""
     user = {"role": "user", "content": "Hello"}
     system = [{"role": "system", "content": body.system}] if body.system else []
     begun = [] if body.messages is None else [m.model_dump() for m in body.messages]

@@ -17,7 +17,7 @@ Line = dict[str, Any]
 
 
 class LineStream(EventStream):
-    """Lines of JSON, among which clients expect nothing else: an idle stream gets parts without text."""
+    """Lines of JSON. Clients expect nothing else, so an idle stream sends parts without text."""
 
     media_type = "application/x-ndjson"
     before_error = b""
@@ -30,8 +30,8 @@ def line(part: Line) -> bytes:
 
 
 async def progress(request: Request, steps: AsyncGenerator[Line], stream: bool | None) -> Response:
-    """The progress of some work: its steps as a stream, or with stream=False the last of them. The work is ended if the
-    client leaves. Raises ApiError."""
+    """Respond with the progress of a task: its steps as a stream, or only the last step with stream=False. The task is
+    stopped if the client disconnects. Raises ApiError."""
     server: Server = request.app.state.server
     steps = _until_left(request, steps)
     if stream is not False:
@@ -51,7 +51,7 @@ async def _encoded(steps: AsyncGenerator[Line]) -> AsyncGenerator[bytes]:
 
 
 async def _until_left(request: Request, steps: AsyncGenerator[Line]) -> AsyncGenerator[Line]:
-    """Raises ApiError when the client has left."""
+    """Yield the steps. Raises ApiError when the client has disconnected."""
     leaving = asyncio.create_task(_left(request))
     try:
         async with aclosing(steps):

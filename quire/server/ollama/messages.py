@@ -1,4 +1,4 @@
-"""The messages of Ollama's API, and OpenAI's that they become."""
+"""The messages of Ollama's API, and their translation to OpenAI's."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +37,7 @@ OllamaMessages = Annotated[list[OllamaMessage], Field(fail_fast=True)]
 
 
 def openai_messages(messages: Iterable[OllamaMessage]) -> Iterator[dict[str, Any]]:
-    """Ollama's results of tools follow the order of the calls, which need no ids."""
+    """Yield OpenAI's messages. Ollama's tool results come in the order of the calls, so ids are optional."""
     numbers = count()
     waiting = deque[str]()
     for message in messages:

@@ -1,4 +1,4 @@
-"""What the endpoints of Ollama's API share: the created models, downloads and uploads."""
+"""The shared state of Ollama's endpoints: created models, downloads and uploads."""
 
 import asyncio
 
@@ -28,22 +28,23 @@ class State:
         return self._names[0]
 
     async def facts(self) -> Facts:
-        """Of the served model."""
+        """Return the facts about the served model."""
         if self._facts is None:
             self._facts = await asyncio.to_thread(facts_of, self._llm.frontend)
         return self._facts
 
     @property
     def usable(self) -> dict[str, CreatedModel]:
-        """The created models that stand for the served one, by name."""
+        """Return the created models that are based on the served model, by name."""
         return {name: model for name, model in self.library.all().items() if model.base == self.base}
 
     def created(self, name: str) -> CreatedModel | None:
-        """The created model of a name, perhaps with the tag `latest`, if it stands for the served one."""
+        """Return the created model of a name, optionally with the tag `latest`, if it is based on the served model."""
         return self.usable.get(name.removesuffix(LATEST))
 
     def is_repository_of_served(self, name: str) -> bool:
-        """Whether the served model comes from this repository. name: perhaps with the kind of a GGUF model."""
+        """Whether the served model comes from this repository. name: optionally with the quantization type of a GGUF
+        model."""
         repository = hub_name(self._llm.frontend.directory)
         if repository is None and self._llm.frontend.directory.is_file():
             repository = hub_name(self._llm.frontend.directory.parent)
@@ -51,6 +52,6 @@ class State:
 
 
 def canonical(model: str | None) -> str | None:
-    """The option `model` in the form in which created models keep it: a local folder or file by its whole path."""
+    """Return the option `model` as created models store it: a local folder or file by its absolute path."""
     local = None if model is None else local_model(model)
     return model if local is None else str(local.resolve())

@@ -1,4 +1,4 @@
-"""Templates that clients bring: Jinja's. Ollama's own are Go's."""
+"""Templates from clients. They are Jinja templates; Ollama itself uses Go templates."""
 
 import re
 

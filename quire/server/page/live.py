@@ -1,4 +1,4 @@
-"""One stream of what the engine does, for all viewers of a server's page."""
+"""One stream of the engine's activity, shared by all viewers of a server's page."""
 
 import asyncio
 import os
@@ -13,12 +13,12 @@ from quire.messages.errors import error_text
 
 LOOK_SECONDS = 0.25
 MOST_VIEWERS = 100
-_BEHIND = 20  # events that wait for a slow viewer, before it starts over with the next whole picture
+_BEHIND = 20  # queued events after which a slow viewer starts over with the next full state
 
 
 class Event(msgspec.Struct):
-    """is_whole: whether the views tell everything, not only what has changed. views: one for each core that is ready.
-    state: of the engine."""
+    """is_whole: whether the views contain the full state, not only changes. views: one per ready core. state: the
+    engine's state."""
 
     is_whole: bool
     state: str
@@ -27,11 +27,11 @@ class Event(msgspec.Struct):
 
 
 class Live:
-    """Looks at the cores while there are viewers. All of them get the same events; when one comes, all get the whole
-    picture again."""
+    """Polls the cores while there are viewers. All viewers get the same events; when a viewer joins, all get the full
+    state again."""
 
     def __init__(self, llm: AsyncLLM, is_ending: Callable[[], bool]) -> None:
-        """is_ending: whether the server ends, which must not wait for viewers."""
+        """is_ending: whether the server is shutting down, which must not wait for viewers."""
         self._llm, self._is_ending, self._numbers = llm, is_ending, count()
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._task: asyncio.Task[None] | None = None
@@ -43,7 +43,7 @@ class Live:
 
     @asynccontextmanager
     async def events(self) -> AsyncIterator[AsyncGenerator[bytes]]:
-        """A stream of server-sent events, which ends with the engine."""
+        """Provide a stream of server-sent events, which ends with the engine."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._viewers.add(queue)
         self._starts_over = True
@@ -67,7 +67,7 @@ class Live:
                 viewer = f"{os.getpid()}-{next(self._numbers)}"
             try:
                 views = await self._llm.look(viewer)
-            except Exception as error:  # the engine is dead: there is nothing to see any more
+            except Exception as error:  # the engine is dead, so there is nothing more to show
                 self._tell(msgspec.json.encode({"problem": error_text(error)}))
                 self._tell(None)
                 return
@@ -75,7 +75,7 @@ class Live:
             state = client.state.name.lower()
             event = Event(is_whole, state, client.restarts, [msgspec.Raw(view) for view in views if view])
             if len(event.views) < len(views):
-                self._starts_over = True  # a core was lost meanwhile
+                self._starts_over = True  # a core was lost in between
             self._tell(msgspec.json.encode(event))
             await asyncio.sleep(LOOK_SECONDS)
         self._tell(None)

@@ -13,7 +13,7 @@ from quire.server.page.live import MOST_VIEWERS, Live
 
 _STATIC = {
     path.name: path.read_bytes() for path in files("quire.server.page").joinpath("static").iterdir() if path.is_file()
-}  # names that a client sends never reach the file system
+}  # so names from clients never reach the file system
 _TYPES = {
     "html": "text/html",
     "css": "text/css",
@@ -28,7 +28,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-OPEN_PATHS = ("/", *(f"/ui/{name}" for name in _STATIC))  # without an API key: they tell nothing about the engine
+OPEN_PATHS = ("/", *(f"/ui/{name}" for name in _STATIC))  # without an API key: they reveal nothing about the engine
 
 router = APIRouter(include_in_schema=False)
 
@@ -40,7 +40,7 @@ async def page() -> Response:
 
 @router.get("/ui/events")
 async def events(request: Request) -> Response:
-    """What the engine does, as server-sent events, until the client leaves."""
+    """Stream the engine's activity as server-sent events, until the client disconnects."""
     live = cast(Live, request.app.state.live)
     if live.is_full:
         raise HTTPException(503, f"{MOST_VIEWERS} viewers look at the engine already")
@@ -55,7 +55,7 @@ async def events(request: Request) -> Response:
 
 @router.get("/ui/about")
 async def about(request: Request) -> dict[str, Any]:
-    """What the page has to know about the server."""
+    """Return the server's settings that the page needs."""
     server = request.app.state.server
     parallel = server.llm.config.parallel
     llm = server.llm
