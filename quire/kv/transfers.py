@@ -86,9 +86,7 @@ class Transfers:
         self._mover = mover
         self.num_queries = self.num_hits = 0  # tokens that were looked up, and those that were loaded
         self._wake: Callable[[], None] = lambda: None
-        self._lookups: dict[
-            str, tuple[Future[None], float]
-        ] = {}  # by request: the lookup, and the time at which it is late
+        self._lookups: dict[str, tuple[Future[None], float]] = {}  # by request: lookup, deadline
         self._loads: dict[str, _Load] = {}  # by request
         self._stored: list[tuple[BlockKey, Block]] = []  # blocks that became findable since the last step was scheduled
         self._by_step: dict[int, list[tuple[BlockKey, Block]]] = {}
