@@ -390,9 +390,7 @@ class AsyncLLM:
         adapter: Adapter | None = None,
     ) -> ProcessedRequest:
         """Validate and tokenize. Raises ValueError or TypeError."""
-        self.processor.check_length(
-            prompt, params
-        )  # before using a thread, so that a rejected prompt does not wait for one
+        self.processor.check_length(prompt, params)  # before the thread, so that a rejected prompt does not wait
         arguments = (request_id, prompt, params, priority, add_special_tokens, adapter)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         has_media = isinstance(prompt, dict) and not MEDIA_FIELDS.isdisjoint(prompt)

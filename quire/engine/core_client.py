@@ -43,9 +43,7 @@ LONG_RUN = 100  # tokens from one core that prove that a request can run
 _MOST_REQUESTS = 32  # per message, so that messages between machines do not become too long
 _outputs = msgspec.msgpack.Decoder(messages.StepOutputs)
 
-Sink = Callable[
-    [int, list[EngineCoreOutput], CoreStats], None
-]  # a core's number, its outputs, and its state after them
+Sink = Callable[[int, list[EngineCoreOutput], CoreStats], None]  # a core's number, its outputs, its state afterwards
 
 
 class CoreState(StrEnum):
@@ -108,9 +106,7 @@ class _Connection:
 
     def stop(self) -> None:
         """Pass no more messages to the readers."""
-        if (
-            self.breaks is not None
-        ):  # before closing the socket: libzmq would wait forever to report a break to a closed one
+        if self.breaks is not None:  # before the close: libzmq waits forever to report a break to a closed socket
             self.socket.disable_monitor()
             self.breaks.close(linger=0)
         for reader in self.readers:
@@ -374,9 +370,7 @@ class CoreClient:
         number = event.rank - self.first
         core = self._cores[number]
         if connection is not None:
-            end = (
-                time.monotonic() + _MOST_DRAIN_SECONDS
-            )  # if only the connection to its machine was lost, the core may still be running
+            end = time.monotonic() + _MOST_DRAIN_SECONDS  # it may still run if only its machine was lost
             while time.monotonic() < end and await connection.socket.poll(_DRAIN_MILLISECONDS):
                 report = _outputs.decode(await connection.socket.recv())
                 if core.connection is None:
@@ -425,9 +419,7 @@ class CoreClient:
             if suspects or died.silent or len(lost) == 1 or unfinished.losses > 1:
                 unfinished.trial = min(unfinished.progress, LONG_RUN) + 1
         most = MAX_LOSSES
-        if (
-            self.config.parallel.shares_experts
-        ):  # a lost core takes the others down, so the failed trial cannot be identified
+        if self.config.parallel.shares_experts:  # all cores end together, so the culprit is unknown
             most = 1
             for unfinished in charged:
                 unfinished.trial = 0
@@ -443,9 +435,7 @@ class CoreClient:
 
     def _send(self, requests: Iterable[_Unfinished], core: int | None = None) -> None:
         """Send each request to a core, with its output so far. core: the core to use if it is ready."""
-        least = (
-            len(self._cores) if self.config.parallel.shares_experts else 1
-        )  # replicas that share experts run only together
+        least = len(self._cores) if self.config.parallel.shares_experts else 1  # these run only together
         if len(self.ready) < least:
             return  # `_is_ready` sends them
         batches: defaultdict[int, list[EngineCoreRequest]] = defaultdict(list)

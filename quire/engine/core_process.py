@@ -246,9 +246,7 @@ class _Clients:
         self._owners: dict[str, bytes] = {}  # of unfinished requests
         self._load_is_due = 0.0
         self._pausing: list[tuple[bytes, messages.CarriedOut]] = []  # pauses not reached yet
-        self._exchanging: list[
-            tuple[Future[None], bytes, messages.CarriedOut]
-        ] = []  # unfinished exchanges with trainers
+        self._exchanging: list[tuple[Future[None], bytes, messages.CarriedOut]] = []  # with trainers, unfinished
         self._carried_out: defaultdict[bytes, list[messages.CarriedOut]] = defaultdict(list)  # not reported yet
 
     def obey(self, client: bytes, order: messages.CoreOrder) -> None:
