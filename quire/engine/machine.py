@@ -100,9 +100,7 @@ class IdleMeasurement:
         if find_library() is not None:
             return True
         is_known = self.result is not None and not self.result.is_due(time.time())
-        return (
-            find_compiler() is None and not is_known
-        )  # otherwise the kernels are being compiled or were already measured
+        return find_compiler() is None and not is_known  # otherwise the kernels are being compiled or already measured
 
     def finish(self) -> None:
         """Measure at once, without waiting."""

@@ -122,7 +122,7 @@ class Observer:
         self._scanned, self._used = (
             0,
             set[int](),
-        )  # cells scanned in this round; cells used by requests at the last look
+        )  # cells scanned in this round; those used by requests at the last look
         self._forget()
 
     def _forget(self) -> None:
