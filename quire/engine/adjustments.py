@@ -1,4 +1,4 @@
-"""Which options an engine decides by itself, or changes, and why."""
+"""Lists the options that an engine chooses or changes by itself, and why."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from quire.worker.plan import RankPlan
 
 @dataclass(frozen=True)
 class Adjustment:
-    """An option whose value the engine has chosen or changed. given: None if it was left to the engine."""
+    """An option whose value the engine has chosen or changed. given: the user's value, None if it was not set."""
 
     option: str
     given: Any
@@ -30,7 +30,7 @@ class Adjustment:
 def adjustments_of(
     given: EngineConfig, description: ModelDescription, limits: SchedulerLimits, machine: Machine, threads: int
 ) -> Iterator[Adjustment]:
-    """given: the options as the user has chosen them."""
+    """given: the options as the user set them."""
     model = given.model
     if model.dtype == "auto":
         yield Adjustment("dtype", None, model.dtype_name, "the default on every device")

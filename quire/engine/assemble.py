@@ -1,4 +1,4 @@
-"""Assembles an engine: decides what it consists of, as a plan, and makes a core as the plan says."""
+"""Assembles an engine: makes a plan of its parts, and builds a core from the plan."""
 
 import os
 from bisect import bisect_right
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 def scheduler_limits(config: EngineConfig, max_model_len: int, estimate: Estimate | None = None) -> SchedulerLimits:
-    """The scheduler's limits from the options. estimate: of the times of steps, if they are known.
+    """Return the scheduler's limits for the options. estimate: estimated step times, if known.
 
     Raises ConfigError for a device that does not exist.
     """
@@ -93,7 +93,8 @@ def scheduler_limits(config: EngineConfig, max_model_len: int, estimate: Estimat
 
 
 def _fitting(limits: SchedulerLimits, kv: KVCacheSize) -> SchedulerLimits:
-    """Limits with max_model_len reduced, if need be, so that one request of that length fits into the KV cache."""
+    """Return the limits with max_model_len reduced, if necessary, so that one request of that length fits into the KV
+    cache."""
     chunk = limits.most_in_flight
 
     def blocks(num_tokens: int) -> int:
@@ -106,15 +107,15 @@ def _fitting(limits: SchedulerLimits, kv: KVCacheSize) -> SchedulerLimits:
 
 
 def _encoders(config: EngineConfig, spec: DecoderSpec, limits: SchedulerLimits) -> EncoderCache | None:
-    """The encoder cache of an engine that takes pictures, sounds or embeddings."""
+    """Return the encoder cache of an engine that accepts images, audio or embeddings, otherwise None."""
     if spec.media is None and not config.multimodal.enable_prompt_embeds:
         return None
     return EncoderCache(config.multimodal.limits(limits.max_num_batched_tokens, limits.longest_chunk))
 
 
 def take_devices(rank: int, config: EngineConfig) -> None:
-    """Let a replica see only its own GPUs, which come after those of the replicas before it on this machine. Call it
-    before CUDA is used. Raises ConfigError if there are too few."""
+    """Restrict a replica to its own GPUs, which follow those of lower-numbered replicas on this machine. Call it before
+    CUDA is used. Raises ConfigError if there are too few."""
     count = 0 if config.kernels.device == "cpu" else torch.cuda.device_count()
     here = config.layout.here
     size = config.parallel.ranks
@@ -127,16 +128,16 @@ def take_devices(rank: int, config: EngineConfig) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[first : first + size])
 
 
-_PATIENCE = 3600.0  # seconds for a grammar, with those before it, in an engine with one user
+_PATIENCE = 3600.0  # seconds to wait for a grammar and those queued before it, in an engine with one user
 
 
 def plan_engine(
     config: EngineConfig, directory: Path, max_model_len: int, *, shares_experts: bool = False
 ) -> EnginePlan:
-    """What an engine with these options consists of. Nothing is loaded or started.
+    """Plan the parts of an engine with these options. Nothing is loaded or started.
 
-    shares_experts: with other replicas, which must have steps of the same size. Raises ConfigError or ValueError for
-    options that do not fit the model or the machine.
+    shares_experts: whether the engine shares experts with other replicas, whose steps must have the same size. Raises
+    ConfigError or ValueError for options that do not fit the model or the machine.
     """
     given = config
     description = describe(directory, config.model)
@@ -156,8 +157,8 @@ def plan_engine(
 
 
 def plan_first_rank(plan: EnginePlan) -> RankPlan:
-    """What the first rank of the engine will execute, without its weights. Ranks call the same function, `plan_rank`;
-    those of a pipeline have some of the layers. Missing kernels are compiled, as at a start.
+    """Plan what the first rank of the engine will execute, without its weights. The ranks themselves also call
+    `plan_rank`; pipeline ranks have some of the layers. Missing kernels are compiled, as at a start.
 
     Raises ConfigError or ValueError for options that do not fit the model or the machine.
     """
@@ -175,11 +176,11 @@ def plan_first_rank(plan: EnginePlan) -> RankPlan:
 
 
 def explain(config: EngineConfig) -> dict[str, Any]:
-    """What an engine with these options would consist of, as JSON's types. No weights are downloaded or loaded.
+    """Describe an engine with these options in JSON types. No weights are downloaded or loaded.
 
     Raises ConfigError, ValueError or ModelNotFoundError.
     """
-    from quire.models.heads.resolve import with_files  # a core gets the files' places from its clients
+    from quire.models.heads.resolve import with_files  # a core receives the file paths from its clients
 
     config, directory = with_files(config, weights=False)
     max_model_len = describe(directory, config.model).max_model_len
@@ -196,10 +197,10 @@ def make_core(
     *,
     has_one_user: bool = False,
 ) -> EngineCore:
-    """Start the executor, and make a scheduler for its KV cache. Raises ConfigError or ValueError.
+    """Start the executor and create a scheduler for its KV cache. Raises ConfigError or ValueError.
 
-    place: where the replicas meet that share experts, None for a replica that shares none. rank: the core's number.
-    has_one_user: who may submit thousands of grammars at once, and waits for them.
+    place: the rendezvous of replicas that share experts, None if this one shares none. rank: the core's number.
+    has_one_user: whether a single user waits for all requests and may submit thousands of grammars at once.
     """
     plan = plan_engine(config, directory, max_model_len, shares_experts=place is not None)
     config = plan.config
@@ -216,10 +217,10 @@ def make_core(
         raise
     lockstep = None
     if place is not None:
-        from quire.engine.lockstep import Waves  # zmq need not be there for one replica
+        from quire.engine.lockstep import Waves  # a single replica does not need zmq
 
         lockstep = Waves(place, config.parallel.data_parallel_size)
-    measurement = plan.machine.measurement if rank == config.layout.here[0] else None  # one replica measures
+    measurement = plan.machine.measurement if rank == config.layout.here[0] else None  # only one replica measures
     share = config.cache.pinned_prefix_share
     core = EngineCore(scheduler, executor, lockstep, kv_events, fingerprint, share, measurement)
     if kv.specs:
@@ -228,7 +229,7 @@ def make_core(
 
 
 def _scheduler(plan: EnginePlan, executor: Executor, fingerprint: str, has_one_user: bool) -> Scheduler:
-    """The scheduler for the KV cache of an executor. fingerprint: of its blocks. Raises ConfigError or ValueError."""
+    """Create the scheduler for an executor's KV cache. fingerprint: of its blocks. Raises ConfigError or ValueError."""
     config = plan.config
     spec = plan.description.spec
     kv = executor.kv_cache
@@ -267,7 +268,7 @@ def _scheduler(plan: EnginePlan, executor: Executor, fingerprint: str, has_one_u
 
 
 def _compression(config: EngineConfig, limits: SchedulerLimits) -> Compression | None:
-    """Raises ConfigError if the limits do not allow the compression that the options ask for."""
+    """Raises ConfigError if the limits do not allow the configured compression."""
     options = config.cache.compression
     if options is None:
         return None
@@ -277,7 +278,7 @@ def _compression(config: EngineConfig, limits: SchedulerLimits) -> Compression |
 
 
 def _speculation(config: EngineConfig, limits: SchedulerLimits, executor: Executor) -> Speculation | None:
-    """Raises ConfigError for a proposer that cannot be made."""
+    """Raises ConfigError if the proposer cannot be created."""
     options = config.scheduler.speculation
     if options is None:
         return None
@@ -289,7 +290,7 @@ def _speculation(config: EngineConfig, limits: SchedulerLimits, executor: Execut
 
 
 def _load_grammars(config: EngineConfig, directory: Path, spec: DecoderSpec, has_one_user: bool) -> Loaded:
-    # The text side is not imported before it is needed: a core in a process of its own is ready earlier.
+    # The text side is imported only when needed, so that a core in its own process is ready earlier.
     from quire.checkpoints.hub import tokenizer_directory
     from quire.checkpoints.metadata import load_tokenizer
     from quire.engine.frontend import generation_config
@@ -324,7 +325,7 @@ def _log_kv_cache(kv: KVCacheSize, scheduler: Scheduler) -> None:
 
 
 def _kv_events(config: EngineConfig, kv: KVCacheSize, rank: int) -> "KVEvents | None":
-    """What tells others of the core's prefix cache, if the options ask for it. Raises ConfigError."""
+    """Return the publisher of the core's prefix-cache events, None if the options disable it. Raises ConfigError."""
     options = config.cache.events
     if options is None:
         return None

@@ -48,7 +48,7 @@ LONG_PROMPT = 20_000  # characters; longer prompts are tokenized in a thread, ou
 
 
 class _Mailbox:
-    """The outputs that have grown since the reader last took them: each at most once, however slow the reader is."""
+    """The outputs that have changed since the last read. Each is stored at most once, however slow the reader is."""
 
     def __init__(self) -> None:
         self.grown: dict[str, RequestOutput] = {}
@@ -62,12 +62,12 @@ class _Running(NamedTuple):
 
 
 class AsyncLLM:
-    """A model behind an asyncio interface. Call `start` before anything else, and `shutdown` in the end.
+    """A model behind an asyncio interface. Call `start` before anything else, and `shutdown` at the end.
 
     model, options: as for `LLM`. metrics_prefix: the prefix of the Prometheus metrics' names. served_name: the model's
-    name in the metrics' labels. log_stats: keep statistics for the metrics and the periodic log line. core: the client
-    of cores that were started already, with its own model and options. Raises ConfigError (a ValueError) for options
-    that are unknown or cannot be met.
+    name in the metrics' labels. log_stats: keep statistics for the metrics and the periodic log line. core: a client of
+    cores that were already started; it brings its own model and options. Raises ConfigError (a ValueError) for unknown
+    or unsupported options.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class AsyncLLM:
         self.processor.max_model_len = min(size.max_model_len for size in self.client.sizes)
 
     async def shutdown(self) -> None:
-        """End the cores' processes. Unfinished requests end as aborted."""
+        """End the cores' processes. Unfinished requests are aborted."""
         self._pinned.cancel()
         await self.client.shutdown()
         if self._task is not None:
@@ -129,7 +129,7 @@ class AsyncLLM:
 
     @property
     def max_model_len(self) -> int:
-        """The context in tokens. With max_model_len="auto" it is final only after `start`."""
+        """The context length in tokens. With max_model_len="auto", it is final only after `start`."""
         return self.processor.max_model_len
 
     # ---- vLLM's interface
@@ -144,7 +144,7 @@ class AsyncLLM:
         priority: int = 0,
         add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput]:
-        """Complete a prompt. output_kind decides what is yielded, and when. Leaving the loop aborts the request.
+        """Complete a prompt. output_kind determines what is yielded and when. Leaving the loop aborts the request.
 
         Raises ValueError or TypeError for a wrong prompt or wrong parameters, EngineDeadError if the engine has failed.
         """
@@ -167,8 +167,8 @@ class AsyncLLM:
                 yield pooling_request_output(output)
 
     async def add_lora(self, lora_request: LoRARequest) -> Adapter:
-        """Load an adapter into all cores before its first request, which would do so otherwise. Raises ValueError if it
-        cannot be used, BusyError if other requests took the time that its patterns had."""
+        """Load an adapter into all cores before its first request, which would otherwise load it. Raises ValueError if
+        it cannot be used, BusyError if other requests used up the time for compiling its patterns."""
         adapter = await asyncio.to_thread(self.frontend.adapter, lora_request)
         assert adapter is not None
         await asyncio.gather(*(self._load(adapter, core) for core in self.client.ready))
@@ -178,7 +178,7 @@ class AsyncLLM:
         await self._compute("adapter", self.processor.shortest_prompt, core, adapter)
 
     async def _compute(self, name: str, prompt: Prompt, core: int, adapter: Adapter | None) -> None:
-        """Have a core compute a prompt. Raises ValueError or BusyError if it cannot."""
+        """Compute a prompt on a core. Raises ValueError or BusyError if this fails."""
         params = SamplingParams(temperature=0, max_tokens=1)
         request = await self.process(f"{name}-{token_hex(8)}", prompt, params, adapter=adapter)
         async with aclosing(self.run([request], core)) as outputs:
@@ -189,7 +189,7 @@ class AsyncLLM:
                     raise (BusyError if reason == "overloaded" else ValueError)(error)
 
     def abort(self, request_id: str) -> bool:
-        """End a request; its reader gets the output so far. Returns False for an unknown or finished request."""
+        """End a request; its reader receives the output so far. Returns False for an unknown or finished request."""
         if request_id not in self._running:
             return False
         running = self._running[request_id]
@@ -204,7 +204,7 @@ class AsyncLLM:
     async def pause_generation(
         self, *, mode: PauseMode = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
     ) -> None:
-        """Compute nothing until `resume_generation`. Returns when nothing runs any more. Requests that come wait.
+        """Stop computing until `resume_generation`. Returns when no request runs any more. New requests wait.
 
         mode: see Pause. wait_for_inflight_requests: vLLM's older name of mode="wait". Raises ValueError.
         """
@@ -226,14 +226,14 @@ class AsyncLLM:
         return bool(self.client.stats.is_paused)
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Pause, and give back the memory of the KV cache, and that of the weights: see Sleep. Raises ValueError."""
+        """Pause, and free the memory of the KV cache and of the weights: see Sleep. Raises ValueError."""
         order = sleep(level)
         await self._pause(Pause(mode))
         await self.client.carry_out(order)
         self.client.standing["pause"] = Pause("keep"), order
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again for "weights", "kv_cache", or (None) both. Requests run when both are there. Raises
+        """Allocate memory again for "weights", "kv_cache", or both (None). Requests run once both are allocated. Raises
         ValueError."""
         await self.client.carry_out(wake_up(tags))
         if not self.client.stats.is_sleeping:
@@ -244,7 +244,7 @@ class AsyncLLM:
         return bool(self.client.stats.is_sleeping)
 
     async def update_weights(self, directory: str) -> None:
-        """Replace the model's weights by those in a folder, while requests wait; they go on with the new weights.
+        """Replace the model's weights with those in a folder. Requests wait, and then continue with the new weights.
 
         The cache is invalidated. Raises ValueError, without any change, if the weights do not fit the model.
         """
@@ -261,11 +261,11 @@ class AsyncLLM:
         backend: str | None = None,
         timeout: float = 60.0,
     ) -> None:
-        """Join a process group of `world_size` ranks, whose rank 0 is a trainer that has torch's TCPStore at the
-        master's address. All ranks of the engine join, from the number rank_offset on. Requests run meanwhile.
+        """Join a process group of `world_size` ranks. Its rank 0 is a trainer with a torch TCPStore at the master
+        address. All ranks of the engine join, numbered from rank_offset on. Requests continue to run.
 
         backend: gloo or nccl; None for nccl on GPUs and gloo on CPUs. timeout: in seconds, for joining and for each
-        tensor that is sent later. A group of the same name is replaced. Raises ValueError.
+        tensor that is sent later. An existing group of this name is replaced. Raises ValueError.
         """
         ranks = self.config.parallel.ranks
         cores = self.client.ready
@@ -280,7 +280,7 @@ class AsyncLLM:
                 raise problem
 
     async def destroy_weights_update_group(self, group_name: str = WEIGHT_GROUP) -> None:
-        """Leave a trainer's process group. Nothing happens if there is none."""
+        """Leave a trainer's process group. Does nothing if there is none."""
         async with self._weights_lock:
             await self.client.carry_out(LeaveGroup(group_name))
 
@@ -293,17 +293,18 @@ class AsyncLLM:
         last: bool = True,
     ) -> None:
         """Receive tensors that rank 0 of the group broadcasts in this order: names, types and shapes as in the model's
-        checkpoint. They are kept until a call with `last`; by then all must have come, and replace the weights in use.
+        checkpoint. They are stored until a call with `last`; by then all must have arrived, and they replace the
+        current weights.
 
-        Raises ValueError, without any change. What had come is dropped then, and if not all came, the group is left. A
-        replica that replaces a lost one later cannot have these weights, so it pauses.
+        Raises ValueError and changes nothing. The received tensors are then dropped, and if some are missing, the
+        engine leaves the group. A replica that later replaces a lost one cannot get these weights, so it pauses.
         """
         receive = ReceiveWeights(names, dtypes, shapes, group_name)
         read = [ReadWeights(f"received-{token_hex(16)}", received=True)] if last else []
         await self._replace_weights([receive, *read], *([Pause("keep")] if last else []))
 
     async def _replace_weights(self, steps: Sequence[ReadWeights | ReceiveWeights], *standing: Command) -> None:
-        """standing: what a core is told that replaces a lost one later; if nothing, the steps are not all yet."""
+        """standing: the commands for a core that later replaces a lost one; empty if more steps will follow."""
         async with self._weights_lock:
             restarts = self.client.restarts
             try:
@@ -323,10 +324,10 @@ class AsyncLLM:
     async def pin_prefix(
         self, prompt: Prompt, *, add_special_tokens: bool = True, adapter: Adapter | None = None
     ) -> PinPrefix:
-        """Compute the beginning of later prompts, and keep its full blocks in the cache of each core, until
-        `unpin_prefix`. Raises ValueError or TypeError for a wrong prompt, or if there is no room.
+        """Compute a prefix of later prompts, and pin its full blocks in the cache of each core until `unpin_prefix`.
+        Raises ValueError or TypeError for a wrong prompt, or if there is no room.
 
-        It is computed again after the cache was reset, when weights were replaced, and by a core that replaces another.
+        It is recomputed after a cache reset, after a weight update, and by a core that replaces another.
         """
         prefix_id = f"prefix-{token_hex(8)}"
         params = SamplingParams(temperature=0, max_tokens=1)
@@ -340,15 +341,16 @@ class AsyncLLM:
         return await self._pinned.unpin(prefix_id)
 
     async def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Record the steps of all cores. profile_prefix: of the traces' names. Raises ValueError."""
+        """Record the steps of all cores. profile_prefix: the prefix of the traces' names. Raises ValueError."""
         await profiling.start(self.client, profile_prefix)
 
     async def stop_profile(self) -> int:
-        """Returns how many cores have written their traces. Raises ValueError if none has."""
+        """Stop recording. Returns how many cores have written their traces. Raises ValueError if none has."""
         return await profiling.stop(self.client)
 
     async def look(self, viewer: str) -> list[bytes]:
-        """What each core does, in JSON, see quire.server.page. viewer: who asks. Raises EngineDeadError."""
+        """Return the current activity of each core as JSON, see quire.server.page. viewer: identifies the caller.
+        Raises EngineDeadError."""
         return await self.client.carry_out(Look(viewer))
 
     async def check_health(self) -> None:
@@ -360,7 +362,7 @@ class AsyncLLM:
         return self.client.state is CoreState.READY
 
     def render_metrics(self) -> bytes:
-        """The engine's metrics in Prometheus' text format; empty without log_stats."""
+        """Return the engine's metrics in Prometheus' text format; empty without log_stats."""
         cache = self.config.cache
         cores = self.client.sizes
         names = "block_size enable_prefix_caching gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override"
@@ -373,7 +375,7 @@ class AsyncLLM:
         return self.frontend.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends; a fresh copy."""
+        """Return a new copy of the defaults in the model's generation_config.json."""
         return self.processor.default_sampling_params()
 
     # ---- for callers that run several prompts as one request, such as the server
@@ -388,7 +390,7 @@ class AsyncLLM:
         adapter: Adapter | None = None,
     ) -> ProcessedRequest:
         """Validate and tokenize. Raises ValueError or TypeError."""
-        self.processor.check_length(prompt, params)  # before the thread: a refused prompt need not wait for one
+        self.processor.check_length(prompt, params)  # before the thread, so that a rejected prompt does not wait
         arguments = (request_id, prompt, params, priority, add_special_tokens, adapter)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         has_media = isinstance(prompt, dict) and not MEDIA_FIELDS.isdisjoint(prompt)
@@ -399,11 +401,12 @@ class AsyncLLM:
     async def run(
         self, requests: Sequence[ProcessedRequest], core: int | None = None, whole: list[RequestOutput] | None = None
     ) -> AsyncGenerator[RequestOutput]:
-        """Run the requests together. Yields a RequestOutput whenever it changed in a way that its output_kind reports.
+        """Run the requests together. Yields a RequestOutput whenever it has changed in a way that its output_kind
+        reports.
 
-        core: the number of the core to take; None lets the client choose one for each sequence. whole: gets the whole
-        outputs, which grow while the requests run. Closing the generator aborts the unfinished requests. Raises
-        ValueError if a request id is in use.
+        core: the number of the core to use; None lets the client choose one for each sequence. whole: receives the
+        complete outputs, which grow while the requests run. Closing the generator aborts the unfinished requests.
+        Raises ValueError if a request id is in use.
         """
         for request in requests:
             if request.request_id in self._running:
@@ -447,7 +450,7 @@ class AsyncLLM:
         self._arrived.set()
 
     async def _deliver(self) -> None:
-        """Turn outputs into text, a slice at a time, so that requests that arrive meanwhile need not wait."""
+        """Detokenize outputs, a slice at a time, so that newly arriving requests need not wait."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()

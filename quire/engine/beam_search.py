@@ -1,6 +1,6 @@
-"""Beam search on top of the engine: at each step, every beam is a request for one token and the likeliest tokens.
+"""Beam search on top of the engine: at each step, every beam is a request for one token and the top logprobs.
 
-The prefix cache keeps the keys and values of a beam between the steps, except those of its last block.
+Between the steps, the prefix cache holds the keys and values of a beam, except those of its last block.
 """
 
 import math
@@ -48,7 +48,7 @@ class _Search:
 Generate = Callable[[list[Prompt], SamplingParams], list[RequestOutput]]
 
 
-# What a search runs: prompts, each for one token, with these parameters. It gets their outputs in the same order.
+# Runs each prompt for one token with these parameters. Returns the outputs in the same order.
 Steps = Generator[tuple[list[Prompt], SamplingParams], list[RequestOutput], list[BeamSearchOutput]]
 
 
@@ -59,7 +59,7 @@ def beam_search(
     max_model_len: int,
     eos_token_ids: frozenset[int],
 ) -> list[BeamSearchOutput]:
-    """As `beam_steps`, which `generate` runs: LLM.generate."""
+    """Run `beam_steps` with `generate`, which is LLM.generate."""
     steps = beam_steps(prompts, params, max_model_len, eos_token_ids)
     outputs: list[RequestOutput] | None = None
     while True:
@@ -116,7 +116,7 @@ def beam_steps(
 
 
 def _best(beams: list[BeamSearchSequence], params: BeamSearchParams) -> list[BeamSearchSequence]:
-    """Best first; at most beam_width."""
+    """Return the best beams, best first; at most beam_width."""
 
     def score(beam: BeamSearchSequence) -> float:
         return beam.cum_logprob / math.pow(max(len(beam.logprobs), 1), params.length_penalty)

@@ -45,14 +45,13 @@ if TYPE_CHECKING:
     from quire.observability.profiling.core import CoreProfiler
 
 
-SWITCH_SECONDS = 60.0  # how long a core may be silent while it loads the model again
+SWITCH_SECONDS = 60.0  # how long a core may be silent while it reloads the model
 COMPILE_SECONDS = 600.0  # how long it may wait for the kernels
 
 
 @dataclass
 class Flight:
-    """A submitted step. result: None until the executor has been told to sample the step. began: when it was
-    submitted."""
+    """A submitted step. result: None until sampling has been submitted. began: when the step was submitted."""
 
     step: SchedulerOutput
     result: Future[ModelRunnerOutput] | None = None
@@ -60,7 +59,7 @@ class Flight:
 
 
 class NoKVEvents:
-    """Takes the place of KVEvents in a core that tells nobody about its prefix cache."""
+    """Replaces KVEvents in a core that does not publish prefix-cache events."""
 
     def publish(self) -> None: ...
 
@@ -68,14 +67,14 @@ class NoKVEvents:
 
 
 class EngineCore:
-    """Drives a scheduler and an executor. At most `depth` steps are in flight: submitted, and their results not read.
+    """Drives a scheduler and an executor. At most `depth` steps are in flight: submitted, but with unread results.
 
     Depth 1 is the simple loop. With depth 2, the next step is scheduled while the device runs the current one. The
-    sampled tokens then pass from one step to the next on the device. A pipeline has at least a step for each of its
-    stages, and the steps in flight sample for different requests.
+    sampled tokens then pass from one step to the next on the device. A pipeline has at least one step in flight per
+    stage, and these steps sample for different requests.
 
-    A core whose replica shares experts with others runs a dummy step, one without rows, when it has nothing to run and
-    another core has.
+    If its replica shares experts with others, a core with nothing to run runs a dummy step (one without rows) while
+    another core has work.
     """
 
     def __init__(
@@ -88,10 +87,10 @@ class EngineCore:
         pinned_share: float = 0.25,
         measurement: "IdleMeasurement | None" = None,
     ) -> None:
-        """lockstep: with the cores whose replicas share experts with this one, None if there are none. kv_events: None
-        if nobody is told about the prefix cache. fingerprint: of the KV blocks, once the weights have been replaced by
-        those in a folder. pinned_share: of the KV cache, that pinned prefixes may take. measurement: of this machine,
-        for the next start; None if none is needed."""
+        """lockstep: synchronizes the cores whose replicas share experts with this one, None if there are none.
+        kv_events: None if prefix-cache events are not published. fingerprint: returns that of the KV blocks after the
+        weights have been replaced with those in a folder. pinned_share: the fraction of the KV cache that pinned
+        prefixes may use. measurement: measures this machine for the next start; None if this is not needed."""
         self.scheduler = scheduler
         self.executor = executor
         self.measurement = measurement
@@ -103,12 +102,12 @@ class EngineCore:
         self._pause = PauseGate()
         self._clears_cache = False
         self._is_draining = False
-        self._asleep: set[str] = set()  # what sleeps: weights, kv_cache
+        self._asleep: set[str] = set()  # the sleeping parts: weights, kv_cache
         self._new_weights = Path()
         self._fingerprint = fingerprint
         self.progress = Progress()
         self.trials = TrialGate(scheduler.requests, self._wake)
-        # What is ready during a pause or a trial must not begin to load blocks or to compile a grammar.
+        # During a pause or a trial, ready requests must not begin to load blocks or compile a grammar.
         self._kernels = KernelSwitch(executor)
         scheduler.gates[:0] = [self._pause, self.trials, self._kernels]
         kv = scheduler.kv
@@ -119,9 +118,9 @@ class EngineCore:
         for gate in scheduler.gates:
             gate.connect(self._wake)
         self._lockstep.connect(self._wake)
-        self.busy: Callable[[float], None] = lambda seconds: None  # is told that this process may be silent for so long
+        self.busy: Callable[[float], None] = lambda seconds: None  # reports how long this process may be silent
         self._cause_of_death: BaseException | None = None
-        self._retired_at = 0.0  # when the last step was retired, if there is a pace
+        self._retired_at = 0.0  # when the last step was retired; used only with a pace
         self._scheduled_at: dict[str, float] = {}  # by request id, for requests without an output so far
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -150,11 +149,11 @@ class EngineCore:
 
     @property
     def has_rest(self) -> bool:
-        """Whether nothing runs, waits or sleeps."""
+        """Whether there are no requests and nothing sleeps."""
         return not (self.has_work or self.has_unfinished or self._pause.is_closed or self._asleep)
 
     def check(self) -> None:
-        """Called while there is nothing to do, now and then. Raises EngineDeadError if the executor has failed."""
+        """Called periodically while the core is idle. Raises EngineDeadError if the executor has failed."""
         self._check_transfers()
         try:
             self.executor.check()
@@ -163,7 +162,7 @@ class EngineCore:
             raise EngineDeadError(f"the engine failed: {error_text(error)}") from error
 
     def _check_transfers(self) -> None:
-        """Let requests pass that wait for late transfers."""
+        """Stop waiting for late transfers, so that their requests can run."""
         for connector in self.scheduler.connectors:
             connector.check_time()
 
@@ -183,7 +182,7 @@ class EngineCore:
             failed = self._open_gates()
             if self._lockstep.has_others and self.scheduler.has_work:
                 self._lockstep.begin()
-            self._sample_oldest()  # the call before may have been interrupted
+            self._sample_oldest()  # the previous call may have been interrupted
             while not self._is_draining and len(self._flights) < self.scheduler.limits.depth and self._launch():
                 pass
             outputs = failed + self._retire() if self._flights else failed
@@ -227,8 +226,8 @@ class EngineCore:
     def _launch(self) -> bool:
         """Submit the next step. It is sampled now if it needs no token masks, or if it is the oldest in flight.
 
-        Returns False if nothing can be run, or if the step before still waits for its masks: a step needs the sampled
-        tokens of the step before as inputs.
+        Returns False if nothing can be run, or if the previous step still waits for its masks: a step needs the sampled
+        tokens of the previous step as inputs.
         """
         if self._flights and self._flights[-1].result is None:
             return False
@@ -267,7 +266,7 @@ class EngineCore:
         return True
 
     def _sample_oldest(self) -> None:
-        """Sample the oldest step in flight, if it waits for its token masks: these can be computed now."""
+        """Sample the oldest step in flight if it waits for its token masks, which can be computed now."""
         if self._flights and self._flights[0].result is None:
             flight = self._flights[0]
             masks = self.scheduler.masks.wait() if flight.step.epoch == self.scheduler.epoch else None
@@ -300,9 +299,9 @@ class EngineCore:
         return outputs
 
     def _open_gates(self) -> list[EngineCoreOutput]:
-        """Let requests pass the gates, waiting for one if nothing else can be run.
+        """Admit requests that pass the gates. Waits for one if nothing else can be run.
 
-        Returns the requests that failed, and outputs from before a change of the kernels.
+        Returns the outputs of failed requests, and outputs of steps from before a kernel switch.
         """
         while self.has_unfinished and not self.has_work and not self.wake_up.wait(1.0):
             self._check_transfers()
@@ -314,14 +313,14 @@ class EngineCore:
     # ---- pauses, sleep and new weights
 
     def carry_out(self, command: Command) -> list[EngineCoreOutput]:
-        """Carry out a command. Returns outputs of requests that ran before. Raises ValueError or OSError, without any
-        change, if it cannot be."""
+        """Carry out a command. Returns the outputs of steps that were in flight. Raises ValueError or OSError if it
+        fails; then nothing has changed."""
         began = time.monotonic()
         self.progress.stop()
         try:
             return self._carry_out(command)
         finally:
-            self.progress.stop()  # steps that a pause has drained may have begun anew
+            self.progress.stop()  # the steps drained by a pause may have restarted the clock
             if self._lockstep.has_others:
                 self.progress.allow(time.monotonic() - began)
 
@@ -358,7 +357,7 @@ class EngineCore:
             self._resume()
 
     def exchange(self, order: TrainerOrder) -> Future[None]:
-        """Have all ranks exchange something with a trainer, while steps run."""
+        """Exchange data between all ranks and a trainer while steps run."""
         if self._kernels.are_compiling:
             self._await_kernels()
         done = self.executor.exchange(order)
@@ -367,7 +366,7 @@ class EngineCore:
 
     @property
     def has_paused(self) -> bool:
-        """Whether the pause that was asked for has been reached: no request runs."""
+        """Whether the requested pause has been reached: no request runs."""
         return self._pause.is_closed and not self._flights and not self._pause.lets_pass(self.scheduler.requests)
 
     def finish_pause(self) -> None:
@@ -408,7 +407,8 @@ class EngineCore:
         self._asleep = {"weights", "kv_cache"}
 
     def _take_weights(self, command: TakeWeights) -> list[EngineCoreOutput]:
-        """Requests that run are held meanwhile, and computed again with the new weights from their tokens so far."""
+        """Replace the weights. Running requests are held, and then recomputed from their tokens so far with the new
+        weights."""
         outputs = []
         ran = not self._pause.is_closed
         if command.use and not self.has_paused:
@@ -426,8 +426,8 @@ class EngineCore:
         return outputs
 
     def _switch_kernels(self) -> list[EngineCoreOutput]:
-        """Use the compiled kernels, unless the engine is paused. Requests that run are computed again from their tokens
-        so far, since the KV cache is another one."""
+        """Use the compiled kernels, unless the engine is paused. Running requests are recomputed from their tokens so
+        far, since the KV cache is a new one."""
         if self._pause.is_closed:
             return []
         outputs = self._begin_pause(Pause("keep"))
@@ -443,8 +443,8 @@ class EngineCore:
         self.scheduler.encoders.clear()
 
     def _await_kernels(self) -> list[EngineCoreOutput]:
-        """Wait for the compiled kernels, for whose model a command is meant. Raises ValueError in a pause that has not
-        been reached."""
+        """Wait for the compiled kernels, since a command must apply to their model. Raises ValueError during a pause
+        that has not been reached yet."""
         self.progress.stop()
         self.busy(COMPILE_SECONDS)
         self._kernels.wait()
@@ -472,8 +472,8 @@ class EngineCore:
         return CoreProfiler(self)
 
     def reset_prefix_cache(self, external: bool = False) -> None:
-        """Forget all cached prefixes. Pinned ones lose their hold, until they are computed and pinned again. external:
-        also what the tiers beyond the pool have."""
+        """Forget all cached prefixes. Pinned ones are unpinned until they are computed and pinned again. external: also
+        forget the blocks in tiers."""
         self._pins.clear()
         self.scheduler.kv.reset_prefix_cache(external)
         self._kv_events.publish()
@@ -488,7 +488,8 @@ class EngineCore:
 
 
 def _log_failures(outputs: list[EngineCoreOutput]) -> None:
-    """Bad requests are their clients' failures, and the reasons may quote them."""
+    """Log failed requests, but not bad requests: these are the clients' errors, and the reasons may quote their
+    content."""
     for output in outputs:
         if output.finish_reason is FinishReason.ERROR:
             logger.error("Request %s failed: %s", output.request_id, output.stop_reason)

@@ -1,4 +1,4 @@
-"""The client of the cores. It divides the requests among them, and sends those of a lost core to another."""
+"""The client of the cores. It distributes requests among them, and resends those of a lost core to another."""
 
 import asyncio
 import time
@@ -35,15 +35,15 @@ from quire.messages.engine import (
 from quire.messages.errors import EngineDeadError
 from quire.observability.logging import logger
 
-_DRAIN_MILLISECONDS = 50  # within which the last outputs of a lost core arrive
+_DRAIN_MILLISECONDS = 50  # time for the last outputs of a lost core to arrive
 _MOST_DRAIN_SECONDS = 1.0
-_ANSWER_SECONDS = 10  # after which a warning says that a core on another machine does not answer
-MAX_LOSSES = 5  # for which a request is charged, after which it ends
-LONG_RUN = 100  # tokens in one core, by which a request has shown that it can run
-_MOST_REQUESTS = 32  # of a message, which must not become too long for a connection between machines
+_ANSWER_SECONDS = 10  # after which a warning reports that a core on another machine does not respond
+MAX_LOSSES = 5  # the number of charged losses after which a request is ended
+LONG_RUN = 100  # tokens from one core that prove that a request can run
+_MOST_REQUESTS = 32  # per message, so that messages between machines do not become too long
 _outputs = msgspec.msgpack.Decoder(messages.StepOutputs)
 
-Sink = Callable[[int, list[EngineCoreOutput], CoreStats], None]  # a core's number, its outputs, its state after them
+Sink = Callable[[int, list[EngineCoreOutput], CoreStats], None]  # a core's number, its outputs, its state afterwards
 
 
 class CoreState(StrEnum):
@@ -54,7 +54,7 @@ class CoreState(StrEnum):
 
 
 class Processes(Protocol):
-    """Whoever starts the cores' processes, and knows what becomes of them."""
+    """Starts the cores' processes, and reports when they are up or lost."""
 
     @property
     def process_ids(self) -> list[int | None]: ...
@@ -67,8 +67,9 @@ class Processes(Protocol):
 @dataclass(eq=False)
 class _Unfinished:
     """An unfinished request. token_ids: its output so far. core: the number of the core that runs it, None if it waits
-    for a core. num_sent: the length of the output when it was sent to its last core. losses: how many losses of cores
-    it is charged for. trial: see EngineCoreRequest. is_draining: the last outputs of the lost core may still arrive."""
+    for a core. num_sent: the length of the output when it was sent to its last core. losses: the number of lost cores
+    that it is charged for. trial: see EngineCoreRequest. is_draining: the last outputs of the lost core may still
+    arrive."""
 
     request: EngineCoreRequest
     token_ids: list[int] = field(default_factory=list)
@@ -80,13 +81,13 @@ class _Unfinished:
 
     @property
     def progress(self) -> int:
-        """How many tokens its last core has output."""
+        """Return how many tokens its last core has output."""
         return len(self.token_ids) - self.num_sent
 
 
 @dataclass
 class _Core:
-    """A core as its client sees it. up: what was told of it last. connection: to it, from then on until it is lost."""
+    """A client's view of a core. up: the last event that reported it as up. connection: None while there is none."""
 
     state: CoreState = CoreState.STARTING
     stats: CoreStats = field(default_factory=CoreStats)
@@ -97,7 +98,7 @@ class _Core:
 
 @dataclass(eq=False)
 class _Connection:
-    """breaks: tells when a connection to another machine breaks. readers: the tasks that receive on the sockets."""
+    """breaks: reports when a connection to another machine breaks. readers: the tasks that receive on the sockets."""
 
     socket: zmq.asyncio.Socket
     breaks: zmq.asyncio.Socket | None = None
@@ -105,7 +106,7 @@ class _Connection:
 
     def stop(self) -> None:
         """Pass no more messages to the readers."""
-        if self.breaks is not None:  # this order matters: libzmq waits for ever to report a break to a closed socket
+        if self.breaks is not None:  # before the close: libzmq waits forever to report a break to a closed socket
             self.socket.disable_monitor()
             self.breaks.close(linger=0)
         for reader in self.readers:
@@ -116,21 +117,21 @@ def start_cores(config: EngineConfig, directory: Path) -> Cores:
     """Start the cores of this machine, and listen for those of others. Raises ConfigError."""
     if not config.layout.elsewhere:
         return Cores(config, directory)
-    from quire.engine.remote_cores import RemoteCores  # imports what takes long, which other servers do not need
+    from quire.engine.remote_cores import RemoteCores  # imports slow modules that other servers do not need
 
     return Cores(config, directory, others=RemoteCores(config, directory))
 
 
 class CoreClient:
-    """Sends requests to the cores, and passes their outputs to the sink that `start` is given. Cores are numbered from
-    0; core 0 is replica `first` of all replicas.
+    """Sends requests to the cores, and passes their outputs to the sink given to `start`. Cores are numbered from 0;
+    core 0 is replica `first` of all replicas.
 
     The constructor starts the cores' processes, so that they load the model while the caller builds the rest; `start`
     waits for them. End it with `shutdown` or `kill`. Raises ConfigError if no process can be started.
 
-    If a core is lost (killed, stopped, an error in a step, a step that hangs), another one gets its unfinished requests
-    together with their output tokens so far. Those that may be the reason for the loss are run one after another there;
-    see `_charge`. Use from one event loop.
+    If a core is lost (killed, stopped, an error in a step, a step that hangs), another one receives its unfinished
+    requests together with their output tokens so far. Requests that may have caused the loss are run there one at a
+    time; see `_charge`. Use from one event loop.
     """
 
     def __init__(
@@ -141,8 +142,8 @@ class CoreClient:
         index: int = 0,
         since_start: bool = True,
     ) -> None:
-        """directory: the model's directory or GGUF file. processes: cores that have other clients, too. index: the
-        number of this client among them. since_start: no other client had this number before."""
+        """directory: the model's directory or GGUF file. processes: of cores that also have other clients. index: the
+        number of this client among them. since_start: whether no earlier client had this number."""
         self.config = config
         self.directory = directory
         self.index = index
@@ -159,12 +160,12 @@ class CoreClient:
         self._router = Router(len(self._cores), token_pieces if by_prefix else None, index)
         self._started: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self.standing: dict[str, tuple[Command, ...]] = {}  # what a core is told that replaces a lost one, by subject
+        self.standing: dict[str, tuple[Command, ...]] = {}  # commands for a core that replaces a lost one, by subject
         self._num_asked = 0
-        # Commands: the core, and its answer.
+        # By command: the core, and its reply.
         self._asked: dict[int, tuple[int, asyncio.Future[messages.CarriedOut]]] = {}
         self.on_replaced: list[Callable[[int], None]] = []  # called with a core's number when it replaces a lost one
-        self.ready: list[int] = []  # the numbers of the cores that take orders
+        self.ready: list[int] = []  # the numbers of the cores that accept orders
         self.restarts = 0
         self.cause_of_death = ""
 
@@ -176,9 +177,9 @@ class CoreClient:
         await self._started
 
     def add(self, requests: list[EngineCoreRequest], core: int | None = None) -> None:
-        """Send requests to cores, or keep them until one is ready. core: the number of the one to take.
+        """Send requests to cores, or queue them until one is ready. core: the number of the core to use.
 
-        Raises EngineDeadError if the client gave up."""
+        Raises EngineDeadError if the client has given up."""
         self.check()
         added = [_Unfinished(request) for request in requests]
         self._unfinished.update((unfinished.request.request_id, unfinished) for unfinished in added)
@@ -197,7 +198,7 @@ class CoreClient:
             self._order(core, messages.ResetPrefixCache(external))
 
     async def carry_out(self, *commands: Command | TrainerOrder | Look) -> list[bytes]:
-        """Have all cores that are ready carry out commands. Returns their answers. Raises ValueError if one cannot."""
+        """Carry out commands on all ready cores. Returns their replies. Raises ValueError if one fails."""
         self.check()
         ended = await asyncio.gather(*(self._ask(core, command) for command in commands for core in self.ready))
         if problem := next((done.problem for done in ended if done.problem), None):
@@ -205,12 +206,12 @@ class CoreClient:
         return [done.answer for done in ended]
 
     async def carry_out_at(self, core: int, command: Command | TrainerOrder) -> None:
-        """Have one core carry out a command. Raises ValueError if it cannot."""
+        """Carry out a command on one core. Raises ValueError if it fails."""
         if problem := (await self._ask(core, command)).problem:
             raise ValueError(problem)
 
     def _ask(self, core: int, command: Command | TrainerOrder | Look) -> asyncio.Future[messages.CarriedOut]:
-        """Send a command."""
+        """Send a command. Returns the future of its reply."""
         answer: asyncio.Future[messages.CarriedOut] = asyncio.get_running_loop().create_future()
         number = self._num_asked = self._num_asked + 1
         self._asked[number] = core, answer
@@ -223,14 +224,14 @@ class CoreClient:
 
     @property
     def state(self) -> CoreState:
-        """READY if requests are answered, by whatever number of cores."""
+        """The state of the cores: READY if at least one serves requests."""
         states = {core.state for core in self._cores}
         order = (CoreState.READY, CoreState.RESTARTING, CoreState.STARTING)
         return next((state for state in order if state in states), CoreState.DEAD)
 
     @property
     def stats(self) -> CoreStats:
-        """The last reports of all cores together."""
+        """Return the sum of the cores' last reports."""
         return CoreStats.total([core.stats for core in self._cores])
 
     @property
@@ -239,16 +240,16 @@ class CoreClient:
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences that are in a core, or wait to be sent to one."""
+        """The number of sequences that are in a core or wait to be sent to one."""
         return len(self._unfinished)
 
     @property
     def process_ids(self) -> list[int | None]:
-        """Of the cores by number; None for a core that is being replaced."""
+        """Return the cores' process ids by number; None for a core that is being replaced."""
         return self._processes.process_ids
 
     def core_of(self, request_id: str) -> int:
-        """The number of the core that runs an unfinished request, 0 if none does yet."""
+        """Return the number of the core that runs an unfinished request, 0 if none does yet."""
         unfinished = self._unfinished.get(request_id)
         return (unfinished and unfinished.core) or 0
 
@@ -283,12 +284,12 @@ class CoreClient:
             self._lose(event)
 
     def _connect(self, up: CoreUp) -> None:
-        """Connect to a core that takes orders. One on another machine is ready when it has answered."""
+        """Connect to a core that accepts orders. A core on another machine is ready after its first reply."""
         number = up.rank - self.first
         core = self._cores[number]
         if core.connection is not None:
             self._lose(CoreLost(up.rank, CoreDied("it was started again"), given_up=False))
-        if core.up is not None and core.up.address != up.address:  # another one, which counts from 0
+        if core.up is not None and core.up.address != up.address:  # a new core, which counts from 0
             core.stats = CoreStats()
             self._sink(number, [], core.stats)
         core.up = up
@@ -328,7 +329,8 @@ class CoreClient:
         self.ready = [number for number, core in enumerate(self._cores) if core.state is CoreState.READY]
 
     async def _reconnect(self, up: CoreUp, breaks: zmq.asyncio.Socket) -> None:
-        """Connect anew when the connection to a core on another machine breaks: no message is sent twice on it."""
+        """Reconnect when the connection to a core on another machine breaks. No message is sent twice on a
+        connection."""
         core = self._cores[up.rank - self.first]
         if not await breaks.poll(_ANSWER_SECONDS * 1000) and core.state is not CoreState.READY:
             logger.warning(
@@ -353,7 +355,7 @@ class CoreClient:
             unfinished.core = None
             unfinished.is_draining = True
         for asked, (core_of, answer) in list(self._asked.items()):
-            if core_of == number:  # the core that replaces it is told what stands
+            if core_of == number:  # the core that replaces it receives the standing commands
                 del self._asked[asked]
                 answer.set_result(messages.CarriedOut(asked))
         self._router.forget(number)
@@ -364,11 +366,11 @@ class CoreClient:
         self._run(self._replay(event, lost, connection))
 
     async def _replay(self, event: CoreLost, lost: list[_Unfinished], connection: _Connection | None) -> None:
-        """Send the requests of a lost core to another one, and end those that cannot be."""
+        """Send the requests of a lost core to another one, and end those that cannot be resent."""
         number = event.rank - self.first
         core = self._cores[number]
         if connection is not None:
-            end = time.monotonic() + _MOST_DRAIN_SECONDS  # it may be there and go on, if only its machine was lost
+            end = time.monotonic() + _MOST_DRAIN_SECONDS  # it may still run if only its machine was lost
             while time.monotonic() < end and await connection.socket.poll(_DRAIN_MILLISECONDS):
                 report = _outputs.decode(await connection.socket.recv())
                 if core.connection is None:
@@ -394,12 +396,13 @@ class CoreClient:
             self._started.set_exception(kind(event.died.reason))
 
     def _charge(self, lost: list[_Unfinished], died: CoreDied) -> list[_Unfinished]:
-        """Find out which requests of a lost core may be the reason. Returns those that are not tried again.
+        """Find out which requests may have caused the loss of a core. Returns those that are not retried.
 
-        A request is charged if the core had not output a token of it. If the core had output tokens of all, all are
-        charged. Charged requests are on trial in the next core, see TrialGate: those without output at once, and others
-        if they are charged again, if they were alone, or if the core hung, since another hang costs more than trials.
-        If that core is lost, too, the request on trial is the culprit: it ends, and no other is charged.
+        A request is charged if the core had not output any of its tokens. If the core had output tokens of all
+        requests, all are charged. Charged requests are put on trial in the next core, see TrialGate. Requests without
+        output are put on trial at once. Others are put on trial if they are charged again, if they were alone, or if
+        the core hung, since another hang costs more than trials. If that core is lost, too, the request on trial is the
+        culprit: it ends, and no other is charged.
         """
         suspects = [unfinished for unfinished in lost if not unfinished.progress]
         if died.culprit is not None:
@@ -416,7 +419,7 @@ class CoreClient:
             if suspects or died.silent or len(lost) == 1 or unfinished.losses > 1:
                 unfinished.trial = min(unfinished.progress, LONG_RUN) + 1
         most = MAX_LOSSES
-        if self.config.parallel.shares_experts:  # a lost core takes others along, so nobody knows whose trial failed
+        if self.config.parallel.shares_experts:  # all cores end together, so the culprit is unknown
             most = 1
             for unfinished in charged:
                 unfinished.trial = 0
@@ -427,12 +430,12 @@ class CoreClient:
     def _order(self, core: int | None, order: messages.CoreOrder) -> None:
         """Send an order to a core, if it is ready."""
         connection = None if core is None else self._cores[core].connection
-        if connection is not None:  # it has no high-water mark, so sending never waits and the returned future is done
+        if connection is not None:  # without a high-water mark, sending never waits, so the returned future is done
             connection.socket.send(msgspec.msgpack.encode(order))
 
     def _send(self, requests: Iterable[_Unfinished], core: int | None = None) -> None:
-        """Send requests to a core each, with their output so far. core: the one to take, if it is ready."""
-        least = len(self._cores) if self.config.parallel.shares_experts else 1  # none of these runs alone
+        """Send each request to a core, with its output so far. core: the core to use if it is ready."""
+        least = len(self._cores) if self.config.parallel.shares_experts else 1  # these run only together
         if len(self.ready) < least:
             return  # `_is_ready` sends them
         batches: defaultdict[int, list[EngineCoreRequest]] = defaultdict(list)
@@ -472,12 +475,12 @@ class CoreClient:
         for output in report.outputs:
             unfinished = self._unfinished.get(output.request_id)
             if unfinished is None:
-                continue  # aborted while this output was on its way
+                continue  # aborted while this output was in transit
             unfinished.token_ids += output.new_token_ids
             if output.finish_reason is not None:
                 del self._unfinished[output.request_id]
             if is_remote and output.scheduled_at:
-                output.scheduled_at += time.monotonic() - report.sent_at  # clocks of machines do not begin together
+                output.scheduled_at += time.monotonic() - report.sent_at  # machines' clocks start at different times
             known.append(output)
         self._sink(number, known, core.stats)
 

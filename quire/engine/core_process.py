@@ -1,4 +1,4 @@
-"""An engine core in its own process. It takes orders from clients, and sends them outputs, as msgpack over ZeroMQ."""
+"""An engine core in its own process. It receives orders from clients and returns outputs, as msgpack over ZeroMQ."""
 
 import os
 import shutil
@@ -38,16 +38,16 @@ if TYPE_CHECKING:  # the parent of the process imports this file, too
     _Context = zmq.Context[zmq.Socket[bytes]]
 
 HEARTBEAT_SECONDS = 1.0
-JOURNAL = "on-trial"  # a file in the core's folder with the id of the request that is on trial, see TrialGate
-PATIENCE_SECONDS = 2.0  # how long a core that has to end may take, before it is killed
-_LOAD_SECONDS = 0.1  # how often clients without outputs learn the core's load
-_IDLE_MILLISECONDS = 1000  # how often an idle core asks whether its executor is well
+JOURNAL = "on-trial"  # a file in the core's folder with the id of the request on trial, see TrialGate
+PATIENCE_SECONDS = 2.0  # how long a core may take to shut down before it is killed
+_LOAD_SECONDS = 0.1  # how often the core's load is sent to clients without outputs
+_IDLE_MILLISECONDS = 1000  # how often an idle core checks its executor
 _TOO_LONG = f"the outputs of a step are longer than {MOST_MESSAGE_BYTES >> 20} MiB; ask for fewer logprobs"
 _orders = msgspec.msgpack.Decoder(messages.CoreOrder)
 
 
 def core_address(folder: Path) -> str:
-    """Where a core takes orders."""
+    """Return the address at which a core accepts orders."""
     return f"ipc://{folder}/core"
 
 
@@ -64,11 +64,11 @@ def run_core(
 ) -> None:
     """The main function of the process.
 
-    folder: contains the parent's socket "reports", and gets the core's own, for its clients. rank: the core's number.
-    directory: the model's directory or GGUF file. log: as the parent logs. remote: the address of this machine at
-    which clients on other machines reach the core, and the secret that they know. place: where the replicas meet that
-    share experts, None for a replica that shares none. listener: the socket of that place, if this core provides it.
-    memory: a file of the parent for blocks in CPU memory, which a core that replaces this one finds there.
+    folder: contains the parent's socket "reports"; the core adds its own socket for its clients. rank: the core's
+    number. directory: the model's directory or GGUF file. log: the parent's logging options. remote: the address of
+    this machine at which clients on other machines reach the core, and the secret they share. place: the rendezvous of
+    replicas that share experts, None if this one shares none. listener: the socket of that rendezvous, if this core
+    provides it. memory: the parent's file for blocks in CPU memory, which a replacement of this core can reuse.
     """
     _prepare(folder, rank, log, memory)
     context = zmq.Context()
@@ -80,7 +80,7 @@ def run_core(
         secret = ClusterSecret(remote[1])
         admission = Admission(context, secret)
         address = secret.listen(inbox, remote[0])  # clients of this machine need no keys
-    watched: list[Progress] = []  # the core's, when it takes orders
+    watched: list[Progress] = []  # the core's, once it accepts orders
     threading.Thread(target=_beat, args=(context, folder, watched), name="heartbeat", daemon=True).start()
     core = None
     try:
@@ -97,7 +97,7 @@ def run_core(
         if listener is not None:
             from quire.parallel.mesh import open_meeting
 
-            _store = open_meeting(listener.getsockname()[0], listener)  # it lives as long as this core
+            _store = open_meeting(listener.getsockname()[0], listener)  # must live as long as this core
         if place is not None:
             os.environ.update(interface_variables(place.host))
         core = make_core(config, directory, max_model_len, place, rank)
@@ -124,7 +124,7 @@ def run_core(
 
 
 def _prepare(folder: Path, rank: int, log: LogOptions, memory: str) -> None:
-    """Set up this process: its end, log, environment and locks."""
+    """Set up the signals, log, environment and locks of this process."""
     if memory:
         os.environ[MEMORY_VARIABLE] = memory  # for this process and those of its ranks
     leave_end_to_parent()
@@ -137,13 +137,13 @@ def _prepare(folder: Path, rank: int, log: LogOptions, memory: str) -> None:
 
 
 def _connect(context: "_Context", folder: Path) -> tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]:
-    """The socket for clients' orders, and that for reports to the parent."""
+    """Return the socket for clients' orders and the socket for reports to the parent."""
     inbox = context.socket(zmq.ROUTER)
     outbox = context.socket(zmq.PUSH)
     for connection in (inbox, outbox):
         connection.setsockopt(zmq.LINGER, 1000)  # milliseconds to send the last messages
         connection.set_hwm(0)
-    inbox.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that has gone is an error
+    inbox.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a disconnected client is an error
     inbox.bind(core_address(folder))
     outbox.connect(f"ipc://{folder}/reports")
     return inbox, outbox
@@ -178,9 +178,9 @@ def _beat(context: "_Context", folder: Path, watched: list[Progress]) -> None:
             socket.send(msgspec.msgpack.encode(beats.next(watched[0] if watched else None)))
     except zmq.ZMQError:
         return  # the context was destroyed
-    shutil.rmtree(folder, ignore_errors=True)  # the parent cannot remove it any more
+    shutil.rmtree(folder, ignore_errors=True)  # the parent can no longer remove it
     time.sleep(PATIENCE_SECONDS)
-    os._exit(1)  # the main thread still loads the model, or it is stuck
+    os._exit(1)  # the main thread is still loading the model, or is stuck
 
 
 def _serve(core: "EngineCore", inbox: "zmq.Socket[bytes]", report: Callable[[CoreReport], None]) -> None:
@@ -241,13 +241,13 @@ class _Clients:
         self._core = core
         self._socket = socket
         self._num_received: dict[bytes, int] = {}  # by client
-        self._addresses: dict[str, bytes] = {}  # the last of each client, by its name
+        self._addresses: dict[str, bytes] = {}  # each client's latest address, by its name
         self._see_every_step: set[bytes] = set()
         self._owners: dict[str, bytes] = {}  # of unfinished requests
         self._load_is_due = 0.0
-        self._pausing: list[tuple[bytes, messages.CarriedOut]] = []  # pauses that have not been reached
-        self._exchanging: list[tuple[Future[None], bytes, messages.CarriedOut]] = []  # with trainers, not ended
-        self._carried_out: defaultdict[bytes, list[messages.CarriedOut]] = defaultdict(list)  # not reported
+        self._pausing: list[tuple[bytes, messages.CarriedOut]] = []  # pauses not reached yet
+        self._exchanging: list[tuple[Future[None], bytes, messages.CarriedOut]] = []  # with trainers, unfinished
+        self._carried_out: defaultdict[bytes, list[messages.CarriedOut]] = defaultdict(list)  # not reported yet
 
     def obey(self, client: bytes, order: messages.CoreOrder) -> None:
         """Carry out an order. Requests that cannot run are reported as failed."""
@@ -278,7 +278,7 @@ class _Clients:
             self._see_every_step.add(client)
 
     def _add(self, client: bytes, order: messages.AddRequests) -> list[EngineCoreOutput]:
-        """Returns the failures of requests that cannot run."""
+        """Add requests. Returns the failed outputs of those that cannot run."""
         refused = []
         self._num_received[client] += len(order.requests)
         for request in order.requests:
@@ -308,11 +308,11 @@ class _Clients:
             self._pausing.append((client, done))
         else:
             self._carried_out[client].append(done)
-        self._load_is_due = 0.0  # all clients learn at once whether the core is paused
+        self._load_is_due = 0.0  # so that all clients learn at once whether the core is paused
         self.report(outputs)
 
     def finish_pause(self) -> None:
-        """Tell the clients that have asked for a pause when it has been reached, or ended before."""
+        """Reply to the clients that requested a pause when it has been reached or has already ended."""
         if self._pausing and (self._core.has_paused or not self._core.stats.is_paused):
             if self._core.has_paused:
                 self._core.finish_pause()
@@ -322,7 +322,7 @@ class _Clients:
             self.report([])
 
     def finish_exchanges(self) -> None:
-        """Tell the clients of exchanges that have ended."""
+        """Reply to the clients of finished exchanges."""
         for exchange in [exchange for exchange in self._exchanging if exchange[0].done()]:
             future, client, done = exchange
             self._exchanging.remove(exchange)
@@ -332,7 +332,7 @@ class _Clients:
             self.report([])
 
     def report(self, outputs: list[EngineCoreOutput]) -> None:
-        """Send outputs to the clients that wait for them. All clients learn an idle core's load at once."""
+        """Send outputs to the clients that wait for them. The load of an idle core is sent to all clients at once."""
         stats = self._core.stats
         now = time.monotonic()
         to_all = not self._core.has_unfinished or now >= self._load_is_due
@@ -366,7 +366,7 @@ class _Clients:
             self._owners.pop(request_id, None)
 
     def _forget(self, client: bytes) -> None:
-        """A client has gone."""
+        """Drop a disconnected client's requests and state."""
         self._abort([request_id for request_id, owner in self._owners.items() if owner == client])
         self._num_received.pop(client, None)
         self._carried_out.pop(client, None)

@@ -1,4 +1,4 @@
-"""The processes of an engine's cores, one for each replica of the model. A lost one is replaced."""
+"""The core processes of an engine, one for each replica of the model. A lost process is replaced."""
 
 import asyncio
 import multiprocessing
@@ -29,13 +29,13 @@ from quire.platform.stacks import collect_stacks
 
 SILENCE_SECONDS = 5.0  # a core that sends no heartbeat for this long is considered lost
 SILENT_START_SECONDS = 60.0  # the same while the core starts: imports can block its heartbeat thread for long
-MAX_FAILED_STARTS = 3  # failed starts in a row, after which a core is given up
-_LONGEST_POLL_SECONDS = 1.0  # when a poll took longer, this process was stopped, so that says nothing of the core
-_SOCKET_PATH = 107  # characters that the path of a socket may have
+MAX_FAILED_STARTS = 3  # consecutive failed starts after which a core is given up
+_LONGEST_POLL_SECONDS = 1.0  # a longer poll means that this process was stopped, not the core
+_SOCKET_PATH = 107  # maximum length of a socket's path
 _reports = msgspec.msgpack.Decoder(messages.CoreReport)
 
 
-_Remote = tuple[str, bytes] | None  # where cores take orders from other machines, see `run_core`
+_Remote = tuple[str, bytes] | None  # where cores accept orders from other machines, see `run_core`
 
 
 class OtherMachines(Rendezvous, Protocol):
@@ -44,15 +44,15 @@ class OtherMachines(Rendezvous, Protocol):
     replica_group: ReplicaGroup | None
 
     async def run(self, tell: Callable[[CoreEvent], None]) -> None:
-        """Report what becomes of the cores until all are given up."""
+        """Report the cores' events until all are given up."""
 
     def close(self) -> None:
-        """Leave the other machines alone."""
+        """Disconnect from the other machines."""
 
 
 class _Process:
-    """The process of one core, and the socket on which it reports. A core that replaces a lost one gets a new folder
-    for its sockets, so messages of the old one cannot arrive.
+    """The process of one core, and the socket on which it reports. A replacement core gets a new socket folder, so that
+    messages of the old core cannot arrive.
 
     When this process ends, the core's process is ended and the sockets' folder is removed, unless this process is
     killed by a signal (then the core's process does both).
@@ -70,7 +70,7 @@ class _Process:
     ) -> None:
         folder = private_folder("quire-", longest=_SOCKET_PATH - len("/reports"))
         processes: list[BaseProcess] = []
-        # At exit, multiprocessing waits for its processes. Finalizers with a priority run before that.
+        # At exit, multiprocessing waits for its processes; finalizers with a priority run first.
         self._end = Finalize(self, _end, (processes, folder), exitpriority=1)
         self.address = core_address(folder)
         self._folder = folder
@@ -95,16 +95,16 @@ class _Process:
         processes.append(self.process)
 
     def on_trial(self) -> str | None:
-        """The id of the request that was on trial when the core was lost, see TrialGate."""
+        """Return the id of the request that was on trial when the core was lost, see TrialGate."""
         return read_journal(self._folder / JOURNAL)
 
     def log_stacks(self) -> None:
-        """Log where the threads of the core and of its ranks are."""
+        """Log the stacks of the core's and its ranks' threads."""
         for name, stacks in collect_stacks(self._folder).items():
             logger.error("The threads of %s, before it is ended:\n%s", name, stacks)
 
     async def close(self, patience: float) -> None:
-        """End the process. patience: seconds in which it may end by itself."""
+        """End the process. patience: seconds to wait before killing it."""
         self.reports.close(linger=0)
         await asyncio.to_thread(self.process.join, patience)
         self._end()
@@ -122,7 +122,7 @@ def _end(processes: list[BaseProcess], folder: Path) -> None:
 
 
 class _Replica:
-    """One core and those that replace it. replica_group: of a replica that shares experts with others."""
+    """One core and its replacements. replica_group: None if the replica shares no experts with others."""
 
     def __init__(
         self,
@@ -145,15 +145,15 @@ class _Replica:
         self._watchdog = Watchdog(config.scheduler.watchdog_timeout, config.model.torch_compile)
 
     def launch(self) -> _Process:
-        """The running process, or a new one. Raises ConfigError if none can be started."""
+        """Return the running process, or start one. Raises ConfigError if none can be started."""
         try:
             self.process = self.process or _Process(*self._arguments)
-        except (OSError, zmq.ZMQError) as error:  # for example, no folder for the sockets can be made
+        except (OSError, zmq.ZMQError) as error:  # for example, the socket folder cannot be created
             raise ConfigError(error_text(error)) from error
         return self.process
 
     async def run(self, tell: Callable[[CoreEvent], None]) -> None:
-        """Keep a core running until there is no hope that another start helps."""
+        """Keep a core running until further restarts are pointless."""
         given_up = False
         while not given_up:
             process = None
@@ -189,13 +189,13 @@ class _Replica:
                 await self._replica_group.end()
 
     def _name_culprit(self, died: CoreDied, process: _Process) -> None:
-        """If a request was on trial, the core was lost because of it, and would start again."""
+        """If a request was on trial, record that it caused the loss: the core itself can start again."""
         if culprit := process.on_trial():
             died.culprit = culprit
             self._failed_starts = 0
 
     def _lost(self, died: CoreDied, given_up: bool, tell: Callable[[CoreEvent], None]) -> bool:
-        """Report a loss. Returns whether the core is given up."""
+        """Report a lost core. Returns whether it is given up."""
         if self._replica_group is not None:
             given_up = self._replica_group.lose(self.rank, died, given_up, tell)
         if self._was_ready:
@@ -224,7 +224,7 @@ class _Replica:
                 return died
 
     def _handle(self, report: messages.CoreReport, address: str, tell: Callable[[CoreEvent], None]) -> CoreDied | None:
-        """Returns why the core is lost, if the report shows that it is."""
+        """Handle a report. Returns the reason if it shows that the core is lost, otherwise None."""
         self._silence = min(self._silence, 0.0)
         if isinstance(report, CoreReady):
             self._is_ready = self._was_ready = True
@@ -249,8 +249,8 @@ class _Replica:
 
 
 class Cores:
-    """Starts a process for each replica of this machine, and another for each that is lost: killed, stopped, or failed.
-    Those of other machines join here, if this one has the server.
+    """Starts a process for each replica of this machine, and restarts lost ones (killed, stopped or failed). If this
+    machine has the server, cores of other machines join here.
 
     The constructor starts them, so that they load the model while the caller builds the rest; `run` watches them. Use
     from one event loop. Raises ConfigError if no process can be started.
@@ -264,9 +264,9 @@ class Cores:
         rendezvous: Rendezvous | None = None,
         others: OtherMachines | None = None,
     ) -> None:
-        """directory: the model's directory or GGUF file. remote: see `run_core`. rendezvous: who says where replicas
-        meet that share experts, if it is another machine; the cores are started when it has said so. others: the cores
-        of other machines, if this one has the server."""
+        """directory: the model's directory or GGUF file. remote: see `run_core`. rendezvous: of replicas that share
+        experts, if another machine provides it; the cores then start once it is known. others: the cores of other
+        machines, if this one has the server."""
         self.config = config
         self.directory = directory
         self._context = zmq.asyncio.Context()
@@ -290,11 +290,11 @@ class Cores:
 
     @property
     def process_ids(self) -> list[int | None]:
-        """Of this machine's cores; None for a core that is being replaced."""
+        """Return the process ids of this machine's cores; None for a core that is being replaced."""
         return [None if r.process is None else r.process.process.pid for r in self._replicas]
 
     async def run(self, tell: Callable[[CoreEvent], None]) -> None:
-        """Replace lost cores until all are given up. Cancel it to end the cores. tell: is called with each event."""
+        """Replace lost cores until all are given up. Cancel it to end the cores. tell: called with each event."""
         everyone = [replica.run(tell) for replica in self._replicas]
         await asyncio.gather(*everyone, *([] if self._others is None else [self._others.run(tell)]))
 

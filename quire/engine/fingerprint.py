@@ -1,4 +1,4 @@
-"""What makes the KV blocks of two engines interchangeable."""
+"""The fingerprint of an engine's KV blocks. Engines with equal fingerprints can exchange blocks."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ LAYOUT_VERSION = 1  # raise it when the meaning of a block's bytes changes
 
 
 def cache_fingerprint(config: EngineConfig, directory: Path, layout: str, weights: Path | None = None) -> str:
-    """Everything besides the tokens that determines a block's bytes, as JSON. Equal settings give equal strings.
+    """Return, as JSON, everything except the tokens that determines a block's bytes. Equal settings give equal strings.
 
-    directory: the model's directory or GGUF file. layout: see KVCacheSize. weights: the folder of weights that
-    have replaced the model's own.
+    directory: the model's directory or GGUF file. layout: see KVCacheSize. weights: the folder of replacement weights,
+    if the model's own were replaced.
     """
     is_dummy = config.model.load_format == "dummy" and weights is None
     fields = {
@@ -34,13 +34,13 @@ def cache_fingerprint(config: EngineConfig, directory: Path, layout: str, weight
     if config.model.model_impl == "transformers":
         fields["model_impl"] = "transformers"
     drafter = config.scheduler.speculation
-    if drafter is not None and drafter.on_device:  # its entries lie in the blocks, too
+    if drafter is not None and drafter.on_device:  # its entries are also in the blocks
         fields["drafter"] = [drafter.method, _weights(Path(drafter.model)) if drafter.model else None]
     return msgspec.json.encode(fields, order="deterministic").decode()
 
 
 def _weights(directory: Path) -> Any:
-    """Identifies the weights without reading them. Copies of equal weights may get different identities.
+    """Return an identity of the weights without reading them. Copies of equal weights may have different identities.
 
     A model from the hub is identified by its name and commit (models--owner--name/snapshots/commit), any other model by
     the path, sizes and modification times of its files.

@@ -1,4 +1,4 @@
-"""The text side of an engine: tokenizer, chat template, validation of requests. The core computes the rest."""
+"""The text side of an engine: tokenizer, chat template, request validation. The core does the rest."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,10 +32,10 @@ Message = Mapping[str, Any]
 class Frontend:
     """A model's tokenizer, chat template and limits, and the Processor that uses them.
 
-    It imports torch only if there are plugins, which are classes that work on tensors, or for transformers' models.
+    It imports torch only for plugins, which are classes that work on tensors, and for transformers models.
 
-    directory: the model's directory or GGUF file. in_process: the core runs in this process. Raises ConfigError for
-    options that do not fit the model.
+    directory: the model's directory or GGUF file. in_process: whether the core runs in this process. Raises ConfigError
+    for options that do not fit the model.
     """
 
     def __init__(self, config: EngineConfig, directory: Path, *, in_process: bool) -> None:
@@ -48,7 +48,7 @@ class Frontend:
         self.model_type = str(description.config.get("model_type", ""))
         self.tokenizer = load_tokenizer(tokenizer_directory(m, directory))
         self.given_chat_template = _template_text(m.chat_template)
-        # The names of the formats of thinking and of tool calls, as far as the chat template tells them.
+        # The names of the thinking and tool-call formats, if they can be recognized from the chat template.
         reasoning, self.recognized_tools = recognized(self._template(with_tools=True) or "")
         vocabulary = self.tokenizer.get_vocab
         self.reasoning = chosen_parser("reasoning_parser", m.reasoning_parser, reasoning, REASONING, vocabulary)
@@ -88,19 +88,20 @@ class Frontend:
                 raise ConfigError(f"override_generation_config cannot be used: {error_text(error)}") from error
 
     def _media(self, spec: DecoderSpec) -> "MediaProcessor | None":
-        """What puts pictures into prompts, if the model takes some. Raises ConfigError."""
+        """Return the processor that puts media into prompts, None if the model accepts none. Raises ConfigError."""
         options = self.config.multimodal
         scheduler = self.config.scheduler
         if spec.media is None and not options.enable_prompt_embeds:
             return None
-        tokens = scheduler.tokens_of_a_step(gpu=False)  # the least that it can be
+        tokens = scheduler.tokens_of_a_step(gpu=False)  # a lower bound
         limits = options.limits(tokens, min(scheduler.long_prefill_token_threshold or tokens, tokens))
-        from quire.multimodal.processor import MediaProcessor  # imports the library of pictures
+        from quire.multimodal.processor import MediaProcessor  # imports the image library
 
         return MediaProcessor(spec.media, self.directory, self.tokenizer, limits, options, spec.hidden_size)
 
     def adapter(self, request: LoRARequest | None) -> Adapter | None:
-        """The adapter that a request names. Raises ValueError if it does not exist, or if the engine takes none."""
+        """Return the adapter that a request names. Raises ValueError if it does not exist, or if the engine accepts
+        none."""
         if request is None:
             return None
         if not isinstance(request, LoRARequest):
@@ -114,7 +115,8 @@ class Frontend:
         return (self.given_chat_template or self.tokenizer.chat_template) is not None
 
     def _template(self, with_tools: bool) -> str | None:
-        """The chat template. with_tools: of conversations with tools, for which some models have one of its own."""
+        """Return the chat template. with_tools: whether it is for conversations with tools; some models have a separate
+        template for these."""
         with_tools = with_tools and self.given_chat_template is None
         of_tools = self.tokenizer.chat_templates.get("tool_use") if with_tools else None
         return self.given_chat_template or of_tools or self.tokenizer.chat_template
@@ -127,9 +129,9 @@ class Frontend:
         content_format: str | None = None,
         **arguments: Any,
     ) -> "ChatRendering":
-        """What renders a conversation into a prompt. Raises ValueError if there is no chat template.
+        """Return the object that renders a conversation into a prompt. Raises ValueError if there is no chat template.
 
-        content_format: "string", "openai" or "auto"; None takes the option chat_template_content_format.
+        content_format: "string", "openai" or "auto"; None uses the option chat_template_content_format.
         """
         from quire.text.chat_template import ChatRendering  # imports jinja2, which many programs do not need
 
@@ -137,7 +139,7 @@ class Frontend:
         if template is None:
             message = "the model has no chat template, so it takes prompts and no messages; chat_template gives it one"
             raise ValueError(message)
-        if "developer" not in template:  # OpenAI's newer name of the role "system", which most templates do not know
+        if "developer" not in template:  # OpenAI's newer name of the role "system", which most templates do not support
             renamed = [isinstance(m, Mapping) and m.get("role") == "developer" for m in messages]
             messages = [{**m, "role": "system"} if rename else m for m, rename in zip(messages, renamed, strict=True)]
         options = self.config.model
@@ -152,7 +154,8 @@ class Frontend:
     def chat_prompt(
         self, messages: Sequence[Message], rendering: dict[str, Any], mm_processor_kwargs: Mapping[str, Any] | None
     ) -> Prompt:
-        """The prompt of a conversation with its media. rendering: the arguments of `render_chat`. Raises ValueError."""
+        """Return the prompt of a conversation with its media. rendering: the arguments of `render_chat`. Raises
+        ValueError."""
         media = self.processor.media
         if media is None:
             return self.render_chat(messages, **rendering)
@@ -177,11 +180,10 @@ def chosen_parser(
     known: dict[str, Any],
     vocabulary: Callable[[], Iterable[str]] = tuple,
 ) -> str | None:
-    """The name of a parser: the given one, or the recognized one; None if it is unknown or switched off by "none".
+    """Return the name of a parser: the given one, or the recognized one; None if it is unknown or disabled with "none".
 
-    known: the formats by name; one that is given by its import path (package.module.FORMAT) is added to them, and one
-    whose markers have a suffix in this vocabulary
-    Raises ConfigError if there is no parser of this name.
+    known: the formats by name. A format given by its import path (package.module.FORMAT) is added to them, as is a
+    format whose markers have a suffix in this vocabulary. Raises ConfigError if there is no parser of this name.
     """
     if name and ("." in name or ":" in name):
         format = imported(option, name)
@@ -196,7 +198,7 @@ def chosen_parser(
 
 
 def _template_text(template: str | None) -> str | None:
-    """The text of a Jinja template, given as text or as a file name. Raises ConfigError if it is neither."""
+    """Return the text of a Jinja template given as text or as a file name. Raises ConfigError if it is neither."""
     if template is None or "{" in template:
         return template
     try:
@@ -206,7 +208,7 @@ def _template_text(template: str | None) -> str | None:
 
 
 def _plugins(plugins: Sequence[str | type]) -> "list[type[LogitsProcessor]]":
-    """The user's logits processors; the Processor lets them check parameters. Raises ConfigError."""
+    """Return the user's logits processors, which the Processor uses to check parameters. Raises ConfigError."""
     if not plugins:
         return []
     from quire.sampling.logits_processors import load_plugins  # imports torch
@@ -215,7 +217,7 @@ def _plugins(plugins: Sequence[str | type]) -> "list[type[LogitsProcessor]]":
 
 
 def generation_config(options: ModelConfig, directory: Path) -> dict[str, Any]:
-    """The checkpoint's default sampling parameters and end-of-sequence tokens. Raises ConfigError."""
+    """Return the checkpoint's default sampling parameters and end-of-sequence tokens. Raises ConfigError."""
     config: dict[str, Any] = {}
     if options.generation_config == "auto":
         config = load_generation_config(directory)

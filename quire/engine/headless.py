@@ -23,7 +23,7 @@ _orders = msgspec.msgpack.Decoder(Begin)
 
 
 def run_headless(config: EngineConfig, directory: Path) -> int:
-    """Run what the options say until a signal. Returns the exit status. Raises ConfigError.
+    """Run this machine's part of the engine until a signal. Returns the exit status. Raises ConfigError.
 
     directory: the model's directory or GGUF file on this machine.
     """
@@ -38,18 +38,18 @@ def run_headless(config: EngineConfig, directory: Path) -> int:
 
 
 class AnnouncedRendezvous(Rendezvous):
-    """Replicas that share experts meet at the server's machine, which says which generation of them to start."""
+    """Replicas that share experts meet at the server's machine, which announces the generation to start."""
 
     def __init__(self, address: str, secret: bytes, host: str) -> None:
         self._address = address
         self._secret = secret
         self._host = host
-        self.generation = -1  # of the processes that were started last
+        self.generation = -1  # of the latest processes
         self._announced = self._ended = -1
         self._news = asyncio.Event()
 
     def announce(self, generation: int) -> bool:
-        """Returns whether replicas of another generation have to end first."""
+        """Set the generation. Returns whether replicas of another generation must end first."""
         is_new = generation != self._announced
         self._announced = generation
         self._news.set()
@@ -69,11 +69,12 @@ class AnnouncedRendezvous(Rendezvous):
 
 
 class HeadlessCores:
-    """The cores of this machine, for the server on another one. They run on when the session with it has ended, without
-    requests: the server sends them elsewhere. Replicas that share experts start when the server says so."""
+    """The cores of this machine, for the server on another one. When the session with the server ends, they keep
+    running without requests, which the server sends elsewhere. Replicas that share experts start when the server
+    announces it."""
 
     def __init__(self, config: EngineConfig, directory: Path, secret: ClusterSecret) -> None:
-        """Raises ConfigError if the server cannot be reached, or a core not be started."""
+        """Raises ConfigError if the server cannot be reached, or if a core cannot be started."""
         options = config.cluster
         here = config.layout.here
         host = own_address(options.head_address)
@@ -95,8 +96,8 @@ class HeadlessCores:
         self._loop: asyncio.AbstractEventLoop
 
     async def run(self) -> int:
-        """Until a signal, or until all cores are given up. Returns the exit status. Raises ConfigError if the server
-        refuses this machine."""
+        """Run until a signal, or until all cores are given up. Returns the exit status. Raises ConfigError if the
+        server rejects this machine."""
         self._loop = asyncio.get_running_loop()
         for number in end_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._node.stop)
@@ -132,7 +133,8 @@ class HeadlessCores:
             self._node.send(msgspec.msgpack.encode(event))
 
     def received(self, body: bytes) -> None:
-        """Cores get their orders from the server's clients. Only replicas that share experts get one here."""
+        """Handle an order to replicas that share experts. All other orders reach the cores from the server's
+        clients."""
         try:
             generation = _orders.decode(body).generation
         except msgspec.DecodeError as error:
@@ -149,4 +151,4 @@ class HeadlessCores:
         )
 
     def end(self) -> None:
-        """Requests end when the cores find that their clients have gone."""
+        """Do nothing: the cores end requests when they detect that their clients have disconnected."""

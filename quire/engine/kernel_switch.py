@@ -1,4 +1,4 @@
-"""The change from PyTorch's operations to compiled kernels, in an engine that started before these were there."""
+"""The switch from PyTorch's operations to compiled kernels, in an engine that started before these were compiled."""
 
 from collections.abc import Callable
 
@@ -9,10 +9,10 @@ from quire.ops.cpu.background import Background
 
 
 class KernelSwitch:
-    """A Gate. Seeded requests wait for the compiled kernels: their outputs are reproducible, and both kinds of kernels
-    round in different places.
+    """A Gate. Seeded requests wait for the compiled kernels: their outputs must be reproducible, but the two kinds of
+    kernels round differently.
 
-    background: what compiles the kernels, None if there is nothing to wait for.
+    background: compiles the kernels, None if there is nothing to wait for.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -27,12 +27,12 @@ class KernelSwitch:
 
     @property
     def are_compiling(self) -> bool:
-        """Whether the compiled kernels are not used yet."""
+        """Whether the compiled kernels are not in use yet."""
         return self.background is not None
 
     @property
     def is_due(self) -> bool:
-        """Whether the kernels can be used, and are not."""
+        """Whether the kernels are ready but not in use."""
         return self.background is not None and self.background.has_ended
 
     def wait(self) -> None:
@@ -49,7 +49,7 @@ class KernelSwitch:
             self.background.connect(wake)
 
     def switch(self) -> None:
-        """Use the kernels, if they could be compiled. No step may be in flight."""
+        """Use the kernels if they were compiled successfully. No step may be in flight."""
         assert self.background is not None
         if self.background.problem:
             logger.error(

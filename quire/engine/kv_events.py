@@ -1,4 +1,4 @@
-"""Tells others which blocks the prefix cache has, over ZeroMQ in vLLM's format, so that routers can use it."""
+"""Publishes prefix-cache events over ZeroMQ in vLLM's format, so that routers can use them."""
 
 import threading
 import time
@@ -32,10 +32,11 @@ def _short(block_hash: bytes) -> int:
 
 
 class KVEvents:
-    """A BlockListener that collects events, and sends them on when `publish` is called: once a step.
+    """A BlockListener that collects events, and sends them when `publish` is called, once per step.
 
-    Events of a model with one KV group name no group. With several, each group has events of its own, which say its
-    number, kind and window. Group 0 keeps the most tokens: what a prompt finds is at most what group 0 has of it.
+    Events of a model with one KV group name no group. With several, each group has its own events, with its number,
+    kind and window. Group 0 stores the most tokens: the cached prefix of a prompt is at most as long as its prefix in
+    group 0.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class KVEvents:
         self._block_size = block_size
         self._groups = [(group, _kind(spec), getattr(spec, "window", None)) for group, spec in enumerate(specs)]
         self._only_group = len(specs) == 1
-        # Whoever has listened to a core that was lost must forget its blocks.
+        # Subscribers of a lost core must forget its blocks.
         self._events: list[KVCacheEvent] = [AllBlocksCleared()]
 
     def on_stored(self, group: int, tokens: HashedTokens, index: int, block_id: int) -> None:
@@ -102,7 +103,7 @@ class KVEvents:
 
 
 def _kind(spec: KVCacheSpec) -> str:
-    """The kind of a group, as vLLM names it."""
+    """Return vLLM's name for the kind of a group."""
     if isinstance(spec, SlidingWindowSpec):
         return "sliding_window"
     if isinstance(spec, ChunkedSpec):
@@ -113,12 +114,12 @@ def _kind(spec: KVCacheSpec) -> str:
 
 
 class KVEventPublisher:
-    """Sends batches from a thread: messages of topic, sequence number (8 bytes, big endian) and batch.
+    """Sends batches from a thread. A message consists of topic, sequence number (8 bytes, big endian) and batch.
 
-    It never waits for a subscriber. One that is slow or late misses numbers, and can ask for a replay: its request is
-    the first number that it lacks. Each answer is a number and a batch; the last answer is END_OF_REPLAY and nothing.
-    The number of a batch that was lost before it was sent (see max_queue_size) is never used again, so subscribers
-    notice. Raises ConfigError if an address cannot be used.
+    It never waits for a subscriber. A subscriber that is slow or late misses numbers and can request a replay by
+    sending the first number that it lacks. Each reply is a number and a batch; the last one is END_OF_REPLAY with an
+    empty batch. The number of a batch that was dropped before it was sent (see max_queue_size) is not reused, so
+    subscribers notice the gap. Raises ConfigError if an address cannot be used.
     """
 
     def __init__(self, options: KVEventOptions, rank: int) -> None:
@@ -130,7 +131,7 @@ class KVEventPublisher:
         self._outbox, self._inbox = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         self._public, self._replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
         self._outbox.set_hwm(options.max_queue_size)
-        self._inbox.set_hwm(1)  # the two marks of a pair within a process add up
+        self._inbox.set_hwm(1)  # the high-water marks of both ends add up
         self._public.set_hwm(options.hwm)
         self._replay.set_hwm(options.buffer_steps + 1)
         self._inbox.bind("inproc://batches")
@@ -179,7 +180,7 @@ class KVEventPublisher:
                 self._answer(self._replay.recv_multipart())
 
     def _answer(self, request: list[bytes]) -> None:
-        """Answer a request for a replay: the client's address, an empty frame, and the first number."""
+        """Answer a replay request. request: the client's address, an empty frame, and the first number."""
         client, *frames = request
         if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
             logger.warning("A request for a replay of KV events has no meaning")

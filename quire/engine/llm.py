@@ -48,7 +48,7 @@ from quire.observability.profiling.client import start_order, stop_order
 from quire.platform.untrusted.limits import BusyError
 from quire.text.hf_tokenizer import HFTokenizer
 
-if TYPE_CHECKING:  # imports prometheus_client, which only an LLM that keeps statistics needs
+if TYPE_CHECKING:  # imports prometheus_client, which is needed only for statistics
     from quire.observability.engine import EngineMetrics
     from quire.observability.reader import Metric
 
@@ -59,10 +59,9 @@ Progress = bool | Callable[..., Any]  # whether to show a progress bar, or the c
 class LLM:
     """A model, its KV cache and a scheduler in this process.
 
-    model: a directory, a .gguf file or a Hugging Face id; None is the bundled model. options: see
-    `quire generate --help`, with underscores for dashes. disable_log_stats=False keeps statistics for `get_metrics`,
-    whose names begin with metrics_prefix. Raises ConfigError (a ValueError) for options that are unknown or cannot be
-    met.
+    model: a directory, a .gguf file or a Hugging Face id; None is the bundled model. options: see `quire generate
+    --help`, with underscores for dashes. disable_log_stats=False keeps statistics for `get_metrics`, whose names begin
+    with metrics_prefix. Raises ConfigError (a ValueError) for unknown or unsupported options.
     """
 
     _metrics: "EngineMetrics | None" = None
@@ -80,7 +79,7 @@ class LLM:
 
     @classmethod
     def from_frontend(cls, frontend: Frontend) -> "LLM":
-        """An LLM with a frontend that was made before, for callers that use it before the weights are loaded."""
+        """Return an LLM with an existing frontend, for callers that use the frontend before the weights are loaded."""
         llm = cls.__new__(cls)
         llm._start(frontend)
         return llm
@@ -94,8 +93,8 @@ class LLM:
         self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler)
         self.core = make_core(self.config, self.frontend.directory, self.frontend.max_model_len, has_one_user=True)
         self.processor.max_model_len = self.core.scheduler.limits.max_model_len
-        self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that changed and were not yielded since
-        self._ids = map(str, count())  # of requests
+        self._grown: dict[str, RequestOutput] = {}  # by request id: changed outputs that have not been yielded
+        self._ids = map(str, count())  # request ids
 
     @property
     def max_model_len(self) -> int:
@@ -115,11 +114,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete all prompts together. The outputs have the order of the prompts.
 
-        A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" (and "cache_salt", and
-        "multi_modal_data": {"image": [...]}), or with "prompt_embeds", or with "encoder_prompt" and "decoder_prompt".
-        sampling_params: one for all prompts, or one for each; None takes the model's defaults. lora_request: the
-        adapter of all prompts, or one (or None) for each, with enable_lora=True. priority: one for each prompt, the
-        lowest first, with scheduling_policy="priority". tokenization_kwargs: truncate_prompt_tokens,
+        A prompt is a string, a list of token ids, or a dict. A dict contains "prompt" or "prompt_token_ids" (optionally
+        with "cache_salt" and "multi_modal_data": {"image": [...]}), or "prompt_embeds", or "encoder_prompt" and
+        "decoder_prompt". sampling_params: one for all prompts, or one for each; None uses the model's defaults.
+        lora_request: the adapter of all prompts, or one (or None) for each, with enable_lora=True. priority: one for
+        each prompt, the lowest first, with scheduling_policy="priority". tokenization_kwargs: truncate_prompt_tokens,
         truncation_side (as in SamplingParams, for all prompts) and add_special_tokens. Raises ValueError or TypeError
         for a wrong prompt or wrong parameters, before anything runs.
         """
@@ -142,11 +141,11 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, rendered with the model's chat template.
+        """Answer one or several conversations, rendered with the model's chat template.
 
-        lora_request and priority (one for each conversation) and tokenization_kwargs: as for `generate`. Pictures are
-        parts of a content: {"type": "image_url", "image_url": {"url": ...}}, or {"type": "image_pil", "image_pil":
-        image}. mm_processor_kwargs: settings of their preprocessing.
+        lora_request and priority (one for each conversation) and tokenization_kwargs: as for `generate`. Images are
+        content parts: {"type": "image_url", "image_url": {"url": ...}}, or {"type": "image_pil", "image_pil": image}.
+        mm_processor_kwargs: settings for their preprocessing.
         """
         from quire.text.chat_template import RESERVED  # imports jinja2
 
@@ -175,24 +174,25 @@ class LLM:
         pooling_task: PoolingTask | None = None,
         **options: Any,
     ) -> list[PoolingRequestOutput]:
-        """Pool each prompt: to an embedding, to scores, or to vectors of its tokens, as the tensor `outputs.data`.
+        """Pool each prompt into an embedding, scores, or token vectors, returned as the tensor `outputs.data`.
 
-        pooling_task: None is the model's usual one. options: use_tqdm; truncate_prompt_tokens, as in PoolingParams;
-        prompt_name, of one of the checkpoint's prompts, which is put before each text; add_special_tokens. Raises
-        ValueError or TypeError for a wrong prompt, for wrong parameters, and for a model that only generates.
+        pooling_task: None uses the model's default task. options: use_tqdm; truncate_prompt_tokens, as in
+        PoolingParams; prompt_name, which selects one of the checkpoint's prompts to prepend to each text;
+        add_special_tokens. Raises ValueError or TypeError for a wrong prompt, for wrong parameters, and for a model
+        that only generates.
         """
         return self._pool(as_list(prompts), pooling_params, pooling_task, **options)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, **options: Any
     ) -> list[PoolingRequestOutput]:
-        """An embedding of each prompt, as `outputs.embedding`. options: as for `encode`."""
+        """Return the embedding of each prompt as `outputs.embedding`. options: as for `encode`."""
         return self._pool(as_list(prompts), pooling_params, "embed", lambda v: EmbeddingOutput(v.tolist()), **options)
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, **options: Any
     ) -> list[PoolingRequestOutput]:
-        """The scores of each prompt's labels, as `outputs.probs`. options: as for `encode`."""
+        """Return the label scores of each prompt as `outputs.probs`. options: as for `encode`."""
         return self._pool(
             as_list(prompts), pooling_params, "classify", lambda v: ClassificationOutput(v.tolist()), **options
         )
@@ -200,7 +200,7 @@ class LLM:
     def reward(
         self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, **options: Any
     ) -> list[PoolingRequestOutput]:
-        """The scores of a reward model for each prompt, as the tensor `outputs.data`. options: as for `encode`."""
+        """Return a reward model's scores for each prompt as the tensor `outputs.data`. options: as for `encode`."""
         return self._pool(as_list(prompts), pooling_params, None, **options)
 
     def score(
@@ -210,9 +210,9 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         **options: Any,
     ) -> list[PoolingRequestOutput]:
-        """How well texts fit together, as `outputs.score`: one text with each of several, or each with its partner.
+        """Return the similarity of texts as `outputs.score`: of one text with each of several, or of texts in pairs.
 
-        A cross-encoder reads both texts at once. Embeddings are compared by their cosine, and vectors of tokens as in
+        A cross-encoder reads both texts at once. Embeddings are compared by cosine similarity, and token vectors as in
         ColBERT. options: as for `encode`.
         """
         firsts, seconds = pairs_of(data_1, data_2)
@@ -228,7 +228,7 @@ class LLM:
         ]
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """The likeliest continuations of each prompt that a beam search finds, best first.
+        """Return the likeliest continuations of each prompt found by beam search, best first.
 
         Raises ValueError for a wrong prompt, and for a beam_width that needs more logprobs than max_logprobs.
         """
@@ -250,19 +250,20 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt. Depending on output_kind, it yields after each step the output so far (always the same
-        object) or its new part, or only the finished output.
+        """Complete one prompt. Depending on output_kind, each step yields the output so far (always the same object) or
+        its new part, or only the finished output is yielded.
 
         Leaving the loop early aborts the request. Raises ValueError or TypeError at once, as `generate` does.
         """
         return self._run(self._process([prompt], sampling_params, None, {"add_special_tokens": add_special_tokens}))
 
     def get_tokenizer(self) -> HFTokenizer:
-        """The tokenizer, with the interface of Hugging Face's."""
+        """Return the tokenizer, with the interface of Hugging Face tokenizers."""
         return self._hf_tokenizer
 
     def get_metrics(self) -> "list[Metric]":
-        """A snapshot of the engine's metrics. Raises ValueError unless it was made with disable_log_stats=False."""
+        """Return a snapshot of the engine's metrics. Raises ValueError unless it was created with
+        disable_log_stats=False."""
         if self._metrics is None:
             raise ValueError("no statistics are kept; make the engine with LLM(..., disable_log_stats=False)")
         from quire.observability.reader import snapshot
@@ -271,23 +272,23 @@ class LLM:
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """Counts of unfinished requests, and facts about the model, with vLLM's names."""
+        """Counts of unfinished requests and facts about the model, under vLLM's names."""
         return LLMEngine(self)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends; a fresh copy."""
+        """Return a new copy of the defaults in the model's generation_config.json."""
         return self.processor.default_sampling_params()
 
     def reset_prefix_cache(self, reset_external: bool = False) -> bool:
         """Forget all cached prefixes. Returns True, since it cannot fail.
 
-        reset_external: also those beyond the pool, in CPU memory and on disk.
+        reset_external: also forget those in CPU memory and on disk.
         """
         self.core.reset_prefix_cache(reset_external)
         return True
 
     def sleep(self, level: int = 1) -> None:
-        """Give back the memory of the KV cache, and that of the weights: see Sleep. Raises ValueError while a stream is
+        """Free the memory of the KV cache and of the weights: see Sleep. Raises ValueError while a stream is
         unfinished."""
         if self.core.has_unfinished:
             raise ValueError("a stream is unfinished; read or close it before the engine sleeps")
@@ -296,16 +297,17 @@ class LLM:
         self.core.carry_out(order)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again for "weights", "kv_cache", or (None) both."""
+        """Allocate memory again for "weights", "kv_cache", or both (None)."""
         self.core.carry_out(wake_up(tags))
 
     def update_weights(self, directory: str) -> None:
-        """Replace the model's weights by those in a folder; the cache is invalidated. Raises ValueError, without any
-        change, if they do not fit the model."""
+        """Replace the model's weights with those in a folder and invalidate the cache. If they do not fit the model,
+        raises ValueError and changes nothing."""
         self._replace_weights(ReadWeights(directory))
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Record steps as `profiler_config` says. profile_prefix: of the traces' names. Raises ValueError."""
+        """Record steps as configured by `profiler_config`. profile_prefix: the prefix of the traces' names. Raises
+        ValueError."""
         self.core.carry_out(start_order(self.config, profile_prefix))
 
     def stop_profile(self) -> None:
@@ -402,7 +404,7 @@ class LLM:
         prompt_name: str | None = None,
         add_special_tokens: bool = True,
     ) -> list[PoolingRequestOutput]:
-        """kind: makes `outputs` of an array."""
+        """kind: converts an array to `outputs`."""
         refuse_arguments(lora_request=lora_request)
         pooling = self._pooling
         each = list(params) if isinstance(params, Sequence) else []
@@ -420,7 +422,7 @@ class LLM:
         return [pooling_request_output(output, kind) for output in self._complete(requests, use_tqdm)]
 
     def _complete(self, requests: list[ProcessedRequest], use_tqdm: Progress) -> list[RequestOutput]:
-        for request in requests:  # the parameters are copies, so the caller's stay as they are
+        for request in requests:  # the parameters are copies, so the caller's do not change
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
         finished: dict[str, RequestOutput] = {}
         num_in = num_out = 0
@@ -441,7 +443,7 @@ class LLM:
 
     def _run(self, requests: list[ProcessedRequest]) -> Iterator[RequestOutput]:
         """Queue the requests and step until all have finished. Yields a RequestOutput whenever it changed in a way that
-        its output_kind reports. Raises ValueError for a request that the engine finds wrong, and while it sleeps."""
+        its output_kind reports. Raises ValueError for a request that the engine rejects, and while it sleeps."""
         if self.core.stats.is_sleeping:
             raise ValueError("the engine sleeps; call wake_up")
         try:
@@ -474,7 +476,7 @@ class LLM:
                 self.core.add_request(core_request)
 
     def _withdraw(self, requests: list[ProcessedRequest]) -> None:
-        """Abort those that have not finished, and drop outputs that nobody has read."""
+        """Abort unfinished requests, and drop unread outputs."""
         for request in requests:
             aborted = self.output_processor.abort(request.core_requests)
             self.core.abort_requests(aborted)
@@ -483,7 +485,8 @@ class LLM:
             self._grown.pop(request.request_id, None)
 
     def _step(self) -> None:
-        """One step for all requests. Several streams may be open at once; each takes its own outputs from `_grown`."""
+        """Run one step for all requests. Several streams may be open at once; each takes its own outputs from
+        `_grown`."""
         outputs = self.core.step()
         if self._metrics is not None:
             self._metrics.step(outputs, self.core.stats)

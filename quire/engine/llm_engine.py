@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a model. max_model_len: the context in tokens. vocab_size: can exceed the tokenizer's."""
+    """Facts about a model. max_model_len: the context length in tokens. vocab_size: can exceed the tokenizer's."""
 
     model: str
     tokenizer: str
@@ -44,7 +44,7 @@ class LLMEngine:
         )
 
     def get_num_unfinished_requests(self) -> int:
-        """Unfinished sequences. A request counts as up to n of them."""
+        """Return the number of unfinished sequences. A request counts as up to n of them."""
         return self._llm.output_processor.num_unfinished
 
     def has_unfinished_requests(self) -> bool:

@@ -21,12 +21,12 @@ from quire.parallel.mesh import connect_store
 
 STEPS_TO_AGREE = 32
 _COORDINATOR = "the coordinator's address"  # a key of the store
-_FOREVER = timedelta(days=365)  # a lost replica ends the others before
-_HELLO = b""  # other messages are numbers of waves
+_FOREVER = timedelta(days=365)  # if a replica is lost, the others are ended
+_HELLO = b""  # all other messages are wave numbers
 
 
 class Waves(Lockstep):
-    """One core's part. It counts the steps that it is told of; those of all cores have equal numbers."""
+    """One core's part. It counts the core's steps; matching steps of all cores have equal numbers."""
 
     def __init__(self, place: RendezvousPlace, size: int) -> None:
         """size: the number of cores."""
@@ -41,8 +41,8 @@ class Waves(Lockstep):
         self._address = store.get(_COORDINATOR).decode()
         self._calls = self._socket()
         self._group = ProcessGroupGloo(PrefixStore("cores", store), place.replica, size, _FOREVER)
-        self._wave = 0  # the one that runs, or that comes next
-        self._called = -1  # the last wave that some core has begun
+        self._wave = 0  # the current or the next wave
+        self._called = -1  # the last wave that a core has begun
         self._steps = 0
 
     def connect(self, wake: Callable[[], None]) -> None:
@@ -60,7 +60,7 @@ class Waves(Lockstep):
             self._calls.send(str(self._wave).encode())
 
     def count_step(self, is_busy: bool) -> None:
-        """Every 32 steps, this waits for the others."""
+        """Count a step. Every 32 steps, this waits for the others."""
         self._steps += 1
         if self._steps % STEPS_TO_AGREE:
             return
@@ -81,7 +81,7 @@ class Waves(Lockstep):
         return socket
 
     def _listen(self, news: "zmq.Socket[bytes]", wake: Callable[[], None]) -> None:
-        """Take note of the waves that other cores begin."""
+        """Receive the waves that other cores begin."""
         with news, contextlib.suppress(zmq.ContextTerminated):
             news.linger = 0
             while True:
@@ -90,7 +90,7 @@ class Waves(Lockstep):
 
 
 def _coordinate(router: "zmq.Socket[bytes]") -> None:
-    """Tell all listeners which waves begin, also those that come later."""
+    """Announce each new wave to all listeners, and the current one to those that connect later."""
     listeners = set()
     last = _HELLO
     with router, contextlib.suppress(zmq.ContextTerminated):

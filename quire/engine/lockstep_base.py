@@ -1,4 +1,4 @@
-"""What a core needs of whatever keeps it in step with others. lockstep.py implements it between processes."""
+"""The interface that keeps a core in step with others. lockstep.py implements it between processes."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -26,7 +26,7 @@ class Lockstep(Protocol):
 
 
 class NoLockstep:
-    """Takes the place of a Lockstep in a core whose replica shares no experts."""
+    """Replaces Lockstep in a core whose replica shares no experts."""
 
     has_others = False
     is_running = False

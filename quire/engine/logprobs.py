@@ -12,22 +12,22 @@ class LogprobUnpacker:
     """Unpacks the logprobs of one sequence, place after place.
 
     decoded_token is the text that the token would add to the text so far. A token that ends within a character adds "",
-    and the token that completes the character adds all of it. So the decoded tokens of a sequence, special ones
-    included, make up its text.
+    and the token that completes the character adds all of it. So the decoded tokens of a sequence, including special
+    ones, concatenate to its text.
     """
 
     def __init__(self, token_bytes: Mapping[int, bytes] | None, partial: bytes = b"", likeliest: bool = True) -> None:
-        """token_bytes: the bytes of each token, by id; None leaves decoded_token out. partial: the bytes of an
-        unfinished character before the first place. likeliest: False if the request named the tokens; then only the
-        rank of the sequence's own token is known."""
+        """token_bytes: the bytes of each token, by id; None omits decoded_token. partial: the bytes of an unfinished
+        character before the first place. likeliest: False if the request named the tokens; then only the rank of the
+        sequence's own token is known."""
         self._token_bytes = token_bytes
         self._partial = partial
         self._likeliest = likeliest
 
     def unpack(self, packed: Logprobs) -> list[dict[int, Logprob]]:
-        """For each place, the sequence's own token first, then the likeliest tokens or those that the request named.
+        """Return for each place the sampled token first, then the likeliest tokens or those that the request named.
 
-        Tokens that cannot follow, such as those that a grammar forbids, are not among the likeliest.
+        Tokens with probability 0, such as those forbidden by a grammar, are omitted from the likeliest.
         """
         width = packed.width
         token_ids = memoryview(packed.token_ids).cast("i").tolist()
@@ -43,16 +43,16 @@ class LogprobUnpacker:
                 own = token_ids[cells.start]
                 found = {token_id: e for token_id, e in found.items() if e.logprob > -inf or token_id == own}
             unpacked.append(found)
-            if not self._likeliest:  # the sequence's own token may also be a named one, which has no rank
+            if not self._likeliest:  # the sampled token may also be a named one, which has no rank
                 unpacked[-1][token_ids[cells.start]].rank = rank
         return unpacked
 
     def skip(self, token_id: int) -> None:
-        """Pass over a token without logprobs, such as the first token of a prompt."""
+        """Skip a token without logprobs, such as the first token of a prompt."""
         self._decode([token_id])
 
     def _decode(self, token_ids: list[int]) -> list[str] | list[None]:
-        """The text of each candidate for the next token. The first candidate is the token that the sequence has."""
+        """Return the text of each candidate for the next token. The first candidate is the sequence's actual token."""
         if self._token_bytes is None:
             return [None] * len(token_ids)
         pieces = [self._partial + self._token_bytes[token_id] for token_id in token_ids]

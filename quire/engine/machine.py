@@ -28,11 +28,11 @@ from quire.platform.machine_profile import (
 from quire.worker.machine_defaults import Estimate, tokens_of_a_step, work_of
 from quire.worker.machine_speed import NEEDED_BYTES, KernelProbe, Measurement
 
-_QUIET_SECONDS = (5.0, 60.0, 600.0)  # without work before a measurement, before a second one, and before the last
+_QUIET_SECONDS = (5.0, 60.0, 600.0)  # of idleness before the first, second and last measurement
 
 
 def current_key(cpu_isa: str) -> str:
-    """Under which the profile of the kernels with these instructions is kept."""
+    """Return the key under which the profile of the kernels with these instructions is stored."""
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.read_bytes())
@@ -40,15 +40,15 @@ def current_key(cpu_isa: str) -> str:
 
 
 def most_threads() -> int:
-    """The threads that this process may use. To be called before torch has been given fewer."""
+    """Return how many threads this process may use. Call it before torch's thread count is reduced."""
     return min(torch.get_num_threads(), processors())
 
 
 class IdleMeasurement:
-    """Measures this machine while an engine has nothing to do, and keeps the profile for later starts.
+    """Measures this machine while an engine is idle, and stores the profile for later starts.
 
-    `is_due` and `proceed` are called again and again by an idle engine, and `interrupt` when there is work. A busy
-    machine is measured up to three times.
+    An idle engine calls `is_due` and `proceed` repeatedly, and `interrupt` when there is work. A busy machine is
+    measured up to three times.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class IdleMeasurement:
         make_probe: Callable[[], KernelProbe] = KernelProbe,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """key: under which the profile is kept. threads: the most that may run. found: the profile that is kept.
-        waits: seconds without work before each attempt."""
+        """key: under which the profile is stored. threads: the maximum number. found: the stored profile. waits:
+        seconds of idleness before each attempt."""
         self.result = found
         self._key = key
         self._threads = threads
@@ -75,12 +75,12 @@ class IdleMeasurement:
         return bool(self._waits) and self._clock() - self._idle_since >= self._waits[0]
 
     def interrupt(self) -> None:
-        """There is work: what was measured so far may have been disturbed."""
+        """Called when there is work: discard the samples so far, which may have been disturbed."""
         self._idle_since = self._clock()
         self._measurement = None
 
     def proceed(self) -> None:
-        """Take a sample, which takes some milliseconds."""
+        """Measure a sample, which takes some milliseconds."""
         if self._measurement is None:
             if not self._is_wanted():
                 del self._waits[0]
@@ -100,7 +100,7 @@ class IdleMeasurement:
         if find_library() is not None:
             return True
         is_known = self.result is not None and not self.result.is_due(time.time())
-        return find_compiler() is None and not is_known  # otherwise the kernels are being compiled, or were measured
+        return find_compiler() is None and not is_known  # otherwise the kernels are being compiled or already measured
 
     def finish(self) -> None:
         """Measure at once, without waiting."""
@@ -110,7 +110,7 @@ class IdleMeasurement:
 
     @property
     def is_needed(self) -> bool:
-        """Whether no quiet machine has been measured so far, not even long ago."""
+        """Whether this machine has never been measured while it was quiet."""
         return self.result is None or not self.result.is_quiet
 
     def _keep(self, profile: MachineProfile) -> None:
@@ -128,12 +128,12 @@ class IdleMeasurement:
 
 
 class Machine:
-    """The profile of this machine, if the options leave something to choose and the model runs on CPUs.
+    """The profile of this machine, used if some options are left to choose and the model runs on CPUs.
 
-    estimate: of the times of the model's steps, None if nothing is known. threads: with which the machine is fastest,
-    None for the usual number. measurement: for the next start, None if none is needed. is_cpu: whether steps run on
-    CPUs. reason: for the numbers of threads and of tokens in a step, in the log. is_measurable: whether these may
-    follow from a measurement.
+    estimate: estimated times of the model's steps, None if unknown. threads: the fastest number, None for the default.
+    measurement: for the next start, None if not needed. is_cpu: whether steps run on CPUs. reason: explains in the log
+    how the numbers of threads and of tokens per step were chosen. is_measurable: whether these numbers may depend on a
+    measurement.
     """
 
     estimate: Estimate | None = None
@@ -143,13 +143,13 @@ class Machine:
     def __init__(
         self, config: EngineConfig, description: ModelDescription, directory: Path, *, shares_experts: bool
     ) -> None:
-        """shares_experts: with other replicas, which must have steps of the same size."""
+        """shares_experts: whether other replicas share the experts; their steps must have the same size."""
         self._config = config
         self._description = description
         self._may_choose_tokens = not shares_experts
         self.reason = "as the options say"
         self.is_measurable = False
-        # A profile holds for the threads that are chosen by it. Other machines have profiles of their own.
+        # A profile is valid for the number of threads chosen from it. Other machines have their own profiles.
         is_alone = config.layout.machines == 1 and config.cluster.distributed_executor_backend != "ray"
         self.is_cpu = not uses_gpu(config)
         if not self.is_cpu or not is_alone or are_given(config.kernels.threads):
@@ -174,13 +174,13 @@ class Machine:
             self.reason = f"as this machine was measured on {age_text(found)}"
 
     def with_tokens_of_a_step(self) -> EngineConfig:
-        """The options, with the number of tokens of a step that is chosen, if it is."""
+        """Return the options, with the chosen number of tokens per step if one was chosen."""
         options = self._config.scheduler
         is_given = options.max_num_batched_tokens is not None or not options.enable_chunked_prefill
         if self.estimate is None or is_given or not self._may_choose_tokens or self._config.model.runner == "pooling":
             return self._config
         chosen = tokens_of_a_step(self.estimate.chunk(), options.max_num_seqs)
-        needs_room = (  # for a whole picture, a window of compression, or drafts
+        needs_room = (  # for a whole image, a compression window, or drafts
             self._description.spec.media is not None
             or self._config.multimodal.enable_prompt_embeds
             or self._config.cache.compression is not None

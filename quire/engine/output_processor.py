@@ -1,4 +1,4 @@
-"""Turns EngineCoreOutputs into RequestOutputs: detokenizing, stop strings, logprobs, the completions of a prompt."""
+"""Turns EngineCoreOutputs into RequestOutputs: detokenizing, stop strings, logprobs, grouping of completions."""
 
 import time
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class _Sequence:
     interval: int  # tokens between two outputs
     detokenizer: IncrementalDetokenizer | None
     logprobs: LogprobUnpacker
-    num_reported: int = 0  # tokens of the last output that was reported
+    num_reported: int = 0  # tokens in the last reported output
 
 
 class OutputProcessor:
@@ -78,7 +78,7 @@ class OutputProcessor:
             self._sequences[core_request.request_id] = sequence
         return output
 
-    def process(  # noqa: C901, PLR0912  # its loop runs for each token: a call costs more than a branch
+    def process(  # noqa: C901, PLR0912  # its loop runs for each token, where calls cost more than branches
         self, outputs: list[EngineCoreOutput]
     ) -> tuple[list[RequestOutput], list[str]]:
         """Apply a step's outputs. Returns the changed requests and the ids of core requests that a stop string ended.
@@ -91,7 +91,7 @@ class OutputProcessor:
         for output in outputs:
             sequence = self._sequences.get(output.request_id)
             if sequence is None:
-                continue  # ended by a stop string or aborted while this output was on its way
+                continue  # ended by a stop string or aborted while this output was in transit
             request = sequence.request
             completion = sequence.completion
             detokenizer = sequence.detokenizer
@@ -167,7 +167,7 @@ class OutputProcessor:
     def _append(
         sequence: _Sequence, detokenizer: IncrementalDetokenizer, token_ids: list[int], by_token: bool
     ) -> str | None:
-        """Detokenize several tokens, up to a stop string. The tokens behind it are taken back from the completion."""
+        """Detokenize several tokens, up to a stop string. Tokens after it are removed from the completion."""
         for count, token_id in enumerate(token_ids, 1):
             stop = detokenizer.append([token_id], by_token and count == len(token_ids))
             if stop is not None:
@@ -181,7 +181,7 @@ class OutputProcessor:
 
     @staticmethod
     def _is_due(sequence: _Sequence) -> bool:
-        """Whether to report an unfinished completion: with its first token, and then once in an interval of tokens."""
+        """Whether to report an unfinished completion: at its first token, and then once per interval of tokens."""
         new = len(sequence.completion.token_ids) - sequence.num_reported
         return not sequence.num_reported or new >= sequence.interval
 
@@ -210,7 +210,8 @@ class DeltaReader:
         self._reported_prompt_logprobs = False
 
     def read(self, output: RequestOutput) -> RequestOutput:
-        """The new part of each completion that has one. prompt_logprobs are reported once, when they are complete."""
+        """Return the new part of each completion that has one. prompt_logprobs are returned once, when they are
+        complete."""
         prompt_logprobs = None
         if not self._reported_prompt_logprobs and len(output.prompt_logprobs or ()) == len(output.prompt_token_ids):
             prompt_logprobs = output.prompt_logprobs
@@ -236,7 +237,7 @@ class DeltaReader:
                         completion.spec_decode_metrics,
                     )
                 )
-        # dataclasses.replace would take a tenth of the time that a streamed token takes.
+        # dataclasses.replace would take a tenth of the time per streamed token.
         return RequestOutput(
             output.request_id,
             output.prompt,

@@ -6,7 +6,7 @@ from quire.messages.engine import EngineCoreRequest
 
 
 class PauseGate:
-    """A Gate. While it is closed, only those requests pass that may still finish."""
+    """A Gate. While it is closed, only requests that may still finish can pass."""
 
     def __init__(self) -> None:
         self._passing: set[str] | None = None  # None while it is open
@@ -21,7 +21,7 @@ class PauseGate:
         self._passing = set(passing)
 
     def lets_pass(self, request_ids: Iterable[str]) -> bool:
-        """Whether it lets any of these pass."""
+        """Whether any of these requests can pass."""
         return self._passing is None or not self._passing.isdisjoint(request_ids)
 
     def open(self) -> None:

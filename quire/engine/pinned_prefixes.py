@@ -17,11 +17,11 @@ Compute = Callable[[str, PromptFields, int, Adapter | None], Awaitable[None]]
 class PinnedPrefixes:
     """The pinned prefixes by id.
 
-    They are computed again after the cache was reset, when weights were replaced, and by a core that replaces another.
+    They are recomputed after a cache reset, after a weight update, and by a core that replaces another.
     """
 
     def __init__(self, client: CoreClient, compute: Compute) -> None:
-        """compute: has a core compute a prompt, given the name, the prompt, the core and the adapter."""
+        """compute: computes a prompt on a core, given the name, the prompt, the core and the adapter."""
         self.by_id: dict[str, PinPrefix] = {}
         self._client = client
         self._compute = compute
@@ -37,7 +37,7 @@ class PinnedPrefixes:
             raise
 
     async def unpin(self, prefix_id: str) -> bool:
-        """Returns False for an unknown id."""
+        """Unpin a prefix. Returns False for an unknown id."""
         if self.by_id.pop(prefix_id, None) is None:
             return False
         await self._client.carry_out(UnpinPrefix(prefix_id))
@@ -53,7 +53,7 @@ class PinnedPrefixes:
             await self._client.carry_out_at(core, UnpinPrefix(prefix.id))
 
     def pin_again(self, *cores: int) -> None:
-        """Compute and pin all prefixes anew, beside other requests."""
+        """Compute and pin all prefixes again, concurrently with other requests."""
 
         async def pin() -> None:
             for core in cores:

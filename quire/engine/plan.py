@@ -1,4 +1,4 @@
-"""What an engine consists of, decided before anything is loaded: for the core, the start log and `quire doctor`."""
+"""The plan of an engine's parts, made before anything is loaded, for the core, the start log and `quire doctor`."""
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,8 +19,8 @@ from quire.worker.plan import RankPlan
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """config: with the values that were chosen for the machine. compression: of the KV cache, None without one.
-    threads: of each process of this replica. machine: its measured speed, from which some values follow."""
+    """config: includes the values chosen for the machine. compression: of the KV cache, None if disabled. threads: per
+    process of this replica. machine: its measured speed, from which some values are derived."""
 
     config: EngineConfig
     directory: Path
@@ -33,12 +33,12 @@ class EnginePlan:
 
     @property
     def _quantization(self) -> str | None:
-        """The format of the weights, None for dense ones."""
+        """Return the quantization format of the weights, None for dense weights."""
         stored = "gguf" if self.directory.is_file() else quantization_kind(self.description.config)
         return self.config.model.quantization or stored
 
     def log(self) -> None:
-        """Log what was decided, for a start."""
+        """Log the plan at start."""
         if self.machine.is_cpu:
             tokens = f"{self.limits.max_num_batched_tokens:,}"
             logger.info("Threads: %d, steps of up to %s tokens: %s", self.threads, tokens, self.machine.reason)
@@ -46,7 +46,7 @@ class EnginePlan:
             logger.debug("%s", adjustment.text)
 
     def as_data(self, rank: RankPlan) -> dict[str, Any]:
-        """The plan as JSON's types. rank: the plan of the first rank."""
+        """Return the plan in JSON types. rank: the plan of the first rank."""
         config = self.config
         parallel = config.parallel
         return {
@@ -76,7 +76,7 @@ class EnginePlan:
 
 
 def limits_data(limits: SchedulerLimits) -> dict[str, Any]:
-    """The limits as JSON's types, by their names."""
+    """Return the limits in JSON types, by name."""
     data = {field.name: getattr(limits, field.name) for field in fields(limits) if field.name != "pace"}
     return {**data, "max_itl": None if limits.pace is None else round(limits.pace.seconds * 1000)}
 
@@ -94,7 +94,7 @@ def _drafter_data(options: SpeculativeOptions | None) -> dict[str, Any] | None:
 
 
 def _tiers(config: EngineConfig) -> list[dict[str, Any]]:
-    """Where blocks may be beside the pool, in the order in which they are looked for."""
+    """Return the tiers that can hold blocks in addition to the pool, in lookup order."""
     options = config.cache
     tiers: list[dict[str, Any]] = []
     if options.kv_offloading_bytes:

@@ -1,4 +1,4 @@
-"""Requests for embeddings and scores: how prompts and pairs of texts become token ids, and results become outputs."""
+"""Requests for embeddings and scores: tokenizes prompts and text pairs, and converts results to outputs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.messages.step import Pooled
 from quire.models.pooling import PoolingDescription
 
-_NOTHING = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)  # of a request that only pools
+_NOTHING = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)  # for requests that only pool
 
 
 class PoolingError(RuntimeError):
-    """The engine failed to run a request. The message says why."""
+    """The engine failed to run a request. The message contains the reason."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class PoolingProcessor:
         prompt_name: str | None = None,
         truncation_side: str | None = None,
     ) -> ProcessedRequest:
-        """prompt_name: of a text among the checkpoint's prompts, which is put before the prompt; None for the default
-        one. truncation_side: left or right (default), from which truncate_prompt_tokens removes tokens.
+        """prompt_name: selects one of the checkpoint's prompts to prepend; None for the default one. truncation_side:
+        the side from which truncate_prompt_tokens removes tokens, left or right (default).
 
         Raises ValueError or TypeError, whose message names the wrong field."""
         params = params or PoolingParams()
         if not isinstance(params, PoolingParams):
             raise TypeError(f"pooling_params must be PoolingParams, got {type(params).__name__}")
-        params = msgspec.structs.replace(params)  # a copy, which is checked again
+        params = msgspec.structs.replace(params)  # a validated copy
         self._check(params)
         self.processor.check_priority(priority)
         keep = self._kept_tokens(params)
@@ -115,7 +115,7 @@ class PoolingProcessor:
                     f"got {params.dimensions}"
                 )
         if self.description.pooler.pooling != "last" or str(params.task).startswith("token_"):
-            params.skip_reading_prefix_cache = True  # the hidden states of other tokens than the last one are needed
+            params.skip_reading_prefix_cache = True  # hidden states of all tokens are needed
 
     def _kept_tokens(self, params: PoolingParams) -> int | None:
         keep = params.truncate_prompt_tokens
@@ -161,19 +161,19 @@ class PoolingProcessor:
 
 
 def _text_of(prompt: Prompt) -> str | None:
-    """The text of a prompt that has no token ids."""
+    """Return the text of a prompt, None if it has token ids."""
     if isinstance(prompt, dict):
         prompt = prompt.get("prompt", "") if prompt.get("prompt_token_ids") is None else []
     return prompt if isinstance(prompt, str) else None
 
 
 def array(pooled: Pooled) -> npt.NDArray[np.float32]:
-    """The result as an array [out] or [tokens, out]."""
+    """Return the result as an array [out] or [tokens, out]."""
     return np.frombuffer(pooled.data, np.float32).reshape(pooled.shape)
 
 
 def result(output: RequestOutput) -> npt.NDArray[np.float32]:
-    """The result of a finished request. Raises PoolingError if it failed."""
+    """Return the result of a finished request. Raises PoolingError if it failed."""
     completion = output.outputs[0]
     if completion.pooled is None:
         raise PoolingError(str(completion.stop_reason or completion.finish_reason))
@@ -189,13 +189,13 @@ def tensor_output(values: npt.NDArray[np.float32]) -> PoolingOutput:
 def pooling_request_output(
     output: RequestOutput, kind: Callable[[npt.NDArray[np.float32]], Any] = tensor_output
 ) -> PoolingRequestOutput:
-    """kind: makes `outputs` of an array. Raises PoolingError if the request failed."""
+    """kind: converts an array to `outputs`. Raises PoolingError if the request failed."""
     made = kind(result(output))
     return PoolingRequestOutput(output.request_id, made, output.prompt_token_ids, output.num_cached_tokens)
 
 
 def pairs_of(first: str | Sequence[str], second: str | Sequence[str]) -> tuple[list[str], list[str]]:
-    """One text against many, or each with its partner, as lists of equal length. Raises ValueError or TypeError."""
+    """Pair one text with many, or texts one to one. Returns lists of equal length. Raises ValueError or TypeError."""
     ones, others = ([x] if isinstance(x, str) else list(x) for x in (first, second))
     for text in (*ones, *others):
         if not isinstance(text, str):
@@ -208,8 +208,8 @@ def pairs_of(first: str | Sequence[str], second: str | Sequence[str]) -> tuple[l
 
 
 def similarity(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
-    """The cosine of two embeddings. Of token vectors: the sum over the tokens of the first text of the largest product
-    with a token of the second (ColBERT, arXiv:2004.12832)."""
+    """Return the cosine similarity of two embeddings. For token vectors, it is ColBERT's score (arXiv:2004.12832): the
+    sum, over the tokens of the first text, of the largest product with a token of the second."""
     if one.ndim == 2:
         return float((one @ other.T).max(axis=1).sum())
     length = float(np.linalg.norm(one) * np.linalg.norm(other))

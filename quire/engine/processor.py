@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # Sampling parameters that a generation_config.json may recommend.
 _RECOMMENDED = """repetition_penalty presence_penalty frequency_penalty temperature top_p top_k min_p""".split()
-# Sampling parameters of chats with a GGUF file that recommends none. Few files do, and temperature 1 is too high for
-# most quantized models.
+# Sampling parameters for chats with a GGUF file that recommends none. Few files recommend any, and temperature 1 is too
+# high for most quantized models.
 GGUF_CHAT_DEFAULTS = {"temperature": 0.7, "top_p": 0.95, "top_k": 40}
 
 
@@ -42,20 +42,20 @@ class PromptFields(TypedDict, total=False):
     multi_modal_data: dict[str, Any]  # by modality (image, video): PIL images or numpy arrays, one or several
     multi_modal_uuids: dict[str, Any]
     mm_processor_kwargs: dict[str, Any]
-    prompt_embeds: Any  # instead of tokens: a tensor or an array [tokens, hidden]
-    encoder_prompt: Any  # of an encoder of texts: a string, token ids, or a dict with one of both
-    decoder_prompt: Any  # the same; None is the model's own
+    prompt_embeds: Any  # replaces tokens: a tensor or an array [tokens, hidden]
+    encoder_prompt: Any  # for a text encoder: a string, token ids, or a dict with either
+    decoder_prompt: Any  # the same forms; None uses the model's default
 
 
 Prompt = str | list[int] | PromptFields
 ENCODER_FIELDS = frozenset(("encoder_prompt", "decoder_prompt"))
 MEDIA_FIELDS = ENCODER_FIELDS | {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds"}
-PROMPT_END = 32  # tokens of a prompt that tell whether the answer begins with thinking
-CUT_MARGIN = 4096  # tokens between the place where a long text is cut and the tokens that truncation keeps
+PROMPT_END = 32  # last prompt tokens, which show whether the answer begins with thinking
+CUT_MARGIN = 4096  # tokens between the cut in a long text and the tokens that truncation keeps
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, from one prompt or several."""
+    """Return a list of prompts, from one prompt or several."""
     if isinstance(prompts, (str, dict)) or (prompts and all(isinstance(p, int) for p in prompts)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ class PromptTooLongError(ValueError):
 class ProcessedRequest:
     """A validated, tokenized prompt, with one core request for each of its n completions.
 
-    encoder_prompt, encoder_prompt_token_ids: of a model with an encoder of texts, None for other models.
+    encoder_prompt, encoder_prompt_token_ids: for a model with a text encoder, otherwise None.
     """
 
     request_id: str
@@ -84,13 +84,13 @@ class ProcessedRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     core_requests: list[EngineCoreRequest]
-    kv_transfer_params: dict[str, Any] | None = None  # what the answer says of the prompt
+    kv_transfer_params: dict[str, Any] | None = None  # returned with the answer
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
 
 
 def end_of_sequence(tokenizer: Tokenizer, generation_config: dict[str, Any]) -> list[int]:
-    """The tokens that end a text, the tokenizer's own one first."""
+    """Return the end-of-sequence tokens, the tokenizer's first."""
     listed = generation_config.get("eos_token_id")
     found = [tokenizer.eos_token_id, *([listed] if isinstance(listed, int) else listed or [])]
     return list(dict.fromkeys(token_id for token_id in found if token_id is not None))
@@ -117,10 +117,10 @@ class Processor:
         chat_defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """vocab_size: the model's. generation_config: the checkpoint's; {} gives neutral defaults. max_logprobs: -1 for
-        no limit. in_process: the model runs in this process, so parameters may hold functions and other objects that
-        cannot be sent. reasoning: the format of the model's thinking, None if it is unknown. compresses: whether the
-        engine has kv_compression. transfer: how it gives prompts to other engines or takes them. media: of a model that
-        takes pictures or embeddings. chat_defaults: sampling parameters of chats if generation_config has none."""
+        no limit. in_process: whether the model runs in this process; parameters may then contain functions and other
+        objects that cannot be sent. reasoning: the format of the model's thinking, None if unknown. compresses: whether
+        the engine has kv_compression. transfer: the options for KV transfer between engines. media: for a model that
+        accepts images or embeddings. chat_defaults: sampling parameters for chats if generation_config has none."""
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -135,14 +135,14 @@ class Processor:
         self._texts = None if media is None else media.texts
         self.generation_config = generation_config
         self.chat_defaults = chat_defaults
-        self.generates = True  # whether the model does
+        self.generates = True  # whether the model generates text
         self._seeds = random.Random(seed)
         self.eos_token_ids = end_of_sequence(tokenizer, generation_config)
         self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
 
     def default_sampling_params(self, chat: bool = False, **changes: Any) -> SamplingParams:
-        """The checkpoint's recommended parameters, neutral where it recommends nothing. As in vLLM, do_sample has no
-        effect. chat: whether they are for a chat, which may have other defaults."""
+        """Return the checkpoint's recommended parameters, with neutral values for those that it does not recommend. As
+        in vLLM, do_sample has no effect. chat: whether they are for a chat, which may have other defaults."""
         known = {name: self.generation_config.get(name) for name in _RECOMMENDED}
         recommended: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
         if chat and not recommended:
@@ -171,7 +171,7 @@ class Processor:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         self.check_priority(priority)
-        params = params.clone()  # a clone is checked again: the caller may have changed fields since
+        params = params.clone()  # cloning validates again: the caller may have changed fields
         self._check_params(params)
         self.check_length(prompt, params)
         self.check_count(prompt, params)
@@ -198,7 +198,7 @@ class Processor:
         bad_words = self._bad_words(params)
         thinking = self._thinking_limits(params, token_ids)
         transfer = read_transfer(request_id, params.extra_args, self.transfer)
-        # The logprobs of a prompt that is completed n times are computed once.
+        # With n completions, the prompt's logprobs are computed only once.
         later_params = params if params.prompt_logprobs is None or params.n == 1 else params.clone(prompt_logprobs=None)
         core_requests = [
             EngineCoreRequest(
@@ -234,13 +234,13 @@ class Processor:
 
     @property
     def shortest_prompt(self) -> Prompt:
-        """A prompt of one token, with a sound if the model needs one."""
+        """Return a prompt of one token, with audio if the model needs it."""
         if self.media is None or not self.media.needs_media:
             return [0]
         return {"prompt_token_ids": [0], "multi_modal_data": {"audio": self.media.silence}}
 
     def check_priority(self, priority: int) -> None:
-        """Raises ValueError for a priority that is wrong or not in use."""
+        """Raises ValueError for a priority that is wrong or not enabled."""
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise ValueError(f"priority must be an integer of 64 bits, got {priority!r}")
         if priority and self.scheduling_policy != "priority":
@@ -258,10 +258,9 @@ class Processor:
             raise ValueError(f"token id {extreme} is out of vocabulary; the model has {self.vocab_size} tokens")
 
     def check_length(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
-        """Raises PromptTooLongError if the prompt is certainly too long, which is found without tokenizing it.
+        """Raises PromptTooLongError if the prompt is certainly too long. Does not tokenize it.
 
-        params: with truncate_prompt_tokens, no prompt is too long. Prompts for an encoder of
-        texts are checked by EncoderPrompts.
+        params: with truncate_prompt_tokens, no prompt is too long. EncoderPrompts checks prompts for a text encoder.
         """
         if (params is not None and params.truncate_prompt_tokens is not None) or self._texts is not None:
             return
@@ -281,8 +280,8 @@ class Processor:
                 )
 
     def check_count(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
-        """Raises PromptTooLongError for a long text with too many tokens, as soon as so many are found. This takes as
-        long as tokenizing them. The arguments are those of `check_length`."""
+        """Raises PromptTooLongError for a long text as soon as too many tokens are found. This takes as long as
+        tokenizing them. The arguments are those of `check_length`."""
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if self._texts is not None or (params is not None and params.truncate_prompt_tokens is not None):
             return
@@ -293,8 +292,8 @@ class Processor:
             )
 
     def cut(self, text: str, keep: int, from_left: bool) -> str:
-        """The part of a text that has the kept tokens. Tokens near a cut may differ from those of the whole text, so
-        the text is cut far away from the kept tokens."""
+        """Return the part of a text that contains the kept tokens. Tokens near a cut may differ from those of the whole
+        text, so the text is cut far away from the kept tokens."""
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
         return end_with(encode, text, keep + CUT_MARGIN, from_left)
 
@@ -306,7 +305,7 @@ class Processor:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
-        """Check what depends on the model or the engine: vocabulary, limits, plugins, other processes."""
+        """Check the parameters that depend on the model or the engine: vocabulary, limits, plugins, processes."""
         named_token_ids = params.logprob_token_ids
         sample_logprobs = params.logprobs if named_token_ids is None else None
         for name, option in (("sample", sample_logprobs), ("prompt", params.prompt_logprobs)):
@@ -339,7 +338,7 @@ class Processor:
             _check_can_be_sent(params)
 
     def _kept_tokens(self, params: SamplingParams) -> int | None:
-        """How many tokens truncate_prompt_tokens keeps; -1 keeps as many as leave room for max_tokens of output."""
+        """Return how many tokens truncate_prompt_tokens keeps; -1 leaves room for max_tokens of output."""
         keep = params.truncate_prompt_tokens
         if keep is None:
             return None
@@ -350,13 +349,13 @@ class Processor:
             )
         if keep == -1:
             keep = max(1, self.max_model_len - (params.max_tokens or 1))
-        return min(keep, self.max_model_len - 1)  # one output token has to fit as well
+        return min(keep, self.max_model_len - 1)  # leaves room for one output token
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """The token ids of each bad word, at the beginning of a text and behind a space.
+        """Return the token ids of each bad word, at the beginning of a text and after a space.
 
-        As in vLLM, the form behind a space counts only if it has as many tokens and another first one. Otherwise the
-        space is a token of its own, and the tokens behind it are those of the first form.
+        As in vLLM, the form after a space is used only if it has equally many tokens and a different first token.
+        Otherwise the space is a separate token, followed by the tokens of the first form.
         """
         sequences: list[list[int]] = []
         for word in params.bad_words or ():
@@ -377,7 +376,7 @@ class Processor:
         return sequences
 
     def _thinking_limits(self, params: SamplingParams, prompt_token_ids: list[int]) -> ThinkingLimits | None:
-        """Where the thinking of the answer ends, if the request limits it, or has a constraint for what follows it."""
+        """Return where the answer's thinking ends, if the request limits it or constrains the text after it."""
         reasoning = self.reasoning
         budget = params.thinking_token_budget
         if reasoning is None and budget is not None:
@@ -391,9 +390,9 @@ class Processor:
         )
         prompt = self.tokenizer.decode(prompt_token_ids[-PROMPT_END:], skip_special_tokens=False).rstrip()
         is_over = prompt.endswith(reasoning.end)  # as with enable_thinking=False
-        # An answer that is written in channels is not in the last one at its beginning.
+        # An answer with channels does not begin in the last channel.
         is_open = reasoning.is_open(prompt) or (reasoning.whole is not None and not is_over)
-        # A grammar waits for the end marker; a call does not end the thinking before it.
+        # A grammar waits for the end marker; a tool call does not end the thinking before it.
         calls = reasoning.implicit_ends if params.structured_outputs is None else ()
         call_ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in calls]
         return ThinkingLimits(end_ids, [] if is_over else start_ids, is_open, budget, closing_ids, call_ids)
@@ -401,8 +400,8 @@ class Processor:
     def tokenize(
         self, prompt: Prompt, add_special_tokens: bool, keep: int | None, from_left: bool
     ) -> tuple[str | None, list[int], str | None]:
-        """(text, token ids, cache salt) of a prompt in any form. keep: how many tokens, None for all; the last ones if
-        the others are to be cut off `from_left`."""
+        """Return (text, token ids, cache salt) of a prompt in any form. keep: how many tokens to keep, None for all.
+        from_left: whether to keep the last tokens instead of the first."""
         if isinstance(prompt, str):
             return prompt, self._encode(prompt, add_special_tokens, keep, from_left), None
         if isinstance(prompt, dict):
@@ -423,7 +422,8 @@ class Processor:
     def _with_media(
         self, prompt: PromptFields, add_special_tokens: bool, keep: int | None
     ) -> tuple[PromptFields, list[MediaItem], bytes]:
-        """A prompt with tokens in place of its media, the media, and its rotary positions, if it has its own."""
+        """Return the prompt with its media replaced by tokens, the media, and the prompt's rotary positions if they are
+        special."""
         if given := sorted(ENCODER_FIELDS.intersection(prompt)):
             raise ValueError(f"{given[0]}: this model has no encoder of texts; give it prompt or prompt_token_ids")
         fields: dict[str, Any] = {name: prompt.get(name) for name in MEDIA_FIELDS}
@@ -451,7 +451,7 @@ class Processor:
     def _encode(self, text: str, add_special_tokens: bool, keep: int | None, from_left: bool) -> list[int]:
         bound = self.tokenizer.length_bound if keep is not None and len(text) > self.max_model_len else None
         if keep is not None and bound is not None and bound.counts_spaces:
-            # Only this part of a long text can be kept.
+            # Only this part of a long text can contain kept tokens.
             text = _end(text, (keep + CUT_MARGIN) * bound.bytes_per_token, from_left)
         if keep is not None:
             text = self.cut(text, keep, from_left)
@@ -469,14 +469,14 @@ class Processor:
 
 
 def _end(sequence: Any, length: int | None, last: bool) -> Any:
-    """The last items of a sequence, or the first ones; all of them if `length` is None."""
+    """Return the last or the first `length` items of a sequence; all of them if `length` is None."""
     if length is None:
         return sequence
     return sequence[-length:] if last else sequence[:length]
 
 
 def _check_can_be_sent(params: SamplingParams) -> None:
-    """Raises ValueError for parameters that cannot go to the processes of the model."""
+    """Raises ValueError for parameters that cannot be sent to the model's processes."""
     if params.logits_processors:
         raise ValueError(
             "logits_processors are functions of this process, but the model runs in others; write "

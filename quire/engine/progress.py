@@ -1,8 +1,8 @@
-"""The progress of an engine core, and the judgement whether it hangs.
+"""Tracks the progress of an engine core to detect hangs.
 
-Progress is a completed step: its results are known. A core owes progress while it has work, from when it begins with a
-step until no work is left. It owes none while it starts, sleeps or is paused, while all its requests wait at gates, or
-while it carries out a command, such as new weights.
+A core makes progress when it completes a step, that is, when the results are known. Progress is expected while a core
+has work, from the beginning of a step until no work is left. It is not expected while the core starts, sleeps or is
+paused, while all its requests wait at gates, or while it carries out a command, such as a weight update.
 """
 
 import time
@@ -12,23 +12,23 @@ from quire.messages.engine import Heartbeat
 from quire.messages.step import SchedulerOutput
 
 LEAST_SECONDS = 60.0
-FACTOR = 10.0  # of the longest step seen; and of the limit, while a step may compile
+FACTOR = 10.0  # times the longest step; also times the limit, while a step may compile
 _LONGEST_BEAT_SECONDS = 2.0
 
 
 class Progress:
-    """Of a core, on its thread. `Beats` reads it on another one."""
+    """The progress of a core. Written on the core's thread, read by `Beats` on another."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self.since: float | None = None  # when the core began to owe progress, or the last step completed
+        self.since: float | None = None  # when progress was first expected, or the last step completed
         self.num_tokens = 0  # of the largest step in flight
         self.encodes = False  # whether a step in flight encodes media
-        self.longest, self.most_tokens = 0.0, 0  # of the completed steps but the first, which may compile
+        self.longest, self.most_tokens = 0.0, 0  # of all completed steps except the first, which may compile
         self.has_run = self.has_encoded = False
 
     def begin(self) -> None:
-        """The core is about to run a step."""
+        """Called before the core runs a step."""
         if self.since is None:
             self.since = self._now()
 
@@ -37,7 +37,7 @@ class Progress:
         self.encodes = self.encodes or bool(step.encode)
 
     def complete(self, step: SchedulerOutput, in_flight: Iterable[SchedulerOutput]) -> None:
-        """A step was completed. in_flight: the later ones."""
+        """Record a completed step. in_flight: the later steps."""
         now = self._now()
         took = now - (now if self.since is None else self.since)
         may_compile = not self.has_run or (step.encode and not self.has_encoded)
@@ -53,17 +53,18 @@ class Progress:
             self.submit(later)
 
     def stop(self) -> None:
-        """The core owes nothing until the next step."""
+        """Expect no progress until the next step."""
         self.since = None
 
     def allow(self, seconds: float) -> None:
-        """Other replicas may take as long as this one did, for what is no step, and let this one wait in a step."""
+        """Extend the limit by time this replica spent outside steps: other replicas may do the same while this one
+        waits for them in a step."""
         self.longest = max(self.longest, seconds)
 
 
 class Beats:
-    """Makes the heartbeats of a core. It counts time from beat to beat, so the time for which the whole process was
-    stopped does not count."""
+    """Makes the heartbeats of a core. Time is counted from beat to beat, which excludes time while the whole process
+    was stopped."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._last = now, now()
@@ -94,16 +95,16 @@ class Beats:
 
 
 class Watchdog:
-    """Judges by the heartbeats of a replica whether its core hangs. It remembers what the cores before have done.
+    """Detects from the heartbeats of a replica whether its core hangs. It remembers the step times of earlier cores.
 
-    By default, a core may wait for a step ten times as long as for the longest one so far, but at least 60 s. If a step
-    has more tokens than any before, it may take longer in proportion. The first step, and the first one that encodes
-    media, may take ten times that limit, since kernels may be compiled.
+    By default, a step may take ten times as long as the longest step so far, but at least 60 s. If a step has more
+    tokens than any earlier one, the limit grows in proportion. The first step, and the first one that encodes media,
+    may take ten times that limit, since kernels may be compiled.
     """
 
     def __init__(self, timeout: float | None, compiles: bool = False) -> None:
-        """timeout: in seconds, instead of the limit that follows from the steps; 0 for no watchdog. compiles: whether
-        any step may compile."""
+        """timeout: a fixed limit in seconds; None to derive it from the steps, 0 for no watchdog. compiles: whether any
+        step may compile."""
         self._timeout = timeout
         self._compiles = compiles
         self._longest = 0.0
@@ -111,7 +112,7 @@ class Watchdog:
         self._has_run = self._has_encoded = False
 
     def problem(self, beat: Heartbeat) -> str | None:
-        """What is wrong, if the core hangs."""
+        """Return a description of the problem if the core hangs, otherwise None."""
         self._longest = max(self._longest, beat.longest)
         self._most_tokens = max(self._most_tokens, beat.most_tokens)
         self._has_run = self._has_run or beat.has_run

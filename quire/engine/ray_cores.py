@@ -1,6 +1,6 @@
-"""Replicas on a Ray cluster: an actor for each, which runs what `quire serve --headless` runs.
+"""Replicas on a Ray cluster: one actor for each, which runs the same code as `quire serve --headless`.
 
-A process of its own talks to Ray, since Ray ends processes that lose their cluster, and takes their signal handlers.
+A separate process talks to Ray, since Ray ends processes that lose their cluster, and replaces their signal handlers.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from quire.messages.errors import error_text
 from quire.observability.logging import LogOptions, configure_logging, log_options, logger
 from quire.platform.termination import leave_end_to_parent
 
-_ALONE: dict[str, float] = {"memory": 1 << 20}  # what a core needs whose ranks are actors themselves: bytes
-_AGAIN_SECONDS = 2.0  # between the end of an actor and the next one of its replica
+_ALONE: dict[str, float] = {"memory": 1 << 20}  # resources of a core whose ranks are actors themselves: bytes
+_AGAIN_SECONDS = 2.0  # between the end of an actor and its restart
 
 
 class RayReplicas:
-    """Keeps an actor with each replica running. host: the address of this machine at which they can join."""
+    """Keeps an actor running for each replica. host: the address of this machine at which they can join."""
 
     def __init__(self, config: EngineConfig, replicas: range, secret: ClusterSecret) -> None:
         """Raises ConfigError if Ray is missing or cannot be reached."""
@@ -45,11 +45,11 @@ class RayReplicas:
         self.host: str = found
 
     def start(self, port: int) -> None:
-        """Start the actors. port: at which they join on this machine."""
+        """Start the actors. port: the port of this machine at which they join."""
         self._connection.send(port)
 
     def refused(self) -> Iterator[tuple[int, str]]:
-        """The replicas that cannot run since the last call, and why. Others are placed again."""
+        """Yield the replicas that failed for good since the last call, and why. Other failed replicas are restarted."""
         try:
             while self._connection.poll():
                 yield self._connection.recv()
@@ -94,7 +94,7 @@ def _needs(config: EngineConfig, cluster: RayCluster) -> dict[str, float]:
 def _keep(
     cluster: RayCluster, bundle: dict[str, float], rank: int, arguments: tuple[object, ...], parent: Connection
 ) -> None:
-    """Run the actor of a replica, and another one when it has ended."""
+    """Run the actor of a replica, and restart it when it ends."""
     while True:
         try:
             actors = Actors(cluster, [bundle], "PACK")
@@ -111,7 +111,7 @@ def _keep(
 
 
 def run_replica(config: bytes, rank: int, secret: bytes, host: str, port: int) -> None:
-    """What an actor runs: the core of a replica, for the server at host:port."""
+    """The function that an actor runs: the core of a replica, for the server at host:port."""
     import ray
 
     from quire.engine.headless import HeadlessCores

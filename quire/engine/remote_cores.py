@@ -1,4 +1,4 @@
-"""The cores of other machines: `quire serve --headless` there joins here, and reports what becomes of its cores."""
+"""The cores of other machines: their `quire serve --headless` joins here, and reports the events of its cores."""
 
 import asyncio
 import secrets
@@ -19,15 +19,15 @@ from quire.messages.engine import Begin, CoreDied, CoreEvent, CoreLost, CoreUp, 
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
 
-JOIN_SECONDS = 600.0  # a core whose machine has not been there for so long is given up, until the machine comes
+JOIN_SECONDS = 600.0  # a core whose machine is missing for this long is given up until the machine joins
 _events = msgspec.msgpack.Decoder(CoreEvent)
 
 
 class RemoteCores(Rendezvous):
-    """Listens for headless machines, and passes on what they report. When one is lost, its cores are lost; when it has
-    joined again, its cores are there again.
+    """Listens for headless machines, and forwards their reports. When a machine is lost, its cores are lost; when it
+    joins again, its cores are available again.
 
-    Replicas that share experts meet at the head's store. It tells all machines which generation of them to start.
+    Replicas that share experts meet at the head's store. The head announces to all machines which generation to start.
     replica_group: the replicas of this machine, if they share experts.
     """
 
@@ -53,16 +53,16 @@ class RemoteCores(Rendezvous):
             raise
         self._host = own_address(host)
         self.replica_group: ReplicaGroup | None = None
-        self._generation = secrets.randbits(40) if config.parallel.shares_experts else 0  # another server has others
+        self._generation = secrets.randbits(40) if config.parallel.shares_experts else 0  # differs between servers
         self._joined_members: set[range] = set()
         self._absent_since = dict.fromkeys(self._ranks, time.monotonic())
-        self._up: dict[int, str] = {}  # addresses of the cores that run
+        self._up: dict[int, str] = {}  # addresses of the running cores
         self._given_up: set[int] = set()
         self._tell: Callable[[CoreEvent], None]
         self._loop: asyncio.AbstractEventLoop
 
     async def run(self, tell: Callable[[CoreEvent], None]) -> None:
-        """Until it is cancelled. tell: is called with each event."""
+        """Run until cancelled. tell: called with each event."""
         self._loop = asyncio.get_running_loop()
         self._tell = tell
         self._head.start(self)
@@ -130,7 +130,7 @@ class RemoteCores(Rendezvous):
         if event.generation != self._generation or (
             self.replica_group is not None and self.replica_group.lost is not None
         ):
-            return  # of replicas that are to end
+            return  # from replicas that are about to end
         if isinstance(event, CoreLost):
             self._lose(event.rank, event.died, event.given_up)
         elif self._up.get(event.rank) != event.address:
@@ -155,7 +155,7 @@ class RemoteCores(Rendezvous):
         else:
             self.replica_group.lose(rank, died, given_up, self._tell)
 
-    # ---- where replicas meet that share experts
+    # ---- the rendezvous of replicas that share experts
 
     def place(self, replica: int) -> tuple[RendezvousPlace, None]:
         return RendezvousPlace(
@@ -169,4 +169,4 @@ class RemoteCores(Rendezvous):
             self._announce(members)
 
     async def begin(self) -> None:
-        """It is known."""
+        """Return at once: the place is known."""

@@ -1,4 +1,4 @@
-"""Replicas that share experts. When one of them is lost, all are started again, and meet at another place."""
+"""Replicas that share experts. When one of them is lost, all are restarted with a new rendezvous."""
 
 import asyncio
 import secrets
@@ -12,16 +12,16 @@ _HOST = "127.0.0.1"
 
 
 class Rendezvous(Protocol):
-    """Says where the replicas meet. Each start of all of them is a meeting of its own."""
+    """Provides the place where the replicas meet. Each start of all replicas uses a new place."""
 
     def place(self, replica: int) -> tuple[RendezvousPlace, socket.socket | None]:
-        """The last arguments of `run_core`."""
+        """Return the arguments `place` and `listener` of `run_core`."""
 
     def end(self) -> None:
-        """The processes of this machine's replicas have ended, and will meet again."""
+        """Called when the processes of this machine's replicas have ended and will be restarted."""
 
     async def begin(self) -> None:
-        """Wait until it is known where they meet next."""
+        """Wait until the next place is known."""
 
 
 class LocalRendezvous(Rendezvous):
@@ -39,15 +39,15 @@ class LocalRendezvous(Rendezvous):
         self._listener = socket.create_server((_HOST, 0))
 
     async def begin(self) -> None:
-        """It is known."""
+        """Return at once: the place is known."""
 
 
 class ReplicaGroup:
-    """What the replicas of this machine share. lost: why all of them are lost, and whether they are given up; None
-    unless one is lost and the processes of the others have not ended yet."""
+    """The shared state of this machine's replicas. lost: why all of them are lost, and whether they are given up; None
+    unless one is lost and the other processes have not ended yet."""
 
     def __init__(self, here: range, everyone: range, rendezvous: Rendezvous) -> None:
-        """here, everyone: the replicas of this machine, and those of whose losses it tells."""
+        """here: the replicas of this machine. everyone: the replicas whose losses are reported."""
         self.here = here
         self._everyone = everyone
         self.rendezvous = rendezvous
@@ -55,8 +55,8 @@ class ReplicaGroup:
         self.lost: tuple[CoreDied, bool] | None = None
 
     def lose(self, replica: int, died: CoreDied, given_up: bool, tell: Callable[[CoreEvent], None]) -> bool:
-        """Report that all replicas are lost if one is, so that none is given the requests of another. Returns whether
-        they are given up, which the first one decides."""
+        """Report that all replicas are lost when one is, so that none receives the requests of another. Returns whether
+        they are given up, which depends on the first loss."""
         if self.lost is not None:
             return self.lost[1]
         reason = f"replica {replica}, with which it shares experts, was lost: {died.reason}"

@@ -8,10 +8,10 @@ from typing import Generic, TypeVar
 
 from quire.messages.engine import EngineCoreRequest
 
-WEIGHT_OF_WAITING = 4  # a request that waits counts as much as four that run
-# With prefixes, a core may be chosen whose load is at most the mean of all cores, times the first, plus the second.
+WEIGHT_OF_WAITING = 4  # a waiting request counts as much as four running ones
+# With prefixes, a core is eligible if its load is at most the mean load times the first value plus the second.
 LEEWAY = (1.25, 2 * WEIGHT_OF_WAITING)
-PIECE = 64  # tokens; prefixes are compared in pieces of so many
+PIECE = 64  # tokens; prefixes are compared in pieces of this size
 MAX_PIECES = 1 << 18
 
 Request = TypeVar("Request")
@@ -19,7 +19,7 @@ Request = TypeVar("Request")
 
 @dataclass
 class _Core:
-    """A core's last report, and the numbers of requests that were sent to it and that it has reported as received."""
+    """A core's last report, and how many requests it was sent and has reported as received."""
 
     waiting: int = 0
     running: int = 0
@@ -32,12 +32,13 @@ class _Core:
 
 
 class Router(Generic[Request]):
-    """Sends each request to the core with the lowest load, `4 * waiting + running`. Requests that are on their way to a
-    core count as waiting there. Cores with equal loads take turns.
+    """Sends each request to the core with the lowest load, `4 * waiting + running`. Requests in transit to a core count
+    as waiting there. Cores with equal loads take turns.
 
-    pieces: returns a hash for each piece of a request's prompt and all that is before it. With it, the cores are
-    preferred that got the longest prefix of the prompt before, among those whose loads are not far above the mean.
-    first: the core whose turn is first. prefixes: what the cores have; by default, what was sent to them.
+    pieces: returns a hash for each piece of a request's prompt, including everything before the piece. If given, the
+    router prefers the cores with the longest prefix of the prompt among those whose loads are not far above the mean.
+    first: the core whose turn is first. prefixes: tracks the prefixes that each core has; by default, those that were
+    sent to it.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class Router(Generic[Request]):
         self._prefixes = None if pieces is None else prefixes or SentPrefixes()
 
     def route(self, request: Request, ready: Sequence[int], core: int | None = None) -> int:
-        """The core to which the request is sent now. ready: the numbers of the cores to choose from. core: one of them
-        that was chosen already."""
+        """Return the core to send the request to. ready: the numbers of the cores to choose from. core: one of them, if
+        already chosen."""
         pieces = [] if self._pieces is None else self._pieces(request)
         loads = [state.load for state in self._cores]
         if core is None:
@@ -72,27 +73,27 @@ class Router(Generic[Request]):
         return core
 
     def report(self, core: int, waiting: int, running: int, received: int) -> None:
-        """A core's state. received: the number of requests that it had received from here by then."""
+        """Update a core's state. received: the number of requests that it has received from this router."""
         state = self._cores[core]
         state.waiting = waiting
         state.running = running
         state.received = received
 
     def forget(self, core: int) -> None:
-        """A core was lost. Another one, with an empty cache, will take its number."""
+        """Forget a lost core. Its replacement, with an empty cache, will have its number."""
         self._cores[core] = _Core()
         if self._prefixes is not None:
             self._prefixes.forget(core)
 
 
 class Prefixes(ABC):
-    """Which cores have which pieces of prompts."""
+    """Tracks which cores have which pieces of prompts."""
 
     def __init__(self) -> None:
         self._cores: OrderedDict[int, int] = OrderedDict()  # a piece's hash -> a bit for each core
 
     def longest(self, pieces: Sequence[int], ready: list[int]) -> list[int]:
-        """Those of the ready cores that have the longest part of a prompt; all of them if none has any."""
+        """Return those ready cores that have the longest prefix of a prompt; all of them if none has any."""
         found = sum(1 << core for core in ready)
         for piece in pieces:
             here = found & self._cores.get(piece, 0)
@@ -103,18 +104,18 @@ class Prefixes(ABC):
 
     @abstractmethod
     def add(self, pieces: Sequence[int], core: int) -> None:
-        """A prompt is sent to a core."""
+        """Record that a prompt is sent to a core."""
 
     @abstractmethod
     def forget(self, core: int) -> None:
-        """A core has nothing any more."""
+        """Record that a core has lost all its pieces."""
 
 
 class SentPrefixes(Prefixes):
-    """A core has what was sent to it. The pieces that were not met for longest are forgotten."""
+    """Assumes that a core has what was sent to it. The least recently seen pieces are forgotten."""
 
     def add(self, pieces: Sequence[int], core: int) -> None:
-        for piece in reversed(pieces):  # the first ones are kept longest, since the others are of no use without them
+        for piece in reversed(pieces):  # the first ones are kept longest, since the others are useless without them
             self._cores[piece] = self._cores.get(piece, 0) | 1 << core
             self._cores.move_to_end(piece)
         while len(self._cores) > MAX_PIECES:
@@ -126,7 +127,7 @@ class SentPrefixes(Prefixes):
 
 
 def token_pieces(request: EngineCoreRequest) -> list[int]:
-    """The hash of each full piece of the prompt and of all that is before it."""
+    """Return the hash of each full piece of the prompt, including everything before it."""
     tokens = request.prompt_token_ids
     piece = hash((request.cache_salt, request.adapter and request.adapter.key))
     hashes = []

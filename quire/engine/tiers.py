@@ -1,4 +1,4 @@
-"""Makes the scheduler's half of the tiers from the options."""
+"""Creates the scheduler's half of the tiers from the options."""
 
 import os
 from functools import partial
@@ -12,7 +12,7 @@ from quire.observability.logging import logger
 
 
 def make_tiers(config: EngineConfig, kv: KVCacheSize, root: bytes) -> list[Tier]:
-    """In the order in which blocks are looked for. root: of the hashes, see `hash_root`."""
+    """Return the tiers in lookup order. root: of the hashes, see `hash_root`."""
     options = config.cache
     ranks = config.parallel.ranks
     tiers = list[Tier]()

@@ -1,4 +1,4 @@
-"""kv_transfer_params of requests and answers, with vLLM's names."""
+"""The kv_transfer_params of requests and responses, with vLLM's names."""
 
 import ipaddress
 from typing import Any
@@ -16,8 +16,8 @@ _LONGEST_ID = 256
 def read_transfer(
     request_id: str, extra_args: dict[str, Any] | None, options: KVTransferOptions | None
 ) -> TransferParams | None:
-    """The request's parameters, with a transfer_id; None if it has none, or if they ask for nothing. Raises ValueError
-    if they are wrong, or if the engine's options do not allow them."""
+    """Return the request's parameters with a transfer_id; None if there are none, or if they request no transfer.
+    Raises ValueError if they are wrong, or if the engine's options do not allow them."""
     given = (extra_args or {}).get(_NAME)
     if not given:
         return None
@@ -45,7 +45,7 @@ def read_transfer(
 
 
 def _check_producer(params: TransferParams, options: KVTransferOptions | None) -> None:
-    """Raises ValueError if the engine that has the prompt is not given, or may not be asked."""
+    """Raises ValueError if the engine that has the prompt is not named or not allowed."""
     if not params.transfer_id:
         raise ValueError(f"{_NAME}: do_remote_prefill needs the transfer_id of the prompt at the other engine")
     try:
@@ -62,8 +62,8 @@ def _check_producer(params: TransferParams, options: KVTransferOptions | None) -
 
 
 def offer(params: TransferParams | None, options: KVTransferOptions | None) -> dict[str, Any] | None:
-    """What the answer to a request tells of its prompt: the kv_transfer_params of a request to another engine, which
-    goes on with it. None if the prompt is not offered."""
+    """Return the kv_transfer_params for the response: a request to another engine can use them to continue from this
+    prompt. None if the prompt is not offered."""
     if params is None or options is None or not params.do_remote_decode:
         return None
     return {

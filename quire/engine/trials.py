@@ -1,4 +1,4 @@
-"""Finds the request that makes cores fail: those that may be the cause are run one after another."""
+"""Finds the request that makes cores fail by running the suspects one at a time."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -11,19 +11,19 @@ from quire.scheduler.request import Request
 
 
 class TrialGate:
-    """A Gate. A suspect, which is a request with `trial`, passes when all requests that passed before it have had an
-    output. Requests that come later wait until the suspect has output `trial` tokens, or has ended.
+    """A Gate. A suspect (a request with `trial`) passes when all requests that passed before it have had an output.
+    Later requests wait until the suspect has output `trial` tokens or has ended.
 
-    So if the core is lost while a suspect is on trial, that suspect is the only request that has made no progress. The
-    journal has its id, for whoever survives the core.
+    So if the core is lost while a suspect is on trial, that suspect is the only request without progress. The journal
+    contains its id and survives the core.
     """
 
     def __init__(self, requests: Mapping[str, Request], wake: Callable[[], None]) -> None:
-        """requests: the unfinished ones, by id. wake: makes the scheduler ask the gates again."""
+        """requests: the unfinished ones, by id. wake: makes the scheduler check the gates again."""
         self.journal: Path | None = None
         self._requests = requests
         self._wake = wake
-        self._held: dict[str, bool] = {}  # requests in the order of arrival -> whether they are suspects
+        self._held: dict[str, bool] = {}  # requests in order of arrival -> whether they are suspects
         self._on_trial: str | None = None
 
     @property
@@ -34,15 +34,15 @@ class TrialGate:
         return request.request_id not in self._held
 
     def connect(self, wake: Callable[[], None]) -> None:
-        """`proceed` is called on the core's thread, and wakes the scheduler itself."""
+        """Do nothing: `proceed` is called on the core's thread, and wakes the scheduler itself."""
 
     def arrive(self, request: EngineCoreRequest) -> None:
-        """A request is about to be added."""
+        """Called before a request is added."""
         if request.trial or self.is_active:
             self._held[request.request_id] = bool(request.trial)
 
     def proceed(self) -> None:
-        """Let requests pass whose turn it is."""
+        """Let the next requests pass."""
         if self._on_trial is not None and not self._is_new(self._on_trial):
             self._put_on_trial(None)
         while self._held and self._on_trial is None:
@@ -55,7 +55,7 @@ class TrialGate:
             self._wake()
 
     def _is_new(self, request_id: str) -> bool:
-        """Whether a request has passed and has yet to show that it can run."""
+        """Whether a request has passed but has not yet had an output."""
         request = self._requests.get(request_id)
         if request is None or request_id in self._held:
             return False
@@ -70,7 +70,7 @@ class TrialGate:
 
 
 def write_journal(journal: Path, request_id: str | None) -> None:
-    """The journal is a symbolic link that points to the id, since a link can be made on a full disk, too."""
+    """Write the journal: a symbolic link to the id, since a link can be created even on a full disk."""
     try:
         journal.unlink(missing_ok=True)
         if request_id is not None:
@@ -80,7 +80,7 @@ def write_journal(journal: Path, request_id: str | None) -> None:
 
 
 def read_journal(journal: Path) -> str | None:
-    """The id of the request on trial."""
+    """Return the id of the request on trial."""
     with contextlib.suppress(OSError):
         return str(journal.readlink())
     return None

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from quire.messages.engine import EngineCoreRequest
 
-NULL_BLOCK_ID = 0  # the table entry where nothing is kept (outside a window); padding may write to this block
+NULL_BLOCK_ID = 0  # the table entry of tokens without a block (outside a window); padding may write to this block
 
 
 class Block:
@@ -73,8 +73,7 @@ class FreeList:
 
 
 class HashedTokens(Protocol):
-    """Tokens and the hashes of their full blocks: block_hashes[i] is that of the tokens from i * block_size on, and of
-    all before them."""
+    """Tokens and the hashes of their full blocks: block_hashes[i] covers block i and all tokens before it."""
 
     source: EngineCoreRequest
     token_ids: list[int]
@@ -119,11 +118,11 @@ class BlockPool:
         return len(self.blocks) - 1
 
     def lookup(self, group: int, block_hash: bytes) -> Block | None:
-        """The block with this hash."""
+        """Return the block with this hash."""
         return self._cached.get((group, block_hash))
 
     def lookup_all(self, group: int, block_hashes: Iterable[bytes]) -> list[Block]:
-        """The blocks with these hashes, up to the first hash that has none."""
+        """Return the blocks with these hashes, up to the first hash without a block."""
         cached = self._cached
         found = []
         for block_hash in block_hashes:
@@ -134,8 +133,8 @@ class BlockPool:
         return found
 
     def take(self) -> Block:
-        """Hand out a free block: one without a hash, or else the least recently freed one, which is evicted. The caller
-        has checked num_free."""
+        """Hand out a free block: one without a hash if there is one, otherwise evict the least recently freed one. The
+        caller must check num_free first."""
         block = self.free_list.popleft()
         if block.block_hash is not None:
             self.forget(block)
@@ -143,14 +142,14 @@ class BlockPool:
         return block
 
     def share(self, block: Block) -> None:
-        """Count another user of a cached block."""
+        """Add a user to a cached block."""
         if block.ref_cnt == 0:
             self.free_list.remove(block)
         block.ref_cnt += 1
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Count one user less for each block. Pass the blocks of a request last-first, so that its tail is evicted
-        before the head that other requests share.
+        """Remove one user from each block. Pass the blocks of a request last-first, so that its tail is evicted before
+        the head that other requests share.
 
         A free block without a hash is the next to be taken, since its memory is warm.
         """
@@ -162,8 +161,8 @@ class BlockPool:
                 (self.free_list.appendleft if block.block_hash is None else self.free_list.append)(block)
 
     def remember(self, block: Block, group: int, tokens: HashedTokens, index: int) -> None:
-        """Make the block findable by tokens.block_hashes[index]. If a block has the hash already, that block stays its
-        owner."""
+        """Make the block findable by tokens.block_hashes[index]. If another block already has the hash, nothing
+        changes."""
         key = (group, tokens.block_hashes[index])
         if block.block_hash is None and self._cached.setdefault(key, block) is block:
             block.block_hash = key

@@ -1,4 +1,4 @@
-"""Chained hashes of full blocks. Blocks with equal hashes have equal content, whichever request computed it."""
+"""Chained hashes of full blocks. Blocks with equal hashes have equal content, regardless of the request."""
 
 from array import array
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from quire.messages.engine import EngineCoreRequest
 def hash_root(fingerprint: str) -> bytes:
     """The parent of every first block, 32 bytes.
 
-    fingerprint: everything besides the tokens that the bytes of a block depend on, such as the model, the types and the
+    fingerprint: everything except the tokens that determines a block's bytes, such as the model, the types and the
     layout. Engines with equal fingerprints may exchange blocks.
     """
     return sha256(b"quire kv block, v2: " + fingerprint.encode()).digest()
@@ -21,12 +21,13 @@ def hash_root(fingerprint: str) -> bytes:
 def extra_keys(
     block_size: int, salt: str | None = None, ranges: Iterable[tuple[int, int, str]] = (), adapter: str | None = None
 ) -> dict[int, bytes]:
-    """The extra keys that go into block hashes besides the tokens: block index -> 32 bytes. Most blocks have none.
+    """Return the extra keys that are hashed in addition to a block's tokens: block index -> 32 bytes. Most blocks have
+    none.
 
-    ranges: (start, end, key): the content of the tokens from start to end - 1 depends on the thing that the key names,
-    for example a picture. The key goes into the hashes of the blocks that the range touches, and so into those of all
-    later blocks. Earlier blocks can still be shared. The salt and the adapter, which is the key of a low-rank adapter,
-    go into the hash of the first block, and so into all.
+    ranges: (start, end, key): the content of the tokens from start to end - 1 depends on the item named by the key, for
+    example an image. The key changes the hashes of the blocks in the range and of all later blocks. Earlier blocks can
+    still be shared. salt and adapter (the key of a LoRA adapter) change the hash of the first block and therefore of
+    all blocks.
     """
     keys: dict[int, list[tuple[int, int, str]]] = {}
     if salt is not None:
@@ -41,7 +42,7 @@ def extra_keys(
 
 
 def request_keys(block_size: int, source: EngineCoreRequest) -> dict[int, bytes]:
-    """The extra keys of a request: of its salt, its media and its adapter."""
+    """Return the extra keys of a request, from its salt, media and adapter."""
     ranges = [(item.place.start, item.place.end, item.place.key) for item in source.media]
     adapter = source.adapter.key if source.adapter else None
     return extra_keys(block_size, source.cache_salt, ranges, adapter)

@@ -1,4 +1,4 @@
-"""CPU memory for blocks that outlives a core: its parent keeps it, and the next core finds it filled."""
+"""CPU memory for blocks that outlives a core: the parent process owns it, so a restarted core can reuse its content."""
 
 import contextlib
 import os
@@ -8,11 +8,11 @@ from quire.config.engine import EngineConfig
 
 
 class KeptMemory:
-    """Memory without a name, as large as `kv_offloading_size` says. It takes up what has been written to it.
+    """Anonymous memory of `kv_offloading_size` bytes. Pages are allocated when they are first written.
 
-    path: the file by which other processes of this user find it, as long as this object exists. It is empty if the
-    options ask for none, if ranks run on other machines, or if the system has no such memory: a core then uses memory
-    of its own.
+    path: the file through which other processes of this user can open it while this object exists. It is empty if
+    offloading is off, if ranks run on other machines, or if the system does not support such memory. A core then
+    allocates its own memory.
     """
 
     def __init__(self, config: EngineConfig) -> None:

@@ -21,14 +21,14 @@ class RequestBlocks:
     def __init__(self) -> None:
         self.tables: list[list[Block]] = []  # one for each KV group
         self.capacity = 0  # tokens that the tables have slots for
-        self.num_removed_tokens = 0  # tokens by whose blocks the compressed text is shorter, in whole blocks
-        self.num_tokens_at_last_free = 0  # retired tokens when unneeded blocks were last given back
+        self.num_removed_tokens = 0  # tokens in the blocks that compression has removed
+        self.num_tokens_at_last_free = 0  # retired tokens when unneeded blocks were last freed
         self.num_hashed = 0
         self.next_hash_at = 0  # number of computed tokens at which the next block is full
 
 
 class KnownTokens(HashedTokens, Protocol):
-    """Tokens for which the manager looks for cached blocks."""
+    """Tokens whose cached blocks the manager looks up."""
 
     extra_keys: dict[int, bytes]
 
@@ -69,7 +69,7 @@ class KVCacheManager:
         self.root = hash_root(fingerprint)
         self._new_blocks = [spec.new_blocks for spec in specs]  # bound once, since they are called often
         self._full_blocks = [spec.full_blocks for spec in specs]
-        # The groups that give blocks back while a long request runs.
+        # The groups that free blocks while a long request runs.
         self._freeing_groups = [group for group, spec in enumerate(specs) if spec.first_needed_token(1 << 30)]
         self._cross_groups = [group for group, spec in enumerate(specs) if isinstance(spec, CrossAttentionSpec)]
         self._most_crossed = sum(specs[group].max_blocks(0, 0, block_size) for group in self._cross_groups)
@@ -77,7 +77,7 @@ class KVCacheManager:
         self._remember = [self.pool.remember if spec.sharable_at_once else self._remember_later for spec in specs]
 
     def max_blocks(self, num_tokens: int) -> int:
-        """The most blocks that a request of `num_tokens` tokens holds."""
+        """Return the most blocks that a request of `num_tokens` tokens can hold."""
         return sum(spec.max_blocks(num_tokens, self.chunk, self.block_size) for spec in self.specs)
 
     def check_room(self, max_model_len: int) -> None:
@@ -89,14 +89,14 @@ class KVCacheManager:
             )
 
     def room(self, num_tokens: int) -> float:
-        """The number of requests of `num_tokens` tokens that fit into the cache at once, if they share no blocks."""
+        """Return how many requests of `num_tokens` tokens fit into the cache at once if they share no blocks."""
         return self.pool.num_usable / max(1, self.max_blocks(num_tokens))
 
     def kept_share(self, num_tokens: int) -> float:
-        """The part of a request's blocks, from 0 to 1, that holds entries which must be kept.
+        """Return the fraction of a request's blocks, from 0 to 1, that holds entries still needed.
 
-        The rest is spent on blocks that are not full, on groups with fewer entries than the largest group, and on the
-        tokens of steps in flight that windows have left behind.
+        The rest is lost to partially filled blocks, to groups with fewer entries than the largest group, and to tokens
+        that have left a window while their step is in flight.
         """
         most_entries = max(len(spec.entries) for spec in self.specs)
         kept = sum(len(spec.entries) * spec.tokens_kept(num_tokens, self.block_size) for spec in self.specs)
@@ -105,11 +105,11 @@ class KVCacheManager:
     # ---- a request enters
 
     def admit(self, request: Holder, read_cache: bool = True, num_spared: int = 0) -> int | None:
-        """Give the request the longest cached prefix of its tokens. Returns the number of tokens in that prefix.
+        """Assign the longest cached prefix of its tokens to the request. Returns the number of tokens in that prefix.
 
-        At least one token is always left to compute, for its logits; without `read_cache`, all tokens are. Returns
-        None, and gives no blocks, if there is no room for all known tokens right now. `free` undoes this. num_spared:
-        free blocks that are left for other requests.
+        At least one token is always left to compute, for its logits; without `read_cache`, all tokens are. Returns None
+        without assigning blocks if there is currently no room for all known tokens. `free` undoes this. num_spared:
+        free blocks to reserve for other requests.
         """
         num_blocks = 0
         tables: list[list[Block]] = [[] for _ in self.specs]
@@ -131,34 +131,34 @@ class KVCacheManager:
         return blocks.capacity
 
     def has_room(self, request: KnownTokens, found: Iterable[Block], num_spared: int = 0) -> bool:
-        """Whether there are free blocks for all known tokens of the request, beyond those that are spared. found:
+        """Whether there are enough free blocks for all known tokens of the request, not counting `num_spared`. found:
         cached blocks of its prefix."""
-        in_use = sum(block.ref_cnt > 0 for block in found)  # to share these takes no free block
+        in_use = sum(block.ref_cnt > 0 for block in found)  # sharing these takes no free block
         return self.needed_blocks(request) - in_use <= self.pool.num_free - num_spared
 
     def needed_blocks(self, request: KnownTokens) -> int:
-        """The most blocks that the known tokens of the request need."""
+        """Return the most blocks that the known tokens of the request need."""
         crossed = len(self._cross_groups) * self._cross_blocks(request)
         return self.max_blocks(len(request.token_ids)) - self._most_crossed + crossed
 
     def _cross_blocks(self, request: KnownTokens) -> int:
-        """The blocks of a group of cross-attention for the tokens of the request's encoder."""
+        """Return the number of cross-attention blocks for the request's encoder tokens."""
         return -(-request.source.crossed // self.block_size)
 
     def find(
         self, request: KnownTokens, lookup_all: Callable[[int, Iterable[bytes]], list[Any]]
     ) -> tuple[int, list[Any]]:
-        """The longest cached prefix, in blocks, and its block table for each group. Every group still has the blocks
-        that the query after the prefix reads.
+        """Return the length of the longest cached prefix, in blocks, and its block table for each group. Every group
+        still has the blocks that the query after the prefix reads.
 
-        lookup_all: what a group's blocks with these hashes are, up to the first hash that has none.
+        lookup_all: returns a group's blocks with these hashes, up to the first hash without a block.
         """
         extend_hashes(request.block_hashes, request.token_ids, self.block_size, self.root, request.extra_keys)
         null = self.pool.null_block
         size = self.block_size
         hashes = request.block_hashes[: (len(request.token_ids) - 1) // size]
         length = len(hashes)
-        # For each group, the first block that it found; past the end while it has found none.
+        # For each group, the index of the first block that was found; past the end if none was.
         starts = [length + 1 for _ in self.specs]
         prefixes: list[list[Any]] = [[] for _ in self.specs]
         settled = False
@@ -180,7 +180,7 @@ class KVCacheManager:
     def allocate(self, request: Holder, num_tokens: int, edits: BlockTableEdits) -> bool:
         """Allocate slots for the request's first `num_tokens` tokens, and append block-table changes to `edits`.
 
-        Returns False if the pool has too few blocks. Then nothing has changed, except that unneeded blocks are free.
+        Returns False if the pool has too few blocks; then the only change is that unneeded blocks were freed.
         """
         blocks = request.blocks
         if num_tokens <= blocks.capacity:
@@ -214,7 +214,7 @@ class KVCacheManager:
         return True
 
     def write_tables(self, request: Holder, edits: BlockTableEdits) -> None:
-        """Append the whole block tables of a request that has just got a row to `edits`."""
+        """Append to `edits` the complete block tables of a request that has just been assigned a row."""
         for group, table in enumerate(request.blocks.tables):
             edits.groups.extend([group] * len(table))
             edits.rows.extend([request.row] * len(table))
@@ -222,15 +222,15 @@ class KVCacheManager:
             edits.block_ids.extend([block.block_id for block in table])
 
     def drop_blocks(self, request: Holder, first: int, last: int) -> None:
-        """Free the blocks first, ..., last - 1 of a request that is compressed. Its table closes up, so the tokens
-        behind them have lower indices than their positions say."""
+        """Free the blocks first, ..., last - 1 of a compressed request. They are removed from its table, so later
+        tokens have lower indices than their positions imply."""
         for table in request.blocks.tables:
             self.pool.release(reversed(table[first:last]))
             del table[first:last]
         request.blocks.num_removed_tokens += (last - first) * self.block_size
 
     def _free_unneeded(self, request: Holder) -> None:
-        """Replace blocks that no query reads any more by the null block. The tables of the workers need no edit."""
+        """Replace blocks that no query reads any more with the null block. The workers' tables need no edit."""
         null = self.pool.null_block
         size = self.block_size
         retired = request.num_retired_tokens
@@ -249,7 +249,7 @@ class KVCacheManager:
     # ---- hashes
 
     def hash_full_blocks(self, request: Holder) -> None:
-        """Make the blocks findable that the request's submitted steps fill with known tokens.
+        """Make blocks findable once the request's submitted steps fill them with known tokens.
 
         Called when the step is scheduled, so that later requests of the same step can already share the blocks.
         """
@@ -273,14 +273,15 @@ class KVCacheManager:
         self._filled.append((block, group, request, index))
 
     def end_step(self) -> None:
-        """A step is complete: make the blocks findable that it fills, where only later steps may share them."""
+        """Called when a step is complete: make its filled blocks findable in groups where only later steps may share
+        them."""
         for filled in self._filled:
             self.pool.remember(*filled)
         self._filled.clear()
 
     def withdraw_hashes(self, request: Holder, num_computed_tokens: int) -> None:
-        """Forget the hashes of the request's blocks that are not full with `num_computed_tokens`: the step that was to
-        fill them never ran."""
+        """Forget the hashes of the request's blocks beyond `num_computed_tokens`, because the step that would have
+        filled them never ran."""
         blocks = request.blocks
         for table in blocks.tables:
             for block in table[num_computed_tokens // self.block_size : blocks.num_hashed]:
@@ -298,14 +299,15 @@ class KVCacheManager:
         blocks.num_removed_tokens = 0
 
     def change_root(self, root: bytes, requests: Iterable[KnownTokens]) -> None:
-        """Hash later blocks as those of another model. requests: all that may have hashes."""
+        """Change the root of the hashes of later blocks, as for another model. requests: all requests that may have
+        hashes."""
         self.root = root
         for request in requests:
             request.block_hashes.clear()
 
     def reset_prefix_cache(self, external: bool = False) -> None:
-        """Forget all hashes. Running requests keep their blocks. external: later hashes are others, so that nothing is
-        found that was stored outside of the pool before."""
+        """Forget all hashes. Running requests keep their blocks. external: also change later hashes, so that blocks
+        stored outside the pool are not found."""
         if external:
             self.root = hash_root(self.root.hex())
         self.pool.forget_all()

@@ -1,8 +1,8 @@
-"""KV cache specs: what the layers keep in the KV cache, and for how long.
+"""KV cache specs: which entries the layers store in the KV cache, and for how long.
 
-An entry is what one layer keeps in one role. Entries that keep the same tokens form a KV group. Each group has its own
-block table for every request. All groups draw blocks of the same size from one pool. Entry j of a group is the j-th
-part of its blocks, so a block is as large as the group with the most bytes of entries.
+An entry is the data that one layer stores in one role. Entries that are stored for the same tokens form a KV group.
+Each group has its own block table for every request. All groups draw blocks of the same size from one pool. Entry j of
+a group is the j-th part of its blocks, so a block is as large as the group with the most bytes of entries.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Lookup = Callable[[Iterable[bytes]], list[Block]]  # the blocks with these hashe
 
 
 class CacheEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What one layer keeps in one role. The role "kv" is the keys and values, or the latents, of attention; "indexer"
-    is the key by which sparse attention selects a token (layers/indexer.py); "state" is the state of a recurrent
-    layer; "cross" is the keys and values of an encoder's tokens."""
+    """The data that one layer stores in one role. The role "kv" is the keys and values, or the latents, of attention;
+    "indexer" is the key by which sparse attention selects a token (layers/indexer.py); "state" is the state of a
+    recurrent layer; "cross" is the keys and values of an encoder's tokens."""
 
     layer: int
     role: str = "kv"
@@ -38,13 +38,13 @@ class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
     """The arithmetic of a KV group. Subclasses must define first_needed_token and max_blocks, which raise
     NotImplementedError here (msgspec's structures have no abstract methods); the other methods have defaults.
 
-    Index i of a block table stands for the block_size tokens from i * block_size on. The manager knows a group only
-    through these methods, which are pure arithmetic: a spec has no state.
+    Index i of a block table covers the block_size tokens from i * block_size on. The manager uses a group only through
+    these methods, which are pure arithmetic: a spec has no state.
     """
 
     entries: tuple[CacheEntry, ...]
 
-    # Whether requests of one step may share a block that the step fills. They may if every layer stores all of a step's
+    # Whether requests of one step may share a block that the step fills: true if every layer stores all of a step's
     # entries before it reads any of them.
     sharable_at_once: ClassVar[bool] = True
 
@@ -53,43 +53,46 @@ class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
         return tuple(dict.fromkeys(entry.layer for entry in self.entries))
 
     def of_layers(self, layers: Container[int]) -> Self:
-        """The same group with the entries of these layers only: what one stage of a pipeline keeps."""
+        """Return the same group with the entries of these layers only, as one pipeline stage stores them."""
         return msgspec.structs.replace(self, entries=tuple(entry for entry in self.entries if entry.layer in layers))
 
     def starts(self, entry_bytes: Callable[[str], int]) -> list[int]:
-        """Where each entry begins in a block, and where the last one ends. entry_bytes: of a role."""
+        """Return the offset of each entry in a block, and the end of the last one. entry_bytes: returns the bytes of a
+        role's entry."""
         return [0, *accumulate(entry_bytes(entry.role) for entry in self.entries)]
 
     def page_bytes(self, entry_bytes: Callable[[str], int]) -> int:
-        """Bytes of a block that this group uses."""
+        """Return the number of bytes of a block that this group uses."""
         return self.starts(entry_bytes)[-1]
 
     def first_needed_token(self, num_computed_tokens: int) -> int:
-        """The first token whose entry a query at position `num_computed_tokens`, or a later one, reads."""
+        """Return the first token whose entry is read by queries at position `num_computed_tokens` or later."""
         raise NotImplementedError
 
     def tokens_kept(self, num_tokens: int, block_size: int = 1) -> int:
-        """The number of tokens whose entries must be in memory while the last of `num_tokens` tokens is computed."""
+        """Return the number of tokens whose entries must be in memory while the last of `num_tokens` tokens is
+        computed."""
         return num_tokens - self.first_needed_token(num_tokens - 1)
 
     def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
-        """The most blocks that a request of `num_tokens` holds at once, if `chunk` tokens may be in flight."""
+        """Return the most blocks that a request of `num_tokens` holds at once if `chunk` tokens may be in flight."""
         raise NotImplementedError
 
     def table_length(self, num_tokens: int, block_size: int) -> int:
-        """The length of the block table of a request of `num_tokens`."""
+        """Return the length of the block table of a request of `num_tokens`."""
         return -(-num_tokens // block_size)
 
     def new_blocks(self, table_length: int, num_tokens: int, block_size: int) -> range:
-        """The indices at which a table of `table_length` needs new blocks, before `num_tokens` tokens are computed.
+        """Return the indices at which a table of `table_length` needs new blocks before `num_tokens` tokens are
+        computed.
 
-        Indices that the range leaves out get the null block.
+        Indices outside the range get the null block.
         """
         return range(table_length, self.table_length(num_tokens, block_size))
 
     def full_blocks(self, first: int, num_tokens: int, block_size: int) -> range:
-        """The indices, from `first` on, of the blocks that have the content which their hash stands for, once a step
-        has ended with `num_tokens` computed tokens."""
+        """Return the indices, from `first` on, of the blocks that are complete when a step ends with `num_tokens`
+        computed tokens. Only complete blocks may be found by their hash."""
         return range(first, num_tokens // block_size)
 
     def cached_prefix(self, hashes: Sequence[bytes], block_size: int, lookup: Lookup) -> tuple[int, list[Block]]:
@@ -107,7 +110,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
             length -= len(found) + 1
 
     def slots(self, tables: Ints, rows: Ints, positions: Ints, block_size: int) -> Ints:
-        """The slots in which the entries of a step's tokens are stored: block id * block_size + offset.
+        """Return the slots of the entries of a step's tokens: block id * block_size + offset.
 
         tables: block ids of the group, [rows, indices]. rows, positions: [tokens] -> [tokens]
         """
@@ -130,7 +133,7 @@ class FullAttentionSpec(KVCacheSpec, frozen=True, tag=True):
 
 
 class LatentSpec(FullAttentionSpec, frozen=True, tag=True):
-    """Full attention that keeps one latent for each token (MLA), instead of keys and values for each head."""
+    """Full attention that stores one latent per token (MLA) instead of keys and values for each head."""
 
 
 class SlidingWindowSpec(KVCacheSpec, frozen=True, tag=True):
@@ -158,11 +161,11 @@ class ChunkedSpec(KVCacheSpec, frozen=True, tag=True):
 
 
 class StateSpec(KVCacheSpec, frozen=True, tag=True):
-    """Recurrent layers, whose state has a fixed size: it takes a whole block.
+    """Recurrent layers, whose state has a fixed size and occupies a whole block.
 
-    A step reads the state in the block of the token before its first one, and stores one in each block that it has
-    tokens of: the state behind the last of these tokens. So the block of the newest token is written again and again,
-    until it is full. Then it is a checkpoint, behind which other requests may start.
+    A step reads the state from the block that contains the token before its first one. In each block in which it
+    computes tokens, it stores the state after the last of them. The block of the newest token is therefore overwritten
+    until it is full. Then it is a checkpoint from which other requests may start.
     """
 
     sharable_at_once: ClassVar[bool] = False  # a step reads states before it stores any
@@ -178,11 +181,11 @@ class StateSpec(KVCacheSpec, frozen=True, tag=True):
 
 
 class CrossAttentionSpec(KVCacheSpec, frozen=True, tag=True):
-    """Every query reads all tokens of an encoder, and none of the request's own (role "cross"). length: the
-    most of these tokens.
+    """Every query reads all encoder tokens, and none of the decoder's tokens (role "cross"). length: the maximum number
+    of encoder tokens.
 
-    When a request enters, the manager gives it all blocks that its own encoder tokens need, and its first step fills
-    them. The prefix cache does not know them, so each request begins with computed = 0.
+    When a request enters, the manager allocates all blocks for its encoder tokens, and its first step fills them. They
+    are not in the prefix cache, so each request begins with computed = 0.
     """
 
     length: int
@@ -209,16 +212,16 @@ class CrossAttentionSpec(KVCacheSpec, frozen=True, tag=True):
         return 0, []
 
     def slots(self, tables: Ints, rows: Ints, positions: Ints, block_size: int) -> Ints:
-        """Nothing of the request's own tokens is stored."""
+        """Return null slots, because nothing is stored for the decoder's tokens."""
         return positions * 0 - 1
 
 
 class StateShape(msgspec.Struct, frozen=True):
     """The sizes of a recurrent layer's state on one rank: one matrix for each head, and the last inputs of a
     convolution. decays: the number of factors by which a head's state decays with each token: 1, key_dim, or 0 if the
-    scales determine the decay (the first Mamba). scales: further numbers of a token for each head: 1, value_dim (the
-    first Mamba), or 2 * key_dim (the keys of what RWKV-7 removes). mlp_channels: the inputs of an MLP that also reads
-    the token before, otherwise 0."""
+    scales determine the decay (the first Mamba). scales: further numbers per token and head: 1, value_dim (the first
+    Mamba), or 2 * key_dim (the removal keys of RWKV-7). mlp_channels: the inputs of an MLP that also reads the token
+    before, otherwise 0."""
 
     heads: int
     key_heads: int
@@ -236,11 +239,11 @@ class StateShape(msgspec.Struct, frozen=True):
 
     @property
     def token_numbers(self) -> int:
-        """What the scan needs of a token: its keys, values, decays and scales."""
+        """The count of numbers that the scan reads per token: keys, values, decays and scales."""
         return self.key_heads * self.key_dim + self.heads * (self.value_dim + self.decays + self.scales)
 
     def page_numbers(self, drafts: int) -> int:
-        """The numbers of a page, see Pages."""
+        """Return the count of numbers in a page, see Pages."""
         rows = self.conv_width - 1 + drafts
         return rows * (self.channels + self.mlp_channels) + self.state_numbers + drafts * self.token_numbers + 1
 
@@ -249,8 +252,8 @@ ModelKVSpec = FullAttentionSpec | LatentSpec | SlidingWindowSpec | ChunkedSpec |
 
 
 def attention_spec(layers: Iterable[int], window: int | None = None, chunk: int | None = None) -> ModelKVSpec:
-    """The spec of attention layers. window: how many tokens a query reads, including its own; None for all. chunk: the
-    tokens of a chunk of the text, of which a query reads no others."""
+    """Return the spec of attention layers. window: how many tokens a query reads, including its own; None for all.
+    chunk: the size in tokens of the chunks to which a query is restricted; None for no chunks."""
     entries = tuple(map(CacheEntry, layers))
     if chunk is not None:
         return ChunkedSpec(entries, chunk)
@@ -260,9 +263,9 @@ def attention_spec(layers: Iterable[int], window: int | None = None, chunk: int 
 class KVCacheSize(msgspec.Struct, frozen=True, array_like=True):
     """The cache that the workers allocated.
 
-    rank_bytes: bytes of one block on each rank; stages of a pipeline may differ in their layers. block_size: the tokens
-    of a block; if contexts are divided among ranks, each of them has only some of these. layout: the names of the
-    kernels and types that define what the bytes of a block mean.
+    rank_bytes: bytes of one block on each rank; pipeline stages may differ in their layers. block_size: tokens per
+    block; with context parallelism, each rank stores only some of them. layout: the names of the kernels and types that
+    define the format of a block.
     """
 
     num_blocks: int
@@ -273,23 +276,23 @@ class KVCacheSize(msgspec.Struct, frozen=True, array_like=True):
 
 
 def group_entries(kept: Sequence[Spec], max_model_len: int, shapes: Sequence[Hashable] = ()) -> list[Spec]:
-    """Group entries that keep the same tokens, so that a long request wastes little memory.
+    """Group entries that are stored for the same tokens so that a long request wastes little memory.
 
     kept: specs with the entries of the layers. shapes: the shape of each spec's entries; entries of different shapes
     get separate groups. The groups that keep the most tokens come first.
 
-    A block is as large as the group with the most entries. With ten layers of full attention beside 52 with a window,
-    two groups would waste memory: each block of the ten would take the memory of 52. So the 52 are split into six
-    groups. The group size is the largest one that wastes at most 5 % of what a request of max_model_len keeps. Larger
-    groups are better, since each group costs the scheduler and every step a little time. Groups of a kind take turns
-    with its layers, so that each stage of a pipeline has its share of every group.
+    A block is as large as the group with the most entries. With ten layers of full attention and 52 with a window, two
+    groups would waste memory: each block of the ten would take the memory of 52. So the 52 are split into six groups.
+    The group size is the largest one that wastes at most 5 % of the memory of a request of max_model_len. Larger groups
+    are better, since each group costs the scheduler and every step a little time. Layers of a kind are assigned to its
+    groups in turn, so that each pipeline stage has its share of every group.
     """
     kinds: dict[tuple[Spec, Hashable], list[CacheEntry]] = {}
     for spec, shape in zip(kept, shapes or [None] * len(kept), strict=True):
         kinds.setdefault((msgspec.structs.replace(spec, entries=()), shape), []).extend(spec.entries)
 
     def memory(size: int) -> int:
-        """Tokens x entries whose memory a request of max_model_len takes if groups have `size` entries."""
+        """Return the memory, in tokens x entries, of a request of max_model_len if groups have `size` entries."""
         return sum(
             -(-len(entries) // size) * size * kind.tokens_kept(max_model_len) for (kind, _), entries in kinds.items()
         )

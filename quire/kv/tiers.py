@@ -1,4 +1,4 @@
-"""The scheduler's half of the tiers: which blocks lie in CPU memory or on disk, and which of them leave for others."""
+"""The scheduler's half of the tiers: tracks which blocks are in CPU memory or on disk, and evicts them."""
 
 import mmap
 import os
@@ -12,27 +12,27 @@ from pathlib import Path
 
 from quire.messages.transfers import BlockKey, Transfer
 
-MEMORY_VARIABLE = "QUIRE_KV_OFFLOADING_MEMORY"  # names memory of the parent process, for a core that replaces another
+MEMORY_VARIABLE = "QUIRE_KV_OFFLOADING_MEMORY"  # path of the parent process's memory, which a restarted core reuses
 
 _numbers = count(1)  # of transfers
 
 
 class Tier(ABC):
-    """Where blocks outlive the pool. A tier is asked and told from the thread of the engine core."""
+    """Storage in which blocks outlive the pool. Its methods are called on the engine core's thread."""
 
     number: int  # its index among the tiers of the engine
 
     @abstractmethod
     def has(self, key: BlockKey) -> bool:
-        """Whether the block is known to be here. Must not block."""
+        """Whether the tier is known to have the block. Must not block."""
 
     @abstractmethod
     def save(self, blocks: Mapping[BlockKey, int]) -> Transfer | None:
-        """Make room for blocks of the pool that are not here. Returns the order that saves them, if there are any."""
+        """Make room for those of the pool's blocks that this tier lacks. Returns the order that saves them, or None."""
 
     @abstractmethod
     def load(self, blocks: Mapping[BlockKey, int]) -> Transfer:
-        """The order that loads blocks that are here. They stay here until it has ended."""
+        """Return the order that loads blocks of this tier. They are not evicted until it has ended."""
 
     @abstractmethod
     def ended(self, transfer: Transfer, failed: frozenset[int]) -> None:
@@ -40,10 +40,10 @@ class Tier(ABC):
 
 
 class MemoryTier(Tier):
-    """Slots for blocks in CPU memory. The block that was not used for the longest time leaves for a new one."""
+    """Slots for blocks in CPU memory. A new block replaces the least recently used one."""
 
     def __init__(self, number: int, num_slots: int, index: "SlotIndex | None" = None) -> None:
-        """index: keeps the keys beside the blocks, in memory that outlives this process."""
+        """index: stores the keys next to the blocks, in memory that outlives this process."""
         self.number = number
         self.num_slots = num_slots
         self._index = index
@@ -98,7 +98,7 @@ class MemoryTier(Tier):
                 self._index.write(slot, key)
 
     def _take(self) -> int | None:
-        """A slot for another block; None if all blocks are being read or written."""
+        """Return a slot for another block; None if all blocks are being read or written."""
         if not self._free:
             oldest = next((key for key in self.slots if key not in self._being_read), None)
             if oldest is not None:
@@ -113,16 +113,16 @@ class MemoryTier(Tier):
 
 
 class SlotIndex:
-    """The keys of a memory tier's slots, beside the blocks, so that another core finds them after this one.
+    """The keys of a memory tier's slots, stored next to the blocks, so that a restarted core can find them.
 
-    It is at the beginning of the memory: a head with the root of all hashes, and a record for each slot. A record is
+    It is at the beginning of the memory: a header with the root of all hashes, then a record for each slot. A record is
     written when all ranks have copied the block, and erased before the slot is written again.
     """
 
     RECORD = struct.Struct("<Qq32s16x")  # number of the record, 0 for none; KV group; hash
 
     def __init__(self, memory: Path, num_slots: int, root: bytes) -> None:
-        """root: see `hash_root`. What was stored for another root is forgotten. Raises OSError."""
+        """root: see `hash_root`. Blocks stored for another root are forgotten. Raises OSError."""
         self._num_slots = num_slots
         size = self.RECORD.size
         handle = os.open(memory, os.O_RDWR)
@@ -137,7 +137,7 @@ class SlotIndex:
         self._written = count(1 + max((number for number, *_ in self._records()), default=0))
 
     def read(self) -> Iterable[tuple[BlockKey, int]]:
-        """The keys and their slots, in the order in which they were written."""
+        """Yield the keys and their slots, in the order in which they were written."""
         for _, slot, key in sorted(record for record in self._records() if record[0]):
             yield key, slot
 
@@ -154,16 +154,17 @@ class SlotIndex:
 
 
 class DiskTier(Tier):
-    """Files of blocks. Several engines may share the folder, and ranks delete the oldest files when it is full, so what
-    is known about a file may be wrong: loading it then fails, and the block is computed."""
+    """Files of blocks. Several engines may share the folder, and ranks delete the oldest files when it is full. So a
+    file may be missing although its key is remembered: loading it then fails, and the block is recomputed."""
 
     def __init__(self, number: int, path_of: Callable[[BlockKey], Path], most_known: int = 1_000_000) -> None:
-        """path_of: the file of a block on the first rank. most_known: keys to remember, of files that exist."""
+        """path_of: returns the file of a block on the first rank. most_known: how many keys of existing files to
+        remember."""
         self.number = number
         self._path_of = path_of
         self._most_known = most_known
         self._known: dict[BlockKey, None] = {}  # the oldest first
-        self._lock = threading.Lock()  # guards what is known, which `look_up` changes
+        self._lock = threading.Lock()  # guards `_known`, which `look_up` changes
         self._being_written: set[BlockKey] = set()
 
     def __len__(self) -> int:
@@ -173,7 +174,8 @@ class DiskTier(Tier):
         return key in self._known
 
     def look_up(self, keys: Iterable[BlockKey]) -> None:
-        """Find out which blocks are here, up to the first one that is not. It may take long, so a thread calls it."""
+        """Find out which blocks are on disk, up to the first missing one. It can be slow, so it is called on another
+        thread."""
         for key in keys:
             if key not in self._known:
                 if not self._path_of(key).exists():
@@ -204,18 +206,18 @@ class DiskTier(Tier):
 
 
 def memory_slots(total: int, rank_bytes: Sequence[int]) -> int:
-    """The number of slots in `total` bytes of CPU memory. rank_bytes: of one block, on each rank."""
+    """Return the number of slots in `total` bytes of CPU memory. rank_bytes: the bytes of one block on each rank."""
     return max(0, (total - SlotIndex.RECORD.size) // (sum(rank_bytes) + SlotIndex.RECORD.size))
 
 
 def rank_region(num_slots: int, rank_bytes: Sequence[int], rank: int) -> tuple[int, int]:
-    """Where the slots of a rank begin and end in the memory, behind the index."""
+    """Return where the slots of a rank begin and end in the memory, after the index."""
     start = (1 + num_slots) * SlotIndex.RECORD.size + num_slots * sum(rank_bytes[:rank])
     return start, start + num_slots * rank_bytes[rank]
 
 
 def block_path(folder: Path, rank: int, ranks: int, key: BlockKey) -> Path:
-    """The file of a rank's part of a block. Its hash tells engines with other models, types or layouts apart."""
+    """Return the file of a rank's part of a block. The hash differs for engines with other models, types or layouts."""
     group, block_hash = key
     name = block_hash.hex()
     return folder / f"rank-{rank}-of-{ranks}" / name[:2] / f"{name}-{group}.kv"

@@ -1,4 +1,4 @@
-"""Blocks on their way between the pool and tiers beyond it: what to save, what to load, and what to hold meanwhile."""
+"""Block transfers between the pool and the tiers: which blocks to save, to load, and to hold during a transfer."""
 
 import time
 from collections import deque
@@ -16,20 +16,21 @@ from quire.messages.errors import error_text
 from quire.messages.transfers import BlockKey, Transfer
 from quire.observability.logging import logger
 
-LATE_SECONDS = 10.0  # after which a request computes what it was waiting for
-_MOST_HELD = 1 / 4  # the share of the pool that may be on its way into a tier
+LATE_SECONDS = 10.0  # after which a request recomputes the blocks it was waiting for
+_MOST_HELD = 1 / 4  # the share of the pool that may be in transfer to a tier
 
 
 class Mover(Protocol):
-    """What copies blocks on all ranks."""
+    """Copies blocks on all ranks."""
 
     def transfer(self, order: Transfer) -> Future[list[int]]:
-        """Start a transfer, while steps run. The result has the indices of the blocks that some rank could not copy."""
+        """Start a transfer, while steps run. The result contains the indices of the blocks that a rank failed to
+        copy."""
 
 
 @dataclass
 class _Moving:
-    """A transfer under way. held: the blocks of the pool that it names, which nobody else may write meanwhile. load: of
+    """A transfer in progress. held: its blocks in the pool, which must not be reused until it ends. load: the load of
     which it is a part."""
 
     order: Transfer
@@ -39,8 +40,8 @@ class _Moving:
 
 @dataclass
 class _Load:
-    """What a request waits for. held: the blocks of its prefix that the pool has. pending: transfers. indices: of the
-    blocks that are loaded, in the request's tables."""
+    """A load that a request waits for. held: the blocks of its prefix that the pool has. pending: the unfinished
+    transfers. indices: the positions of the loaded blocks in the request's tables."""
 
     request: Holder
     held: list[Block]
@@ -51,16 +52,16 @@ class _Load:
 
 
 class _Backlog:
-    """Blocks that a tier is to save, the oldest first. Those that are evicted before their turn are left out."""
+    """Blocks that a tier is to save, the oldest first. Blocks that are evicted before their turn are skipped."""
 
     def __init__(self, tier: Tier, most: int, most_held: int) -> None:
         self.tier = tier
         self.most_held = most_held
-        self.num_held = 0  # blocks on their way
+        self.num_held = 0  # blocks in transfer
         self.blocks: deque[tuple[BlockKey, Block]] = deque(maxlen=most)
 
     def next(self) -> dict[BlockKey, Block]:
-        """The blocks whose turn it is."""
+        """Return the blocks to save next."""
         chosen: dict[BlockKey, Block] = {}
         while self.blocks and self.num_held + len(chosen) < self.most_held:
             key, block = self.blocks.popleft()
@@ -70,12 +71,12 @@ class _Backlog:
 
 
 class Transfers:
-    """A gate at which requests wait while blocks of theirs are loaded from tiers, or while a tier is asked for them.
+    """A gate at which requests wait while their blocks are looked up in tiers or loaded from them.
 
-    Blocks are saved to all tiers when the step that filled them has retired. They are loaded when a request is the next
-    to get a row, and there is room for it: the pool gives blocks for them, and holds these and the cached ones before
-    them. When the transfer ends, the loaded blocks can be found by their hashes, and the request finds them as if they
-    had never left. Blocks that fail to load, or that are late, are computed.
+    Blocks are saved to all tiers when the step that filled them has retired. They are loaded when a request is next in
+    line for a row and there is room for it: the pool allocates blocks for them, and holds these and the cached blocks
+    before them. When the transfer ends, the loaded blocks can be found by their hashes, and the request is admitted as
+    if they had always been in the pool. Blocks that fail to load or are late are recomputed.
     """
 
     def __init__(self, kv: KVCacheManager, tiers: Sequence[Tier], mover: Mover) -> None:
@@ -85,17 +86,17 @@ class Transfers:
         self._mover = mover
         self.num_queries = self.num_hits = 0  # tokens that were looked up, and those that were loaded
         self._wake: Callable[[], None] = lambda: None
-        self._lookups: dict[str, tuple[Future[None], float]] = {}  # by request: the search, and when it is late
+        self._lookups: dict[str, tuple[Future[None], float]] = {}  # by request: lookup, deadline
         self._loads: dict[str, _Load] = {}  # by request
-        self._stored: list[tuple[BlockKey, Block]] = []  # what became findable since a step was scheduled
+        self._stored: list[tuple[BlockKey, Block]] = []  # blocks that became findable since the last step was scheduled
         self._by_step: dict[int, list[tuple[BlockKey, Block]]] = {}
         self.moving: dict[int, _Moving] = {}  # by the transfer's number
         self._ended: deque[tuple[int, frozenset[int]]] = deque()  # filled by other threads
         most = self._pool.num_usable
         self._backlogs = [_Backlog(tier, most, max(1, int(_MOST_HELD * most))) for tier in tiers]
         self._slow = [tier for tier in tiers if isinstance(tier, DiskTier)]
-        self._stuck: set[Tier] = set()  # tiers that are late, and are left out until they end something
-        self._look_at = 0.0  # when to look again whether something is late
+        self._stuck: set[Tier] = set()  # tiers that are late, and are skipped until they complete a transfer
+        self._look_at = 0.0  # when to check again for late transfers
         self._searcher = ThreadPoolExecutor(1, "quire-kv-lookup")  # starts a thread when it is used
         self._pool.listeners.append(self)
 
@@ -118,7 +119,7 @@ class Transfers:
         return load is None or not load.pending or now >= load.late_at
 
     def _search(self, request: EngineCoreRequest) -> None:
-        """Ask the slow tiers for the prefix of a request, on a thread."""
+        """Look up the prefix of a request in the slow tiers, on another thread."""
         hashes: list[bytes] = []
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         extra = request_keys(self._kv.block_size, request)
@@ -129,15 +130,15 @@ class Transfers:
             self._stuck.discard(tier)
 
     def finish(self, request: EngineCoreRequest) -> None:
-        """A request has ended, in any state. What is loaded for it stays in the pool."""
+        """Called when a request has ended, in any state. Blocks loaded for it stay in the pool."""
         self._lookups.pop(request.request_id, None)
         self._loads.pop(request.request_id, None)
 
     # ---- loading
 
     def load(self, request: Holder) -> bool:
-        """Start to load the blocks of the request's longest prefix that the pool lacks and tiers have. Returns whether
-        there are any: then the request has to pass the gate again. Called when it is the next to get a row."""
+        """Start to load the blocks of the request's longest prefix that are in a tier but not in the pool. Returns
+        whether there are any; if so, the request must pass the gate again. Called when it is next in line for a row."""
         if self._loads.pop(request.request_id, None) is not None:
             return False  # it has waited for its blocks
         _, tables = self._kv.find(request, self._find)
@@ -168,7 +169,7 @@ class Transfers:
         return True
 
     def _find(self, group: int, hashes: Iterable[bytes]) -> list[Any]:
-        """For each hash, the block of the pool or the tier that has it, up to the first hash that none has."""
+        """Return for each hash the block of the pool, or the tier that has it, up to the first hash that is missing."""
         found: list[Any] = []
         for block_hash in hashes:
             key = group, block_hash
@@ -187,22 +188,22 @@ class Transfers:
         self._stored.append(((group, tokens.block_hashes[index]), self._pool.blocks[block_id]))
 
     def on_removed(self, group: int, block_hash: bytes, block_id: int) -> None:
-        """What is removed is looked at when its step retires."""
+        """Removed blocks are handled when their step retires."""
 
     def on_cleared(self) -> None:
-        """The same holds."""
+        """See `on_removed`."""
 
     def scheduled(self, step_id: int, requests: Sequence[Holder]) -> None:
-        """A step has been scheduled, which fills the blocks that became findable meanwhile."""
+        """Called when a step has been scheduled. It fills the blocks that became findable since the last call."""
         if self._stored:
             self._by_step[step_id], self._stored = self._stored, []
 
     def withdrawn(self, step_id: int) -> None:
-        """A step is not run."""
+        """Called when a step will not run."""
         self._by_step.pop(step_id, None)
 
     def retired(self, step_id: int) -> None:
-        """A step has been run: save the blocks that it filled."""
+        """Called when a step has run: save the blocks that it filled."""
         filled = self._by_step.pop(step_id, None)
         if filled is None:
             return
@@ -230,7 +231,7 @@ class Transfers:
         self._mover.transfer(order).add_done_callback(lambda future: self._note(order, future))
 
     def _note(self, order: Transfer, future: Future[list[int]]) -> None:
-        """A transfer has ended. Called on any thread."""
+        """Record the end of a transfer. Called on any thread."""
         error = future.exception()
         failed = range(len(order.keys)) if error is not None else future.result()
         if error is not None:
@@ -239,7 +240,7 @@ class Transfers:
         self._wake()
 
     def settle(self) -> bool:
-        """Make loaded blocks findable, and give back what ended transfers have held. Returns whether any has ended."""
+        """Make loaded blocks findable, and release the blocks of ended transfers. Returns whether any has ended."""
         if not self._ended:
             self.check_time()
             return False
@@ -258,7 +259,7 @@ class Transfers:
             for index, (key, block) in enumerate(zip(order.keys, moving.held, strict=True)):
                 place = load.indices[key]
                 hashes = load.request.block_hashes
-                # With new weights, the hashes are others.
+                # New weights change the hashes.
                 if index not in failed and place < len(hashes) and hashes[place] == key[1]:
                     self._pool.remember(block, key[0], load.request, place)
             self.num_hits += self._kv.block_size * sum(
@@ -272,7 +273,7 @@ class Transfers:
         return True
 
     def check_time(self) -> None:
-        """Let requests pass the gate that have waited for too long, and leave out what they have waited for."""
+        """Let requests that have waited too long pass the gate, and skip the tiers they were waiting for."""
         now = time.monotonic()
         if now < self._look_at:
             return
@@ -291,7 +292,7 @@ class Transfers:
             self._wake()
 
     def finish_all(self, wait: Callable[[float], bool]) -> None:
-        """Wait until nothing is on its way. Raises ValueError if a tier does not answer."""
+        """Wait until all transfers have ended. Raises ValueError if a tier does not respond."""
         late_at = time.monotonic() + LATE_SECONDS
         while self.moving:
             if time.monotonic() > late_at:

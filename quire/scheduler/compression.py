@@ -1,4 +1,4 @@
-"""The part of the scheduler that compresses: it counts the blocks that requests keep. Workers choose the keys."""
+"""The scheduler's part of KV compression: it sets how many blocks requests keep. Workers choose the keys."""
 
 import sys
 from collections.abc import Sequence
@@ -12,18 +12,17 @@ from quire.scheduler.request import NextCompression, Request
 
 
 class Compression:
-    """Compresses the KV cache of prompts when they have been computed, and again after each `interval` of more tokens.
+    """Compresses the KV cache of a prompt once it has been computed, and again after each further `interval` of tokens.
 
-    All heads together keep exactly as many blocks as are granted here, however they share them. So nothing needs to be
-    reported by workers, and the other blocks go back to the pool as soon as the step is scheduled that computes the
-    last tokens: all later steps are run after the worker has moved the kept keys.
+    All heads together keep exactly as many blocks as are granted here, however they are divided among the heads. So
+    workers need not report anything. The other blocks are freed as soon as the step with the last tokens is scheduled:
+    all later steps run after the worker has moved the kept keys.
 
-    A request with pictures is compressed when the last window of its text has none, behind its prompt or later: only
-    text scores keys then, and a step that computes the window again has nothing to encode.
+    A request with images is compressed at the end of its prompt or later, once the last window of its text contains no
+    image. Then only text scores keys, and a step that recomputes the window has nothing to encode.
 
-    A request is compressed at numbers of tokens that follow from its prompt alone. One that is preempted, or continued
-    in another core, computes its tokens anew, and is compressed at the same numbers. So it goes on with the same
-    tokens.
+    The lengths at which a request is compressed depend on its prompt alone. If it is preempted, or continued in another
+    core, its tokens are recomputed and compressed at the same lengths. So its output stays the same.
     """
 
     def __init__(self, options: KVCompressionOptions, block_size: int) -> None:
@@ -32,7 +31,7 @@ class Compression:
         self.interval = -(-options.interval // block_size) * block_size
 
     def check(self, limits: SchedulerLimits) -> None:
-        """Raises ConfigError if steps may have no room for a whole window."""
+        """Raises ConfigError if steps may be too small for a whole window."""
         room = min(limits.longest_chunk, limits.max_num_batched_tokens - limits.max_num_seqs + 1)
         if room < self.options.window:
             raise ConfigError(
@@ -42,7 +41,7 @@ class Compression:
             )
 
     def plan(self, request: Request) -> None:
-        """Decide when a request is compressed first of which nothing is computed, and how many blocks it keeps then."""
+        """Decide when a request without computed tokens is first compressed, and how many blocks it then keeps."""
         params = request.source.sampling_params
         if params is not None and params.kv_compression is not False:
             request.compression = NextCompression()
@@ -50,7 +49,7 @@ class Compression:
             self._aim(request, max([request.num_prompt_tokens, *behind_media]))
 
     def _aim(self, request: Request, num_tokens: int) -> None:
-        """Find the first number of tokens at which the request loses blocks: this one, or some intervals more."""
+        """Find the first length at which compression frees blocks: `num_tokens`, or some intervals later."""
         assert request.source.sampling_params is not None
         chosen = request.source.sampling_params.kv_compression
         ratio = chosen.get("ratio") if isinstance(chosen, dict) else None
@@ -67,11 +66,11 @@ class Compression:
         request.compression.at = sys.maxsize
 
     def span(self, request: Request, known: int, room: int) -> tuple[int, int]:
-        """Where the next tokens start that a request computes in a step with room for so many, and their number.
+        """Return the start and number of the next tokens that a request computes in a step with room for `room` tokens.
 
-        A step has none beyond the next compression, and before it, all queries that score keys. After tokens that were
-        sampled one by one, these are computed again: they see the same keys as before. known: how many tokens are known
-        or in flight, at most. The request waits if it cannot tell.
+        A step does not extend beyond the next compression, and the step before a compression contains all queries that
+        score keys. If these tokens were sampled one by one, they are recomputed and see the same keys as before. known:
+        an upper bound of the tokens that are known or in flight. If the exact number matters, the request waits for it.
         """
         computed = request.num_computed_tokens
         end = request.compression.at
@@ -86,8 +85,8 @@ class Compression:
         return computed, max(0, min(room, end - window - computed))
 
     def computed(self, request: Request, start: int, end: int, step: SchedulerOutput) -> int:
-        """The last row of the step computes the request's tokens from `start` to `end`. If it is compressed behind
-        them, tell the worker. Returns how many tokens are computed again for that."""
+        """Called when the last row of the step computes the request's tokens from `start` to `end`. If it is compressed
+        after them, add this to the step. Returns how many tokens are recomputed for the compression."""
         if end != request.compression.at:
             return 0
         again = request.num_computed_tokens - start
@@ -95,8 +94,8 @@ class Compression:
         return again
 
     def free_blocks(self, step: SchedulerOutput, requests: Sequence[Request], kv: KVCacheManager) -> None:
-        """Free the blocks that are not kept of the requests that are compressed behind a step. The step itself still
-        reads them, so this is called when it is complete."""
+        """Free the blocks that compressed requests no longer keep after a step. The step itself still reads them, so
+        this is called when the step is fully scheduled."""
         for index, num_kept_blocks, _ in step.compressions:
             request = requests[index]
             end = request.compression.at
@@ -105,7 +104,7 @@ class Compression:
 
 
 class NoCompression:
-    """Takes the place of Compression in an engine that compresses no cache."""
+    """Replaces Compression in an engine without KV compression."""
 
     def plan(self, request: Request) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The part of the scheduler that serves requests with a constraint: their masks, and the tokens that are forced."""
+"""The scheduler's part of constrained requests: token masks and forced tokens."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,30 +13,30 @@ from quire.structured.gate import GrammarGate
 if TYPE_CHECKING:
     import numpy as np
 
-LONG_STRETCH = 2  # more forced tokens than this are worth leaving a request out of a step, so as to take them ahead
+LONG_STRETCH = 2  # a request skips a step to take more forced tokens than this ahead
 
 
 class ConstrainedRequests:
     """Follows the outputs of the requests that have a constraint.
 
     Tokens that a constraint forces are taken ahead: they are appended to the known tokens without being sampled, and
-    the next step computes them like a piece of a prompt. The tokens of a request are the same without that, since the
-    mask of each place allows only the token that is forced there. A constraint follows the tokens whose values are
-    known, so it needs no change when a step is withdrawn or a request is preempted.
+    the next step computes them like a prompt chunk. This does not change the output, since the mask of each place
+    allows only the forced token. A constraint advances over known tokens only, so it is not affected when a step is
+    withdrawn or a request is preempted.
     """
 
     def __init__(self, gate: GrammarGate, vocab_size: int) -> None:
         """vocab_size: the number of logits."""
         self._gate = gate
-        self._bits = _bits(0, -(-vocab_size // 32))  # of all steps; grows to the most masks in one
+        self._bits = _bits(0, -(-vocab_size // 32))  # reused by all steps; grows to the most masks in one step
         self._thread = ThreadPoolExecutor(1, "token masks")  # starts with the first masks
-        self._masks: tuple[SchedulerOutput, Future[TokenMasks | None]] | None = None  # of the last step that had some
-        self._unsent: list[tuple[Request, int]] = []  # requests, and the first token that the worker does not know
+        self._masks: tuple[SchedulerOutput, Future[TokenMasks | None]] | None = None  # of the last step that had masks
+        self._unsent: list[tuple[Request, int]] = []  # requests, and the first token that was not sent to the worker
         self.count = 0  # unfinished requests with a constraint
 
     def begin(self, request: Request) -> Iterator[int]:
-        """Give a request its constraint, and replay its output so far. Yields the tokens that must come first, which
-        are to be appended as they come."""
+        """Assign a request its constraint, and replay its output so far. Yields the tokens forced at the start, which
+        the caller appends as they are yielded."""
         if request.constrained is not None:
             return  # it was preempted
         constraint = self._gate.constraint(request.source)
@@ -49,7 +49,7 @@ class ConstrainedRequests:
         self.count += 1
         for token in request.source.output_token_ids:
             constraint.advance(token)
-        # What may end the request is left to be sampled, and a prompt that is to be computed whole stays by itself.
+        # Tokens that may end the request are sampled, and nothing is appended to a prompt that must be computed whole.
         has_minimum = request.min_total_tokens > len(request.token_ids)
         if has_minimum or request.repetition is not None or not request.source.reads_prefix_cache:
             return
@@ -62,19 +62,19 @@ class ConstrainedRequests:
             request.waive_minimum()
 
     def finish(self, request: Request) -> None:
-        """A request has ended, in any state."""
+        """Called when a request has ended, in any state."""
         self._gate.leave(request.source)
         if request.constrained is not None:
             self.count -= 1
 
     def new_tokens(self, request: Request, sampled: list[int]) -> Iterator[int]:
-        """The sampled tokens, and those that are forced behind them. Tokens are to be appended as they come."""
+        """Yield the sampled tokens and the forced tokens after them. The caller appends tokens as they are yielded."""
         constrained = request.constrained
         assert constrained is not None
         constraint = constrained.constraint
         for token in sampled:
             if (forced := constraint.forced()) and self._ends_early(request, forced[0]):
-                return  # behind the drafts of a finished grammar, where no token was allowed
+                return  # after the drafts of a finished grammar, where no token was allowed
             yield token
             constraint.advance(token)
         if not constrained.takes_ahead or request.holds:  # with a step in flight, the next token is being sampled
@@ -84,7 +84,8 @@ class ConstrainedRequests:
             constraint.advance(forced[0])
 
     def complete(self, request: Request, output: EngineCoreOutput, num_sampled: int) -> None:
-        """Complete the output of a request whose new tokens have been appended, and decide whether the request ends.
+        """Complete the output of a request after its new tokens have been appended, and decide whether the request
+        ends.
 
         num_sampled: the number of its tokens up to the last one that was sampled.
         """
@@ -113,19 +114,19 @@ class ConstrainedRequests:
 
     @staticmethod
     def skips(request: Request) -> bool:
-        """Whether a request with a token in flight is left out of the next step. Then nothing is in flight soon, and a
-        long stretch of forced tokens can be taken ahead."""
+        """Whether a request with a token in flight is left out of the next step, so that a long stretch of forced
+        tokens can be taken ahead once nothing is in flight."""
         assert request.constrained is not None
         return request.constrained.takes_ahead and len(request.constrained.constraint.forced()) > LONG_STRETCH
 
     def send_known_tokens(self, step: SchedulerOutput) -> None:
-        """Tell the worker the tokens that requests of a new step took without sampling them."""
+        """Send the worker the tokens that requests of a new step have taken ahead."""
         unsent = self._unsent
         self._unsent = []
         edits = step.known_tokens
         for request, start in unsent:
             if request.status is not Status.RUNNING:
-                continue  # when it gets a row again, all its tokens are sent
+                continue  # all its tokens are sent when it is assigned a row again
             if not request.holds:  # it is not in the step, since it found no free blocks
                 self._unsent.append((request, start))
                 continue
@@ -138,7 +139,7 @@ class ConstrainedRequests:
 
     @staticmethod
     def check_drafts(constrained: ConstrainedOutput, drafts: list[int]) -> list[int]:
-        """Follow a request's constraint along the drafts that it allows. Returns these."""
+        """Advance a request's constraint over the drafts that it allows. Returns these drafts."""
         constraint = constrained.constraint
         constrained.ahead = ahead = []
         for token in drafts:
@@ -152,13 +153,13 @@ class ConstrainedRequests:
     # ---- masks
 
     def need_masks(self, requests: Sequence[Request]) -> bool:
-        """Whether a step of these requests, the last one that was scheduled, may need masks."""
+        """Whether the last scheduled step, with these requests, may need masks."""
         return self.count > 0 and any(
             request.constrained is not None and request.num_in_flight_samples for request in requests
         )
 
     def begin_masks(self, step: SchedulerOutput, requests: Sequence[Request]) -> None:
-        """Start to fill the masks of a step of these requests, when the results of all earlier steps are known."""
+        """Start to fill the masks of a step with these requests. The results of all earlier steps must be known."""
         places = []
         constraints = []
         place = 0
@@ -175,7 +176,8 @@ class ConstrainedRequests:
         self._masks = step, self._thread.submit(self._fill, places, constraints)
 
     def masks(self, step: SchedulerOutput, requests: Sequence[Request]) -> TokenMasks | None:
-        """The masks of a step, None if it needs none. Waits until they are filled. Valid until others are begun."""
+        """Return the masks of a step, None if it needs none. Waits until they are filled. Valid until the next masks
+        are begun."""
         if self._masks is None or self._masks[0] is not step:
             self.begin_masks(step, requests)
         assert self._masks is not None
@@ -192,7 +194,7 @@ class ConstrainedRequests:
 
 
 class NoConstraints:
-    """Takes the place of ConstrainedRequests in an engine whose requests have no constraints."""
+    """Replaces ConstrainedRequests in an engine whose requests have no constraints."""
 
     def begin(self, request: Request) -> Sequence[int]:
         return ()
@@ -226,17 +228,17 @@ class StepMasks:
         constraints: ConstrainedRequests | NoConstraints,
         submitted: Sequence[tuple[SchedulerOutput, list[Request]]],
     ) -> None:
-        """submitted: the scheduler's steps, the last one behind the others."""
+        """submitted: the scheduler's steps, the latest last."""
         self._constraints = constraints
         self._submitted = submitted
 
     def are_needed(self) -> bool:
-        """Whether the step needs masks. They can be filled when all earlier steps of its requests have retired: with a
-        pipeline, at once."""
+        """Whether the step needs masks. They can be filled when all earlier steps of its requests have retired, which
+        with a pipeline is immediately."""
         return self._constraints.need_masks(self._submitted[-1][1])
 
     def begin(self) -> None:
-        """Start to fill the masks of the step, which needs some. A thread does the work."""
+        """Start to fill the masks of the step on another thread. The step must need masks."""
         self._constraints.begin_masks(*self._submitted[-1])
 
     def wait(self) -> TokenMasks | None:

@@ -1,4 +1,4 @@
-"""Which pictures a step encodes: a budget for each step, and a cache of embeddings that requests share."""
+"""Chooses which media a step encodes: a budget for each step, and a cache of embeddings shared by requests."""
 
 from collections import OrderedDict
 
@@ -8,19 +8,21 @@ from quire.scheduler.request import Request
 
 
 class EncoderCache:
-    """What the workers' cache of embeddings holds, and who needs it. Sizes are numbers of embeddings.
+    """Tracks which items the workers' embedding cache holds, and which requests need them. Sizes are numbers of
+    embeddings.
 
     An item is encoded in the step whose chunk first touches its tokens. Requests with the same item share it. A request
-    holds an item until a step computes the last of its tokens; items that nobody holds stay until the room is needed,
-    the least recently used first. A chunk ends before an item for which budget or room is lacking. There is no
-    deadlock: a request holds an item only in its midst, so its next chunk can go on to the item's end.
+    holds an item until a step computes the last of its tokens; items without holders are evicted when the room is
+    needed, least recently used first. A chunk ends before an item for which there is no budget or room. There is no
+    deadlock: a request holds an item only while its chunks are inside the item, so its next chunk can continue to the
+    item's end.
     """
 
     def __init__(self, limits: EncoderLimits) -> None:
         self.limits = limits
         self._holders: dict[str, set[str]] = {}  # by key: the ids of the requests that hold it
         self._sizes: dict[str, int] = {}  # of all items in the cache, by key
-        self._idle: OrderedDict[str, None] = OrderedDict()  # items that nobody holds, the least recently used first
+        self._idle: OrderedDict[str, None] = OrderedDict()  # items without holders, the least recently used first
         self._released: list[str] = []  # in this step, whose chunks may still read them
         self._spent = 0
         self._forgets_all = False
@@ -41,8 +43,8 @@ class EncoderCache:
         return step
 
     def limit(self, request: Request, start: int, count: int, step: SchedulerOutput | None) -> int:
-        """How many of the request's next `count` tokens from `start` on the step can compute. It encodes the items that
-        they touch. step: None to change nothing, and to find out only whether there are any."""
+        """Return how many of the request's next `count` tokens from `start` on the step can compute. Adds the items
+        that they touch to the step. step: None to change nothing and only check whether there are any."""
         end = start + count
         for item in request.source.media:
             place = item.place
@@ -55,31 +57,31 @@ class EncoderCache:
         return count
 
     def is_full(self, request: Request, start: int) -> bool:
-        """Whether budget or room is lacking for an item that the request's token at `start` belongs to."""
+        """Whether there is too little budget or room for the item that contains the request's token at `start`."""
         return any(
             item.place.start <= start < item.place.end and not self._hold(request, item, None)
             for item in request.source.media
         )
 
     def computed(self, request: Request, end: int) -> None:
-        """The submitted steps compute the request's first `end` tokens."""
+        """Called when the submitted steps compute the request's first `end` tokens."""
         for item in request.source.media:
             if item.place.end <= end:
                 self._drop(request, item)
 
     def leave(self, request: Request) -> None:
-        """The request ends, or will begin again."""
+        """Called when the request ends or will start over."""
         for item in request.source.media:
             self._drop(request, item)
 
     def withdraw(self, step: SchedulerOutput) -> SchedulerOutput:
-        """The step is not run. What it and earlier ones were to encode may not be there."""
+        """Called when the step is not run. The items that it and earlier steps were to encode may be missing."""
         if self._sizes or step.forget or step.forgets_all:
             self.clear()
         return step
 
     def clear(self) -> None:
-        """Take nothing for encoded any more, for example since the weights are others."""
+        """Treat all items as not encoded, for example because the weights have changed."""
         self._holders.clear()
         self._sizes.clear()
         self._idle.clear()

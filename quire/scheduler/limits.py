@@ -1,4 +1,4 @@
-"""The limits of a step, and what a scheduler counts."""
+"""The limits of a step, and the scheduler's statistics."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,23 +8,22 @@ from quire.messages.engine import EngineCoreRequest
 from quire.scheduler.pace import Pace
 from quire.scheduler.request import Request
 
-# A step of a pipeline computes so many tokens of prompts at least, and a share of those that wait: enough shares for
-# each stage to have some steps, since steps that follow each other must take about as long.
+# A pipeline step computes at least this many prompt tokens, and otherwise a share of the waiting ones. Each stage
+# should get several steps, since consecutive steps should take about equally long.
 LEAST_CHUNK = 32
 SHARES_OF_A_STAGE = 4
 
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """The limits of a step.
+    """The limits of each step.
 
     depth: how many steps may be submitted but not retired. long_prefill_token_threshold: the most tokens of one request
-    in a step; 0 for no limit besides max_num_batched_tokens. lookahead: the most drafts that a drafter on the device
-    makes behind a step. whole_prompts: a prompt is computed in one step, as a model needs that pools all of its tokens,
-    or as enable_chunked_prefill=False asks for.
-    stages: of a pipeline. With several, the steps in flight share out the running requests, so that no stage starves.
-    pace: keeps steps short while requests are past their prompts; None for no such limit. adaptive_threshold: see
-    `chunk`.
+    in a step; 0 for no limit other than max_num_batched_tokens. lookahead: the most drafts that a drafter on the device
+    makes after a step. whole_prompts: whether each prompt is computed in one step, for models that pool all its tokens
+    or with enable_chunked_prefill=False. stages: of a pipeline. With several, running requests are divided among the
+    steps in flight so that no stage starves. pace: keeps steps short while requests are generating; None for no such
+    limit. adaptive_threshold: see `chunk`.
     """
 
     max_num_seqs: int
@@ -41,7 +40,7 @@ class SchedulerLimits:
 
     @property
     def most_in_flight(self) -> int:
-        """The most tokens of one request that have slots and are not computed for sure."""
+        """The most tokens of one request that have slots but may not be computed yet."""
         return self.max_num_batched_tokens * self.depth + self.lookahead
 
     @property
@@ -50,15 +49,15 @@ class SchedulerLimits:
         return min(self.long_prefill_token_threshold or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
     def chunk(self, num_requests: int) -> int:
-        """The most tokens of one request in a step while there are so many requests. With adaptive_threshold, it is an
-        equal share of the step if that is more than the threshold."""
+        """Return the most tokens of one request in a step with `num_requests` requests. With adaptive_threshold, it is
+        an equal share of the step if that exceeds the threshold."""
         if not self.adaptive_threshold:
             return self.longest_chunk
         return max(self.longest_chunk, self.max_num_batched_tokens // max(num_requests, 1))
 
     def budget(self, running: Sequence[Request], waiting: Iterable[Request]) -> int:
-        """The most tokens of the next step. The steps of a pipeline share out what is to be computed, since a stage
-        would wait for another one that has a longer step."""
+        """Return the most tokens of the next step. Pipeline steps share the work equally, since a stage would otherwise
+        wait for another with a longer step."""
         most = self.max_num_batched_tokens
         if self.pace is not None:
             most = self.pace.limit(most, running)
@@ -96,7 +95,7 @@ class SchedulerStats:
     """Counters since the start."""
 
     preemptions: int = 0
-    prefix_queries: int = 0  # tokens that were looked up in the prefix cache, at the first admission of their request
+    prefix_queries: int = 0  # tokens looked up in the prefix cache when their request was first admitted
     prefix_hits: int = 0  # tokens among them that were found
     computed_tokens: int = 0  # tokens of retired steps
     generated_tokens: int = 0

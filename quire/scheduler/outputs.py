@@ -18,5 +18,5 @@ def add_logprobs(outputs: Sequence[EngineCoreOutput], requests: Sequence[Request
 
 
 def pooled_output(request: Request, pooled: Pooled) -> EngineCoreOutput:
-    """The only output of a request that pools."""
+    """Return the only output of a pooling request."""
     return EngineCoreOutput(request.request_id, [], FinishReason.STOP, None, request.num_cached_tokens, pooled=pooled)

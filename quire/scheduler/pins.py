@@ -1,4 +1,4 @@
-"""Prefixes whose blocks are kept in the KV cache, whatever else is computed."""
+"""Pinned prefixes, whose blocks are never evicted from the KV cache."""
 
 from quire.kv.hashing import request_keys
 from quire.kv.manager import KVCacheManager
@@ -9,17 +9,17 @@ from quire.scheduler.request import Request
 
 
 class PinnedPrefixes:
-    """Holds on blocks of the prefix cache, by the prefixes' ids. A hold is a request that got its cached blocks and is
-    never scheduled, so all that holds for the blocks of requests holds for them."""
+    """Holds on blocks of the prefix cache, by prefix id. A hold is a request that was assigned its cached blocks but is
+    never scheduled, so its blocks are treated like those of any request."""
 
     def __init__(self, kv: KVCacheManager, most_blocks: int) -> None:
-        """most_blocks: that all prefixes may take together."""
+        """most_blocks: the limit for all prefixes together."""
         self._kv = kv
         self._most_blocks = most_blocks
         self._held: dict[str, Request] = {}
 
     def pin(self, order: PinPrefix) -> None:
-        """Keep the full blocks of a prefix that has just been computed. Raises ValueError if that cannot be."""
+        """Pin the full blocks of a prefix that has just been computed. Raises ValueError if that is impossible."""
         kv = self._kv
         size = self._kv.block_size
         if not kv.enable_prefix_caching:
@@ -28,7 +28,7 @@ class PinnedPrefixes:
         if not wanted:
             raise ValueError(f"a prefix of {len(order.token_ids)} tokens is shorter than a block of {size}")
         self.unpin(order.id)
-        token_ids = [*order.token_ids, 0]  # of a request, at least one token is left to compute
+        token_ids = [*order.token_ids, 0]  # a request must have at least one token left to compute
         source = EngineCoreRequest(order.id, token_ids, SamplingParams(), 0, 0)
         source.cache_salt = order.cache_salt
         source.adapter = order.adapter

@@ -1,4 +1,4 @@
-"""Detects output that repeats itself, so that its request can be ended."""
+"""Detects repetitive output, so that its request can be ended."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ class RepetitionDetector:
     """Reads the output of one request, token by token.
 
     For each pattern size it counts how many of the last tokens in a row were equal to the token `size` positions
-    before. For "abcXYXYXY" and size 2, the count is 4: the pattern XY occurs 4 / 2 + 1 = 3 times at the end. A token
-    costs as much time as it has occurrences among the max_pattern_size tokens before it, however long the output and
-    the repetition are.
+    before. For "abcXYXYXY" and size 2, the count is 4: the pattern XY occurs 4 / 2 + 1 = 3 times at the end. The time
+    for a token is proportional to its number of occurrences among the max_pattern_size tokens before it, however long
+    the output and the repetition are.
     """
 
     def __init__(self, params: RepetitionDetectionParams, output: Iterable[int] = ()) -> None:
-        """output: tokens that were generated before."""
+        """output: the tokens generated so far."""
         self._smallest = max(params.min_pattern_size, 1)
         self._largest = params.max_pattern_size
         self._min_repeats = params.min_count - 1  # occurrences of a pattern after its first one
@@ -27,7 +27,7 @@ class RepetitionDetector:
             self.append(token)
 
     def append(self, token: int) -> bool:
-        """Append a token. Returns whether the output now ends in min_count occurrences of a pattern."""
+        """Append a token. Returns whether the output now ends with min_count occurrences of a pattern."""
         positions = self._positions[token]
         previous = self._equal
         equal = {}

@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: counters of positions, never of KV slots."""
+"""The scheduler's view of a request: counters of positions, never of KV slots."""
 
 import sys
 from dataclasses import dataclass, field
@@ -16,15 +16,15 @@ class Status(Enum):
     WAITING = auto()  # in the queue
     RUNNING = auto()  # has a row
     PREEMPTED = auto()  # leaves its row; returns to the queue when nothing holds its blocks
-    FINISHED = auto()  # gives back its row and its blocks when nothing holds them
+    FINISHED = auto()  # releases its row and blocks when nothing holds them
 
 
 @dataclass(slots=True)
 class Drafts:
-    """Guesses for a request's next step, if nothing is in flight. Written by Speculation."""
+    """Draft tokens for a request's next step, if nothing is in flight. Written by Speculation."""
 
     on_host: list[int] = field(default_factory=list)
-    num_on_device: int = 0  # drafts that only the device knows, behind the tokens known or in flight
+    num_on_device: int = 0  # drafts that exist only on the device, after the tokens known or in flight
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class NextCompression:
     """When a request's cache is compressed next. Written by Compression."""
 
     at: int = sys.maxsize  # number of computed tokens
-    num_kept_blocks: int = 0  # full blocks that are kept then, or were kept last; 0 if it is never compressed
+    num_kept_blocks: int = 0  # full blocks kept then, or at the last compression; 0 if never compressed
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class ConstrainedOutput:
     constraint: Constraint
     num_reported_tokens: int  # of the request's tokens
     takes_ahead: bool  # whether the tokens that the constraint forces are taken without being sampled
-    ahead: list[Constraint] = field(default_factory=list)  # the constraint behind each draft
+    ahead: list[Constraint] = field(default_factory=list)  # the constraint after each draft
 
 
 NO_DRAFTS = Drafts()
@@ -84,11 +84,11 @@ class Request:
         self.repetition = None if detection is None else RepetitionDetector(detection, source.output_token_ids)
         self.num_computed_tokens = 0
         self.num_retired_tokens = 0
-        self.num_in_flight_samples = 0  # the most tokens that submitted steps may give: one, and one for each draft
+        self.num_in_flight_samples = 0  # the most tokens that submitted steps may sample: one, and one for each draft
         self.holds = 0  # number of submitted steps that name it; its row and blocks stay until this is 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
-        self.is_limited = False  # whether its media or its compression say which tokens a step may compute
+        self.is_limited = False  # whether media or compression limit the tokens of a step
         # Written by the KV cache manager.
         self.extra_keys = extra_keys
         self.block_hashes: list[bytes] = []
@@ -100,7 +100,7 @@ class Request:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether its cache is compressed at some time."""
+        """Whether its cache is ever compressed."""
         return self.compression.num_kept_blocks > 0
 
     def waive_minimum(self) -> None:
@@ -108,7 +108,7 @@ class Request:
         self.min_total_tokens = 0
 
     def admitted(self, adapter: AdapterPlace | None) -> NewRequest:
-        """What the worker must know of a request that has just got its row and its cached blocks."""
+        """Return the worker's data of a request that has just been assigned its row and cached blocks."""
         source = self.source
         return NewRequest(
             self.request_id,

@@ -34,8 +34,8 @@ class Scheduler:
 
     This one rule covers chunked prefill, prefix caching (a request starts with computed > 0), preemption (computed goes
     back to 0) and resumption. Running requests come first, each with at least one token. Waiting requests follow while
-    there is room. When a running request finds no free block, the last request in the order of service loses its row
-    and its blocks.
+    there is room. When there is no free block for a running request, the last request in the order of service loses its
+    row and its blocks.
     """
 
     def __init__(  # noqa: PLR0913  # assembles its parts
@@ -56,9 +56,9 @@ class Scheduler:
         mover: Mover | None = None,
         encoders: EncoderCache | None = None,
     ) -> None:
-        """fingerprint: of the KV blocks, see `hash_root`. gates: a request passes all, and `grammars` and `adapters`.
-        vocab_size: the number of logits, for `grammars`. tiers: where blocks are kept beyond the pool. mover: copies
-        blocks to them and back. None for a feature that the engine does not have."""
+        """fingerprint: of the KV blocks, see `hash_root`. gates: a request must pass all of them, and `grammars` and
+        `adapters`. vocab_size: the number of logits, for `grammars`. tiers: further storage for blocks. mover: copies
+        blocks to and from tiers. None for a feature that the engine does not have."""
         limits.validate()
         self.limits = limits
         self._longest_chunk = limits.longest_chunk
@@ -84,7 +84,7 @@ class Scheduler:
         self._free_rows = list(reversed(range(limits.max_num_seqs)))
         self._submitted: deque[tuple[SchedulerOutput, list[Request]]] = deque()
         self.masks = StepMasks(self._constraints, self._submitted)
-        self._num_leaving = 0  # requests that no longer run, but keep their blocks until submitted steps retire
+        self._num_leaving = 0  # requests that no longer run, but hold their blocks until submitted steps retire
         self._num_preempted = 0  # requests among them that will return to the queue
         self._num_arrived = 0
         self._num_steps = 0
@@ -120,12 +120,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether another step may make progress. If not, all unfinished requests wait at gates."""
+        """Whether another step can make progress. If not, all unfinished requests wait at gates."""
         runnable = bool(self.requests) and not self._is_exhausted
         return runnable or bool(self._submitted) or self._gated.may_open
 
     def wake(self) -> None:
-        """Make `open_gates` ask the gates again. May be called from any thread."""
+        """Make `open_gates` check the gates again. May be called from any thread."""
         self._gated.may_open = True
 
     def open_gates(self) -> list[EngineCoreOutput]:
@@ -142,7 +142,7 @@ class Scheduler:
         return [EngineCoreOutput(request.request_id, [], kind, reason) for request, kind, reason in failed]
 
     def hold(self) -> None:
-        """Have all requests ask the gates again, of which one is closed now. No step may be in flight."""
+        """Send all requests back to the gates because one of them has closed. No step may be in flight."""
         while self.running:
             self._preempt(self.running[-1])
         for request in [self.waiting.pop() for _ in range(len(self.waiting))]:
@@ -205,14 +205,14 @@ class Scheduler:
                 all_have_room = False
             else:
                 budget -= count
-        return budget if all_have_room else 0  # a running request that lacks blocks goes before requests without a row
+        return budget if all_have_room else 0  # running requests that lack blocks go before waiting ones
 
     def _schedule_waiting(self, step: SchedulerOutput, requests: list[Request], budget: int) -> None:
         """Admit waiting requests in the order of service, while the KV cache has room for all their tokens.
 
-        A request that begins with a picture that the step cannot encode keeps its place, a row and blocks. Requests
-        without media may pass it if the step computes all their tokens. These need nothing that it needs, so it is the
-        first one to be admitted as soon as its picture can be encoded.
+        If a request begins with an image that the step cannot encode, its place, a row and blocks are reserved for it.
+        Requests without media may overtake it if the step computes all their tokens. They do not use anything reserved
+        for it, so it is admitted first as soon as its image can be encoded.
         """
         held: list[Request] = []  # requests that wait for the encoder
         # No request is admitted before a preempted request that has yet to return to the queue.
@@ -245,7 +245,8 @@ class Scheduler:
             self.waiting.push(request)
 
     def _can_begin(self, request: Request, num_cached: int, budget: int, is_passing: bool) -> bool:
-        """Whether the step can compute the next tokens of a waiting request: all of them if it passes other ones."""
+        """Whether the step can compute the next tokens of a waiting request; all of its tokens if it overtakes
+        others."""
         missing = len(request.token_ids) - num_cached
         room = min(budget, self._longest_chunk)
         if is_passing:
@@ -253,7 +254,7 @@ class Scheduler:
         return not request.source.media or self.encoders.limit(request, num_cached, min(missing, room), None) > 0
 
     def _admit(self, request: Request, num_cached: int, step: SchedulerOutput) -> None:
-        """Give a row to the next waiting request, which has got its cached blocks."""
+        """Assign a row to the next waiting request, which already has its cached blocks."""
         self.waiting.pop()
         if self.kv.enable_prefix_caching and not request.num_preemptions:
             self.stats.prefix_queries += len(request.token_ids) * self._reads_cache(request)
@@ -277,8 +278,8 @@ class Scheduler:
         """Put a request that has a row into the step, with up to `budget` tokens and slots for them in the KV cache.
 
         Returns the number of tokens: 0 if the request has nothing to compute until tokens in flight are known. Returns
-        None, without any change, if the cache has too few free blocks. Runs for each request of each step, so what few
-        requests need is behind a flag instead of a call.
+        None, without any change, if the cache has too few free blocks. This runs for each request of each step, so
+        rarely needed work is guarded by a flag instead of a call.
         """
         in_flight = request.num_in_flight_samples
         computed = request.num_computed_tokens
@@ -288,7 +289,7 @@ class Scheduler:
             or known >= request.max_total_tokens
             or (request.constrained is not None and self._constraints.skips(request))
         ):
-            return 0  # the first stage needs its last tokens, or they end it, or it waits to take forced tokens ahead
+            return 0  # its last tokens are needed first, or end it, or it waits to take forced tokens ahead
         room = budget if budget < self._longest_chunk else self._longest_chunk
         count = known - computed
         if count > room:
@@ -320,8 +321,8 @@ class Scheduler:
         return count
 
     def _limit(self, request: Request, known: int, room: int, step: SchedulerOutput) -> tuple[int, int]:
-        """Where the next tokens of a request with media or a compressed cache start, and how many of them the step can
-        compute: at most `room`."""
+        """Return where the next tokens of a request with media or a compressed cache start, and how many of them (at
+        most `room`) the step can compute."""
         start, count = self._compression.span(request, known, room)
         return start, self.encoders.limit(request, start, count, step)
 
@@ -356,7 +357,7 @@ class Scheduler:
                     self._roll_back(request, num_drafts, len(sampled) - 1)
                 if status is not Status.FINISHED:
                     outputs.append(self._advance(request, sampled, num_drafts))
-            if status is not Status.RUNNING and not request.holds:  # it was leaving already
+            if status is not Status.RUNNING and not request.holds:  # it was already leaving
                 self._release(request)
         self.stats.generated_tokens += sum(len(request_output.new_token_ids) for request_output in outputs)
         self.speculation.receive(requests, output.draft_token_ids)
@@ -365,14 +366,14 @@ class Scheduler:
         return outputs
 
     def _begin_epoch(self, requests: list[Request], refusals: dict[int, str]) -> list[EngineCoreOutput]:
-        """Withdraw all submitted steps, since the worker skips them. requests: of the oldest one."""
+        """Withdraw all submitted steps, since the worker skips them. requests: those of the oldest step."""
         while self._submitted:
             self.withdraw(self._submitted[-1][0])
         self.epoch += 1
         return self._refuse(requests, refusals)
 
     def _end(self, requests: list[Request], indices: Iterable[int]) -> Iterator[tuple[int, Request]]:
-        """End requests of a retiring step, by their index. Yields those that had not ended before."""
+        """End requests of a retiring step, by index. Yields those that had not already ended."""
         for index in indices:
             request = requests[index]
             if request.status is not Status.FINISHED:
@@ -380,12 +381,12 @@ class Scheduler:
                 yield index, request
 
     def _refuse(self, requests: list[Request], refusals: dict[int, str]) -> list[EngineCoreOutput]:
-        """Fail the refused requests of a step, by their index, with the given reasons."""
+        """Fail the refused requests of a step, by index, with the given reasons."""
         ended = self._end(requests, refusals)
         return [EngineCoreOutput(each.request_id, [], FinishReason.ERROR, refusals[index]) for index, each in ended]
 
     def _roll_back(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Take the drafts that were not accepted off the computed tokens."""
+        """Subtract rejected drafts from the computed tokens."""
         num_rejected = num_drafts - num_accepted
         request.num_computed_tokens -= num_rejected
         request.num_retired_tokens -= num_rejected
@@ -393,7 +394,7 @@ class Scheduler:
         self.speculation.verified(request, num_drafts, num_accepted)
 
     def _advance(self, request: Request, sampled: list[int], num_drafts: int) -> EngineCoreOutput:
-        """Append the sampled tokens, and those that a constraint forces, up to the first one that ends the request."""
+        """Append the sampled tokens and those forced by a constraint, up to the first one that ends the request."""
         token_ids = request.token_ids
         output = EngineCoreOutput(request.request_id, sampled, None, None, request.num_cached_tokens)
         output.num_preemptions = request.num_preemptions
@@ -424,9 +425,9 @@ class Scheduler:
         return output
 
     def withdraw(self, step: SchedulerOutput) -> None:
-        """Take back the step that was scheduled last and was not run. Its requests are preempted.
+        """Take back the last scheduled step, which was not run. Its requests are preempted.
 
-        Their full blocks of retired steps stay in the prefix cache, so little is computed again.
+        Their full blocks of retired steps stay in the prefix cache, so little is recomputed.
         """
         last, requests = self._submitted.pop()
         assert last is step, "only the last step can be withdrawn"
@@ -441,7 +442,7 @@ class Scheduler:
             request.holds -= 1
             self.kv.withdraw_hashes(request, start)
             request.num_computed_tokens = start
-            if start == request.num_cached_tokens:  # it was the first step, so the next admission counts hits anew
+            if start == request.num_cached_tokens:  # it was the first step, so the next admission counts hits again
                 request.num_retired_tokens = 0
         for request in requests:
             if request.status is Status.RUNNING:
@@ -466,7 +467,7 @@ class Scheduler:
         self._leave(request, Status.FINISHED)
 
     def _leave(self, request: Request, status: Status) -> None:
-        """Take a request out of the queue or the batch. Its row and blocks are released when no submitted step names
+        """Remove a request from the queue or the batch. Its row and blocks are released when no submitted step uses
         it."""
         previous = request.status
         request.status = status
@@ -476,7 +477,7 @@ class Scheduler:
             self.waiting.discard(request)
         elif previous is Status.GATED:
             del self._gated.requests[request.request_id]
-        elif previous is Status.PREEMPTED:  # it is leaving already; now it will not return to the queue
+        elif previous is Status.PREEMPTED:  # it is already leaving; now it will not return to the queue
             self._num_preempted -= 1
         elif previous is Status.RUNNING:
             del self.running[bisect_left(self.running, request.key, key=_by_key)]

@@ -1,4 +1,4 @@
-"""The part of the scheduler that speculates: who gets drafts, how many, and what became of them."""
+"""The scheduler's part of speculative decoding: assigns drafts to requests, and counts accepted drafts."""
 
 import sys
 from collections.abc import Sequence
@@ -15,31 +15,31 @@ from quire.speculation.proposer import Proposer
 
 
 class Speculation:
-    """Asks a proposer or a drafter for drafts, adds them to steps, and counts those that are accepted."""
+    """Requests drafts from a proposer or a drafter, adds them to steps, and counts accepted ones."""
 
     is_active = True
 
     def __init__(
         self, proposer: Proposer | None, lengths: DraftLengths, drafts_stay: bool = False, longest: int = sys.maxsize
     ) -> None:
-        """proposer: None if a drafter on the device makes the drafts. They come with the results of a step then, unless
-        drafts_stay: then only their number is known here, which is enough to schedule the next step before the results
-        have come. A grammar cannot check such drafts, so requests with a constraint get none. longest: how many tokens
-        a text may have with its drafts."""
+        """proposer: None if a drafter on the device makes the drafts. Its drafts arrive with the results of a step.
+        With drafts_stay, they stay on the device and only their number is known here; this is enough to schedule the
+        next step before the results arrive. A grammar cannot check such drafts, so requests with a constraint get none.
+        longest: the maximum number of tokens of a text including its drafts."""
         self.proposer = proposer
         self.lengths = lengths
         self.drafts_stay = drafts_stay
         self.longest = longest
         self.stats = SpeculationStats(accepted_at=[0] * lengths.most)  # up to now
         self._acceptance: dict[str, Acceptance] = {}  # by request id
-        self._shared: int | None = None  # how many drafts of a drafter the requests of this step get
+        self._shared: int | None = None  # how many of the drafter's drafts each request of this step gets
 
     def begin(self, request: Request) -> None:
-        """A request gets a row. It may have been preempted before its drafts were sent."""
+        """Called when a request is assigned a row. It may have been preempted before its drafts were sent."""
         request.drafts = Drafts()
 
     def propose(self, running: Sequence[Request]) -> None:
-        """Begin a step: let the proposer, if there is one, set the drafts of the requests that compute one token."""
+        """Begin a step: if there is a proposer, set the drafts of the requests that compute one token."""
         self._shared = None
         if self.proposer is None:
             return
@@ -57,11 +57,11 @@ class Speculation:
                 self._set(request, drafts)
 
     def receive(self, requests: Sequence[Request], drafts: Sequence[list[int]]) -> None:
-        """The drafter has made these drafts behind the sampled tokens of these requests; none without a drafter."""
+        """Store the drafter's drafts after the sampled tokens of these requests; empty without a drafter."""
         if not drafts:
             return
         for request, made in zip(requests, drafts, strict=True):
-            forced = request.token_ids[request.num_computed_tokens + 1 :]  # by a constraint, behind the sampled tokens
+            forced = request.token_ids[request.num_computed_tokens + 1 :]  # by a constraint, after the sampled tokens
             if made and request.status is Status.RUNNING and made[: len(forced)] == forced:
                 self._set(request, made[len(forced) :])
 
@@ -71,7 +71,8 @@ class Speculation:
         request.drafts.on_host = drafts
 
     def _length(self, request: Request, num_tokens: int, num_requests: int) -> int:
-        """How many drafts are worth it behind so many tokens of a request, in a step of so many requests."""
+        """Return how many drafts are worthwhile after `num_tokens` tokens of a request, in a step of `num_requests`
+        requests."""
         acceptance = self._acceptance.setdefault(request.request_id, Acceptance())
         count = min(self.lengths(num_requests, acceptance), max(0, self.longest - num_tokens))
         if not count:
@@ -79,8 +80,8 @@ class Speculation:
         return count
 
     def _shared_length(self, num_requests: int) -> int:
-        """How many drafts of a drafter are worth it in a step of so many requests. All get equally many, since only
-        steps with equally many tokens of each request are recorded or captured."""
+        """Return how many of the drafter's drafts are worthwhile in a step of `num_requests` requests. All requests get
+        the same number, since steps are recorded or captured only if each request has equally many tokens."""
         acceptances = self._acceptance.values()
         mean = Acceptance()
         mean.value = sum(acceptance.value for acceptance in acceptances) / len(acceptances)
@@ -92,16 +93,16 @@ class Speculation:
     def extend(
         self, request: Request, end: int, room: int, num_requests: int, step: SchedulerOutput, kv: KVCacheManager
     ) -> int:
-        """Add drafts to a step that computes all known tokens of a request, up to `end`, and ask the drafter for those
-        of the next step. The step's next row is to be that of the request. room: for tokens of the request behind
-        `end`. num_requests: of the step, about. Returns the number of drafts in this step."""
+        """Add drafts to a step that computes all known tokens of a request, up to `end`, and request those of the next
+        step from the drafter. The step's next row must be that of the request. room: for tokens of the request after
+        `end`. num_requests: approximate number in the step. Returns the number of drafts in this step."""
         count = self._add_drafts(request, min(room, request.compression.at - 1 - end), step, kv)
         self._ask(request, end + count, num_requests, step, kv)
         return count
 
     @staticmethod
     def _add_drafts(request: Request, room: int, step: SchedulerOutput, kv: KVCacheManager) -> int:
-        """Returns how many drafts are added: at most `room`, and no more than free blocks and max_tokens allow."""
+        """Add drafts: at most `room`, and no more than free blocks and max_tokens allow. Returns their number."""
         known = len(request.token_ids) + request.num_in_flight_samples
         edits = step.draft_tokens
         drafts = request.drafts.on_host
@@ -119,7 +120,7 @@ class Speculation:
         return count
 
     def _ask(self, request: Request, end: int, num_requests: int, step: SchedulerOutput, kv: KVCacheManager) -> None:
-        """Ask the drafter, if there is one, for drafts behind the request's tokens up to `end`."""
+        """If there is a drafter, request drafts after the request's tokens up to `end`."""
         if self.proposer is not None or (self.drafts_stay and request.constrained is not None):
             return
         self._acceptance.setdefault(request.request_id, Acceptance())
@@ -132,14 +133,14 @@ class Speculation:
             step.num_next_drafts.append(count)
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """The model has accepted the first `num_accepted` drafts of a request."""
+        """Record that the model has accepted the first `num_accepted` drafts of a request."""
         stats = self.stats
         stats.drafts += 1
         stats.draft_tokens += num_drafts
         stats.accepted_tokens += num_accepted
         for place in range(num_accepted):
             stats.accepted_at[place] += 1
-        if request.request_id in self._acceptance:  # the request may have ended meanwhile
+        if request.request_id in self._acceptance:  # the request may have ended in the meantime
             self._acceptance[request.request_id].verified(num_drafts, num_accepted)
 
     def counts(self) -> SpeculationStats:
@@ -151,8 +152,8 @@ class Speculation:
 
 
 class NoSpeculation:
-    """Takes the place of Speculation in an engine without drafts. is_active: false, so that the scheduler need not call
-    it for each request of a step."""
+    """Replaces Speculation in an engine without drafts. is_active: False, so that the scheduler need not call it for
+    each request of a step."""
 
     is_active = False
 

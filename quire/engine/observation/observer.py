@@ -1,7 +1,7 @@
-"""What an engine core records about itself while somebody looks at it.
+"""The data that an engine core records about itself while a viewer is active.
 
-Nothing is recorded before the first look, and nothing any more when nobody has looked for IDLE_SECONDS. Meanwhile, the
-observer is told of the scheduler's steps, and watches the calls of the core's loop to take their times.
+Recording begins with the first look, and stops after IDLE_SECONDS without one. While it is on, the observer receives
+the scheduler's steps, and measures the times of calls in the core's loop.
 """
 
 import time
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from quire.engine.core import EngineCore
 
 IDLE_SECONDS = 5.0
-WINDOW_SECONDS = 10.0  # of rates and percentiles
-MOST_CELLS = 2048  # of the map of blocks
-MOST_SCANNED = 512  # blocks that a look visits: a larger pool is scanned in turns
+WINDOW_SECONDS = 10.0  # for rates and percentiles
+MOST_CELLS = 2048  # in the block map
+MOST_SCANNED = 512  # blocks per look: a larger pool is scanned over several looks
 _STATES_OF_BLOCKS = "0123456789"
-MOST_REQUESTS = 100  # that a look names
-MOST_STEPS = 256  # that are kept for the next look
-MOST_TIMES = 4000  # that percentiles are taken of
+MOST_REQUESTS = 100  # listed in a look
+MOST_STEPS = 256  # kept for the next look
+MOST_TIMES = 4000  # used for percentiles
 _STATIONS = ("schedule", "submit", "sample", "wait", "update")
 _STATES = {Status.RUNNING: "running", Status.GATED: "gated", Status.PREEMPTED: "preempted"}
 
 
 class Step(msgspec.Struct, omit_defaults=True):
-    """A step that has been run. Tokens: prompt (computed), cached (found instead), decode, and of drafts those that
-    were accepted and rejected. ms: milliseconds of the core's thread at each station since the step before."""
+    """A completed step. Token counts: prompt (computed), cached (found in the cache), decode, and accepted and rejected
+    drafts. ms: milliseconds that the core's thread spent in each station since the previous step."""
 
     id: int
     requests: int
@@ -49,8 +49,8 @@ class Step(msgspec.Struct, omit_defaults=True):
 
 
 class Seen(msgspec.Struct, omit_defaults=True):
-    """A request. computed: tokens whose steps have been run; known: prompt and output so far; most: how many it may
-    have. blocks: ids of its blocks, if they have changed and the map shows single blocks."""
+    """A request. computed: tokens of completed steps; known: prompt and output so far; most: the maximum length.
+    blocks: its block ids, if they have changed and each cell of the map is one block."""
 
     id: str
     state: str
@@ -64,15 +64,16 @@ class Seen(msgspec.Struct, omit_defaults=True):
 
 
 class Cells(msgspec.Struct):
-    """A part of the map of blocks, from cell `start` on. A character each: "0" free, "1" cached, "2" used by one
-    request, "3" by two, ... up to "9". If a cell has several blocks, it shows the most used one."""
+    """A part of the block map, from cell `start` on, with one character per cell: "0" free, "1" cached, "2" used by one
+    request, "3" by two, ... up to "9". A cell with several blocks shows the most used one."""
 
     start: int
     states: str
 
 
 class View(msgspec.Struct):
-    """What has changed for a viewer. The lists are whole, but for steps and cells: those that are new."""
+    """The changes since a viewer's last look. All lists are complete, except that steps and cells contain only new
+    ones."""
 
     time: float
     num_blocks: int
@@ -94,7 +95,7 @@ class View(msgspec.Struct):
 
 
 class _Viewer:
-    """What somebody has seen: the map, the last step, and how many blocks of each request."""
+    """The data already sent to a viewer: the map, the last step, and how many blocks of each request."""
 
     def __init__(self) -> None:
         self.map = ""
@@ -104,7 +105,7 @@ class _Viewer:
 
 
 class Observer:
-    """Looks at a core. The methods of a Connector are called by its scheduler."""
+    """Records the activity of a core, whose scheduler calls it as a Connector."""
 
     num_queries = num_hits = 0
 
@@ -114,11 +115,14 @@ class Observer:
         self._viewers: dict[str, _Viewer] = {}
         self._is_on = False
         self._looked_at = 0.0
-        self._ends: list[Callable[[], None]] = []  # of the watched calls
+        self._ends: list[Callable[[], None]] = []  # end the watching of calls
         blocks = len(self._scheduler.kv.pool.blocks) - 1
         self._per_cell = -(-blocks // MOST_CELLS)
         self._cells = ["0"] * -(-blocks // self._per_cell)
-        self._scanned, self._used = 0, set[int]()  # cells in this turn; those of requests at the last look
+        self._scanned, self._used = (
+            0,
+            set[int](),
+        )  # cells scanned in this round; those used by requests at the last look
         self._forget()
 
     def _forget(self) -> None:
@@ -131,7 +135,7 @@ class Observer:
         self._tokens: deque[tuple[float, int, int]] = deque()  # time, prompt and output tokens
         self._ttft: deque[tuple[float, float]] = deque(maxlen=MOST_TIMES)
         self._gaps: deque[tuple[float, float]] = deque(maxlen=MOST_TIMES)
-        self._last: dict[str, float] = {}  # when each request got its last token
+        self._last: dict[str, float] = {}  # when each request received its last token
         self._tiers: list[TierWatch] = []
         self._ranks: RankWatch | None = None
 
@@ -204,7 +208,7 @@ class Observer:
             kept.pop(step_id, None)
 
     def retired(self, step_id: int) -> None:
-        """`_updated` knows more."""
+        """Do nothing: `_updated` records the step with more detail."""
 
     def _updated(self, output: ModelRunnerOutput, _: object) -> None:
         seen = self._open.pop(output.step_id, None)
@@ -243,7 +247,7 @@ class Observer:
     # ---- a look
 
     def look(self, viewer: str) -> bytes:
-        """What a viewer has not seen so far, in JSON: a View."""
+        """Return the changes since the viewer's last look: a View, in JSON."""
         now = time.monotonic()
         self._looked_at = now
         if not self._is_on:
@@ -288,7 +292,7 @@ class Observer:
         return msgspec.json.encode(view)
 
     def _scan(self) -> None:
-        """Look at the cells of requests that run or ran at the last look, and at some more in turn."""
+        """Scan the cells of requests that run or were running at the last look, and some further cells in turn."""
         blocks = self._scheduler.kv.pool.blocks
         size = self._per_cell
         number = len(self._cells)
@@ -365,7 +369,7 @@ class Observer:
             "output": round(sum(made for *_, made in recent) / span, 1),
         }
 
-    # ---- what else the scheduler calls of a Connector
+    # ---- the other methods of a Connector
 
     def connect(self, wake: Callable[[], None]) -> None: ...
 
@@ -386,7 +390,7 @@ class Observer:
 
 
 def _percentiles(times: deque[tuple[float, float]], now: float) -> list[float]:
-    """In milliseconds: the median, and what 90 and 99 % stay below. None have no percentiles."""
+    """Return the 50th, 90th and 99th percentiles in milliseconds; an empty list if there are no times."""
     values = sorted(seconds for at, seconds in times if now - at < WINDOW_SECONDS)
     if not values:
         return []

@@ -1,4 +1,4 @@
-"""How busy the ranks of a replica are, and how large their parts of the KV cache."""
+"""Processor time and KV cache size of the ranks of a replica."""
 
 import contextlib
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from quire.executor.base import Executor
 
 
 class RankView(msgspec.Struct, omit_defaults=True):
-    """block_bytes: of the rank's part of a block. seconds: of the processors that its process has used so far; None on
-    another machine."""
+    """block_bytes: size of the rank's part of a block. seconds: processor time that its process has used so far; None
+    on another machine."""
 
     block_bytes: int
     seconds: float | None = None
 
 
 class RankWatch:
-    """Looks at the processes of ranks. A replica with one rank has none to look at."""
+    """Watches the rank processes. A replica with one rank has none."""
 
     def __init__(self, executor: Executor) -> None:
         rank_bytes: Sequence[int] = executor.kv_cache.rank_bytes

@@ -1,4 +1,4 @@
-"""What lies in the tiers beyond the KV cache, and what moves between them and it."""
+"""The contents of the KV cache's tiers, and the transfers to and from them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,16 +10,17 @@ from quire.kv.tiers import DiskTier, MemoryTier
 from quire.kv.transfers import Transfers
 from quire.messages.transfers import BlockKey, Transfer
 
-MOST_CELLS = 1024  # of the map of a tier
+MOST_CELLS = 1024  # in the map of a tier
 _FREE, _FILLED, _SAVED, _LOADED = range(4)
 
 
 class TierView(msgspec.Struct, omit_defaults=True):
-    """Blocks of a tier. filled: that are there, as far as is known. most: that fit, 0 if that is not known. saving and
-    loading: that are on the way.
+    """Counts of a tier's blocks. filled: known to be stored. most: the capacity, 0 if unknown. saving and loading: in
+    transfer.
 
-    saved, loaded, failed: that have moved since somebody looks. left: that have made room for others. cells: a
-    character for each part of the tier: "0" free, "1" filled, "2" being saved, "3" being loaded; the largest counts.
+    saved, loaded, failed: ended transfers since recording began. left: evicted blocks. cells: one character for each
+    part of the tier: "0" free, "1" filled, "2" being saved, "3" being loaded; a part with several blocks shows the
+    highest.
     """
 
     kind: str
@@ -35,7 +36,7 @@ class TierView(msgspec.Struct, omit_defaults=True):
 
 
 class TierWatch:
-    """Counts what a tier is told, from its creation to `end`."""
+    """Counts a tier's transfers from its creation until `end`."""
 
     def __init__(self, tier: MemoryTier | DiskTier) -> None:
         self._tier = tier
@@ -71,7 +72,7 @@ class TierWatch:
         self._give_up(key)
 
     def view(self, moving: Iterable[Transfer]) -> TierView:
-        """moving: what is on its way, to and from all tiers."""
+        """moving: the transfers in progress, to and from all tiers."""
         tier = self._tier
         counts = [0, 0]
         states = self._states.copy()
