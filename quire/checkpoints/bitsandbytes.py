@@ -16,13 +16,13 @@ _STATE = ".weight.quant_state.bitsandbytes__"
 
 
 class BitsAndBytesCheckpoint(Checkpoint):
-    """Presents the layers of another checkpoint in the forms of `TableCodes` and `ScaledBytes`.
+    """Wraps another checkpoint and presents its layers in the forms of `TableCodes` and `ScaledBytes`.
 
-    Four bits: weight: uint8 [ceil(out * in / 2), 1], of which each byte has two codes, the first in its high half; the
-    rows of the weight follow each other. weight.absmax: the scale of each block of weights in that order or, with
-    double quantization, its code; then weight.nested_quant_map [256] has the codes' values, weight.nested_absmax their
-    scales, and the offset is in the JSON of weight.quant_state. Eight bits: weight: int8 [out, in]; SCB: [out], 127
-    times the scales.
+    Four bits: weight: uint8 [ceil(out * in / 2), 1], with two codes per byte, the first in the high half; the rows of
+    the weight follow each other. weight.absmax: the scale of each block of weights in that order or, with double
+    quantization, its code; then weight.nested_quant_map [256] has the codes' values, weight.nested_absmax their scales,
+    and the offset is in the JSON of weight.quant_state. Eight bits: weight: int8 [out, in]; SCB: [out], 127 times the
+    scales.
     """
 
     def __init__(self, inner: Checkpoint) -> None:
@@ -72,7 +72,7 @@ class BitsAndBytesCheckpoint(Checkpoint):
         return codes[:, ::2] | codes[:, 1::2] << 4
 
     def _scales(self, layer: str, state: dict[str, Any], groups: int) -> Tensor:
-        """[out, groups], where a group is a part of a block if rows do not consist of whole blocks."""
+        """Return the scales [out, groups]. A group is a part of a block if rows do not consist of whole blocks."""
         absmax = self._whole(f"{layer}.weight.absmax")
         if "nested_offset" in state:
             outer = self._whole(f"{layer}.weight.nested_absmax").repeat_interleave(state["nested_blocksize"])

@@ -1,4 +1,4 @@
-"""The typed view of a checkpoint's config.json: a field of a wrong type is an error at start that names the field.
+"""The typed view of a checkpoint's config.json: a field of the wrong type raises an error at start that names it.
 
 The architectures read the fields afterwards, and need no checks of their own.
 """
@@ -14,7 +14,7 @@ from quire.messages.errors import error_text
 Config = Mapping[str, Any]
 Made = TypeVar("Made")
 
-_MOST = 1 << 40  # of a size: more than any model has, and little enough for products of sizes
+_MOST = 1 << 40  # of a size: larger than in any model, small enough that products of sizes do not overflow
 _MOST_LAYERS = 10_000
 _LONGEST = 1_000  # characters of a text
 _DEEPEST = 8  # objects within objects
@@ -37,7 +37,7 @@ def _is_list(value: Any, of: Callable[[Any], bool]) -> bool:
     return isinstance(value, list | tuple) and all(of(item) for item in value)
 
 
-# By group in config_fields.toml: whether a value is right, and what is expected.
+# By group in config_fields.toml: a check of a value, and a description of valid values.
 _GROUPS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "sizes": (lambda value: _is_integer(value, 1), "a positive integer"),
     "counts": (lambda value: _is_integer(value, 0), "an integer of at least 0"),
@@ -61,8 +61,8 @@ _RULES = {name: (group, *_GROUPS[group]) for group, names in _TABLE.items() for 
 
 
 def checked(config: Config, where: str = "config.json", depth: int = 0) -> dict[str, Any]:
-    """The config, with whole numbers that were written as 4096.0 as integers. Raises ConfigError for a field of a wrong
-    type, or with an impossible value; the message names it."""
+    """Return the config, with numbers such as 4096.0 converted to integers. Raises ConfigError, which names the field,
+    for a wrong type or an impossible value."""
     if depth > _DEEPEST:
         raise ConfigError(f"{where} lies too deep, in more than {_DEEPEST} objects")
     fields = dict(config)
@@ -89,14 +89,14 @@ def _shown(value: Any) -> str:
 
 
 def read(config: Config, name: str, make: Callable[[Config], Made]) -> Made:
-    """What `make` derives from a checked config. An error that is not about a field becomes one that names the field
-    at fault. name: of the architecture."""
+    """Return the result of `make` for a checked config. An error that names no field is replaced by one that names the
+    faulty field. name: of the architecture."""
     fault: Exception
     try:
         return make(config)
     except (AssertionError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, MemoryError) as e:
         fault = e
-    except ValueError as e:  # most name a field, but not those of Python, such as that of zip(strict=True)
+    except ValueError as e:  # most name a field, but not Python's own, such as that of zip(strict=True)
         if type(e) is not ValueError or any(field in error_text(e) for field in _fields(config)):
             raise
         fault = e
@@ -123,7 +123,7 @@ def _fields(config: Config) -> Iterator[str]:
 
 
 def _without_a_field(config: Config) -> Iterator[tuple[tuple[str, ...], Config]]:
-    """The config without one of its fields, for each of them. Null fields come first, which are the likeliest."""
+    """Yield the config without one field, for each field. Null fields come first, as the likeliest causes."""
     for name in sorted(config, key=lambda name: config[name] is not None):
         value = config[name]
         if isinstance(value, Mapping):
@@ -133,7 +133,8 @@ def _without_a_field(config: Config) -> Iterator[tuple[tuple[str, ...], Config]]
 
 
 def _cure(config: Config, make: Callable[[Config], Any]) -> tuple[str, ...] | None:
-    """The field without which the config is read; else one that is needed, and is looked up before the error."""
+    """Return the field without which the config can be read; else the required field that was looked up before the
+    error."""
     needed: tuple[str, ...] | None = None
     for path, without in _without_a_field(config):
         try:

@@ -1,6 +1,6 @@
 """Models that clients of Ollama's API create: a name for another model or a GGUF file, with defaults.
 
-They are in a folder of the hub's cache, a JSON file each, with the GGUF files that clients have uploaded.
+They are stored in a folder of the hub's cache, as one JSON file each, with the GGUF files that clients have uploaded.
 """
 
 import os
@@ -21,7 +21,7 @@ _SUFFIX = ".json"
 
 
 class CreatedModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """name: without the tag `latest`. base: the model that it stands for, as the option `model` takes it (None for the
+    """name: without the tag `latest`. base: the model behind the name, in the form of the option `model` (None for the
     bundled one). source: the name from which it was created.
 
     Defaults of requests: template (Jinja), system (a message), parameters (Ollama's options), and messages that begin
@@ -50,7 +50,7 @@ class CreatedModels:
         self._read_at: int | None = None  # the folder's modification time when it was read, in nanoseconds
 
     def all(self) -> dict[str, CreatedModel]:
-        """By name. A file that is no created model is logged and left out."""
+        """Return the models by name. A file that is not a created model is logged and skipped."""
         try:
             changed = self._folder.stat().st_mtime_ns
         except OSError:
@@ -85,7 +85,7 @@ class CreatedModels:
                 path.unlink(missing_ok=True)
 
     def blob(self, digest: str) -> Path:
-        """The file of an uploaded blob. digest: 64 hexadecimal digits. It need not exist."""
+        """Return the path of an uploaded blob, which need not exist. digest: 64 hexadecimal digits."""
         return self.blobs / f"sha256-{digest}.gguf"
 
     def unused_blobs(self) -> list[Path]:

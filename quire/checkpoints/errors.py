@@ -2,7 +2,7 @@
 
 
 class ModelNotFoundError(ValueError):
-    """A model does not exist, or lacks a file. The message says where Quire looked for it."""
+    """A model does not exist, or lacks a file. The message contains the places where Quire looked for it."""
 
 
 class WeightError(ValueError):

@@ -1,4 +1,4 @@
-"""The format of a checkpoint's weights, as people call it: safetensors BF16, GPTQ 4-bit, GGUF Q4_K_M."""
+"""The common name of a checkpoint's weight format: safetensors BF16, GPTQ 4-bit, GGUF Q4_K_M."""
 
 import math
 from collections import Counter
@@ -32,12 +32,12 @@ _GGUF_TYPES = {  # bits of a weight in memory on CPUs, with those of its group a
 
 
 def weight_files(names: Collection[str]) -> list[str]:
-    """Those of a model's files that hold weights."""
+    """Return the files of a model that contain weights."""
     return sorted(name for name in names if name.endswith(_WEIGHTS))
 
 
 def quantization_of(config: Mapping[str, Any]) -> str | None:
-    """The format in which a checkpoint with this config.json is quantized, None if it is not."""
+    """Return the quantization format of a checkpoint with this config.json, None if it is not quantized."""
     settings = _settings(config)
     if not settings:
         return None
@@ -58,7 +58,7 @@ def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _weights_of_group(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """How the weights of the first group of layers are quantized, in a checkpoint of compressed-tensors."""
+    """Return how the weights of the first group of layers are quantized, in a checkpoint of compressed-tensors."""
     groups = settings["config_groups"]
     group: Any = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else {}
     weights = group.get("weights") if isinstance(group, Mapping) else None
@@ -66,8 +66,8 @@ def _weights_of_group(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _nested(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Bits and group_size of weights in the formats that nest them, HQQ and torchao; empty in other formats, and if
-    kinds of layers have settings of their own."""
+    """Return the bits and group_size of weights in the formats that nest them, HQQ and torchao. Empty for other
+    formats, and if the settings differ between kinds of layers."""
     options = settings.get("quant_config")
     kinds = settings.get("quant_type")
     weights = options.get("weight_quant_params") if isinstance(options, Mapping) else None
@@ -82,7 +82,8 @@ def _nested(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def format_of(config: Mapping[str, Any], names: Collection[str]) -> str:
-    """By config.json and the names of all files of a checkpoint. "no weights" if there are none."""
+    """Return the format, from config.json and the names of all files of a checkpoint. "no weights" if there are
+    none."""
     weights = weight_files(names)
     if not weights:
         return "no weights"
@@ -99,7 +100,7 @@ def format_of(config: Mapping[str, Any], names: Collection[str]) -> str:
 
 
 def gguf_format(gguf: GgufFile) -> str:
-    """By the file's own statement or, without one, the type of most parameters."""
+    """Return the file type from the metadata or, without it, the type of most parameters."""
     number = gguf.metadata.get("general.file_type")
     if isinstance(number, int) and number in _FILE_TYPES:
         return f"GGUF {_FILE_TYPES[number]}"
@@ -110,13 +111,13 @@ def gguf_format(gguf: GgufFile) -> str:
 
 
 def gguf_bytes(kind: str) -> float:
-    """Bytes of a parameter in memory, by the type of its tensor in a GGUF file."""
+    """Return the bytes per parameter in memory, by the type of its tensor in a GGUF file."""
     return _GGUF_TYPES.get(kind, 16) / 8
 
 
 def quantized_bytes(config: Mapping[str, Any], scale_bytes: int = 2) -> float:
-    """Bytes of a parameter of a quantized layer, as far as config.json tells. Scales have two bytes each in memory, and
-    may have more in files."""
+    """Return the bytes per parameter of a quantized layer, as far as config.json shows. A scale takes two bytes in
+    memory, and may take more in files."""
     settings = _settings(config)
     nested = _nested(settings)
     group: Any = settings.get("group_size") or settings.get("q_group_size") or nested.get("group_size") or 0
@@ -140,7 +141,7 @@ def quantized_bytes(config: Mapping[str, Any], scale_bytes: int = 2) -> float:
 
 
 def _four_bit_floats(settings: Mapping[str, Any]) -> int | None:
-    """Weights that share a scale in a format with floats of four bits; None in other formats."""
+    """Return the number of weights that share a scale in a format with 4-bit floats; None for other formats."""
     method = str(settings.get("quant_method", "")).lower()
     if method == "bitsandbytes":
         return 64 if settings.get("load_in_4bit") else None

@@ -36,15 +36,15 @@ _NUMBERS = {
     11: "<i8",
     12: "<f8",
 }
-_SIZES = {"<u4": struct.Struct("<I"), "<u8": struct.Struct("<Q")}  # the numbers of which a header has most
+_SIZES = {"<u4": struct.Struct("<I"), "<u8": struct.Struct("<Q")}  # the most frequent numbers of a header
 _STRING = 8
 _ARRAY = 9
 _MAX_COUNT = 2**24  # largest number of values of a metadata array: sixty times the largest known vocabulary
-_FEW = 1024  # numbers of an array that becomes a list
-_AT_ONCE = 1 << 20  # bytes in which the beginnings of strings are searched together
-_WALKED = 4096  # strings that are walked through one by one if that finds nothing
-_KEPT = 2  # files whose headers are kept
-_SETTLED = 100_000_000  # nanoseconds after a change in which another one might have the same time
+_FEW = 1024  # maximum length of an array of numbers that becomes a list
+_AT_ONCE = 1 << 20  # bytes in which the beginnings of strings are searched at once
+_WALKED = 4096  # strings that are read one by one if that finds nothing
+_KEPT = 2  # files whose headers stay cached
+_SETTLED = 100_000_000  # nanoseconds after a change within which another change might get the same timestamp
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -59,21 +59,23 @@ class GgufTensor:
 
     @property
     def stop(self) -> int:
-        """The offset behind the tensor."""
+        """The offset of the first byte after the tensor."""
         return self.offset + math.prod(self.shape) // self.kind.elements * self.kind.nbytes
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row. Each element of a vector counts as a row, so both are picked in the same way."""
+        """The bytes of a row. Each element of a vector counts as a row, so vectors and matrices are sliced in the same
+        way."""
         width = self.shape[-1] if len(self.shape) > 1 else 1
         return width // self.kind.elements * self.kind.nbytes
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The metadata of a file, and the places of its tensors. It is shared by all who read the file: nobody changes it.
+    """The metadata of a file, and the places of its tensors. All readers of the file share it, so it must not be
+    changed.
 
-    metadata: an array of strings is a `Strings`, one of many numbers a numpy array, any other a list.
+    metadata: an array of strings is a `Strings`, a long array of numbers a numpy array, any other array a list.
     """
 
     path: Path
@@ -89,7 +91,7 @@ class _Cursor:
         self.position = 0
 
     def take(self, size: int) -> int:
-        """Move behind the next `size` bytes, and return their position. Raises WeightError if the file has fewer."""
+        """Skip the next `size` bytes, and return their position. Raises WeightError if the file is too short."""
         start = self.position
         if size > len(self.data) - start:
             raise WeightError("the file ends early")
@@ -115,7 +117,7 @@ class _Cursor:
         return self.data[start : self.position].decode("utf-8", errors="replace")
 
     def strings(self, count: int) -> Strings:
-        """Each string follows its length, of eight bytes."""
+        """Read strings, each preceded by its length in eight bytes."""
         first = self.position
         found = [np.empty(0, np.int64)]
         remaining = count
@@ -124,7 +126,7 @@ class _Cursor:
             places = self._lengths_at_once(remaining) if remaining > 1 else found[0]
             if not len(places):
                 places = self._lengths(min(remaining, walked))
-                walked *= 2  # so that a file in which nothing is found at once does not take long
+                walked *= 2  # so that a file without matches is read quickly
             found.append(places)
             remaining -= len(places)
         data = np.frombuffer(self.data[first : self.position], np.uint8).copy()
@@ -136,7 +138,7 @@ class _Cursor:
         return Strings(data, starts, stops - starts)
 
     def _lengths(self, count: int) -> npt.NDArray[np.int64]:
-        """The places of the lengths of the next strings."""
+        """Return the positions of the lengths of the next strings."""
         data = self.data
         start = self.position
         end = len(self.data)
@@ -151,8 +153,8 @@ class _Cursor:
         return np.array(places, np.int64)
 
     def _lengths_at_once(self, count: int) -> npt.NDArray[np.int64]:
-        """The same, for as many of the strings as are shorter than 256 bytes and follow each other, if that is seen
-        without walking through them: no other eight bytes between look like a length."""
+        """The same without reading string by string, for a run of strings shorter than 256 bytes. Works only if no
+        other eight bytes between them look like a length."""
         chunk = self.data[self.position : self.position + _AT_ONCE]
         if len(chunk) < 8:
             return np.empty(0, np.int64)
@@ -190,7 +192,7 @@ class _Cursor:
 
 
 class _Identity(NamedTuple):
-    """Two files that differ in none of these have the same content."""
+    """Two files with equal fields have the same content."""
 
     device: int
     number: int
@@ -204,7 +206,7 @@ def _identity(path: Path) -> _Identity:
     return _Identity(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
-_kept: dict[Path, tuple[dict[Path, _Identity], GgufFile]] = {}  # the files that were read last, with all their parts
+_kept: dict[Path, tuple[dict[Path, _Identity], GgufFile]] = {}  # the files that were read last, with all of their parts
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -217,7 +219,7 @@ def read_gguf(path: Path) -> GgufFile:
     try:
         if known is not None and all(_identity(part) == identity for part, identity in known[0].items()):
             return known[1]
-    except OSError:  # reading says why
+    except OSError:  # reading the file will raise the error
         pass
     parts: dict[Path, _Identity] = {}
     found = _read(path, parts)
@@ -230,7 +232,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _read(path: Path, parts: dict[Path, _Identity]) -> GgufFile:
-    """Notes in `parts` which files were read."""
+    """Records the files that were read in `parts`."""
 
     def read(part: Path) -> GgufFile:
         try:
@@ -282,7 +284,7 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
 
 
 class _Entry(NamedTuple):
-    """An entry of the table of tensors. kind: ggml's number of the type. offset: from the end of the table."""
+    """An entry of the tensor table. kind: ggml's number of the type. offset: from the end of the table."""
 
     name: str
     shape: tuple[int, ...]
@@ -315,7 +317,7 @@ def _check_places(tensors: Mapping[str, GgufTensor], file_bytes: int) -> None:
         if tensor.stop > file_bytes:
             raise WeightError(f"tensor {name} lies beyond the end of the file")
     for name, following in pairwise(sorted(tensors, key=lambda name: tensors[name].offset)):
-        if tensors[name].stop > tensors[following].offset:  # such as blocks of another size than ggml's
+        if tensors[name].stop > tensors[following].offset:  # such as blocks of a different size from ggml's
             raise WeightError(f"tensors {name} and {following} overlap")
 
 
@@ -327,8 +329,8 @@ class Stored:
     """A checkpoint tensor, and how it is stored.
 
     expert: its index, if it is part of a tensor of all experts. rotary_heads: the number of heads, if llama.cpp stores
-    their rows in another order, in which the two rows of a rotated pair are neighbors. shift: to be added to the stored
-    values. scale: a vector with the number by which the values of each expert are multiplied, or those of all.
+    the two rows of a rotated pair next to each other. shift: added to the stored values. scale: a vector with the
+    factor of each expert's values, or of all values.
     """
 
     tensor: GgufTensor
@@ -343,7 +345,7 @@ class Stored:
 
     @property
     def factor(self) -> float:
-        """By which the stored values are multiplied."""
+        """The factor of the stored values."""
         if self.scale is None:
             return 1.0
         values: list[float] = Stored(self.scale).floats().tolist()
@@ -354,7 +356,7 @@ class Stored:
         return math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
 
     def _offset(self, row: int) -> int:
-        """Of a row, in bytes from the file's beginning."""
+        """Return the offset of a row, in bytes from the file's beginning."""
         return self.tensor.offset + ((self.expert or 0) * self._count + row) * self.tensor.row_bytes
 
     def rows(self, start: int, stop: int) -> Bytes:
@@ -367,7 +369,8 @@ class Stored:
         return self._read(start, stop, width)
 
     def fill(self, start: int, memory: memoryview) -> bool:
-        """Read rows from `start` on into memory. Returns False if the file has another order. Raises WeightError."""
+        """Read rows from `start` on into memory. Returns False if the file stores rows in a different order. Raises
+        WeightError."""
         if self.rotary_heads is not None:
             return False
         with self.tensor.file.open("rb", buffering=0) as stream:
@@ -380,7 +383,7 @@ class Stored:
         return True
 
     def floats(self) -> npt.NDArray[np.float32]:
-        """The values of a tensor of floats, as a vector, without the shift. Raises WeightError for another type."""
+        """Return the values of a float tensor, as a vector, without the shift. Raises WeightError for another type."""
         if self.tensor.kind.name not in _FLOATS:
             raise WeightError(f"{self.tensor.file}: a tensor of floats has the type {self.tensor.kind.name}")
         data = self.rows(0, self.shape[0])

@@ -17,13 +17,13 @@ from quire.layers.linear import DenseWeight, LinearMethod
 from quire.ops.cpu.build import CODES
 from quire.ops.cpu.gguf_blocks import can_decode, put_values
 
-_CHUNK = 2**24  # elements that are dequantized at once when a tensor is read as floats
+_CHUNK = 2**24  # elements dequantized at a time when a tensor is read as floats
 
 
 class GgufCheckpoint(Checkpoint):
     """The tensors by their names in the Hugging Face layout.
 
-    A target of type uint8 gets the bytes of quantized rows. Any other target gets floats, dequantized if need be.
+    A uint8 target receives the bytes of quantized rows. Any other target receives floats, dequantized if necessary.
     """
 
     names: dict[str, Stored]
@@ -32,7 +32,7 @@ class GgufCheckpoint(Checkpoint):
         self.names = names
 
     def linear_method(self) -> Callable[[str], LinearMethod]:
-        """The `method_of` of a `Builder`. All layers have the same method, which finds the type of each tensor."""
+        """The `method_of` of a `Builder`. All layers use the same method, which finds the type of each tensor."""
         linear = (s for n, s in self.names.items() if not n.startswith("model.embed_tokens"))
         method = DenseWeight if all(s.tensor.kind.is_float for s in linear) else GGUF(self._type_of, self._scale_of)
         return lambda name: method
@@ -57,7 +57,7 @@ class GgufCheckpoint(Checkpoint):
         return data.view(-1, *slot.shape[1:])[:, *slot.pick[1:]]
 
     def copy_into(self, slot: WeightSlot) -> None:
-        """Copy some rows at a time, since a whole embedding table in float32 would be large."""
+        """Copy the rows in chunks, since a whole embedding table in float32 would be large."""
         start, stop = (slot.pick[0].start, slot.pick[0].stop) if slot.pick else (0, slot.shape[0])
         step = max(1, _CHUNK // math.prod(slot.shape[1:]))
         for first in range(start, stop, step):
@@ -68,7 +68,7 @@ class GgufCheckpoint(Checkpoint):
                 super().copy_into(part)
 
     def _put_directly(self, slot: WeightSlot, rows: slice) -> bool:
-        """Read or decode whole rows into the slot's target, if that is possible without another copy."""
+        """Read or decode whole rows into the slot's target, if this needs no further copy."""
         stored = self.names[self.alias(slot.name)]
         target = slot.target
         kind = stored.tensor.kind

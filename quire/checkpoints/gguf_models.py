@@ -46,7 +46,7 @@ def _family(gguf: GgufFile) -> tuple[str, _Family]:
 
 
 def gguf_config(gguf: GgufFile) -> dict[str, Any]:
-    """The fields of config.json, from the metadata. Raises ValueError for an architecture that is not supported."""
+    """Return the fields of config.json, from the metadata. Raises ValueError for an unsupported architecture."""
     arch, family = _family(gguf)
     read = {key.removeprefix(f"{arch}."): value for key, value in gguf.metadata.items() if key.startswith(f"{arch}.")}
     fields = {**_TABLES["fields"], **family.fields}
@@ -67,7 +67,7 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
         config["partial_rotary_factor"] = read["rope.dimension_count"] / config["head_dim"]
     if scaling := _rope_scaling(gguf, read):
         config["rope_scaling"] = scaling
-    # The metadata has no scale of the queries. The largest model of each of these families has another than the rest.
+    # The metadata does not contain the query scale. The largest model of each of these families has a different one.
     if arch in ("gemma2", "gemma3"):
         largest = config.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[arch]
         heads = config["hidden_size"] // config["num_attention_heads"]
@@ -85,7 +85,7 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
 
 
 def _check_sizes(gguf: GgufFile, arch: str, read: Mapping[str, Any]) -> None:
-    """Raises WeightError for sizes that do not fit the tensors, before memory is allocated for them."""
+    """Raises WeightError for sizes that do not match the tensors, before memory is allocated for them."""
     layers = {match[1] for name in gguf.tensors if (match := re.match(r"blk\.(\d+)\.", name))}
     width = gguf.tensors["token_embd.weight"].shape[-1]
     limits = {"block_count": len(layers), "embedding_length": width, "attention.head_count": width}
@@ -103,8 +103,8 @@ def _check_sizes(gguf: GgufFile, arch: str, read: Mapping[str, Any]) -> None:
 
 
 def _rope_scaling(gguf: GgufFile, read: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The field rope_scaling. For Llama 3.1 and Phi-3 it comes from tensors of divisors (one divisor for each rotated
-    pair), for other models from the metadata."""
+    """Return the field rope_scaling. For Llama 3.1 and Phi-3 it is derived from tensors of divisors (one for each
+    rotated pair), for other models from the metadata."""
     original = read.get("rope.scaling.original_context_length")
     factor = read.get("rope.scaling.factor")
     common = {"factor": factor, "original_max_position_embeddings": original}
@@ -133,8 +133,8 @@ def _rope_scaling(gguf: GgufFile, read: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def gguf_generation_config(gguf: GgufFile) -> dict[str, Any]:
-    """The fields of generation_config.json, from the metadata: the tokens that end a text, and sampling parameters.
-    Raises WeightError."""
+    """Return the fields of generation_config.json, from the metadata: the tokens that end a text, and sampling
+    parameters. Raises WeightError."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     ends = {key: gguf.metadata[key] for key in keys if key in gguf.metadata}
     if wrong := next((key for key, end in ends.items() if not isinstance(end, int)), None):
@@ -147,7 +147,7 @@ def gguf_generation_config(gguf: GgufFile) -> dict[str, Any]:
 
 
 def _rotary_heads(gguf: GgufFile, key: str, tensor: GgufTensor) -> int | None:
-    """The number of heads in a tensor's rows. Raises WeightError."""
+    """Return the number of heads in a tensor's rows. Raises WeightError."""
     heads = gguf.metadata.get(key)
     if isinstance(heads, list) and len(set(heads)) == 1:  # one value for each layer
         heads = heads[0]
@@ -157,7 +157,7 @@ def _rotary_heads(gguf: GgufFile, key: str, tensor: GgufTensor) -> int | None:
 
 
 def gguf_tensors(gguf: GgufFile) -> dict[str, Stored]:
-    """The file's tensors by their names in the Hugging Face layout."""
+    """Return the file's tensors by their names in the Hugging Face layout."""
     arch, family = _family(gguf)
     names = {**_TABLES["names"], **family.names}
     heads = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"} if family.pairs else {}
@@ -165,7 +165,7 @@ def gguf_tensors(gguf: GgufFile) -> dict[str, Stored]:
     for name, tensor in gguf.tensors.items():
         stem, _, end = name.rpartition(".")
         if end in ("scale", "input_scale") and f"{stem}.weight" in gguf.tensors:
-            continue  # the first belongs to the weight; by the second, inputs would be rounded, which is less exact
+            continue  # the first is read with the weight; the second would round inputs, which is less accurate
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
         if match is None or match[2] not in names:
             if not name.startswith("rope_f"):  # these divisors are in the config

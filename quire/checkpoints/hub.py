@@ -1,4 +1,5 @@
-"""Finds a model's files: in a directory, in the bundled model, or by a download from the Hugging Face hub."""
+"""Finds a model's files: in a directory, in the bundled model, or on the Hugging Face hub, from which it downloads
+them."""
 
 import json
 import os
@@ -26,20 +27,20 @@ _GGUF = re.compile(
     r"(?:.*?[-._/])?((?:UD-)?(?:[IT]?Q\d\w*|(?:MX|NV)FP4\w*|BF16|F16|F32))(?:-\d{5}-of-(\d{5}))?\.gguf", re.IGNORECASE
 )
 _USUAL_KIND = "Q4_K_M"
-_JSON = 64 * MIB  # bytes of a file: the index of a model of a trillion parameters has 10
-# The files that are read, which must be regular ones.
+_JSON = 64 * MIB  # bytes of a file: the index of a model with a trillion parameters takes 10 MiB
+# The files that are read. They must be regular files.
 _READ = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors", ".bin", ".pt", ".gguf")
 
 
 def cache_folder(download_dir: str | None) -> Path:
-    """The folder of downloaded models. download_dir: the option; None for huggingface_hub's own folder."""
+    """Return the folder of downloaded models. download_dir: the option; None for huggingface_hub's own folder."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return Path(os.path.expanduser(download_dir or HF_HUB_CACHE))  # Path's own needs a home, which not every user has
+    return Path(os.path.expanduser(download_dir or HF_HUB_CACHE))  # Path.expanduser fails for a user without a home
 
 
 def bundled_model() -> Path:
-    """The directory of the model that comes with Quire."""
+    """Return the directory of the model that comes with Quire."""
     return Path(str(files("quire.demo") / "model"))
 
 
@@ -47,10 +48,9 @@ _Name = str | None
 
 
 def local_model(model: _Name) -> Path | None:
-    """The local directory or .gguf file that a name means, None if it is the name of a model of the hub. The drafters
-    of the bundled model are called quire-demo/eagle3, quire-demo/medusa and quire-demo/draft, its adapter
-    quire-demo/rhyme, and itself with an encoder of pictures quire-demo/vision. Raises ModelNotFoundError for a name
-    that is neither."""
+    """Return the local directory or .gguf file of a name, None for the name of a model on the hub. The bundled model's
+    drafters are quire-demo/eagle3, quire-demo/medusa and quire-demo/draft. Its adapter is quire-demo/rhyme, and its
+    version with an image encoder quire-demo/vision. Raises ModelNotFoundError for any other name."""
     if model is None:
         return bundled_model()
     if model.startswith(_BUNDLED):
@@ -74,10 +74,10 @@ def local_model(model: _Name) -> Path | None:
 def resolve(
     model: _Name, revision: _Name = None, download_dir: _Name = None, token: _Name = None, weights: bool = True
 ) -> Path:
-    """The local directory of a model, or its .gguf file. A model of the hub is downloaded if it is not cached.
+    """Return the local directory of a model, or its .gguf file. A model on the hub is downloaded if it is not cached.
 
     weights: False downloads no tensors, for dummy weights or if only the tokenizer is needed. Raises
-    ModelNotFoundError, also for a file that is a pipe or a device, on which reading would wait.
+    ModelNotFoundError, also for a pipe or a device, which would block the reader.
     """
     found = _find(model, revision, download_dir, token, weights)
     try:
@@ -126,7 +126,7 @@ def _find(model: _Name, revision: _Name, download_dir: _Name, token: _Name, weig
 
 
 def files_of_model(names: Collection[str]) -> list[str]:
-    """Those of a repository's files that `resolve` downloads."""
+    """Return the files of a repository that `resolve` downloads."""
     from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
     def chosen(patterns: list[str]) -> list[str]:
@@ -138,9 +138,8 @@ def files_of_model(names: Collection[str]) -> list[str]:
 
 
 def split_kind(model: str) -> tuple[str, _Name]:
-    """The repository that a name means, and the kind of its GGUF models: owner/name:Q4_K_M, or None for no kind.
-
-    Raises ModelNotFoundError for what is no kind.
+    """Split a name such as owner/name:Q4_K_M into the repository and the kind of GGUF model, or None. Raises
+    ModelNotFoundError for an invalid kind.
     """
     name, _, kind = model.partition(":")
     if kind in ("", "latest"):
@@ -151,16 +150,18 @@ def split_kind(model: str) -> tuple[str, _Name]:
 
 
 def gguf_kinds(names: Collection[str]) -> dict[str, list[str]]:
-    """The GGUF models among the files of a repository: for each kind its files, the parts of a split one in order."""
+    """Return the GGUF models among a repository's files: for each kind its files, with the parts of a split file in
+    order."""
     kinds: dict[str, list[str]] = {}
     for name in sorted(names):
-        if (match := _GGUF.fullmatch(name)) and "mmproj" not in name:  # those are for images
+        if (match := _GGUF.fullmatch(name)) and "mmproj" not in name:  # mmproj files contain image encoders
             kinds.setdefault(match[1].upper(), []).append(name)
     return kinds
 
 
 def gguf_files(names: Collection[str], kind: _Name) -> list[str]:
-    """The files of one GGUF model. kind: None for the only one or, of several, Q4_K_M. Raises ModelNotFoundError."""
+    """Return the files of one GGUF model. kind: None selects the only one or, among several, Q4_K_M. Raises
+    ModelNotFoundError."""
     kinds = gguf_kinds(names)
     chosen = kind or (next(iter(kinds)) if len(kinds) == 1 else _USUAL_KIND)
     if chosen not in kinds:
@@ -176,7 +177,7 @@ def gguf_files(names: Collection[str], kind: _Name) -> list[str]:
 
 
 def _gguf_patterns(kind: str) -> tuple[list[str], list[str]]:
-    """Patterns of the files of a kind, in any case, and of those to be left out."""
+    """Return the patterns of the files of a kind, in upper or lower case, and of those to exclude."""
     any_case = "".join(f"[{c.lower()}{c}]" if c.isalpha() else c for c in kind)
     ends = [f"{any_case}.gguf", f"{any_case}-?????-of-?????.gguf"]
     return [*ends, *(f"*[-._/]{end}" for end in ends)], ["*mmproj*", *([] if "UD-" in kind else ["*UD-*"])]
@@ -187,8 +188,8 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def hub_name(directory: Path) -> tuple[str, str] | None:
-    """The name and the commit of a model of the hub, by the folder of its files: models--owner--name/snapshots/commit.
-    None for any other folder."""
+    """Return the name and the commit of a hub model, from the folder of its files:
+    models--owner--name/snapshots/commit. None for any other folder."""
     name = directory.parent.parent.name
     if directory.parent.name != "snapshots" or not name.startswith("models--"):
         return None
@@ -196,7 +197,7 @@ def hub_name(directory: Path) -> tuple[str, str] | None:
 
 
 def model_directory(options: ModelConfig, weights: bool = True) -> Path:
-    """The local directory or .gguf file of the model that the options name. Raises ModelNotFoundError.
+    """Return the local directory or .gguf file of the model that the options name. Raises ModelNotFoundError.
 
     weights: False downloads no tensors.
     """
@@ -205,14 +206,14 @@ def model_directory(options: ModelConfig, weights: bool = True) -> Path:
 
 
 def tokenizer_directory(options: ModelConfig, model: Path) -> Path:
-    """The directory or GGUF file that has the tokenizer: the model's, unless the options name another."""
+    """Return the directory or GGUF file with the tokenizer: the model's, unless the options name another."""
     if options.tokenizer is None:
         return model
     return resolve(options.tokenizer, options.tokenizer_revision, options.download_dir, options.hf_token, weights=False)
 
 
 def _gguf_in(directory: Path) -> Path | None:
-    """The only GGUF file of a directory, or the first part of it. None if there is a config.json or no GGUF file.
+    """Return the only GGUF file of a directory, or its first part. None if there is a config.json or no GGUF file.
 
     Raises ModelNotFoundError for several GGUF models.
     """
@@ -226,9 +227,10 @@ def _gguf_in(directory: Path) -> Path | None:
 
 
 def read_json(directory: Path, name: str, required: bool = False, most: int = _JSON) -> dict[str, Any]:
-    """The JSON object in a file of a directory; {} for an absent file, unless required. Raises ModelNotFoundError.
+    """Return the JSON object in a file of a directory; {} for a missing file, unless it is required. Raises
+    ModelNotFoundError.
 
-    most: bytes that the file may have.
+    most: the maximum size of the file in bytes.
     """
     path = directory / name
     try:

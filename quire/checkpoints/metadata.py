@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def hf_config(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint's config.json, or the same fields from a GGUF file, with the user's overrides."""
+    """Return the checkpoint's config.json, or the same fields from a GGUF file, with the user's overrides."""
     if path.is_file():
         return {**gguf_config(read_gguf(path)), **overrides}
     config = read_json(path, "config.json", required=True)
@@ -24,7 +24,7 @@ def hf_config(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_tokenizer(path: Path) -> "Tokenizer":
-    from quire.text.tokenizer import Tokenizer  # cores in processes of their own seldom need it
+    from quire.text.tokenizer import Tokenizer  # cores in separate processes seldom need it
 
     return Tokenizer.from_gguf(read_gguf(path).metadata) if path.is_file() else Tokenizer.from_directory(path)
 

@@ -1,4 +1,4 @@
-"""gpt-oss's experts in MXFP4, under the names of compressed-tensors."""
+"""Presents gpt-oss's MXFP4 experts under the tensor names of compressed-tensors."""
 
 from dataclasses import replace
 

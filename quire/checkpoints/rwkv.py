@@ -1,4 +1,4 @@
-"""The first RWKV-7 checkpoints of flash-linear-attention, which pack six tensors of a layer into one."""
+"""The first RWKV-7 checkpoints of flash-linear-attention, which pack six tensors of a layer into one tensor."""
 
 from dataclasses import replace
 

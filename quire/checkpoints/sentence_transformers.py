@@ -1,4 +1,4 @@
-"""Reads the files in which sentence-transformers keeps what comes behind a model: pooling, dense layers, prompts.
+"""Reads sentence-transformers' files, which describe what is applied after a model: pooling, dense layers, prompts.
 
 modules.json lists the parts, each with a folder of its own.
 """
@@ -22,7 +22,7 @@ _MODES: dict[str, Pooling] = {
     "mean_sqrt_len_tokens": "mean_sqrt_len",
     "weightedmean": "weighted_mean",
 }
-_FLAGS: dict[str, Pooling] = {  # of the older form of the pooling's config
+_FLAGS: dict[str, Pooling] = {  # in the older form of the pooling config
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_max_tokens": "max",
@@ -42,7 +42,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class SentenceTransformer:
-    """What the files say. pooling: None if no part pools, so that each token has a vector. prompts: texts to put before
+    """The content of the files. pooling: None if no part pools, so that each token has a vector. prompts: prefixes of
     inputs, by name. is_sparse: a vector over the vocabulary (SPLADE)."""
 
     pooling: Pooling | None = None
@@ -55,7 +55,7 @@ class SentenceTransformer:
 
 
 def read_sentence_transformer(directory: Path) -> SentenceTransformer | None:
-    """None for a directory without these files. Raises ValueError for a part that is not supported, and
+    """Read the files of a directory. Returns None if there are none. Raises ValueError for an unsupported part, and
     ModelNotFoundError for a file that cannot be read."""
     if directory.is_file() or not (directory / "modules.json").is_file():
         return None
@@ -84,7 +84,7 @@ def read_sentence_transformer(directory: Path) -> SentenceTransformer | None:
 
 
 def _parts(directory: Path) -> list[tuple[str, Path]]:
-    """The kind and the folder of each part."""
+    """Return the kind and the folder of each part."""
     try:
         modules = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
         return [(str(module["type"]).rpartition(".")[2], _inside(directory, module["path"])) for module in modules]

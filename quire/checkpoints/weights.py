@@ -1,4 +1,4 @@
-"""Loads weights: each checkpoint tensor is read once, directly into the parameter that it belongs to."""
+"""Loads weights: each checkpoint tensor is read once, directly into its parameter."""
 
 import json
 import math
@@ -37,25 +37,28 @@ class Checkpoint(ABC):
         """The slot's part of its tensor. Raises WeightError if the tensor does not have the slot's shape."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor with one of the `names`. Raises WeightError in formats whose tensors are not the model's."""
+        """Return the shape of a tensor with one of the `names`. Raises WeightError in formats whose tensors differ from
+        the model's."""
         raise WeightError("weights in this format can be replaced from a folder only")
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Of a tensor of the model, None if there is none of that name."""
+        """Return the shape of a model tensor, None if there is none of this name."""
         name = self.alias(name)
         return self.shape(name) if name in self.names else None
 
     def linear_method(self) -> Callable[[str], LinearMethod] | None:
-        """The `method_of` of a `Builder`, if the files and not config.json say how each layer is stored."""
+        """Return the `method_of` of a `Builder`, if the files rather than config.json define how each layer is
+        stored."""
         return None
 
     def alias(self, name: str) -> str:
-        """The checkpoint's name of a tensor: a model may have been saved without its head, or inside a larger model."""
+        """Return the checkpoint's name of a tensor: a model may have been saved without its head, or inside a larger
+        model."""
         root, _, bare = name.partition(".")
         names = [name, bare, f"language_model.{name}", f"model.{name}"]
         if root == "model":
             names += [f"model.language_model.{bare}", f"model.text_model.{bare}"]
-        if name.startswith("vision_tower."):  # which some versions of transformers nest deeper
+        if name.startswith("vision_tower."):  # nested more deeply by some versions of transformers
             names += [f"vision_tower.vision_model.{bare}", f"model.vision_tower.vision_model.{bare}"]
         return next((n for n in names if n in self.names), name)
 
@@ -65,7 +68,7 @@ class Checkpoint(ABC):
     def copy_into(self, slot: WeightSlot) -> None:
         """Copy the slot's part of its tensor into the slot's target.
 
-        Raises WeightError if the shapes differ, or if one is quantized and the other is not.
+        Raises WeightError if the shapes differ, or if only one of them is quantized.
         """
         part = self.read(replace(slot, name=self.alias(slot.name)))
         source = part.dtype
@@ -77,17 +80,17 @@ class Checkpoint(ABC):
         slot.target.copy_(part if slot.shape else part.reshape(()))
 
 
-_READ_AT_ONCE = 1 << 20  # bytes that one thread reads at least
+_READ_AT_ONCE = 1 << 20  # minimum bytes for one thread to read
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
 def pick_of(shape: Sequence[int], pick: Pick, whole: Sequence[int]) -> tuple[slice | int, ...]:
-    """The pick of a slot with this shape, in a tensor that may have further dimensions of size 1 before the others."""
+    """Return the pick of a slot with this shape in a tensor, which may have additional leading dimensions of size 1."""
     return (0,) * (len(whole) - len(shape)) + pick
 
 
 def check_shape(slot: WeightSlot, shape: Sequence[int]) -> None:
-    """Dimensions of size 1 before the others do not matter. Raises WeightError."""
+    """Check the shape, ignoring leading dimensions of size 1. Raises WeightError."""
     outer = len(shape) - len(slot.shape)
     if outer > 0 and slot.shape and set(shape[:outer]) == {1}:
         shape = shape[outer:]
@@ -96,7 +99,7 @@ def check_shape(slot: WeightSlot, shape: Sequence[int]) -> None:
 
 
 def _read(file: Path, begin: int, memory: memoryview) -> bool:
-    """Fill the memory with the file's bytes from `begin` on. Returns False if the file ends before."""
+    """Fill the memory with the file's bytes from `begin` on. Returns False if the file is too short."""
     with file.open("rb", buffering=0) as stream:
         stream.seek(begin)
         while memory and (count := stream.readinto(memory)):
@@ -107,7 +110,7 @@ def _read(file: Path, begin: int, memory: memoryview) -> bool:
 class SafetensorsCheckpoint(Checkpoint):
     """The tensors of a directory's *.safetensors, single or sharded.
 
-    A file is opened anew for each tensor: while a mapping stays open, its pages count as this process's memory.
+    A file is opened again for each tensor: while a mapping is open, its pages count as this process's memory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -121,8 +124,8 @@ class SafetensorsCheckpoint(Checkpoint):
                 raise WeightError(f"{file} cannot be read: {error_text(error)}") from error
 
     def copy_into(self, slot: WeightSlot) -> None:
-        """If the bytes in the file are those of the target, they are read directly into it, by all threads: reading
-        copies bytes and faults in new pages, which keeps more than one thread busy."""
+        """Read the bytes directly into the target if its layout is the file's. All threads take part, because copying
+        bytes and faulting in new pages keeps more than one thread busy."""
         name = self.alias(slot.name)
         target = slot.target
         file, begin = self.names[name]
@@ -175,7 +178,8 @@ _SAFETENSORS_TYPES = {
 
 
 def _places(file: Path) -> Iterator[tuple[str, int]]:
-    """The names of the tensors, and the offsets of their bytes. Format: https://huggingface.co/docs/safetensors"""
+    """Return the names of the tensors, and the offsets of their bytes. Format:
+    https://huggingface.co/docs/safetensors"""
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
@@ -211,7 +215,7 @@ class TorchCheckpoint(Checkpoint):
 
 
 def parts_of(checkpoint: Checkpoint, builder: Builder) -> Parts:
-    """Which parts of which tensors the slots of `builder` need."""
+    """Return the parts of the tensors that the slots of `builder` need."""
     parts: dict[str, list[tuple[tuple[int, ...], Pick]]] = {}
     for slot in builder.slots:
         parts.setdefault(checkpoint.alias(slot.name), []).append((slot.shape, slot.pick))
@@ -219,8 +223,8 @@ def parts_of(checkpoint: Checkpoint, builder: Builder) -> Parts:
 
 
 def weight_files(directory: Path, single: str, pattern: str) -> list[Path]:
-    """The files that the index lists, in the directory or in one beside it. Without an index: the file `single`, or
-    else all files that match the pattern. All are regular files. Raises WeightError."""
+    """Return the files that the index lists, in the directory or one next to it. Without an index: the file `single`,
+    or else all files that match the pattern. All must be regular files. Raises WeightError."""
     try:
         return [check_regular(file) for file in _weight_files(directory, single, pattern)]
     except FileError as error:
@@ -232,11 +236,11 @@ def _weight_files(directory: Path, single: str, pattern: str) -> list[Path]:
     if index is not None and not (isinstance(index, dict) and all(isinstance(f, str) for f in index.values())):
         raise WeightError(f"{directory / f'{single}.index.json'} has a weight_map that does not map to file names")
     for file in map(Path, (index or {}).values()):
-        if file.is_absolute() or ".." in file.parts[1:]:  # judged as it is written: files of the hub's cache are links
+        if file.is_absolute() or ".." in file.parts[1:]:  # checked without resolving links, which the hub's cache uses
             raise WeightError(f"{directory / f'{single}.index.json'} names {file}, which is outside {directory.parent}")
     if index:
         return sorted({directory / f for f in index.values()})
-    if (directory / single).exists():  # other files may be second copies, such as consolidated.safetensors
+    if (directory / single).exists():  # other files may be duplicates, such as consolidated.safetensors
         return [directory / single]
     return sorted(directory.glob(pattern))
 
@@ -262,10 +266,10 @@ def load_weights(
     show_progress: bool,
     elsewhere: Iterable[str] = (),
 ) -> None:
-    """Fill every slot of `builder`. ignored: patterns of the names of tensors that are not parameters. elsewhere: the
-    tensors of other stages of a pipeline.
+    """Fill every slot of `builder`. ignored: patterns for the names of tensors that are not parameters. elsewhere: the
+    tensors of other pipeline stages.
 
-    Raises WeightError for tensors that are missing, unexpected, or of a wrong shape or type.
+    Raises WeightError for tensors that are missing, unexpected, or have a wrong shape or type.
     """
     wanted = {checkpoint.alias(slot.name) for slot in builder.slots}
     missing = sorted(wanted - checkpoint.names.keys())
@@ -294,7 +298,7 @@ def load_dummy(builder: Builder, show_progress: bool) -> None:
 
 def _normal(target: Tensor, generator: torch.Generator) -> None:
     """Repeat one tile of normal values: drawing every value of a large model would take longer than reading it."""
-    if not target.is_contiguous():  # such as the gates of experts whose gates and ups are stored as one
+    if not target.is_contiguous():  # such as the gates of experts that are fused with the up projections
         for part in target:
             _normal(part, generator)
         return

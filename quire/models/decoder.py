@@ -1,4 +1,4 @@
-"""The only decoder, and encoder. A DecoderSpec says which layers it is built from."""
+"""The only decoder and encoder. A DecoderSpec describes the layers it is built from."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,9 +46,8 @@ MIXERS: dict[type, Callable[..., Any]] = {
 
 
 class DecoderLayer:
-    """A mixer, then an MLP. Each is a branch of the residual stream, with the norms that the model has around it.
-
-    A branch reads all tokens, and its results are summands of the ranks; see ResidualStream.
+    """A mixer, then an MLP. Each is a branch of the residual stream, surrounded by the model's norms. A branch reads
+    all tokens, and the ranks' results must be summed; see ResidualStream.
     """
 
     cross: CrossAttention | None = None
@@ -80,7 +79,7 @@ class DecoderLayer:
         self.scale = 1.0 if scale is None else scale
 
     def reader(self, role: str) -> Any:
-        """The part of the layer that reads its entry of a role, see CacheEntry."""
+        """Return the part of the layer that reads the cache entry of this role, see CacheEntry."""
         if role == "cross":
             return self.cross
         return self.mixer.indexer if role == "indexer" else self.mixer
@@ -88,11 +87,10 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x: the result of the branch before; residual: the stream to which it is still to be added (None at first);
-        both of the own tokens.
+        """x: the previous branch's result; residual: the stream to which x has yet to be added (None at first); both
+        for this rank's tokens.
 
-        wanted: indices of the tokens whose results are needed, None for all.
-        """
+        wanted: indices of the tokens whose results are needed, None for all."""
         stream = self.residual_stream
         tokens = state.inputs.positions
         x, residual = self.attention_norm.add(x, residual)
@@ -108,8 +106,8 @@ class DecoderLayer:
 
 
 class ParallelLayer(DecoderLayer):
-    """Attention and MLP read the same input, through one norm or through one norm each (GPT-NeoX, Falcon, Cohere). The
-    ranks add up both at once."""
+    """Attention and MLP read the same input, through one norm or through one norm each (GPT-NeoX, Falcon, Cohere). Both
+    results are summed across ranks at once."""
 
     def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
         super().__init__(builder, spec, index, place)
@@ -143,7 +141,7 @@ class PostNormLayer(DecoderLayer):
 
 
 class CrossLayer(DecoderLayer):
-    """Between its attention and its MLP, a layer of a decoder reads what an encoder has made of its input."""
+    """A decoder layer with cross-attention to an encoder's output between its attention and its MLP."""
 
     cross: CrossAttention
 
@@ -168,7 +166,7 @@ class CrossLayer(DecoderLayer):
 
 
 class CrossPostNormLayer(CrossLayer):
-    """The same with norms after the sums (the original Transformer, BART)."""
+    """The same with norms after the residual sums (the original Transformer, BART)."""
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
@@ -197,7 +195,7 @@ class SingleLayer(DecoderLayer):
 
 
 class ShiftedLayer(DecoderLayer):
-    """The MLP reads a mix of each token and the one before, so the mixer computes all tokens (RWKV-7)."""
+    """The MLP reads a mix of each token and the previous one, so the mixer computes all tokens (RWKV-7)."""
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
@@ -223,10 +221,10 @@ LAYERS = {
 
 
 class LayerStack:
-    """The layers of a decoder, over a paged KV cache: what a whole model and the head of a drafter share."""
+    """The layers of a decoder, over a paged KV cache. Whole models and drafters' heads share them."""
 
     def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int, layers: range | None = None) -> None:
-        """layers: those of this stage of a pipeline, None for all."""
+        """layers: the layers of this pipeline stage, None for all."""
         self.spec = spec
         self.kernels = builder.kernels
         self.residual_stream = builder.residual_stream
@@ -270,8 +268,8 @@ class LayerStack:
     def run(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
     ) -> tuple[Tensor, Tensor | None]:
-        """The result of the last branch, and the residual stream to which it is still to be added, of the own tokens.
-        The arguments are those of Model.forward. For tokens that are not `wanted`, the last layer computes only keys
+        """Return the last branch's result and the residual stream to which it has yet to be added, for this rank's
+        tokens. See Model.forward for the arguments. For tokens that are not `wanted`, the last layer computes only keys
         and values."""
         residual: Tensor | None = None
         start = 0
@@ -316,7 +314,7 @@ class Decoder(LayerStack, Model):
     pooler: Pooler | None = None
 
     def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int, stage: Stage | None = None) -> None:
-        """stage: that of this rank in a pipeline, None for the whole model."""
+        """stage: this rank's pipeline stage, None for the whole model."""
         self.spec, self.stage = spec, stage or Stage(range(spec.num_layers))
         stage = self.stage
         self.vocab_size = spec.vocab_size
@@ -373,7 +371,7 @@ class Decoder(LayerStack, Model):
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
     ) -> Tensor:
-        """For a stage without head, the result is the residual stream behind its last layer, [own tokens, hidden]."""
+        """A stage without a head returns the residual stream after its last layer, [own tokens, hidden]."""
         x, residual = self.run(x, state, wanted, taps)
         if self.stage.has_head:
             tokens = state.inputs.positions if wanted is None else wanted
@@ -383,8 +381,8 @@ class Decoder(LayerStack, Model):
         return x
 
     def embed(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
-        """In a model with kinds of segments, vocab_size is added to the ids once for each kind before a token's own:
-        those of the second segment are ids + vocab_size."""
+        """In a model with segment types, n * vocab_size is added to the ids of segment type n: tokens of the second
+        segment have ids + vocab_size."""
         kinds = None
         if self.segments is not None:
             kinds = ids // self.vocab_size

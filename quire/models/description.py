@@ -1,4 +1,4 @@
-"""What is known about a model before its weights are loaded: its config, its spec and its longest request."""
+"""The description of a model before its weights are loaded: its config, its spec and its longest request."""
 
 import re
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ from quire.models.pooling import PoolingDescription, describe_pooling, is_poolin
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec, HfConfig
 
-# The families for which vLLM refuses float16, too.
+# The families for which vLLM also refuses float16.
 _OVERFLOWS = re.compile(r"(Gemma[23]|Glm4|Plamo2)(Text|For|Model)")
 
 
 @dataclass(frozen=True)
 class ModelDescription:
     """config: the checkpoint's config.json with the user's overrides. max_model_len: the longest request in tokens.
-    pooling: what a model computes that makes embeddings or scores; None for one that generates.
+    pooling: what an embedding or scoring model computes; None for a model that generates.
 
     With the option max_model_len="auto", the size of the KV cache limits it further once that is known.
     """
@@ -37,7 +37,7 @@ class ModelDescription:
 def describe(directory: Path, options: ModelConfig) -> ModelDescription:
     """Read the description of a checkpoint's directory or GGUF file.
 
-    Raises ConfigError for options that this model does not allow, and ValueError for a model that is not supported.
+    Raises ConfigError for options that this model does not allow, and ValueError for an unsupported model.
     """
     config = hf_config(directory, options.hf_overrides)
     _check_dtype(config, options)
@@ -60,7 +60,7 @@ def describe(directory: Path, options: ModelConfig) -> ModelDescription:
 
 
 def _check_dtype(config: HfConfig, options: ModelConfig) -> None:
-    """Raises ConfigError for float16 in a family whose hidden states exceed its largest number, 65,504."""
+    """Raises ConfigError for float16 in a family whose hidden states exceed float16's largest number, 65,504."""
     names = config.get("architectures")
     overflows = [name for name in names if isinstance(name, str) and _OVERFLOWS.match(name)] if names else []
     if overflows and options.dtype_name == "float16":
@@ -71,7 +71,7 @@ def _check_dtype(config: HfConfig, options: ModelConfig) -> None:
 
 
 def _max_model_len(options: ModelConfig, spec: DecoderSpec, max_tokens: int | None = None) -> int:
-    """max_tokens: what sentence-transformers' files say. An option may ask for more, up to the model's positions."""
+    """max_tokens: the limit in sentence-transformers' files. An option may raise it, up to the model's positions."""
     longest = spec.max_positions
     reason = "positions of the model"
     windows = [window for window in spec.windows if window is not None]

@@ -1,4 +1,4 @@
-"""The facts of a model that decide which features it can be combined with, see config/conflicts.py."""
+"""Collects the properties of a model that decide which features it can be combined with, see config/conflicts.py."""
 
 from quire.config.features import ModelFacts
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
@@ -8,7 +8,7 @@ from quire.models.spec import DecoderSpec
 
 
 def facts_of(spec: DecoderSpec, max_model_len: int, pools: bool = False) -> ModelFacts:
-    """max_model_len: the longest request in tokens, from which on windows and chunks have no effect."""
+    """max_model_len: the longest request in tokens. Windows and chunks at least as long have no effect."""
     cached = [] if spec.is_encoder else [part for _, part in spec.cached]
     attention = [part for part in cached if isinstance(part, AttentionSpec)]
     latent = [part for part in cached if isinstance(part, LatentAttentionSpec)]

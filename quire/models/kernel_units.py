@@ -22,8 +22,7 @@ _OF_QUANTIZED = {"quantized_linear", "quantize", "narrow_codes"}
 def choose_kernels(
     config: EngineConfig, spec: DecoderSpec, checkpoint: Mapping[str, Any], is_gguf: bool, target: Target, mesh: Mesh
 ) -> Kernels:
-    """The kernels of a model. Those that are missing are compiled now, or while the engine runs with PyTorch's
-    operations.
+    """Return the kernels of a model. Missing ones are compiled now, or while the engine runs with PyTorch's operations.
 
     checkpoint: its config.json. Raises ValueError if the processor lacks the instruction set, or for kernels that are
     pinned and cannot be used.
@@ -38,7 +37,8 @@ def choose_kernels(
 def needed_units(
     config: EngineConfig, spec: DecoderSpec, quantization: str | None, dtype: torch.dtype, mesh: Mesh
 ) -> set[str]:
-    """The units whose kernels a model calls. One that is missing here is compiled when a kernel of it is first called.
+    """Return the units whose kernels a model calls. A unit missing here is compiled on the first call of one of its
+    kernels.
 
     quantization: the format of the weights, None for dense ones.
     """
@@ -72,9 +72,8 @@ def _changes_heads(mixer: object) -> bool:
 
 
 def may_start_without(config: EngineConfig, spec: DecoderSpec, mesh: Mesh) -> bool:
-    """Whether the engine may start with PyTorch's operations, and load the model again for the compiled kernels.
-
-    What other engines, drafters or files read from this one must not change its form, so such an engine waits.
+    """Whether the engine may start with PyTorch's operations, and load the model again for the compiled kernels. If
+    other engines, drafters or files read its data, the layout must not change, so such an engine waits.
     """
     kernels = config.kernels
     cache = config.cache

@@ -1,4 +1,4 @@
-"""The KV groups of a model: what its layers cache, which follows from its spec alone."""
+"""The KV groups of a model: what its layers cache, derived from its spec alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ from quire.parallel.mesh import Communicator
 
 @dataclass(frozen=True)
 class KVGroups:
-    """kv_specs: of all layers. cache_shapes: for each group, the sizes of what a rank caches in one layer."""
+    """kv_specs: of all layers. cache_shapes: for each group, the sizes of a rank's cache entry in one layer."""
 
     kv_specs: Sequence[ModelKVSpec]
     cache_shapes: Sequence[Shape]
 
 
 def kv_groups(spec: DecoderSpec, max_model_len: int, tensor_group: Communicator) -> KVGroups:
-    """The groups of a rank of the tensor group. An encoder has none."""
+    """Return the groups of a rank of the tensor group. An encoder has none."""
     if spec.is_encoder:
         return KVGroups([], [])
     kept = list[ModelKVSpec]()
@@ -42,6 +42,6 @@ def kv_groups(spec: DecoderSpec, max_model_len: int, tensor_group: Communicator)
 
 
 def short_window(spec: DecoderSpec, layer: int, max_model_len: int) -> int | None:
-    """The window of a layer, None if it is no shorter than the longest request."""
+    """Return the window of a layer, None if it is no shorter than the longest request."""
     window = spec.windows[layer]
     return window if window is not None and window < max_model_len else None

@@ -47,7 +47,8 @@ def resolve_dtype(options: ModelConfig) -> torch.dtype:
 
 
 def _expert_ranks(config: EngineConfig, spec: DecoderSpec, mesh: Mesh, device: torch.device) -> ExpertRanks | None:
-    """The ranks to which the experts of each layer are dealt. Raises ConfigError if DeepEP cannot be used."""
+    """Return the ranks across which the experts of each layer are distributed. Raises ConfigError if DeepEP cannot be
+    used."""
     options = config.parallel
     if not options.enable_expert_parallel:
         return None
@@ -70,7 +71,7 @@ def _expert_ranks(config: EngineConfig, spec: DecoderSpec, mesh: Mesh, device: t
 
 
 def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint in the form that the schemes read, if its own is another one."""
+    """Return the checkpoint converted to the form that the schemes read, if necessary."""
     if any(name.endswith("_blocks") for name in checkpoint.names):
         return Mxfp4Checkpoint(checkpoint)
     if any(name.endswith(PACKED) for name in checkpoint.names):
@@ -86,7 +87,7 @@ def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What `load_model` was asked for, with the description of the checkpoint and the target of its kernels."""
+    """The arguments of `load_model`, with the description of the checkpoint and the target of its kernels."""
 
     directory: Path
     config: EngineConfig
@@ -116,9 +117,9 @@ def load_model(
     """Build this rank's part of the model of a checkpoint's directory or GGUF file, with its pooler, and fill the
     parameters.
 
-    adapters: see Builder. weights: the tensors or their folder, if they are others.
+    adapters: see Builder. weights: replacement tensors, or their folder.
     """
-    lasting.seal()  # the memory of what was loaded before may be given back as a whole, and so may that of this model
+    lasting.seal()  # memory of earlier loads can be released as a whole, and so can this model's
     description = describe(directory, config.model)
     check_format(config.model.quantization, description.config, directory.is_file())
     target = Target(device, resolve_dtype(config.model), config.kernels.batch_invariant)
@@ -174,15 +175,15 @@ def _load_decoder(wanted: _Wanted) -> Model:
 
 
 def _fill(wanted: _Wanted, model: Decoder, builder: Builder, checkpoint: Checkpoint, elsewhere: set[str]) -> None:
-    """Fill a model's parameters from the checkpoint, or from the packed weights that an earlier start has kept.
+    """Fill a model's parameters from the checkpoint, or from the packed weights that an earlier start has cached.
 
-    elsewhere: the tensors that only other ranks need.
+    elsewhere: tensors that only other ranks need.
     """
     spec = model.spec
     tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()
     ignored = (*spec.ignored, *extra_tensors(wanted.description.config), *tied)
     model.parts = parts_of(checkpoint, builder)
-    if wanted.weights is None and not is_deferred():  # new weights are used once, and so are those of a first minute
+    if wanted.weights is None and not is_deferred():  # new weights are used once, and deferred kernels reload them soon
         model.weight_cache = open_cache(wanted.config, wanted.directory, builder)
     builder.is_restored = model.weight_cache is not None and model.weight_cache.restore()
     load_weights(checkpoint, builder, ignored, wanted.show_progress, elsewhere)
@@ -192,7 +193,7 @@ def _fill(wanted: _Wanted, model: Decoder, builder: Builder, checkpoint: Checkpo
 
 @dataclass(frozen=True)
 class _Stored:
-    """The weights as they are stored. checkpoint: None for random ones. method_of, shape_of: see Builder."""
+    """The weights as stored. checkpoint: None for random weights. method_of, shape_of: see Builder."""
 
     checkpoint: Checkpoint | None
     method_of: Callable[[str], LinearMethod]
@@ -207,7 +208,7 @@ def _open(wanted: _Wanted) -> _Stored:
         return _Stored(gguf, gguf.linear_method(), gguf.shape_of)
     if wanted.is_random:
         is_dense = quantization_kind(fields) is None
-        shape = () if is_dense else None  # quantized experts have tensors of their own
+        shape = () if is_dense else None  # each quantized expert has its own tensors
         return _Stored(None, quantization_method(fields), lambda name: shape)
     weights = wanted.weights
     files = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or wanted.directory)
@@ -230,13 +231,13 @@ def _builder(wanted: _Wanted, spec: DecoderSpec, stored: _Stored, kernels: Kerne
     stream = (DividedStream if config.parallel.enable_sequence_parallel else ResidualStream)(mesh.tp)
     option = config.model.quantization
     if option == "fp8" and quantization_kind(wanted.description.config) is not None:
-        option = None  # it is the checkpoint's format, whose dense layers remain dense
+        option = None  # the option names the checkpoint's format, whose dense layers remain dense
     quantizer = quantizer_of(option, spec.names)
     return Builder(kernels, mesh.tp, stored.method_of, quantizer, adapters, experts, stream, stored.shape_of)
 
 
 def _add_tower(model: Decoder, builder: Builder, media: MediaSpec, directory: Path, config: EngineConfig) -> None:
-    """Build the encoder of pictures or sounds. Its parameters are on the first stage of a pipeline."""
+    """Build the image or audio encoder. Its parameters are on the first stage of a pipeline."""
     towers = import_module(f"quire.models.towers.{media.family}")
     model.tower = towers.make(builder if model.stage.layers.start == 0 else builder.elsewhere, media)
     if hasattr(towers, "output_rules"):

@@ -19,32 +19,32 @@ from quire.parallel.pipeline import Stage
 from quire.parallel.residual_stream import ResidualStream
 from quire.sampling.logits_processors import MakeProcessor
 
-Shape = CacheShape | StateShape  # what one rank caches in one layer
+Shape = CacheShape | StateShape  # of one rank's cache entry in one layer
 
 
 class Tower(Protocol):
-    """The encoder of a model that sees, with what projects its results."""
+    """The encoder of a model's media, with the projection of its output."""
 
     def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """tensors: of one item, as the preprocessing of quire.multimodal makes them -> [embeds, hidden], or for
-        DeepStack [embeds, hidden * (1 + levels)]. If the item's request has an adapter, and the model reads the results
-        by cross-attention, `slots` among them is the adapter's slot for each of these, [embeds], int64."""
+        """tensors: of one item, as preprocessed by quire.multimodal -> [embeds, hidden], or for DeepStack [embeds,
+        hidden * (1 + levels)]. If the item's request has an adapter and the model attends to the output by
+        cross-attention, the tensor `slots` has the adapter's slot for each embedding, [embeds], int64."""
 
 
 class Model(Protocol):
     """A model on one rank: token ids -> embeddings -> hidden states -> logits.
 
-    vocab_size: size of the logits. num_token_ids: one more than the largest token id, see Decoder.embed. hidden_size:
-    of the residual stream. num_parameters: of all ranks of this stage. rotary: functions from positions to the tables
-    (cos, sin) in ForwardState.rotary. kv_specs: what each KV group caches of a token in the layers of this stage; empty
-    for a model without a cache. cache_shapes: for each KV group, the sizes of what this rank caches in one layer.
-    pooler: of a model that pools. adapters: the slots for low-rank adapters, None if the model takes none. experts: the
-    ranks to which experts are dealt, if they are. stage: the part of the model that this rank has in a pipeline.
-    residual_stream: which tokens are the rank's own, whose norms and residual sums it computes. parts: what the rank
-    has of which tensors of the checkpoint; nothing, if there was none. sees: whether it takes pictures, and whether
-    tokens have several rotary positions (DecoderSpec.has_sections). tower: in the first stage. largest_items: what the
-    tower may have to encode, on a GPU (quire/multimodal/samples.py). output_rules: makes the logits processor of a
-    model whose output has rules of its own. weight_cache: where the packed weights are kept for later starts.
+    vocab_size: size of the logits. num_token_ids: the largest token id + 1, see Decoder.embed. hidden_size: of the
+    residual stream. num_parameters: on all ranks of this stage. rotary: functions from positions to the tables (cos,
+    sin) in ForwardState.rotary. kv_specs: what each KV group caches of a token in the layers of this stage; empty for a
+    model without a cache. cache_shapes: for each KV group, the sizes of this rank's cache entry in one layer. pooler:
+    of a pooling model. adapters: the slots for low-rank adapters, None if the model does not support adapters. experts:
+    the ranks across which experts are distributed, if any. stage: this rank's part of the model in a pipeline.
+    residual_stream: the rank's own tokens, for which it computes norms and residual sums. parts: the rank's parts of
+    the checkpoint's tensors; empty without a checkpoint. sees: whether it accepts images, and whether tokens have
+    several rotary positions (DecoderSpec.has_sections). tower: only in the first stage. largest_items: the largest
+    inputs of the tower, on a GPU (quire/multimodal/samples.py). output_rules: creates the logits processor of a model
+    with special rules for its output. weight_cache: stores the packed weights for later starts.
     """
 
     kernels: Kernels
@@ -68,13 +68,13 @@ class Model(Protocol):
     weight_cache: Any = None
 
     def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:
-        """Give the layers of each group their backend, and each layer a view of its own entry in all blocks.
+        """Assign the backend to the layers of each group, and to each layer a view of its own entry in all blocks.
 
         memory: for each group, uint8 [blocks, bytes]: the part of all blocks in which its entries lie, from the start
         """
 
     def store_encoded(self, states: Tensor, group: int, blocks: Tensor, slots: Tensor | None = None) -> None:
-        """Fill the blocks of a request in a KV group of cross-attention. states: the tower's result, [tokens, hidden];
+        """Fill the blocks of a request in a KV group of cross-attention. states: the tower's output, [tokens, hidden];
         blocks: their ids, [blocks], int64; slots: as for `embed`"""
         raise TypeError("the model has no cross-attention")
 
@@ -84,7 +84,7 @@ class Model(Protocol):
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
     ) -> Tensor:
-        """x: the result of `embed`, or of the stage before -> hidden states for `logits`: [tokens, hidden], or
+        """x: the result of `embed`, or of the previous stage -> hidden states for `logits`: [tokens, hidden], or
         [len(wanted), hidden]; or the stream for the next stage: [own tokens, hidden].
 
         wanted: indices of the tokens whose hidden states are needed, None for all. taps: tensors [tokens or more,

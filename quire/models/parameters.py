@@ -1,4 +1,4 @@
-"""How many parameters a DecoderSpec stands for, without building the model: all of them, or those of a rank."""
+"""Counts the parameters of a DecoderSpec without building the model: all of them, or those of one rank."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from quire.models.spec import CachedSpec, DecoderSpec
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of a model: by default, all of it.
+    """A rank's share of a model: by default, all of it.
 
-    tp: ranks that divide each layer. The share is that of the first of them, and no other rank has a larger one.
-    layers: None for all. expert_ranks: ranks to which the experts are dealt as wholes; 1 if they are divided like the
+    tp: number of ranks that divide each layer. The share is the first rank's, which is the largest. layers: None for
+    all. expert_ranks: number of ranks across which whole experts are distributed; 1 if experts are divided like the
     other layers.
     """
 
@@ -28,7 +28,7 @@ class Share:
 
     @property
     def group(self) -> Any:
-        """As much of a Communicator as the shape of a layer depends on."""
+        """The part of a Communicator on which the shape of a layer depends."""
         return SimpleNamespace(rank=0, size=self.tp)
 
     def part(self, size: int) -> int:
@@ -42,9 +42,9 @@ WHOLE = Share()
 class Parameters:
     """The numbers of a model's parameters.
 
-    embedding: the table of token vectors. A token reads one row of it, or all rows if it is the output layer as well
-    (tied). head: an output layer of its own. experts: those of all experts. chosen: those of the experts that one token
-    uses. rest: all others, which each token uses.
+    embedding: the table of token vectors. A token reads one row of it, or all rows if it is also the output layer
+    (tied). head: a separate output layer. experts: the parameters of all experts. chosen: of the experts that one token
+    uses. rest: all others, which every token uses.
     """
 
     embedding: int
@@ -60,17 +60,17 @@ class Parameters:
 
     @property
     def active(self) -> int:
-        """Those that one token uses."""
+        """The parameters that one token uses."""
         return self.total - self.experts + self.chosen
 
     @property
     def output(self) -> int:
-        """Those of the output layer, whichever table it is."""
+        """The parameters of the output layer, tied or not."""
         return self.embedding if self.tied else self.head
 
 
 def parameters_of(spec: DecoderSpec, share: Share = WHOLE) -> Parameters:
-    """chosen: with experts that are dealt to ranks, the average of what a token uses on one of them."""
+    """chosen: if experts are distributed across ranks, the average that a token uses on one rank."""
     hidden = spec.hidden_size
     width = spec.embedding_size or spec.hidden_size
     table = share.part(spec.vocab_size) * width
@@ -98,13 +98,13 @@ def parameters_of(spec: DecoderSpec, share: Share = WHOLE) -> Parameters:
 
 
 def _layer(spec: DecoderSpec, index: int, share: Share) -> tuple[int, int, int]:
-    """The parameters of all experts of a layer, of those that a token uses, and all others."""
+    """Return the numbers of parameters of all experts of a layer, of the experts that a token uses, and of the rest."""
     mlp = spec.mlps[index]
     before = ("attention_norm",) if index or spec.first_norm else ()
     rest = _norms(spec, (*before, "attention_post_norm", "mlp_norm", "mlp_post_norm"))
     for part in spec.cached_in(index):
         rest += _mixer(part, share)
-        if isinstance(part, MambaSpec) and spec.names.get("dt_norm") is not None:  # with those of B and C
+        if isinstance(part, MambaSpec) and spec.names.get("dt_norm") is not None:  # with the norms of B and C
             rest += _norm(part.norm, part.rank + 2 * part.key_dim)
     if not isinstance(mlp, MoESpec):
         return 0, 0, rest + (0 if mlp is None else _mlp(mlp, spec.hidden_size, share))
@@ -147,7 +147,7 @@ def _recurrent(mixer: RecurrentSpec, share: Share) -> int:
     if isinstance(mixer, Mamba2Spec):
         total = _linear(hidden, values + channels + heads, mixer.bias) + values * hidden + hidden * mixer.bias
         return total + channels * (mixer.conv_width + mixer.conv_bias) + 3 * heads + values * mixer.has_norm
-    if isinstance(mixer, RwkvSpec):  # seven mixes with the token before are whole on every rank
+    if isinstance(mixer, RwkvSpec):  # seven mixes with the previous token are whole on every rank
         ranks = (mixer.decay_rank, mixer.rate_rank, mixer.gate_rank, mixer.value_rank)
         low = sum(_linear(rank, values, True) + hidden * rank for rank in ranks if rank) - values  # no bias of gates
         return 4 * hidden * values + 7 * hidden + 5 * values + low
@@ -200,7 +200,7 @@ def _mlp(mlp: MLPSpec, hidden: int, share: Share) -> int:
 
 
 def _router(mlp: MoESpec, hidden: int, share: Share) -> int:
-    """The parameters of a mixture of experts that every token uses."""
+    """Count the parameters of an MoE layer that every token uses."""
     total = _linear(hidden, mlp.num_experts, mlp.bias) + (mlp.num_experts if mlp.correction_bias else 0)
     if mlp.shared is not None:
         total += _mlp(mlp.shared, hidden, share) + (hidden if mlp.shared_gate else 0)

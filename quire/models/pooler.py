@@ -1,4 +1,4 @@
-"""The pooler: from the final hidden states of whole texts to embeddings or scores."""
+"""The pooler: turns the final hidden states of whole texts into embeddings or scores."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,8 +47,8 @@ class Pooler:
     """See PoolerSpec. Its layers are whole on every rank."""
 
     def __init__(self, builder: Builder, spec: PoolerSpec, directory: Path | None) -> None:
-        """builder: the model's, whose checkpoint has the layers without a folder. directory: where the folders of the
-        others are; None for random weights."""
+        """builder: of the model, whose checkpoint has the layers without a folder. directory: has the other layers'
+        folders; None for random weights."""
         self.spec = spec
 
         def made(layers: Sequence[DenseSpec]) -> list[Dense]:
@@ -69,8 +69,8 @@ class Pooler:
         return dense
 
     def __call__(self, hidden: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
-        """hidden: [tokens, hidden], those of whole texts side by side; only the last token's of a text matter for the
-        pooling "last". starts, lengths: [texts], the first token of each text and how many it has -> [texts, out], or
+        """hidden: [tokens, hidden], of whole texts one after the other; the pooling "last" only reads the last token of
+        each text. starts, lengths: [texts], the first token and the number of tokens of each text -> [texts, out], or
         [tokens, out] if each token has a vector. Without the activation or the normalization of `finish`."""
         for layer in self.of_tokens:
             hidden = layer(hidden)
@@ -100,8 +100,8 @@ class Pooler:
         return pooled / (counts.sqrt() if pooling == "mean_sqrt_len" else counts)
 
     def finish(self, pooled: Tensor, use_activation: bool | None, dimensions: int | None) -> Tensor:
-        """The result of one text, [out] or [tokens, out]. use_activation: None does what the spec says. dimensions: how
-        many of an embedding's elements are kept (Matryoshka, arXiv:2205.13147)."""
+        """Return the result of one text, [out] or [tokens, out]. use_activation: None follows the spec. dimensions: the
+        number of an embedding's elements to keep (Matryoshka, arXiv:2205.13147)."""
         spec = self.spec
         if spec.is_classifier:
             if use_activation is False or spec.activation == "identity":

@@ -1,4 +1,4 @@
-"""Which poolers models have: from their architecture, sentence-transformers' files and the options. No torch."""
+"""Determines a model's pooler from its architecture, sentence-transformers' files and the options. No torch."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,8 +17,7 @@ _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForRewar
 @dataclass(frozen=True)
 class PoolingDescription:
     """pooler: see PoolerSpec. prompts, default_prompt, max_tokens: see SentenceTransformer. scores_pairs: whether
-    `score` gives the model both texts at once (a cross-encoder). task: the one that is computed unless a request names
-    another."""
+    `score` passes both texts to the model at once (a cross-encoder). task: the default for requests that name none."""
 
     pooler: PoolerSpec
     files: SentenceTransformer = field(default_factory=SentenceTransformer)
@@ -30,7 +29,7 @@ class PoolingDescription:
 
     @property
     def tasks(self) -> list[str]:
-        """vLLM's names of what the model can compute, the usual one first."""
+        """vLLM's names of the tasks that the model can compute, the usual one first."""
         spec = self.pooler
         if spec.is_classifier:
             tasks = ["token_classify" if spec.of_each_token else "classify"] + ["score"] * self.scores_pairs
@@ -40,7 +39,7 @@ class PoolingDescription:
 
 
 def is_pooling_model(config: HfConfig, directory: Path, options: ModelConfig) -> bool:
-    """Whether the runner is "pooling": as the options say, or since the checkpoint is no model that generates."""
+    """Whether the runner is "pooling": because of the options, or because the checkpoint's model does not generate."""
     if options.runner != "auto":
         return options.runner == "pooling"
     if options.convert in ("embed", "classify"):
@@ -52,7 +51,7 @@ def is_pooling_model(config: HfConfig, directory: Path, options: ModelConfig) ->
 
 
 def describe_pooling(config: HfConfig, spec: DecoderSpec, directory: Path, options: ModelConfig) -> PoolingDescription:
-    """Raises ConfigError for options that do not fit the model, ValueError for a model that is not supported."""
+    """Raises ConfigError for options that do not fit the model, ValueError for an unsupported model."""
     name = str((config.get("architectures") or [""])[0])
     files = read_sentence_transformer(directory) or SentenceTransformer()
     hidden = spec.hidden_size
@@ -104,7 +103,7 @@ def _with_options(pooler: PoolerSpec, given: dict[str, Any]) -> PoolerSpec:
 
 
 def _classifier(name: str, config: HfConfig, spec: DecoderSpec) -> PoolerSpec:
-    """The head of a classifier, whose scores are those of its labels."""
+    """Return the head of a classifier, with one score per label."""
     hidden = spec.hidden_size
     norm = spec.norm
     names = {int(index): str(label) for index, label in (config.get("id2label") or {}).items()}
@@ -145,11 +144,11 @@ def _classifier(name: str, config: HfConfig, spec: DecoderSpec) -> PoolerSpec:
 
 
 def _words_head(words: Any, config: HfConfig, spec: DecoderSpec, directory: Path) -> PoolerSpec:
-    """The logit of a word, or of the second of two words less that of the first, as Qwen3-Reranker scores with "no" and
-    "yes"."""
+    """Score with the logit of one word, or the second word's logit minus the first word's, such as "no" and "yes" of
+    Qwen3-Reranker."""
     if not isinstance(words, list) or len(words) not in (1, 2) or not all(isinstance(word, str) for word in words):
         raise ConfigError(f"hf_overrides: classifier_from_token should be a list of one word or two, got {words!r}")
-    from quire.text.tokenizer import Tokenizer  # few models need it, and the import takes a while
+    from quire.text.tokenizer import Tokenizer  # slow to import, and few models need it
 
     tokenizer = Tokenizer.from_directory(directory)
     ids = [tokenizer.encode(word, add_special_tokens=False) for word in words]
@@ -164,7 +163,7 @@ def _words_head(words: Any, config: HfConfig, spec: DecoderSpec, directory: Path
 
 
 def _scores_activation(config: HfConfig, count: int, name: str) -> Literal["identity", "sigmoid", "softmax"]:
-    """As sentence-transformers' files say, else by the kind of problem; rewards are not bounded."""
+    """Return the activation in sentence-transformers' files, else by the problem type; rewards are not bounded."""
     given = (config.get("sentence_transformers") or {}).get("activation_fn") or config.get(
         "sbert_ce_default_activation"
     )

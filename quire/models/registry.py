@@ -12,7 +12,7 @@ from quire.checkpoints.config_fields import checked, read
 from quire.models.spec import Architecture, DecoderSpec, HfConfig
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-# Functions, or where they are in quire.models.architectures: only the module of the one that is used is imported.
+# Functions, or their places in quire.models.architectures: only the module that is used is imported.
 ARCHITECTURES: dict[str, Architecture | str] = _TABLES["decoders"]
 ENCODERS: dict[str, Architecture | str] = _TABLES["encoders"]
 _HEADS = r"(Model|For(MaskedLM|SequenceClassification|TokenClassification|RewardModel))$"
@@ -24,8 +24,8 @@ def _architecture(name: str) -> Architecture | None:
 
 
 def _listed(name: str) -> Architecture | str | None:
-    """The architecture of this name, or of its base model, if the name is that of a model without a head or with
-    another one."""
+    """Return the architecture with this name. For a model without a head or with another head, return its base
+    architecture."""
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
     if name == "HF_ColBERT":
@@ -37,7 +37,7 @@ def _listed(name: str) -> Architecture | str | None:
 
 
 def _verified(architecture: Architecture, config: HfConfig) -> DecoderSpec:
-    """The config's spec, whose numbers must be numbers. Raises TypeError: in a config, they may be null."""
+    """Return the config's spec. Raises TypeError for numbers that are null in the config."""
     spec = architecture(config)
     parts: list[object] = [
         spec,
@@ -55,8 +55,8 @@ def _verified(architecture: Architecture, config: HfConfig) -> DecoderSpec:
 
 
 def spec_of(config: HfConfig) -> DecoderSpec:
-    """The spec of a checkpoint's config. Raises ValueError for an unsupported architecture, and ConfigError for a field
-    that is missing or of a wrong type."""
+    """Return the spec of a checkpoint's config. Raises ValueError for an unsupported architecture, and ConfigError for
+    a missing field or one of a wrong type."""
     config = checked(config)
     names = config.get("architectures") or []
     for name in names:

@@ -1,4 +1,4 @@
-"""An architecture as data: DecoderSpec, and what architectures need to derive one from a Hugging Face config."""
+"""An architecture as data: DecoderSpec, and helpers to derive one from a Hugging Face config."""
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec
 from quire.multimodal.spec import MediaSpec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
-# What keeps an entry in the cache
+# The mixers that have an entry in the cache
 CachedSpec = AttentionSpec | LatentAttentionSpec | MambaSpec | Mamba2Spec | DeltaSpec | RwkvSpec
 MixerSpec = CachedSpec | HybridSpec  # decoder.MIXERS names the layer that implements each kind
 # Role -> checkpoint name, without ".weight"; {i} is the layer, {e} the expert, {h} the head. If a role is missing or
@@ -33,21 +33,21 @@ class DecoderSpec:
     """Everything that distinguishes one decoder-only model, or one encoder, from another.
 
     mixers, mlps, windows and rotary have one element for each layer. mixers: the kind of attention.
-    windows: the number of tokens that a query sees, None for all. rotary: None for a layer without rotary embedding.
-    residual: how a layer's branches use the residual stream: one after the other ("sequential"), both from the same
-    input ("parallel"), with the norm after the sum ("post_norm"), or with cross-attention between both ("cross", or
-    "cross_post_norm" with the norms after the sums), or with an MLP that also reads the token before ("shifted",
+    windows: the number of tokens that a query attends to, None for all. rotary: None for a layer without rotary
+    embedding. residual: how a layer's branches use the residual stream: one after the other ("sequential"), both from
+    the same input ("parallel"), with the norm after the sum ("post_norm"), with cross-attention between both ("cross",
+    or "cross_post_norm" with the norms after the sums), or with an MLP that also reads the previous token ("shifted",
     RWKV-7). With "single", a layer has one branch only: its mixer or its MLP is None (Mamba-2, Nemotron-H). A layer has
     the norms that `names` contains.
     position_offset: rows before position 0 in the table of learned positions, None if there is no such table.
     embedding_size: width of the token table if it is not hidden_size; the embeddings are then projected.
-    score_scales: one factor for the attention scores of each layer. token_types: how many kinds of segments have a
-    vector that is added to their tokens (BERT), see Decoder.embed. first_norm: whether the first layer has the norm
+    score_scales: one factor for the attention scores of each layer. token_types: the number of segment types, each with
+    a vector that is added to its tokens (BERT), see Decoder.embed. first_norm: whether the first layer has the norm
     before its attention. In an encoder, windows are numbers of tokens to each side. Without the name "lm_head", a model
-    has no logits. chunks: of each layer, the tokens of a chunk of the text, outside of which a query sees nothing
-    (Llama 4); None for no chunks. media: of a model that sees or hears. crossed: the most tokens of an encoder, which
-    the cross-attention of each layer reads; 0 for a model without an encoder. tie_embeddings: whether the head uses the
-    table of the embedding; None if it does so in checkpoints without a table for the head.
+    has no logits. chunks: for each layer, the tokens of a chunk of the text; a query attends only within its chunk
+    (Llama 4); None for no chunks. media: of a model with image or audio input. crossed: the maximum number of encoder
+    tokens that the cross-attention of each layer reads; 0 for a model without an encoder. tie_embeddings: whether the
+    head uses the embedding table; None if only checkpoints without a head do.
     """
 
     vocab_size: int
@@ -81,22 +81,22 @@ class DecoderSpec:
 
     @property
     def has_sections(self) -> bool:
-        """Whether a token has several rotary positions, see RotaryEmbedding."""
+        """Whether a token has several rotary positions; see RotaryEmbedding."""
         return self.media is not None and any(r is not None and "mrope_section" in r.scaling for r in self.rotary)
 
     @property
     def is_encoder(self) -> bool:
-        """Whether tokens also see those behind them."""
+        """Whether tokens also attend to later tokens."""
         mixer = self.mixers[0]
         return isinstance(mixer, AttentionSpec) and not mixer.is_causal
 
     @property
     def cached(self) -> list[tuple[int, CachedSpec]]:
-        """All that keeps an entry in the cache, with its layer."""
+        """All parts with an entry in the cache, each with its layer."""
         return [(layer, part) for layer in range(self.num_layers) for part in self.cached_in(layer)]
 
     def cached_in(self, layer: int) -> Sequence[CachedSpec]:
-        """The parts of a layer that keep an entry in the cache."""
+        """Return the parts of a layer that have an entry in the cache."""
         mixer = self.mixers[layer]
         if isinstance(mixer, HybridSpec):
             return mixer.attention, mixer.recurrent
@@ -104,7 +104,8 @@ class DecoderSpec:
 
     @property
     def indivisible(self) -> list[range]:
-        """The layers, in parts that no stage divides: a layer, and those behind it that share its selection."""
+        """Return the layers in groups that must stay on one stage: a layer, and the following ones that share its
+        selection."""
         shared = [isinstance(mixer, LatentAttentionSpec) and mixer.shares_selection for mixer in self.mixers]
         starts = [layer for layer in range(self.num_layers) if not shared[layer]]
         return [range(start, stop) for start, stop in pairwise([*starts, self.num_layers])]
@@ -128,7 +129,7 @@ def decoder_spec(
     names: Names = {},  # noqa: B006
     **differences: Any,
 ) -> DecoderSpec:
-    """The spec of a Llama-like config. An architecture passes only what differs from Llama.
+    """Return the spec of a Llama-like config. An architecture passes only its differences from Llama.
 
     attention: fields of AttentionSpec that differ. mixer: a spec that replaces AttentionSpec altogether. mixer, mlp and
     rotary: one value for all layers, or a tuple with one for each. names: changes to Llama's.
@@ -165,14 +166,14 @@ def decoder_spec(
 
 
 def rotary_by_window(config: HfConfig, windows: tuple[int | None, ...]) -> tuple[RotarySpec, ...]:
-    """The rotary spec of each layer, for models whose layers with a window have rotary parameters of their own."""
+    """Return the rotary spec of each layer, for models whose sliding-window layers have their own rotary parameters."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     kinds = ("full_attention" if w is None else "sliding_attention" for w in windows)
     return tuple(rotary_spec(config, head_dim, kind) for kind in kinds)
 
 
 def layer_windows(config: HfConfig, default: Callable[[int], bool] = lambda i: True) -> tuple[int | None, ...]:
-    """The window of each layer: by the config's `layer_types`, or without them in layers where `default(i)` is true."""
+    """Return the window of each layer, by the config's `layer_types` or, without them, by `default(i)`."""
     window = config.get("sliding_window")
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
@@ -181,9 +182,9 @@ def layer_windows(config: HfConfig, default: Callable[[int], bool] = lambda i: T
 
 
 def expert_count(config: HfConfig) -> int:
-    """The number of experts in a layer. Raises KeyError if the config does not say.
+    """Return the number of experts in a layer. Raises KeyError if the config does not contain it.
 
-    transformers 5 saves `num_local_experts` for families whose first checkpoints say `num_experts`, and reads either
+    transformers 5 saves `num_local_experts` for families whose first checkpoints have `num_experts`, and reads either
     name, so every family accepts both.
     """
     return int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"])

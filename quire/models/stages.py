@@ -15,12 +15,11 @@ _NO_LAYERS = range(0)
 def choose_stage(
     builder: Builder, spec: DecoderSpec, options: ParallelConfig, number: int, drafts: bool
 ) -> tuple[Stage, set[str]]:
-    """The stage with the given number, and the checkpoint tensors of the whole model.
+    """Return the stage with the given number, and the names of the whole model's checkpoint tensors.
 
-    Stages are chosen so that the slowest one reads as few bytes of weights as possible: its layers, and in the last one
-    half of the head, which only tokens need that are followed by a sampled one. builder: one like that of the model,
-    which is not changed. drafts: whether the last stage has a drafter. Raises ConfigError if the options do not fit the
-    model.
+    Stages are chosen so that the slowest one reads as few bytes of weights as possible. The last stage also counts half
+    of the head, which is only computed for tokens followed by a sampled token. builder: like the model's; it is not
+    changed. drafts: whether the last stage has a drafter. Raises ConfigError if the options do not fit the model.
     """
     outline = Outline(builder)
     parts = spec.indivisible

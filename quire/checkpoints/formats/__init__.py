@@ -1,1 +1,1 @@
-"""Quantized linear layers: how each checkpoint format is read, and kept in memory in quantized form."""
+"""Quantized linear layers: how each checkpoint format is read, and stored in memory in quantized form."""

@@ -1,4 +1,4 @@
-"""Quantizes dense weights when they are loaded: --quantization int8, int4 and fp8."""
+"""Quantizes dense weights while loading them: --quantization int8, int4 and fp8."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -13,16 +13,16 @@ from quire.layers.linear import LinearWeight, Quantizer
 from quire.ops.reference.quantized import QuantizedMatrix
 
 AT_LOAD = ("int8", "int4", "fp8")  # values of --quantization
-_WHOLE_ROW = 2**30  # a group size that is larger than any number of inputs, so each output has one scale
+_WHOLE_ROW = 2**30  # a group size larger than any number of inputs, so that each output has one scale
 # Not quantized: a router, a gate and an indexer's weights are small, but decide which experts and tokens are used; kv_b
 # is absorbed into other weights.
 _NOT_QUANTIZED = ("router", "shared_expert_gate", "kv_b", "index_weights")
-_TABLES = ("lm_head", "embedding")  # these get 8 bits at least, since their errors directly change the logits
+_TABLES = ("lm_head", "embedding")  # at least 8 bits, since their errors directly change the logits
 
 
 @dataclass(frozen=True)
 class AtLoad:
-    """A `Quantizer`. bits: of a weight. group: number of inputs that share a scale."""
+    """A `Quantizer`. bits: bits per weight. group: number of inputs that share a scale."""
 
     bits: int
     group: int
@@ -52,7 +52,7 @@ def to_float8(weight: Tensor) -> QuantizedMatrix:
 
 
 def quantizer_of(option: str | None, names: Mapping[str, str | None]) -> Callable[[str], Quantizer | None]:
-    """A function from a layer's name to the quantizer that --quantization asks for.
+    """Return a function from a layer's name to its quantizer, according to --quantization.
 
     names: the names of the model's layers, by role.
     """

@@ -17,10 +17,10 @@ from quire.config.engine import ConfigError
 from quire.layers.linear import DenseWeight, LinearMethod
 
 # Tensors of quantized checkpoints that Quire does not need: activations and the KV cache keep the model's type, the
-# zero points of symmetric weights are known, and GPTQ writes biases of zeros where the model has none.
+# zero points of symmetric weights are constant, and GPTQ writes zero biases where the model has none.
 _EXTRA = r"\.(weight_shape|(input|output|k|v|q|input_global)_scale|(input|weight)_zero_point)$|(_proj|\.w[123])\.bias$"
 
-# What HQQ's layers save besides, which the settings and the tensors' shapes say, too
+# Further tensors of HQQ's layers, redundant with the settings and the tensors' shapes
 _HQQ_STATE = (
     r"\.(nbits|group_size|shape|axis|packing|unpack_view_dtype|view_as_float|quant_scale|quant_zero|compute_dtype|"
     r"offload_meta|encoded_state_dict|stores_quant_config|channel_wise|optimize|round_zero)$"
@@ -32,13 +32,14 @@ def _settings(config: Mapping[str, Any]) -> Settings:
 
 
 def quantization_kind(config: Mapping[str, Any]) -> str | None:
-    """The `quant_method` of a checkpoint with this config.json; None if it is not quantized."""
+    """Return the `quant_method` of a checkpoint with this config.json; None if it is not quantized."""
     settings = _settings(config)
     return str(settings.get("quant_method", "compressed-tensors")).lower() if settings else None
 
 
 def check_format(option: str | None, config: Mapping[str, Any], is_gguf: bool) -> None:
-    """Raises ConfigError if --quantization names another format than that of the checkpoint with this config.json."""
+    """Raises ConfigError if --quantization names a different format from that of the checkpoint with this
+    config.json."""
     if option in (None, "int8", "int4") or (option == "fp8" and not is_gguf and not _settings(config)):
         return
     kind = "gguf" if is_gguf else quantization_kind(config) or ""
@@ -59,13 +60,13 @@ def check_format(option: str | None, config: Mapping[str, Any], is_gguf: bool) -
 
 
 def _plain(kind: str) -> str:
-    """A format's name without the parts that choose vLLM's kernels: gptq_marlin becomes gptq."""
+    """Return a format's name without the part that selects vLLM's kernels: gptq_marlin becomes gptq."""
     plain = kind.lower().replace("_", "-").removesuffix("-marlin").removeprefix("gpt-oss-")
     return {"autoawq": "awq", "inc": "auto-round", "modelopt-fp4": "modelopt"}.get(plain, plain)
 
 
 def extra_tensors(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Patterns of the names of tensors that are not parameters, in a checkpoint with this config.json."""
+    """Return patterns for the names of tensors that are not parameters, in a checkpoint with this config.json."""
     if not _settings(config):
         return ()
     return (_EXTRA, r"\.workspace$", *([_HQQ_STATE] if quantization_kind(config) == "hqq" else []))
@@ -74,10 +75,10 @@ def extra_tensors(config: Mapping[str, Any]) -> tuple[str, ...]:
 def quantization_method(
     config: Mapping[str, Any], has: Callable[[str], bool] | None = None
 ) -> Callable[[str], LinearMethod]:
-    """The `method_of` of a `Builder` for a checkpoint with this config.json.
+    """Return the `method_of` of a `Builder` for a checkpoint with this config.json.
 
-    has: tells whether the checkpoint has a tensor of a name, and so which layers are quantized. Without it (dummy
-    weights), the config's lists of exceptions decide. Raises ValueError for a format that is not supported.
+    has: returns whether the checkpoint has a tensor of a name, which shows which layers are quantized. Without it
+    (dummy weights), the config's lists of exceptions decide. Raises ValueError for an unsupported format.
     """
     settings = _settings(config)
     kind = quantization_kind(config)
@@ -116,7 +117,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a pattern matches the name. A pattern is one or more whole components of a name, or "re:" and a regular
     expression that matches its beginning.
 
-    A pattern with * is one of a file name.
+    A pattern with * is matched like a file name.
 
     A text model may lie inside a larger model. Its config then uses the names of the larger model.
     """

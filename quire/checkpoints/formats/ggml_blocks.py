@@ -16,11 +16,11 @@ from quire.checkpoints.formats.packing import integer_matrix, pack_pairs
 from quire.ops.reference.quantized import QuantizedMatrix
 from quire.platform.extras import install_command
 
-_CHUNK = 2**22  # elements that are decoded at a time, since each takes a few bytes meanwhile
+_CHUNK = 2**22  # elements decoded at a time, since each takes a few bytes of temporary memory
 
 
 def _in_parts(decoder: Decoder, x: Tensor) -> QuantizedMatrix:
-    """Decodes some rows at a time. The decoder's results have the same dtypes for all rows."""
+    """Decode the rows in chunks. The decoder's results have the same dtypes for all rows."""
     step = max(1, _CHUNK // (x.shape[1] * 256))
     matrices = [decoder(x[start : start + step]) for start in range(0, max(1, len(x)), step)]
     first = matrices[0]
@@ -55,14 +55,14 @@ def _tq1_0(x: Tensor) -> QuantizedMatrix:
 
 
 def _trits(x: Tensor, count: int) -> Tensor:
-    """The first `count` digits in base 3 of each byte, read as the fraction byte / 256. The first digits of all bytes
-    come first, then the second ones. [..., bytes] -> [..., bytes * count]"""
+    """Return the first `count` base-3 digits of each byte, read as the fraction byte / 256. The first digits of all
+    bytes come first, then the second digits. [..., bytes] -> [..., bytes * count]"""
     powers = 3 ** torch.arange(count, dtype=torch.uint8, device=x.device)[:, None]
     rest = x[..., None, :] * powers  # modulo 256
     return (rest.short() * 3 >> 8).to(torch.uint8).flatten(-2)
 
 
-# ---- codes of four bits for the values of a table
+# ---- four-bit codes that index a table of values
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -79,7 +79,7 @@ def _iq4_nl(x: Tensor) -> QuantizedMatrix:
 
 
 def _iq4_xs(x: Tensor) -> QuantizedMatrix:
-    """Bytes 2 to 8 have the scales of eight groups of 32 elements: their upper 2 bits, then their lower 4."""
+    """Bytes 2 to 8 contain the scales of eight groups of 32 elements: their upper 2 bits, then their lower 4."""
     scales = fields(x[..., 4:8], 1, 4, 2) | fields(x[..., 2:4], 1, 2, 4) << 4
     matrix = _from_table(fields(x[..., 8:], 16, 4, 2), scales.flatten(1).view(torch.int8) - 32, _IQ4)
     return replace(matrix, factors=half(x, 0)[..., None])
@@ -91,29 +91,29 @@ def _mxfp4(x: Tensor) -> QuantizedMatrix:
 
 
 def _nvfp4(x: Tensor) -> QuantizedMatrix:
-    """Four groups of 16 elements, with scales in float8 without a sign. ggml reads byte 127 as 0, and 255 as 480."""
+    """Four groups of 16 elements, with unsigned float8 scales. ggml reads byte 127 as 0, and 255 as 480."""
     scales = (x[..., :4] & 127).view(torch.float8_e4m3fn).float().masked_fill(x[..., :4] == 127, 0).nan_to_num(480)
     return _from_table(fields(x[..., 4:], 8, 4, 2), scales.flatten(1).half() / 2, _E2M1_TWICE)
 
 
 # ---- the other i-quants, whose groups of 8 or 4 neighbouring weights are the entries of a codebook
 
-# Entries [..., n], for each 8 weights a byte of signs [..., 32], a scale of each group [..., groups], and their factor
+# Entries [..., n], a byte of signs for each 8 weights [..., 32], a scale for each group [..., groups], and their factor
 _Layout = Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 _BITS = torch.arange(256)[:, None] >> torch.arange(8) & 1  # [bytes, 8]
 _SIGNS = (_BITS * 8).to(torch.uint8).view(torch.int64)[:, 0]  # each bit of a byte as the highest of a code's four
-# Seven signs, and an eighth that makes the number of minuses even
+# Seven signs, and an eighth that makes the number of minus signs even
 _EVEN = torch.arange(128) | (_BITS[:128].sum(1) & 1) << 7
 
 
 def _shifted(x: Tensor, shifts: tuple[int, ...], mask: int) -> Tensor:
-    """Fields of each word. [..., words] -> [..., words * shifts]"""
+    """Unpack the fields of each word. [..., words] -> [..., words * shifts]"""
     return (x[..., None] >> torch.tensor(shifts, dtype=x.dtype, device=x.device) & mask).flatten(-2)
 
 
 def _words(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format).view(dtype).int()  # a copy begins at a word's address
+    return x.clone(memory_format=torch.contiguous_format).view(dtype).int()  # the copy is aligned to words
 
 
 def _seven_signs(index: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def _iq3_xxs(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _of_words(words: Tensor) -> tuple[Tensor, Tensor]:
-    """The signs and the scale of 32 weights, from a word of 32 bits."""
+    """Return the signs and the scale of 32 weights, from a 32-bit word."""
     return _seven_signs(_shifted(words, (0, 7, 14, 21), 127)), words >> 28 & 15
 
 
@@ -157,7 +157,7 @@ def _iq1_s(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _iq1_m(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The highest four bits of four words of 16 bits are the factor."""
+    """Read the factor from the highest four bits of four 16-bit words."""
     high = fields(x[..., 32:48], 1, 4, 2)
     words = _words(x[..., 48:], torch.int16)
     quarters = x[..., 49::2] >> 4
@@ -182,8 +182,8 @@ _LAYOUTS: dict[str, tuple[_Layout, float | None]] = {
 
 @cache
 def _codebook(name: str) -> tuple[Tensor, tuple[float, ...]]:
-    """The entries [count], each of which is 8 or 4 codes, a byte each, in one integer; and the values of codes [16],
-    where the second half has the other sign. Raises WeightError without the gguf package."""
+    """Return the entries [count], each with 8 or 4 one-byte codes in one integer, and the values of the codes [16],
+    whose second half has the opposite sign. Raises WeightError without the gguf package."""
     try:
         from gguf import quants
     except ImportError as error:
@@ -223,7 +223,7 @@ _OTHERS: dict[str, Decoder] = {
 
 
 def decoder_of(name: str) -> Decoder:
-    """The decoder of a type. Raises WeightError if it needs codebooks and the gguf package is not installed."""
+    """Return the decoder of a type. Raises WeightError if it needs codebooks and the gguf package is not installed."""
     if name in _LAYOUTS:
         _codebook(name)
         return partial(_in_parts, partial(_i_quant, name))

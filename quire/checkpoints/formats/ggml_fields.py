@@ -20,5 +20,5 @@ def fields(x: Tensor, run: int, bits: int, count: int) -> Tensor:
 
 
 def half(x: Tensor, offset: int) -> Tensor:
-    """The float16 at byte `offset` of each block: [out, blocks]"""
+    """Return the float16 at byte `offset` of each block: [out, blocks]"""
     return x[..., offset : offset + 2].contiguous().view(torch.float16)[..., 0]

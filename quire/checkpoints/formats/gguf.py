@@ -1,7 +1,7 @@
 """Decodes the tensor types of GGUF files (ggml's quantized blocks) into the engine's own layout.
 
 The layouts are those of ggml's ggml-common.h. The values equal those of ggml's reference dequantization bit for bit.
-Types whose codes stand for the values of a table, and other further ones, are in ggml_blocks.py.
+Types whose codes index a table of values, and the less common ones, are in ggml_blocks.py.
 """
 
 import math
@@ -30,8 +30,8 @@ def _matrix(codes: Tensor, bits: int, scales: Tensor, offsets: Tensor | None = N
 
 
 def _simple(x: Tensor, bits: int, has_minimum: bool) -> QuantizedMatrix:
-    """Q4_0, Q4_1, Q5_0, Q5_1. A block has: d, m (if has_minimum), fifth bits (if bits == 5), 4 bits of each of 32
-    elements."""
+    """Q4_0, Q4_1, Q5_0, Q5_1. A block contains d, m (if has_minimum), the fifth bits (if bits == 5), and 4 bits for
+    each of 32 elements."""
     start = 4 if has_minimum else 2  # offset of the fifth bits
     codes = fields(x[..., -16:], 16, 4, 2)
     if bits == 5:
@@ -60,8 +60,8 @@ def _q3_k(x: Tensor) -> QuantizedMatrix:
 
 
 def _q45_k(x: Tensor, bits: int) -> QuantizedMatrix:
-    """Q4_K, Q5_K: eight groups of 32 elements. Bytes 4 to 16 have their 6-bit scales and minima: those of the first
-    four groups whole, those of the last four in two parts."""
+    """Q4_K, Q5_K: eight groups of 32 elements. Bytes 4 to 16 contain their 6-bit scales and minima. Those of the last
+    four groups are split into two parts."""
     low = x[..., 4:8]
     minimum = x[..., 8:12]
     mixed = x[..., 12:16]
@@ -137,7 +137,7 @@ def _scaled(piece: Piece, scale: float) -> Piece:
 class GGUF(Scheme):
     """The scheme of GGUF files, whose tensors have different types.
 
-    type_of: from a tensor's name to its type. scale_of: to the number by which its values are multiplied.
+    type_of: maps a tensor's name to its type. scale_of: maps it to the factor of its values.
     """
 
     has_tables = True
@@ -172,7 +172,7 @@ class GGUF(Scheme):
 
 
 def _inputs(matrix: QuantizedMatrix, start: int, count: int) -> QuantizedMatrix:
-    """The inputs [start, start + count), of which the first may be in the middle of a group."""
+    """Return the inputs [start, start + count). The first may be in the middle of a group."""
     if matrix.in_features == count:
         return matrix
     group = math.gcd(matrix.group, start)

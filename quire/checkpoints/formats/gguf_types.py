@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class TensorType:
-    """A tensor type, whose blocks have `elements` elements in `nbytes` bytes."""
+    """A tensor type, whose blocks contain `elements` elements in `nbytes` bytes."""
 
     name: str
     elements: int

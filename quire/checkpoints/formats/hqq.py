@@ -19,13 +19,13 @@ from quire.ops.reference.quantized import QuantizedMatrix
 
 @dataclass(frozen=True)
 class HQQ(Scheme):
-    """The weight's rows follow each other and are cut into groups: weight = (code - zero) * scale, with floats as zero
+    """The weight's rows are concatenated and divided into groups: weight = (code - zero) * scale, with float zero
     points.
 
     W_q: uint8 [groups * bits / 8, group]; scale, zero: [groups, 1]. With four bits, the first half of the groups is in
-    the high halves of the bytes; with fewer, the first quarter or eighth in the highest bits. group: the weights of
-    a group; None if each row is one. If a group spans rows, the groups in memory are smaller, so that rows consist of
-    whole ones.
+    the high halves of the bytes; with fewer, the first quarter or eighth in the highest bits. group: weights per group;
+    None if each row is one group. If groups span rows, the groups in memory are smaller, so that rows consist of whole
+    groups.
     """
 
     bits: int
@@ -66,8 +66,8 @@ def _whole(builder: Builder, name: str, dtype: torch.dtype, *shape: int) -> Tens
 
 
 def scheme_of(settings: Settings) -> SchemeOf:
-    """Layers have the settings of their kind, such as "self_attn.q_proj", or all have the same. Raises ValueError for
-    what is not supported: three bits, groups of outputs (axis 0), codes that are stored as floats."""
+    """Settings are per kind of layer, such as "self_attn.q_proj", or the same for all layers. Raises ValueError for
+    unsupported settings: three bits, groups of outputs (axis 0), codes stored as floats."""
     given: Any = settings.get("quant_config")
     if not isinstance(given, dict) or not given:
         raise ValueError(f"quantization_config has quant_config={given!r}, which has no settings of HQQ")

@@ -1,5 +1,4 @@
-"""Weights of a few bits, packed in 32-bit words, with a scale and a zero point per group: GPTQ, AWQ,
-compressed-tensors."""
+"""Integer weights packed in 32-bit words, with a scale and a zero point per group: GPTQ, AWQ, compressed-tensors."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from quire.layers.linear import LinearShape
 from quire.layers.specs import OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix
 
-_FEWEST = 16  # inputs of a group in memory, if a rank has parts of groups that are not neighbours
+_FEWEST = 16  # inputs of a group in memory, if a rank has non-contiguous parts of groups
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def _words(fields: int, bits: int) -> int:
 def _arranged(
     codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, g_idx: Tensor, groups: Groups
 ) -> QuantizedMatrix:
-    """The matrix of a rank's inputs, each of which says in which of the checkpoint's groups it is: g_idx [in].
+    """Build the matrix of a rank's inputs. g_idx: [in], the checkpoint's group of each input.
 
     codes: uint8 [out, in]; scales, zeros: [out, all groups of the checkpoint].
     """
@@ -180,12 +179,12 @@ def _arranged(
 
 
 def _columns(group_of: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Columns sorted by their groups, for a matrix whose groups all have the same size, but for a shorter last one.
+    """Sort columns by group, for a matrix whose groups have the same size, except for a shorter last one.
 
     group_of: the group of each input. size: inputs of a group in the checkpoint. Returns for each column its input,
-    whether it is a filler, which has to be zeros, and its group; and the size of a group in memory. With act-order, a
-    rank has any number of a group's inputs. Then groups in memory are small, and fillers complete them: if they have
-    four inputs, the inputs a, b, c, d, e of a group become the columns a b c d, e 0 0 0.
+    whether it is padding (zeros), and its group; and the size of a group in memory. With act-order, a rank may have any
+    number of a group's inputs. Then groups in memory are small, and padding completes them: with groups of four inputs,
+    the inputs a, b, c, d, e of a group become the columns a b c d, e 0 0 0.
     """
     by_group = group_of.argsort(stable=True)
     lengths = torch.bincount(group_of)
@@ -197,7 +196,7 @@ def _columns(group_of: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, int]:
     group_of_column = torch.arange(len(widths)).repeat_interleave(widths)
     first_inputs = lengths.cumsum(0) - lengths
     first_columns = widths.cumsum(0) - widths
-    order = by_group[first_inputs[group_of_column]]  # of fillers, an input of the same group
+    order = by_group[first_inputs[group_of_column]]  # for padding, an input of the same group
     ordered = group_of[by_group]
     columns = first_columns[ordered] + torch.arange(len(group_of)) - first_inputs[ordered]
     order[columns] = by_group

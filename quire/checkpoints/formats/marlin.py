@@ -1,5 +1,5 @@
-"""Weights of four bits in the order in which the kernel Marlin (https://github.com/IST-DASLab/marlin) reads them, as
-AutoGPTQ and AutoAWQ save them."""
+"""Four-bit weights in the order of the Marlin kernel (https://github.com/IST-DASLab/marlin), as saved by AutoGPTQ and
+AutoAWQ."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from quire.layers.linear import LinearShape
 from quire.layers.specs import OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix
 
-_INPUTS, _OUTPUTS = 16, 64  # of a tile, whose codes follow each other
+_INPUTS, _OUTPUTS = 16, 64  # of a tile, whose codes are contiguous
 _WORDS = _INPUTS * _OUTPUTS // 8
 
 
@@ -22,14 +22,14 @@ _WORDS = _INPUTS * _OUTPUTS // 8
 class Marlin(Scheme):
     """codes: int32 [in / 16, out * 2], tiles of 16 inputs and 64 outputs; scales: [groups, out]. Zero points are 8.
 
-    A tile consists of four blocks of 16 outputs. With the input's number in the tile i3 i2 i1 i0, the block's b1 b0 and
-    the output's number in the block o3 o2 o1 o0, all in binary, the place of a code in the tile is
+    A tile consists of four blocks of 16 outputs. In binary, let i3 i2 i1 i0 be the input's index in the tile, b1 b0 the
+    block's, and o3 o2 o1 o0 the output's index in the block. The position of a code in the tile is
 
         o2 o1 o0 i2 i1 b1 b0 i0 o3 i3
 
-    so that one word has the eight codes of a block that a thread of a warp multiplies. Scales are in the order of the
-    threads, too: of 64 outputs, those with the same o2 o1 o0 follow each other. With a single group, these are
-    32 outputs, and those with the same o2 o1.
+    so one word contains the eight codes of a block that one thread of a warp multiplies. Scales are also in thread
+    order: among 64 outputs, those with the same o2 o1 o0 are adjacent. With a single group, among 32 outputs, those
+    with the same o2 o1 are adjacent.
     """
 
     group_size: int
@@ -77,7 +77,7 @@ class Marlin(Scheme):
 
 
 def scheme_of(settings: Settings) -> SchemeOf:
-    """Raises ValueError for what the layout does not have: other bits, zero points, act-order."""
+    """Raises ValueError for settings that the layout does not support: other bits, zero points, act-order."""
     check_field(settings, "bits", (4,), 4)
     check_field(settings, "sym", (True,), True)
     check_field(settings, "desc_act", (False, None))

@@ -1,4 +1,4 @@
-"""Small integers packed in larger words: unpacking those of checkpoints, and packing them in the engine's layout."""
+"""Unpacks small integers from the words of checkpoints, and packs them in the engine's layout."""
 
 import math
 
@@ -9,14 +9,16 @@ from quire.ops.reference.quantized import QuantizedMatrix
 
 
 def word_range(start: int, stop: int, bits: int) -> tuple[slice, int]:
-    """The 32-bit words that hold the fields [start, stop) of a run, and the number of fields to skip in these words."""
-    period = math.lcm(bits, 32) // bits  # number of fields after which a field begins at a word's beginning again
+    """Return the 32-bit words that contain the fields [start, stop) of a run, and the number of leading fields to
+    skip."""
+    period = math.lcm(bits, 32) // bits  # number of fields after which a field is aligned to a word again
     first = start // period * period
     return slice(first * bits // 32, -(-stop * bits // 32)), start - first
 
 
 def unpack(words: Tensor, bits: int, count: int, skip: int = 0) -> Tensor:
-    """The fields [skip, skip + count) of each line, lowest bits first. int32 [lines, n] -> uint8 [lines, count]"""
+    """Unpack the fields [skip, skip + count) of each line, lowest bits first. int32 [lines, n] -> uint8 [lines,
+    count]"""
     span = math.lcm(bits, 32)
     words = torch.nn.functional.pad(words, (0, -words.shape[1] % (span // 32)))
     words = words.reshape(len(words), -1, span // 32).long() & 0xFFFFFFFF
@@ -40,7 +42,7 @@ def integer_matrix(
     order: Tensor | None = None,
     num_inputs: int | None = None,
 ) -> QuantizedMatrix:
-    """A matrix of the weights (code - zero) * scale or, with offsets, code * scale + offset.
+    """Build a matrix of the weights (code - zero) * scale or, with offsets, code * scale + offset.
 
     codes: uint8 [out, in] with values below 2^bits; scales, offsets: [out, groups]; zeros: integers [out, groups], None
     if all are 2^(bits - 1). order, num_inputs: see QuantizedMatrix.
@@ -58,13 +60,13 @@ def integer_matrix(
 
 
 def pack_pairs(codes: Tensor) -> Tensor:
-    """Codes of four bits, one in a byte, to two in a byte: [out, in] -> [out, ceil(in / 2)]"""
+    """Pack four-bit codes from one per byte to two per byte: [out, in] -> [out, ceil(in / 2)]"""
     codes = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def narrow(values: Tensor) -> Tensor:
-    """Convert float32 to float16 or bfloat16, if that is exact."""
+    """Convert float32 to float16 or bfloat16 if the conversion is exact."""
     for dtype in (torch.float16, torch.bfloat16) if values.dtype == torch.float32 else ():
         narrower = values.to(dtype)
         if torch.equal(narrower.float(), values):

@@ -1,4 +1,4 @@
-"""Weights of one byte, float8 or int8, with a scale for each tensor, channel, group or block."""
+"""One-byte weights, float8 or int8, with a scale for each tensor, channel, group or block."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ class ScaledBytes(Scheme):
     """weight: dtype [out, in], with a scale for each block. block: (outputs, inputs) of a block; -1 means all.
 
     The scales are [ceil(out / outputs), ceil(in / inputs)]; a single scale may have any shape. If not symmetric, there
-    are zero points of the same shape. Activations are never quantized, whatever the config says: that is more exact.
+    are zero points of the same shape. Activations are never quantized, even if the config requests it: this is more
+    accurate.
     """
 
     dtype: torch.dtype
@@ -55,7 +56,7 @@ class ScaledBytes(Scheme):
         zero_point = None if self.symmetric else per_block("weight_zero_point", torch.int8)
 
         def make() -> QuantizedMatrix:
-            if self.dtype.is_floating_point:  # scales of one type, so that fused parts become one matrix
+            if self.dtype.is_floating_point:  # use one dtype for scales, so that fused parts become one matrix
                 return QuantizedMatrix(weight, per_output(scales), groups.size, shape.stop - shape.start)
             zeros = None if zero_point is None else per_output(zero_point).int() + 128
             return integer_matrix(weight.view(torch.uint8) ^ 128, 8, per_output(scales), groups.size, zeros)

@@ -1,4 +1,4 @@
-"""What all formats share: slots for the checkpoint's tensors, and their conversion to weights once they are filled."""
+"""The base of all formats: slots for the checkpoint's tensors, and their conversion to weights once they are filled."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,8 +19,8 @@ Piece = QuantizedMatrix | Tensor  # some formats leave single tensors in floatin
 
 
 class QuantizedWeight(LinearWeight):
-    """A weight of one or more pieces, whose outputs are concatenated. Fused tensors may differ in scheme, so the weight
-    has as few pieces as possible, but sometimes more than one."""
+    """A weight of one or more pieces, whose outputs are concatenated. The weight has as few pieces as possible, but
+    fused tensors may have different schemes."""
 
     lasting = "pieces"
 
@@ -30,7 +30,7 @@ class QuantizedWeight(LinearWeight):
         self.dtype = builder.dtype
         self.pieces: list[Piece] = []
         builder.weights.append(self)
-        # The functions hold the checkpoint's tensors, which are thus freed with this action
+        # The functions own the checkpoint's tensors, which are freed here
         builder.when_loaded(partial(self._convert, parts), makes_lasting=True)
 
     def _convert(self, parts: Sequence[Callable[[], Piece]]) -> None:
@@ -53,15 +53,15 @@ class QuantizedWeight(LinearWeight):
         return torch.cat(outputs, dim=-1)
 
     def logits(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """In float32 on CPUs, whose kernels round inputs to 8 bits and add in float32 whatever the type of x is.
-        Rounding logits to bfloat16 would make equals of tokens that are not."""
+        """Compute in float32 on CPUs, whose kernels round inputs to 8 bits and accumulate in float32 for any dtype of
+        x. Rounding logits to bfloat16 would create ties between tokens."""
         if x.is_cpu and self.is_packed:
             return self(x.float(), bias if bias is None else bias.float())
         return self(x, bias)
 
     @property
     def is_packed(self) -> bool:
-        """Whether all pieces are in the form of a kernel that multiplies codes."""
+        """Whether all pieces are in the layout of a kernel that multiplies codes."""
         return not any(isinstance(piece, QuantizedMatrix | Tensor) for piece in self.pieces)
 
     def _multiply(self, x: Tensor, piece: Piece, bias: Tensor | None) -> Tensor:
@@ -85,7 +85,7 @@ class Scheme(ABC):
     """One format with its options: the `LinearMethod` of the layers in that format. Equal options compare equal."""
 
     has_tables = False
-    marker: str  # the name of a tensor that a layer has if, and only if, it is quantized
+    marker: str  # the name of a tensor that exists if, and only if, a layer is quantized
 
     def __call__(self, builder: Builder, shape: LinearShape) -> LinearWeight:
         return QuantizedWeight(builder, [self.load(builder, shape, part) for part in shape.parts])
@@ -100,7 +100,7 @@ class Scheme(ABC):
 
 
 def slot(builder: Builder, name: str, dtype: torch.dtype, whole: tuple[int, ...], *pick: slice) -> Tensor:
-    """A parameter for the part [pick] of the checkpoint's tensor `name`, whose whole shape is `whole`."""
+    """Declare a parameter for the part [pick] of the checkpoint's tensor `name`, whose whole shape is `whole`."""
     target = builder.parameter(*(s.stop - s.start for s in pick), dtype=dtype)
     builder.quantized_part(name, target, whole, *pick)
     return target
@@ -108,11 +108,11 @@ def slot(builder: Builder, name: str, dtype: torch.dtype, whole: tuple[int, ...]
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of neighbouring inputs of a layer on one rank.
+    """The groups of consecutive inputs of a layer on one rank.
 
     in_checkpoint: inputs of a group in the checkpoint. size: of a group in memory, which is smaller if the rank's
-    inputs begin in the middle of a group. picked: the checkpoint's groups that have inputs of the rank. count: of all
-    groups in the checkpoint. index: the picked group of which each group in memory is a part.
+    inputs begin in the middle of a group. picked: the checkpoint's groups that contain inputs of the rank. count:
+    number of groups in the checkpoint. index: for each group in memory, the picked group that contains it.
 
     Inputs 48 to 96 of 96 in groups of 32 -> size 16, picked 1 to 3, count 3, index [0, 1, 1]
     """
@@ -125,7 +125,7 @@ class Groups:
 
     @classmethod
     def of(cls, shape: LinearShape, size: int, divisible: bool = True) -> Self:
-        """size: in the checkpoint; -1 for all inputs. divisible: ranks may share a group of all inputs."""
+        """size: of a group in the checkpoint; -1 for all inputs. divisible: ranks may share a group of all inputs."""
         if size in (-1, 0) or (size >= shape.in_features and divisible):
             return cls(shape.in_features, shape.stop - shape.start, slice(0, 1), 1, torch.zeros(1, dtype=torch.int64))
         finer = math.gcd(size, shape.start)

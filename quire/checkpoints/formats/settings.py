@@ -1,4 +1,4 @@
-"""What the readers of formats share: the settings in a checkpoint's quantization_config, and how they are checked."""
+"""Helpers of the format readers: check the settings in a checkpoint's quantization_config."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ SchemeOf = Callable[[str], Scheme | None]  # by the name of a layer
 
 
 def check_field(settings: Settings, field: str, accepted: Iterable[Any], default: Any = None) -> Any:
-    """The field's value. Raises ValueError if it is none of those that are accepted."""
+    """Return the field's value. Raises ValueError if it is not one of the accepted values."""
     value = settings.get(field, default)
     accepted = tuple(accepted)
     if value not in accepted:
@@ -20,7 +20,7 @@ def check_field(settings: Settings, field: str, accepted: Iterable[Any], default
 
 
 def group_size_of(settings: Settings, field: str = "group_size") -> int:
-    """Inputs that share a scale, -1 for all. Raises ValueError if the field's value is something else."""
+    """Return the number of inputs that share a scale, -1 for all. Raises ValueError for any other value."""
     value = settings.get(field, -1)
     if not isinstance(value, int) or value < -1:
         raise ValueError(f"quantization_config has {field}={value!r}, which is no number of inputs")

@@ -1,4 +1,4 @@
-"""Weights of four bits whose codes stand for the values of a table: MXFP4, NVFP4, and bitsandbytes' nf4 and fp4."""
+"""Four-bit weights whose codes index a table of values: MXFP4, NVFP4, and bitsandbytes' nf4 and fp4."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from quire.layers.specs import OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0; the fourth bit is the sign
-_FP4 = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12)  # bitsandbytes, the same
+_FP4 = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12)  # bitsandbytes, also with a sign bit
 _NF4 = (  # QLoRA (arXiv:2305.14314), appendix E
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -29,9 +29,9 @@ class TableCodes(Scheme):
     """`codes`: uint8 [out, in / 2], with the code of an even input in the low half of a byte; weight_scale: [out,
     groups].
 
-    group: inputs of a group. If rows do not consist of whole groups, the checkpoint's scales are those of smaller ones.
-    scales: their type; uint8 means exponents plus 127. whole_scale: the tensor that scales the whole weight, None if
-    there is none. divides: whether it is a divisor.
+    group: inputs per group. If rows do not consist of whole groups, the checkpoint's scales are for smaller groups.
+    scales: their dtype; uint8 means exponents plus 127. whole_scale: the tensor that scales the whole weight, None if
+    there is none. divides: whether whole_scale is a divisor.
     """
 
     table: str
@@ -71,10 +71,10 @@ class TableCodes(Scheme):
         rows: Sequence[slice],
         runs: Sequence[tuple[slice, slice]],
     ) -> list[LinearWeight]:
-        """The weights of experts in one tensor, gpt-oss's: codes [experts, out, groups, 16], scales [experts, out,
-        groups].
+        """The weights of all experts in one tensor, as in gpt-oss: codes [experts, out, groups, 16], scales [experts,
+        out, groups].
 
-        rows: of the checkpoint's outputs, those for each of the shape's parts. runs: see fused_experts.
+        rows: the checkpoint's outputs for each of the shape's parts. runs: see fused_experts.
         """
         groups = Groups.of(shape, self.group, divisible=False)
         experts = sum(here.stop - here.start for here, _ in runs)

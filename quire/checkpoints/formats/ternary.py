@@ -13,7 +13,7 @@ from quire.layers.linear import LinearShape, LinearWeight
 from quire.layers.specs import OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix
 
-_SMALLEST = 1e-5  # of means and maxima, so that nothing is divided by 0
+_SMALLEST = 1e-5  # lower bound of means and maxima, to avoid divisions by 0
 
 
 class TernaryWeight(QuantizedWeight):
@@ -25,11 +25,11 @@ class TernaryWeight(QuantizedWeight):
 
 @dataclass(frozen=True)
 class Ternary(Scheme):
-    """The weights of a whole tensor have one scale, the mean of their sizes.
+    """The weights of a whole tensor have one scale, the mean of their absolute values.
 
     With the marker "weight_scale", they are packed: uint8 [out / 4, in], where bits 2 i and 2 i + 1 of row r are weight
     + 1 of output i * out / 4 + r. The scale multiplies the weights, or divides them. With the marker "weight", the
-    checkpoint has floats [out, in], which are rounded when they are loaded. In memory, each weight takes four bits.
+    checkpoint contains floats [out, in], which are rounded on loading. In memory, each weight takes four bits.
     """
 
     marker: str

@@ -23,7 +23,7 @@ from quire.ops.reference.quantized import QuantizedMatrix
 _BYTES = {"Int8Tensor": torch.int8, "IntxUnpackedToInt8Tensor": torch.int8, "Float8Tensor": torch.float8_e4m3fn}
 _FOUR_BITS = ("Int4Tensor", "Int4TilePackedTo4dTensor")
 _ENDS = ("qdata", "scale", "zero_point", "scale_and_zero", "act_pre_scale", "act_quant_scale", "act_quant_zero_point")
-_PARTS = {"qdata": "weight", "scale": "weight_scale", "zero_point": "weight_zero_point"}  # as ScaledBytes calls them
+_PARTS = {"qdata": "weight", "scale": "weight_scale", "zero_point": "weight_zero_point"}  # the names in ScaledBytes
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class CentredIntegers(Scheme):
 
 @dataclass(frozen=True)
 class _Layer:
-    """A quantized weight. kind: torchao's class. fields: of its object. tensors: the names of those that it has."""
+    """A quantized weight. kind: torchao's class. fields: of its object. tensors: the names of its tensors."""
 
     kind: str
     fields: Mapping[str, Any]
@@ -75,18 +75,18 @@ class _Layer:
 
     @property
     def parts(self) -> dict[str, str | None]:
-        """The tensors of the scheme, and those of the file with the same content."""
+        """Return the scheme's tensor names, each with the file's tensor of the same content."""
         if self.kind in _FOUR_BITS:
             return dict.fromkeys(("weight_codes", "weight_scale", "weight_zero"))
         return {part: self.tensors[name] for name, part in _PARTS.items() if name in self.tensors}
 
 
 class TorchaoCheckpoint(Checkpoint):
-    """Presents the layers of another checkpoint in the forms of `ScaledBytes` and `CentredIntegers`.
+    """Wraps another checkpoint and presents its layers in the forms of `ScaledBytes` and `CentredIntegers`.
 
-    A file's metadata have the class and the fields of each quantized tensor. The tensors of `layer.weight` are called
-    layer._weight_qdata, layer._weight_scale and so on, and by torchao 0.14 layer.weight:qdata, with all others called
-    name:_data. Activations are never quantized, whatever the fields say: that is more exact.
+    A file's metadata contain the class and the fields of each quantized tensor. The tensors of `layer.weight` are
+    called layer._weight_qdata, layer._weight_scale and so on, and by torchao 0.14 layer.weight:qdata, with all others
+    called name:_data. Activations are never quantized, even if the fields request it: this is more accurate.
 
     Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor: qdata: [out, in]; scale, zero_point: one for each block.
     Int4Tensor: qdata: signed numbers of four bits, [out, in / 2]; scale, zero_point: [groups, out].
@@ -106,7 +106,7 @@ class TorchaoCheckpoint(Checkpoint):
             self._add(name, entry)
 
     def _metadata(self) -> dict[str, dict[str, Any]]:
-        """What the files say of each tensor, by its name."""
+        """Return the metadata of each tensor, by its name."""
         entries: dict[str, Any] = {}
         try:
             for file in {file for file, _ in self.inner.names.values()}:
@@ -169,7 +169,7 @@ class TorchaoCheckpoint(Checkpoint):
         return whole[slot.pick]
 
     def _four_bits(self, layer: _Layer, part: str) -> Tensor:
-        """A tensor of CentredIntegers."""
+        """Return a tensor in the form of CentredIntegers."""
         plain, (outputs, inputs) = layer.kind == "Int4Tensor", layer.shape
         if part == "weight_codes":
             stored = self._whole(layer.tensors["qdata"])
@@ -196,9 +196,9 @@ def _is_pair(sizes: object) -> bool:
 def _tiles(words: Tensor) -> Tensor:
     """The codes of PyTorch's `_convert_weight_to_int4pack`: int32 [out / 8, in / (16 k), 32, k / 2] -> uint8 [out, in].
 
-    Words are in the order of the threads of a warp, which multiply k neighbouring tiles of 16 inputs and 8 outputs. A
-    word has codes of one output, from two tiles. With the input's number in these tiles i4 i3 i2 i1 i0 in binary and
-    the output's o2 o1 o0, the thread is o2 o1 o0 i2 i1, and the place in the word i0 i4 i3.
+    Words are in the order of the threads of a warp, which multiply k adjacent tiles of 16 inputs and 8 outputs. A word
+    contains codes of one output, from two tiles. In binary, let i4 i3 i2 i1 i0 be the input's index in these tiles and
+    o2 o1 o0 the output's. The thread is o2 o1 o0 i2 i1, and the position in the word i0 i4 i3.
     """
     fields = unpack(words.flatten(1), 4, words[0].numel() * 8).view(*words.shape[:2], 8, 4, -1, 2, 2, 2)
     return fields.permute(0, 2, 1, 4, 6, 7, 3, 5).reshape(len(words) * 8, -1)

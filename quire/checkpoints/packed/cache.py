@@ -1,4 +1,4 @@
-"""The packed weights of one rank's model: restored at its start if an earlier one has kept them, and kept otherwise."""
+"""The packed weights of one rank's model: restored from the cache at start if possible, and written to it otherwise."""
 
 import hashlib
 import logging
@@ -19,14 +19,14 @@ from quire.platform.folders import cache_folder
 
 logger = logging.getLogger("quire")
 
-WORTHWHILE = 1 << 26  # bytes of weights; less is read and packed in no time
+WORTHWHILE = 1 << 26  # bytes of weights; smaller models are packed quickly anyway
 _OF_A_CHECKPOINT = {".safetensors", ".bin", ".pt", ".json", ".gguf"}
-# The packages whose code makes weights of a checkpoint's tensors, or keeps them
+# The packages whose code converts a checkpoint's tensors to weights, or caches them
 _PACKAGES = ("checkpoints", "layers", "models", "ops")
 
 
 def open_cache(config: EngineConfig, directory: Path, builder: Builder) -> "WeightCache | None":
-    """The cache for the weights of a builder whose slots have been noted, None if they are not to be kept.
+    """Return the cache for the weights of a builder whose slots have been declared, None if they should not be cached.
 
     directory: of the checkpoint, or its GGUF file.
     """
@@ -34,7 +34,7 @@ def open_cache(config: EngineConfig, directory: Path, builder: Builder) -> "Weig
     folder = cache_folder()
     if not options.weight_cache or folder is None or sys.platform != "linux" or builder.device.type != "cpu":
         return None
-    if config.parallel.enable_eplb:  # experts move
+    if config.parallel.enable_eplb:  # experts move between ranks
         return None
     if sum(slot.target.nbytes for slot in builder.slots if slot.is_raw) < WORTHWHILE:
         return None
@@ -44,7 +44,7 @@ def open_cache(config: EngineConfig, directory: Path, builder: Builder) -> "Weig
 
 
 class WeightCache:
-    """mapped: bytes of the file in which the weights are, 0 if they are not in a file."""
+    """mapped: bytes of the file that contains the weights, 0 if they are not mapped from a file."""
 
     def __init__(self, folder: WeightFolder, key: str, builder: Builder) -> None:
         self._folder = folder
@@ -54,7 +54,8 @@ class WeightCache:
         self.mapped = 0
 
     def restore(self) -> bool:
-        """Give the weights what an earlier start has kept. Returns False, and changes nothing, if there is nothing."""
+        """Restore the weights that an earlier start has cached. Returns False, and changes nothing, if there are
+        none."""
         try:
             with self._folder.opened(self._key) as handle:
                 kept, tensors = read(handle)
@@ -76,11 +77,11 @@ class WeightCache:
         return True
 
     def keep(self) -> None:
-        """Begin to write the weights, in a thread. They must not change before `stop` has been called."""
+        """Start writing the weights in a thread. They must not change before `stop` is called."""
         threading.Thread(target=self._keep, name="quire-weights").start()
 
     def stop(self) -> None:
-        """Give up what is being written: the weights are about to change."""
+        """Abort writing, because the weights are about to change."""
         self._stopped.set()
 
     def _keep(self) -> None:
@@ -95,11 +96,11 @@ class WeightCache:
 
 
 def _key(config: EngineConfig, directory: Path, builder: Builder) -> str:
-    """A hash of all that the weights depend on: the checkpoint's files, which part of them this rank reads, the code
-    and the kernels that pack and quantize it, and the options that choose how.
+    """Return a hash of everything that the weights depend on: the checkpoint's files, the part that this rank reads,
+    the code and the kernels that pack and quantize it, and the related options.
 
-    A file of a checkpoint is known by its path, its size and its times: the time of its last change cannot be set, so
-    it tells apart what has been unpacked or copied there, too.
+    A checkpoint file is identified by its path, its size and its timestamps. The ctime cannot be set by programs, so it
+    also detects files that were unpacked or copied there.
     """
     infos = [(path.resolve(), path.stat()) for path in _files(directory) if path.suffix in _OF_A_CHECKPOINT]
     kernels = library()
@@ -123,7 +124,7 @@ def _key(config: EngineConfig, directory: Path, builder: Builder) -> str:
 
 
 def _files(directory: Path) -> list[Path]:
-    """The files of a checkpoint's directory and of its folders, or the parts of a GGUF file."""
+    """Return the files of a checkpoint's directory and its subfolders, or the parts of a GGUF file."""
     if directory.is_dir():
         return sorted([*directory.glob("*"), *directory.glob("*/*")])
     return sorted(directory.parent.glob(escape(directory.name).replace("-00001-of-", "-*-of-")))
@@ -131,7 +132,7 @@ def _files(directory: Path) -> list[Path]:
 
 @cache
 def _code() -> str:
-    """A hash of the sources of _PACKAGES."""
+    """Return a hash of the sources of _PACKAGES."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
         for source in sorted(Path(__file__).parents[2].joinpath(package).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""The folder of packed weights: files that can be deleted at any time, bounded in their sum."""
+"""The folder of packed weights: files that can be deleted at any time, with a bounded total size."""
 
 import contextlib
 import fcntl
@@ -9,7 +9,7 @@ from pathlib import Path
 
 SUFFIX = ".weights"
 _UNFINISHED = ".part"
-_SPARE = 1 << 30  # bytes of the disk that are left to others
+_SPARE = 1 << 30  # bytes of the disk that stay free
 
 
 class NoRoomError(OSError):
@@ -17,11 +17,11 @@ class NoRoomError(OSError):
 
 
 class WeightFolder:
-    """limit: bytes that all files of the folder may take up. The files that were not used for the longest time are
-    deleted for new ones.
+    """limit: maximum bytes of all files in the folder. The least recently used files are deleted to make room for new
+    ones.
 
-    Several processes may use the folder. A file is written under another name while its writer has a lock on it, and
-    then renamed. A file that is deleted stays readable for those who have it open.
+    Several processes may use the folder. A writer writes a file under a temporary name while holding a lock on it, and
+    then renames it. A deleted file stays readable for processes that have it open.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -30,8 +30,8 @@ class WeightFolder:
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[int]:
-        """A handle of a file, which becomes the one that was used last. Raises OSError: FileNotFoundError if there is
-        none, PermissionError if another user may have written it."""
+        """Open a file and mark it as the most recently used. Raises OSError: FileNotFoundError if there is none,
+        PermissionError if another user may have written it."""
         handle = os.open(self.path / (name + SUFFIX), os.O_RDONLY | os.O_CLOEXEC)
         try:
             for info in (os.fstat(handle), self.path.stat()):
@@ -48,8 +48,8 @@ class WeightFolder:
             (self.path / (name + SUFFIX)).unlink()
 
     def write(self, name: str, size: int, write: Callable[[int], None]) -> bool:
-        """Make a file of about `size` bytes with `write`, which gets a handle. Returns False if it is there already, or
-        if another process is writing it. Raises OSError and what `write` raises, and then leaves nothing behind."""
+        """Create a file of about `size` bytes with `write`, which receives a handle. Returns False if the file exists
+        or another process is writing it. Raises OSError and exceptions of `write`, after removing the partial file."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         whole = self.path / (name + SUFFIX)
         unfinished = self.path / (name + _UNFINISHED)
@@ -60,13 +60,13 @@ class WeightFolder:
             try:
                 if whole.exists():
                     return False
-                os.ftruncate(handle, 0)  # what a process wrote that was killed
+                os.ftruncate(handle, 0)  # remove the data of a killed process
                 self._make_room(size, unfinished)
                 write(handle)
                 os.replace(unfinished, whole)
                 return True
             finally:
-                with contextlib.suppress(FileNotFoundError):  # it was renamed
+                with contextlib.suppress(FileNotFoundError):  # the file was renamed
                     unfinished.unlink()
         finally:
             os.close(handle)
@@ -94,14 +94,14 @@ class WeightFolder:
 
 
 def _open_locked(path: Path) -> int | None:
-    """A handle of a file that no other process may write meanwhile. Returns None if another process writes it."""
+    """Open a file and lock it against other writers. Returns None if another process is writing it."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         while not _locks(handle, fcntl.LOCK_EX):
             if not _locks(handle, fcntl.LOCK_SH):
                 os.close(handle)
                 return None
-            # Nobody writes it: another process is about to delete it, as one may that has not been locked yet.
+            # Another process is about to delete it, which is allowed until it is locked.
         if _is_named(handle, path):
             return handle
         os.close(handle)
@@ -118,7 +118,7 @@ def _delete_if_abandoned(path: Path) -> None:
 
 
 def _locks(handle: int, kind: int) -> bool:
-    """Lock an open file if that is possible at once. Who writes it has LOCK_EX, who deletes it LOCK_SH."""
+    """Try to lock an open file without waiting. Writers use LOCK_EX, processes that delete it LOCK_SH."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:

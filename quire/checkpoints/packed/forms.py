@@ -1,4 +1,4 @@
-"""Weights as plain data and a list of tensors, and back.
+"""Converts weights to plain data and a list of tensors, and back.
 
 Panels(data, rows=64, columns=32, words=16)  <->  ["Panels", {"data": ["tensor", 0], "rows": 64, ...}], [data]
 """
@@ -19,12 +19,12 @@ _VALUES = "values"
 
 
 class FormError(ValueError):
-    """A weight has a form that is unknown here."""
+    """A weight has an unknown form."""
 
 
 def encode(value: Any) -> tuple[Any, list[Tensor]]:
-    """(the value as plain data, in which a tensor is its place in a list, that list). A tensor that is in several
-    places of the value is once in the list. Raises FormError."""
+    """Return (the value as plain data with tensors replaced by their indices, the list of tensors). A tensor that
+    occurs several times in the value is listed once. Raises FormError."""
     places: dict[int, tuple[int, Tensor]] = {}
 
     def plain(value: Any) -> Any:
@@ -47,7 +47,7 @@ def encode(value: Any) -> tuple[Any, list[Tensor]]:
 
 
 def decode(data: Any, tensors: list[Tensor]) -> Any:
-    """The value of which `encode` made the data. Raises FormError for data that it did not make."""
+    """Return the value that `encode` converted to the data. Raises FormError for invalid data."""
     if data is None or isinstance(data, int):
         return data
     try:

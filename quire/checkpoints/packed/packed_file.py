@@ -1,10 +1,9 @@
-"""A file of weights: what they are, and the bytes of their tensors as they are in memory.
+"""A file of weights: a description of them, and the bytes of their tensors as in memory.
 
     magic, length and checksum of the header | header, msgpack | 0 ... | tensor 0 | 0 ... | tensor 1 | ...
                                                                 4096              a multiple of 64
 
-The header and each tensor have checksums, so a file in which a byte has changed is not used. Nothing in the file is
-executed.
+The header and each tensor have checksums, so a corrupted file is not used. Nothing in the file is executed.
 """
 
 import mmap
@@ -27,17 +26,17 @@ _WRITTEN_AT_ONCE = 1 << 25  # bytes
 
 
 class DamagedError(ValueError):
-    """A file is not what was written to it."""
+    """The content of a file is damaged."""
 
 
 class StoppedError(Exception):
-    """Writing a file was given up."""
+    """Writing a file was aborted."""
 
 
 class _Tensor(msgspec.Struct, array_like=True):
     dtype: str
     shape: tuple[int, ...]
-    begin: int  # of its bytes, counted from the first byte of all tensors
+    begin: int  # offset of its bytes from the first byte of all tensors
     end: int
     checksum: bytes = bytes(8)
 
@@ -48,13 +47,12 @@ class _Header(msgspec.Struct, array_like=True):
 
 
 def size_of(tensors: list[Tensor]) -> int:
-    """Bytes of a file with these tensors, without its header."""
+    """Return the bytes of a file with these tensors, without its header."""
     return sum(_rounded(tensor.nbytes, _LINE) for tensor in tensors)
 
 
 def write(handle: int, weights: Any, tensors: list[Tensor], is_stopped: Callable[[], bool]) -> None:
-    """Write a new file, and wait until the disk has it. weights: plain data. The tensors must not change meanwhile.
-
+    """Write a new file and flush it to the disk. weights: plain data. The tensors must not change during the call.
     Raises OSError, such as for a full disk, and StoppedError.
     """
     entries: list[_Tensor] = []
@@ -71,7 +69,7 @@ def write(handle: int, weights: Any, tensors: list[Tensor], is_stopped: Callable
         entry.checksum = xxhash.xxh3_64_digest(content)
         for begin in range(0, len(content), _WRITTEN_AT_ONCE):
             _write(handle, content[begin : begin + _WRITTEN_AT_ONCE], start + entry.begin + begin)
-            if is_stopped():  # what was written may be what the tensor has become
+            if is_stopped():  # the tensor may have changed while it was written
                 raise StoppedError
     encoded = msgspec.msgpack.encode(header)
     prefix = _PREFIX.pack(_MAGIC, len(encoded), xxhash.xxh3_64_intdigest(encoded))
@@ -80,17 +78,16 @@ def write(handle: int, weights: Any, tensors: list[Tensor], is_stopped: Callable
 
 
 def read(handle: int) -> tuple[Any, list[Tensor]]:
-    """The weights and their tensors, which are views of the file.
-
-    Their memory is private: what is written to it does not change the file. As long as nobody writes, it is shared with
-    all processes that read the file. Raises OSError if the file cannot be mapped, and DamagedError.
+    """Return the weights and their tensors, which are views of the file. Their memory is a private mapping: writes do
+    not change the file. Pages that are not written are shared with all processes that read the file. Raises OSError if
+    the file cannot be mapped, and DamagedError.
     """
     size = os.fstat(handle).st_size
     if size < _PREFIX.size:
         raise DamagedError("it is too short")
     mapping = mmap.mmap(handle, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)  # what has to be read from the disk comes in huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)  # use huge pages for data that is read from the disk
     memory = memoryview(mapping)
     magic, length, checksum = _PREFIX.unpack_from(memory)
     encoded = memory[_PREFIX.size : _PREFIX.size + length]

@@ -1,4 +1,4 @@
-"""Apertus: Llama with norms of queries and keys, and with the activation xIELU instead of a gate."""
+"""Apertus: Llama with norms of queries and keys, and the activation xIELU instead of a gate."""
 
 from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec

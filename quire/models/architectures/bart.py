@@ -1,4 +1,4 @@
-"""BART (arXiv:1910.13461) and mBART (arXiv:2001.08210): an encoder of texts, and a decoder that reads its results."""
+"""BART (arXiv:1910.13461) and mBART (arXiv:2001.08210): a text encoder, and a decoder that attends to its output."""
 
 from dataclasses import replace
 from math import sqrt
@@ -15,12 +15,12 @@ _OF_DECODER = ("cross_norm", "cross_q", "cross_k", "cross_v", "cross_o", "lm_hea
 
 
 def bart(config: HfConfig) -> DecoderSpec:
-    """The norms come after the sums, and there is none behind the last layer."""
+    """The norms come after the residual sums, and there is no final norm."""
     return _both(config, {"residual": "post_norm"}, {"residual": "cross_post_norm"}, {"final_norm": None})
 
 
 def mbart(config: HfConfig) -> DecoderSpec:
-    """The norms come before the branches, as in Whisper."""
+    """Build mBART, whose norms come before the branches, as in Whisper."""
     return _both(config, {}, {"residual": "cross"}, {})
 
 
@@ -44,7 +44,7 @@ def _both(config: HfConfig, encoder: dict[str, Any], decoder: dict[str, Any], na
 
 
 def _stack(config: HfConfig, side: str, is_causal: bool) -> DecoderSpec:
-    """What encoder and decoder have in common."""
+    """Return the fields that the encoder and the decoder share."""
     named = {
         "num_hidden_layers": config[f"{side}_layers"],
         "num_attention_heads": config[f"{side}_attention_heads"],

@@ -1,4 +1,4 @@
-"""Encoders: BERT, RoBERTa (also XLM-R), ModernBERT, NomicBERT and GTE. Their tokens see all tokens of the text."""
+"""Encoders: BERT, RoBERTa (also XLM-R), ModernBERT, NomicBERT and GTE. Each token attends to all tokens of the text."""
 
 from dataclasses import replace
 
@@ -6,12 +6,12 @@ from quire.layers.rotary_spec import RotarySpec, rotary_spec
 from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, Names, decoder_spec
 
-# Heads, which poolers read if they need them, and a buffer.
+# Heads, which poolers read when needed, and a buffer.
 _IGNORED = (r"^(\w+\.)?pooler\.", r"^(cls|lm_head|classifier|score|head|decoder)\b", r"embeddings\.position_ids$")
 
 
 def bert(config: HfConfig) -> DecoderSpec:
-    """Learned positions, and norms after the sums."""
+    """Learned positions, and norms after the residual sums."""
     kind = config.get("position_embedding_type") or "absolute"
     if kind != "absolute":
         raise ValueError(f"position_embedding_type={kind!r} is not supported; only 'absolute' is")
@@ -31,7 +31,7 @@ def bert(config: HfConfig) -> DecoderSpec:
 
 
 def roberta(config: HfConfig) -> DecoderSpec:
-    """BERT whose first positions stand for padding."""
+    """BERT whose first positions are reserved for padding."""
     spec = bert(config)
     offset = config.get("pad_token_id", 1) + 1
     names = _renamed(spec.names, "bert.", "roberta.")
@@ -43,7 +43,8 @@ def _renamed(names: Names, prefix: str, other: str) -> Names:
 
 
 def modernbert(config: HfConfig) -> DecoderSpec:
-    """Rotary positions, norms before the branches, gated activations; two of three layers see only tokens nearby."""
+    """Rotary positions, norms before the branches, gated activations; two of three layers attend only to nearby
+    tokens."""
     layers = config["num_hidden_layers"]
     every = config.get("global_attn_every_n_layers", 3)
     kinds = config.get("layer_types") or ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
@@ -87,7 +88,7 @@ def nomic_bert(config: HfConfig) -> DecoderSpec:
             "a NomicBERT with norms before its branches, with experts, or without rotation of whole heads "
             "is not supported"
         )
-    # Positions behind max_trained_positions would need a base that depends on the length of each text.
+    # Positions beyond max_trained_positions would need a base that depends on the length of each text.
     trained = config.get("max_trained_positions") or config["max_position_embeddings"]
     config = {
         "rope_theta": config.get("rotary_emb_base", 10_000.0),

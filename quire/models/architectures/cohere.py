@@ -27,7 +27,7 @@ def cohere(config: HfConfig) -> DecoderSpec:
 
 
 def cohere2(config: HfConfig) -> DecoderSpec:
-    """Three of four layers have a window. The fourth sees all tokens and has no rotary embedding."""
+    """Three of four layers have a window. The fourth attends to all tokens and has no rotary embedding."""
     pattern = config.get("sliding_window_pattern") or 4
     windows = layer_windows({"sliding_window": 4096, **config}, lambda i: (i + 1) % pattern != 0)
     spec = cohere(config)

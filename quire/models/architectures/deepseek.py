@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V3, and Kimi-K2, which is a V3: latent attention, and many small experts besides shared ones that
-every token uses. DeepSeek-V3.2 and GLM-5: the same with sparse attention."""
+"""DeepSeek-V2 and V3, and Kimi-K2, which is a V3: latent attention, many small experts, and shared experts that every
+token uses. DeepSeek-V3.2 and GLM-5 add sparse attention."""
 
 from dataclasses import replace
 
@@ -38,12 +38,12 @@ def deepseek(config: HfConfig) -> DecoderSpec:
 
 
 def deepseek_v32(config: HfConfig) -> DecoderSpec:
-    """DeepSeek-V3.2. Its indexers rotate halves, other than its attention."""
+    """DeepSeek-V3.2. Unlike its attention, its indexers rotate halves."""
     return with_indexers(deepseek({"first_k_dense_replace": 3, "norm_topk_prob": True, **config}), config)
 
 
 def glm_moe_dsa(config: HfConfig) -> DecoderSpec:
-    """GLM-5 and 5.1. Some layers may attend to the tokens that the layer before has selected."""
+    """GLM-5 and 5.1. Some layers may attend to the tokens that the previous layer has selected."""
     defaults = {"rms_norm_eps": 1e-5, "norm_topk_prob": True, "first_k_dense_replace": 3, "n_group": 1, "topk_group": 1}
     spec = with_indexers(deepseek({**defaults, **config}), config, bool(config.get("indexer_rope_interleave", True)))
     shares = [kind == "shared" for kind in indexer_types(config)]
@@ -64,8 +64,8 @@ def latents(spec: DecoderSpec) -> list[LatentAttentionSpec]:
 
 
 def indexer_types(config: HfConfig) -> list[str]:
-    """Of each layer: "full" for an indexer of its own, or "shared". Configs have a list, or a text with a letter for
-    each layer, or the number of layers for which an indexer is."""
+    """Return for each layer "full" if it has its own indexer, or "shared". Configs have a list, a string with one
+    letter per layer, or the number of layers that share an indexer."""
     layers = config["num_hidden_layers"]
     pattern = config.get("index_topk_pattern")
     if config.get("indexer_types"):
@@ -83,7 +83,7 @@ def glm4_moe_lite(config: HfConfig) -> DecoderSpec:
 
 
 def dots1(config: HfConfig) -> DecoderSpec:
-    """dots.llm1: usual attention, with norms of queries and keys, and the experts of DeepSeek-V3."""
+    """dots.llm1: standard attention, with norms of queries and keys, and the experts of DeepSeek-V3."""
     bias = bool(config.get("attention_bias", False))
     norm = NormSpec("rms", config.get("rms_norm_eps", 1e-6))
     first = config.get("max_window_layers", 62)
@@ -125,7 +125,7 @@ def mixtures(config: HfConfig, is_v3: bool) -> tuple[MLPSpec | MoESpec, ...]:
 
 
 def with_draft_layers(config: HfConfig) -> tuple[str, ...]:
-    """`DecoderSpec.ignored` of a checkpoint whose last layers predict further tokens (read by heads/mtp.py)."""
+    """Return `DecoderSpec.ignored` for a checkpoint whose last layers predict further tokens (read by heads/mtp.py)."""
     layers = config["num_hidden_layers"]
     drafting = range(layers, layers + (config.get("num_nextn_predict_layers") or 1))
     return (r"rotary_emb\.inv_freq$", rf"^model\.layers\.({'|'.join(map(str, drafting))})\.")

@@ -31,7 +31,7 @@ def _has_attention(config: HfConfig) -> list[bool]:
 def _qwen(
     config: HfConfig, mlp: MLPSpec | tuple[MLPSpec | MoESpec, ...], projections: Literal["by_key_head", "separate"]
 ) -> DecoderSpec:
-    """Three of four layers have a Gated DeltaNet, the others attention whose results are gated."""
+    """Three of four layers have a Gated DeltaNet. The others have attention with a gated output."""
     eps = config.get("rms_norm_eps", 1e-6)
     bias = bool(config.get("attention_bias", False))
     norm = NormSpec("rms", eps, wide=True, offset=1.0)
@@ -89,7 +89,7 @@ def qwen3_5_moe(config: HfConfig) -> DecoderSpec:
 
 
 def kimi_linear(config: HfConfig) -> DecoderSpec:
-    """Three of four layers have Kimi Delta Attention, the others latent attention without positions."""
+    """Three of four layers have Kimi Delta Attention. The others have latent attention without positions."""
 
     def field(*names: str, default: Any = None) -> Any:
         return next((config[name] for name in names if config.get(name) is not None), default)

@@ -19,7 +19,7 @@ def ernie(config: HfConfig, mlp: tuple[MLPSpec | MoESpec, ...] | None = None) ->
 
 
 def ernie_moe(config: HfConfig) -> DecoderSpec:
-    """A bias corrects the choice of experts, and shared experts see all tokens."""
+    """A bias corrects the choice of experts, and shared experts process all tokens."""
     act = config.get("hidden_act", "silu")
     size = config["moe_intermediate_size"]
     layers = config["num_hidden_layers"]

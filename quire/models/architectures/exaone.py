@@ -1,4 +1,4 @@
-"""EXAONE 4: norms only after the branches, and three layers with a window for each one that sees all tokens."""
+"""EXAONE 4: norms only after the branches, and three sliding-window layers for each global one."""
 
 from quire.layers.rotary_spec import rotary_spec
 from quire.layers.specs import NormSpec
@@ -6,7 +6,7 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_
 
 
 def exaone4(config: HfConfig) -> DecoderSpec:
-    """If the model has windows, layers that see all tokens have no rotary embedding."""
+    """If the model has windows, its global layers have no rotary embedding."""
     pattern = config.get("sliding_window_pattern") or 4
     pattern = len(pattern) if isinstance(pattern, str) else pattern  # "LLLG": the last one is global
     norm = NormSpec("rms", config.get("rms_norm_eps", 1e-5))

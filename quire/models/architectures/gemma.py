@@ -29,7 +29,7 @@ def _norm(config: HfConfig) -> NormSpec:
 def gemma(config: HfConfig, **differences: Any) -> DecoderSpec:
     config = {"head_dim": 256, "tie_word_embeddings": True, **config}
     bias = bool(config.get("attention_bias", False))
-    act = config.get("hidden_activation") or "gelu_pytorch_tanh"  # the first configs said gelu in hidden_act by mistake
+    act = config.get("hidden_activation") or "gelu_pytorch_tanh"  # the first configs have gelu in hidden_act by mistake
     attention = {"qkv_bias": bias, "output_bias": bias, **differences.pop("attention", {})}
     return decoder_spec(
         config,
@@ -65,7 +65,7 @@ def gemma3(config: HfConfig) -> DecoderSpec:
         "soft_cap": config.get("attn_logit_softcapping"),
     }
     rotary = rotary_by_window(config, windows)
-    if config.get("use_bidirectional_attention"):  # EmbeddingGemma, whose windows are half before and half behind
+    if config.get("use_bidirectional_attention"):  # EmbeddingGemma, whose windows are half before and half after
         attention["is_causal"] = False
         windows = tuple(None if window is None else window // 2 for window in windows)
     return gemma(
@@ -79,8 +79,8 @@ def gemma3(config: HfConfig) -> DecoderSpec:
 
 
 def gemma3_multimodal(config: HfConfig) -> DecoderSpec:
-    """A Gemma 3 that sees, if its config says with which vision model. Else it is the text model, and weights of a
-    vision tower are ignored."""
+    """Gemma 3 with image input, if its config describes the vision model. Otherwise the text model, and the weights of
+    a vision tower are ignored."""
     shared = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
     spec = gemma3({**shared, **config["text_config"]})
     media = None

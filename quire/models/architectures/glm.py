@@ -1,4 +1,4 @@
-"""GLM-4 and GLM-4.5. Half of each head is rotated: by GLM-4 in neighbouring pairs, by GLM-4.5 in halves."""
+"""GLM-4 and GLM-4.5. Half of each head is rotated, in neighbouring pairs in GLM-4 and in halves in GLM-4.5."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def glm4(config: HfConfig) -> DecoderSpec:
 
 
 def glm4_moe(config: HfConfig) -> DecoderSpec:
-    """GLM-4.5, GLM-4.5-Air, GLM-4.6 and GLM-4.7: usual attention, and the experts of DeepSeek-V3."""
+    """GLM-4.5, GLM-4.5-Air, GLM-4.6 and GLM-4.7: standard attention, and the experts of DeepSeek-V3."""
     config = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **config}
     norm = NormSpec("rms", config["rms_norm_eps"]) if config.get("use_qk_norm") else None
     attention = {"qkv_bias": bool(config.get("attention_bias", False)), "qk_norm": norm}

@@ -5,7 +5,7 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
 
 
 def gpt2(config: HfConfig) -> DecoderSpec:
-    """Learned positions; the checkpoint keeps weights as [in, out]."""
+    """Learned positions; the checkpoint stores weights as [in, out]."""
     hidden = config["n_embd"]
     layers = config["n_layer"]
     config = {

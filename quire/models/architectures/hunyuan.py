@@ -1,4 +1,4 @@
-"""Tencent's Hunyuan: Llama with norms of queries and keys behind their rotation; larger models have experts."""
+"""Tencent's Hunyuan: Llama with norms of queries and keys after their rotation; larger models have experts."""
 
 from typing import Any
 
@@ -16,7 +16,8 @@ def hunyuan(config: HfConfig, mlp: Any = None) -> DecoderSpec:
 
 
 def hunyuan_moe(config: HfConfig) -> DecoderSpec:
-    """Every layer has experts, and one that all tokens use. Values for each layer are equal in all published models."""
+    """Every layer has experts, and a shared expert that all tokens use. Per-layer values are equal in all published
+    models."""
     act = config.get("hidden_act", "silu")
     chosen = config.get("moe_topk", 1)
     size = config.get("moe_intermediate_size") or config["intermediate_size"]
@@ -26,7 +27,7 @@ def hunyuan_moe(config: HfConfig) -> DecoderSpec:
 
 
 def _rotary(config: HfConfig) -> RotarySpec:
-    """The type "dynamic" with `alpha` means a larger base (NTK-aware scaling), the same for all lengths of texts."""
+    """The type "dynamic" with `alpha` means a larger base (NTK-aware scaling), the same for all text lengths."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     scaling = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     if not (alpha := scaling.get("alpha")):

@@ -1,4 +1,4 @@
-"""Llama 1 to 3.x and its relatives, whether they use its name (SmolLM, TinyLlama, Yi) or names of their own."""
+"""Llama 1 to 3.x and its relatives, whether they use its architecture name (SmolLM, TinyLlama, Yi) or another one."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def mistral(config: HfConfig) -> DecoderSpec:
 
 
 def ministral3(config: HfConfig) -> DecoderSpec:
-    """Ministral 3: YaRN, and queries that grow with the length of the text."""
+    """Ministral 3: YaRN, and queries that are scaled with the length of the text."""
     rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     scale = rope.get("llama_4_scaling_beta")
     length = rope.get("original_max_position_embeddings")
@@ -34,7 +34,7 @@ def ministral3(config: HfConfig) -> DecoderSpec:
 
 
 def arcee(config: HfConfig) -> DecoderSpec:
-    """Llama whose MLP has a squared ReLU, and no gate."""
+    """Llama whose MLP has a squared ReLU and no gate."""
     bias = bool(config.get("mlp_bias", False))
     mlp = MLPSpec(config["intermediate_size"], config.get("hidden_act", "relu2"), gated=False, bias=bias)
     spec = llama({"mlp_bias": False, **config})
@@ -71,7 +71,7 @@ def smollm3(config: HfConfig) -> DecoderSpec:
 
 
 def internlm2(config: HfConfig) -> DecoderSpec:
-    """Llama with other names, and with q, k and v in one tensor, ordered by KV head."""
+    """Llama with other tensor names, and with q, k and v in one tensor, ordered by KV head."""
     bias = bool(config.get("bias", False))
     attention = {"qkv_bias": bias, "output_bias": bias, "qkv_layout": "by_kv_head"}
     return decoder_spec(config, attention=attention, names=NAMES["internlm2"])

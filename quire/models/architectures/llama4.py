@@ -1,4 +1,5 @@
-"""Llama 4: every fourth layer sees all tokens, without rotation; the others see chunks. A token has one expert."""
+"""Llama 4: every fourth layer attends to all tokens, without rotation; the others within chunks. Each token uses one
+expert."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,9 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert
 
 
 def llama4(config: HfConfig, **differences: Any) -> DecoderSpec:
-    """Norms of queries and keys have no weights. Layers without rotation make queries sharper in long texts.
+    """Norms of queries and keys have no weights. Layers without rotation scale up their queries in long texts.
 
-    Raises ValueError for more than one expert a token, which no published model has.
+    Raises ValueError for more than one expert per token, which no published model has.
     """
     config = {"head_dim": 128, "rms_norm_eps": 1e-5, **config}
     layers = config["num_hidden_layers"]
@@ -49,7 +50,7 @@ def llama4(config: HfConfig, **differences: Any) -> DecoderSpec:
 
 
 def llama4_multimodal(config: HfConfig) -> DecoderSpec:
-    """The text model of a Llama 4 as it is published. The weights of its vision tower are ignored."""
+    """The text model of a published Llama 4 checkpoint. The weights of its vision tower are ignored."""
     spec = llama4(config["text_config"], ignored=(r"^(vision_model|multi_modal_projector)\.",))
     names = {role: name and f"language_model.{name}" for role, name in spec.names.items()}
     return replace(spec, names=names)

@@ -11,7 +11,7 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert
 
 
 def mamba(config: HfConfig) -> DecoderSpec:
-    """Mamba and Falcon Mamba: layers of one branch, without attention. Falcon's has norms without weights inside."""
+    """Mamba and Falcon Mamba: layers with one branch, without attention. Falcon's have inner norms without weights."""
     hidden = config["hidden_size"]
     names = NAMES["mamba2"] | NAMES["mamba"]
     is_falcon = "mixer_rms_eps" in config
@@ -44,7 +44,7 @@ def mamba(config: HfConfig) -> DecoderSpec:
 
 
 def jamba(config: HfConfig) -> DecoderSpec:
-    """Jamba: Mamba with norms inside, every eighth layer attention without positions, every second one experts."""
+    """Jamba: Mamba with inner norms. Every eighth layer has attention without positions, every second one experts."""
     hidden = config["hidden_size"]
     rank = config.get("mamba_dt_rank", "auto")
     act = config.get("hidden_act", "silu")
@@ -78,7 +78,7 @@ def jamba(config: HfConfig) -> DecoderSpec:
 
 
 def mamba2(config: HfConfig) -> DecoderSpec:
-    """Mamba-2: layers of one branch, without attention."""
+    """Mamba-2: layers with one branch, without attention."""
     heads = config["num_heads"]
     head_dim = config["head_dim"]
     mixer = Mamba2Spec(
@@ -106,7 +106,7 @@ def mamba2(config: HfConfig) -> DecoderSpec:
 
 
 def _limits(time_step: Any) -> tuple[float, float]:
-    """transformers writes infinity as a number, as a string or as an object."""
+    """Read a limit. transformers writes infinity as a number, a string or an object."""
     if time_step is None:
         return 0.0, float("inf")
     least, most = (float("inf") if isinstance(limit, dict) else float(limit) for limit in time_step)
@@ -114,7 +114,7 @@ def _limits(time_step: Any) -> tuple[float, float]:
 
 
 def _mixer(config: HfConfig, norm: NormSpec, prefix: str = "mamba_", **differences: Any) -> Mamba2Spec:
-    """The state-space layer of a hybrid, by the fields that Bamba introduced."""
+    """Return the state-space layer of a hybrid, from the fields that Bamba introduced."""
     inner = config[f"{prefix}expand"] * config["hidden_size"]
     heads = config[f"{prefix}n_heads"]
     head_dim = config.get(f"{prefix}d_head", "auto")
@@ -151,8 +151,8 @@ def bamba(config: HfConfig) -> DecoderSpec:
 
 
 def granite_hybrid(config: HfConfig) -> DecoderSpec:
-    """Granite 4: few layers of attention, mostly without positions, and Granite's multipliers. An expert that every
-    token uses stands beside the others, or alone."""
+    """Granite 4: few attention layers, mostly without positions, and Granite's multipliers. A shared expert is used in
+    addition to the routed ones, or alone."""
     norm = NormSpec("rms", config.get("rms_norm_eps", 1e-6))
     act = config.get("hidden_act", "silu")
     bias = bool(config.get("attention_bias", False))

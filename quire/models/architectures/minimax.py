@@ -1,4 +1,4 @@
-"""MiniMax-M2: experts in every layer, and norms over all heads of queries and of keys."""
+"""MiniMax-M2: experts in every layer, and one norm each over all heads of queries and of keys."""
 
 from quire.layers.specs import MoESpec, NormSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count

@@ -1,4 +1,4 @@
-"""Nemotron-3 and 4, and Minitron: layer norms whose weight is stored less 1, and squared ReLUs without a gate."""
+"""Nemotron-3 and 4, and Minitron: layer norms that store weight - 1, and squared ReLUs without a gate."""
 
 from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec

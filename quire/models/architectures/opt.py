@@ -1,4 +1,4 @@
-"""OPT: learned positions and ReLU. OPT-350m has its norms after the sums, and a narrower embedding."""
+"""OPT: learned positions and ReLU. OPT-350m has its norms after the residual sums, and a narrower embedding."""
 
 from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec

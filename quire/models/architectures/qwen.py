@@ -43,7 +43,7 @@ def qwen2(config: HfConfig) -> DecoderSpec:
 
 
 def mimo(config: HfConfig) -> DecoderSpec:
-    """Xiaomi's MiMo-7B: Qwen2 besides layers that predict further tokens, which heads/mtp.py reads."""
+    """Xiaomi's MiMo-7B: Qwen2 with additional layers that predict further tokens, which heads/mtp.py reads."""
     spec = qwen2(config)
     return replace(spec, ignored=(*spec.ignored, r"^model\.mtp_layers\."))
 

@@ -8,7 +8,7 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
 
 
 def rwkv7(config: HfConfig) -> DecoderSpec:
-    """Recurrent layers and MLPs, both of which also read the token before."""
+    """Recurrent layers and MLPs, both of which also read the previous token."""
     hidden = config["hidden_size"]
     layers = config["num_hidden_layers"]
     head_dim = config.get("head_dim") or hidden // (config.get("num_heads") or hidden // 64)
@@ -36,7 +36,7 @@ def rwkv7(config: HfConfig) -> DecoderSpec:
     )
 
 
-# How ranks follow from the width where config.json has none: a factor of its root, and whether they grow with heads.
+# How ranks follow from the width if config.json has none: a factor of its root, and whether they grow with heads.
 _RANKS = {"decay": (2.5, True), "a": (2.5, True), "gate": (5.0, False), "v": (1.7, True)}
 
 

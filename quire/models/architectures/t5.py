@@ -1,5 +1,5 @@
-"""T5 (arXiv:1910.10683), mT5 (arXiv:2010.11934) and UMT5 (arXiv:2304.09151): an encoder of texts, and a decoder that
-reads its results. Distances between tokens take the place of positions."""
+"""T5 (arXiv:1910.10683), mT5 (arXiv:2010.11934) and UMT5 (arXiv:2304.09151): a text encoder, and a decoder that attends
+to its output. Relative distances between tokens replace positions."""
 
 from dataclasses import replace
 
@@ -8,14 +8,14 @@ from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, Names, decoder_spec
 from quire.multimodal.spec import MediaSpec
 
-# Copies of the shared embedding, and a bias that the first checkpoints have and no layer uses.
+# Copies of the shared embedding, and an unused bias in the first checkpoints.
 _IGNORED = (r"^(encoder|decoder)\.embed_tokens\.weight$", r"\.EncDecAttention\.relative_attention_bias\.weight$")
-_TRAINED = 512  # tokens of a text, if the config does not say; nothing else limits them
+_TRAINED = 512  # tokens of a text, if the config has no limit; nothing else limits them
 _OF_DECODER = ("cross_norm", "cross_q", "cross_k", "cross_v", "cross_o", "lm_head")
 
 
 def t5(config: HfConfig) -> DecoderSpec:
-    """T5 and FLAN-T5. T5 1.0 has one table for embedding and head, and scales what the head reads."""
+    """T5 and FLAN-T5. T5 1.0 has one table for embedding and head, and scales the input of the head."""
     return _both(config, NAMES["t5"], scaled=_scales(config))
 
 
@@ -24,13 +24,14 @@ def mt5(config: HfConfig) -> DecoderSpec:
 
 
 def umt5(config: HfConfig) -> DecoderSpec:
-    """Each layer has biases of its own."""
+    """UMT5, in which each layer has its own position biases."""
     bias = str(NAMES["t5"]["distance_bias"]).replace(".0.", ".{i}.", 1)
     return _both(config, NAMES["t5"] | {"distance_bias": bias}, scaled=_scales(config))
 
 
 def _scales(config: HfConfig) -> bool:
-    """transformers 5 saves whether the head's inputs are scaled; before, a model with tied embeddings did that."""
+    """Whether the head's inputs are scaled. transformers 5 saves this; before, models with tied embeddings scaled
+    them."""
     return bool(config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True)))
 
 
@@ -59,7 +60,7 @@ def _both(config: HfConfig, names: Names, scaled: bool) -> DecoderSpec:
 
 
 def _stack(config: HfConfig, layers: int, longest: int, mlp: MLPSpec, is_causal: bool) -> DecoderSpec:
-    """What encoder and decoder have in common."""
+    """Return the fields that the encoder and the decoder share."""
     named = {
         "num_hidden_layers": layers,
         "num_attention_heads": config["num_heads"],

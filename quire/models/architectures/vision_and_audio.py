@@ -1,4 +1,4 @@
-"""Models that see or hear: a text model of another family, and what its pictures or sounds need."""
+"""Models with image or audio input: a text model of another family, and the encoder of its media."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,15 +20,13 @@ TEXT_MODELS: dict[str, Architecture] = {
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
 }
-UNUSED = r"^(model\.)?vision_tower\."  # layers behind those that are read, and the pooler's head
+UNUSED = r"^(model\.)?vision_tower\."  # layers after the last one that is read, and the pooler's head
 
 
 def _text(config: HfConfig, default: str = "llama") -> DecoderSpec:
-    """The spec of the text model. Raises ValueError if it is of a family that has no pictures here."""
+    """The spec of the text model. Raises ValueError for a family that does not support images."""
     text: dict[str, Any] = {**config["text_config"]}
-    if (
-        tied := config.get("tie_word_embeddings")
-    ) is not None:  # said of the whole model, it counts in transformers, too
+    if (tied := config.get("tie_word_embeddings")) is not None:  # transformers also reads the field of the whole model
         text["tie_word_embeddings"] = tied
     kind = text.get("model_type", default)
     if kind not in TEXT_MODELS:
@@ -37,7 +35,7 @@ def _text(config: HfConfig, default: str = "llama") -> DecoderSpec:
 
 
 def llava(config: HfConfig) -> DecoderSpec:
-    """LLaVA-1.5, LLaVA-NeXT, LLaVA-OneVision, and what is built like them: Pixtral and Mistral Small 3.1."""
+    """LLaVA-1.5, LLaVA-NeXT, LLaVA-OneVision, and models with the same structure: Pixtral and Mistral Small 3.1."""
     spec = _text(config, "mistral")
     family = "llava"
     if config["vision_config"].get("model_type") == "pixtral":
@@ -49,7 +47,7 @@ def llava(config: HfConfig) -> DecoderSpec:
 
 def qwen_vl(config: HfConfig) -> DecoderSpec:
     """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, the latter two also with experts. The first configs have the fields
-    of the text model beside the others."""
+    of the text model at the top level."""
     text = config.get("text_config") or {k: v for k, v in config.items() if k != "vision_config"}
     vision = config["vision_config"]
     kind = config.get("model_type", "qwen2_vl")

@@ -1,4 +1,4 @@
-"""Whisper (arXiv:2212.04356): an encoder of log-mel spectra, and a decoder whose layers read its results."""
+"""Whisper (arXiv:2212.04356): an encoder of log-mel spectra, and a decoder whose layers attend to its output."""
 
 from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec

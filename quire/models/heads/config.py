@@ -1,4 +1,4 @@
-"""What the config.json of a drafter's checkpoint says about how it is used."""
+"""Reads from the config.json of a drafter's checkpoint how the drafter is used."""
 
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire.models.spec import HfConfig
 
-# speculators_model_type -> method. P-EAGLE is EAGLE-3 that guesses all drafts at once, which its head knows.
+# speculators_model_type -> method. P-EAGLE is an EAGLE-3 whose head guesses all drafts at once.
 _SPECULATORS = {name: name for name in ("eagle", "eagle3", "mtp", "medusa")}
 _SPECULATORS |= {"peagle": "eagle3", "independent": "draft_model"}
-_NUMBERS = {  # method -> further fields of which one may say how many drafts there are
+_NUMBERS = {  # method -> further fields, one of which may contain the number of drafts
     "medusa": ("medusa_num_heads", "num_heads"),
     "mtp": ("num_nextn_predict_layers",),
 }
 
 
 def speculative_fields(config: "HfConfig", name: str = "") -> dict[str, Any]:
-    """The field `method` of speculative_config, as vLLM finds it, and `num_speculative_tokens` if the config says it.
+    """Return the field `method` of speculative_config, derived as in vLLM, and `num_speculative_tokens` if the config
+    has it.
 
-    name: of the checkpoint, a path or an id of the hub. The first EAGLE heads have the config of a small Llama, so only
-    their name says what they are. Raises ValueError for a method that is not supported, and for a wrong number.
+    name: the checkpoint's path or hub id. The first EAGLE heads have the config of a small Llama, so only their name
+    identifies them. Raises ValueError for an unsupported method, and for a wrong number.
     """
     if "speculators_model_type" in config:
         return _speculators_fields(config)
@@ -29,11 +30,10 @@ def speculative_fields(config: "HfConfig", name: str = "") -> dict[str, Any]:
 
 
 def speculators_target(config: "HfConfig", model: str) -> tuple[str, dict[str, Any]] | None:
-    """If `model`, whose config this is, is a checkpoint of the library speculators: the name or path of the model for
-    which it was trained, and the fields of speculative_config with which that model uses it. Otherwise None.
-
-    So it can be served by its own name. Raises ValueError if the config does not name that model, and as
-    `speculative_fields` does.
+    """Return the target model and the speculative_config of a checkpoint of the library speculators, None for others.
+    The target is the name or path of the model for which it was trained. So such a checkpoint can be served by its own
+    name. config: of `model`. Raises ValueError if the config does not name the target, and as `speculative_fields`
+    does.
     """
     if "speculators_model_type" not in config:
         return None

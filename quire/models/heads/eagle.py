@@ -17,9 +17,9 @@ from quire.models.spec import HfConfig
 class EagleHead(EagleLayers):
     """EAGLE (arXiv:2401.15077) and EAGLE-2 (arXiv:2406.16858), which differ only in how drafts are searched for.
 
-    The input at a position is a projection of the next token's embedding and the hidden state. The output takes the
-    place of the target model's next final hidden state, so the embedding and the language-model head are those of the
-    target model. Checkpoints may contain copies of them.
+    The input at a position is a projection of the next token's embedding and the hidden state. The output replaces the
+    target model's next final hidden state, so the embedding and the language-model head are those of the target model.
+    Checkpoints may contain copies of them.
     """
 
     ignored = (*EagleLayers.ignored, r"^(model\.)?(embed_tokens|lm_head)\.weight$")
@@ -54,7 +54,7 @@ class EagleHead(EagleLayers):
 def eagle(
     builder: Builder, config: HfConfig, target: Decoder, has: Callable[[str], bool], max_model_len: int
 ) -> EagleHead | Eagle3Head:
-    """The HeadMaker of checkpoints whose architecture is called like that of a Llama or Qwen, whichever EAGLE it is.
+    """The HeadMaker of checkpoints with the architecture name of a Llama or Qwen, for any version of EAGLE.
 
     Raises KeyError for a missing field, and ValueError for a field that does not fit the target model.
     """

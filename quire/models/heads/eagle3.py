@@ -19,7 +19,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class NormedInput(Norm):
-    """In the place of the first layer's norm: splits x, the layer's normed input followed by the residual stream."""
+    """Replaces the first layer's norm: splits x, the layer's normed input followed by the residual stream."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -31,9 +31,10 @@ class NormedInput(Norm):
 class Eagle3Head(EagleLayers):
     """EAGLE-3 (arXiv:2503.01840), EAGLE 3.1, and P-EAGLE (arXiv:2602.01469), as Llama or Qwen3 layers.
 
-    The hidden states of the tapped layers are projected to the head's own. The attention of the first layer reads a
-    normed embedding beside a normed hidden state. The residual stream starts with the hidden state. The language-model
-    head is the head's own, and its vocabulary may be a part of the target model's. The embedding may be its own, too.
+    The hidden states of the tapped layers are projected to the head's hidden state. The attention of the first layer
+    reads a normed embedding concatenated with a normed hidden state. The residual stream starts with the hidden state.
+    The head has its own language-model head, whose vocabulary may be a subset of the target model's. It may also have
+    its own embedding.
 
     These fields of the config are optional, and may be in its `eagle_config`. norm_before_residual: the residual stream
     starts with the normed hidden state. norm_before_fc: one norm before the projection, for all tapped states together.
@@ -48,7 +49,7 @@ class Eagle3Head(EagleLayers):
     ) -> None:
         options = settings(config)
         prefix = "layers.{i}."
-        if has("midlayer.hidden_norm.weight"):  # the first publication's name of the only layer
+        if has("midlayer.hidden_norm.weight"):  # the name of the only layer in the first publication
             options = {**options, "num_hidden_layers": 1}
             prefix = "midlayer."
         size = options["hidden_size"]
@@ -90,7 +91,7 @@ class Eagle3Head(EagleLayers):
             self._read_mask(builder, options, width, size)
 
     def _read_token_ids(self, builder: Builder, has_offsets: bool, columns: int, vocab_size: int) -> None:
-        """The checkpoint has the difference between the target's id of a column and the column's number, if any."""
+        """Load the column ids. A checkpoint may contain the difference between a column's target id and its number."""
         if columns > vocab_size:
             raise ValueError(f"the EAGLE-3 head has draft_vocab_size={columns}, but its target has {vocab_size} tokens")
         if not has_offsets and columns == vocab_size:
@@ -123,7 +124,7 @@ class Eagle3Head(EagleLayers):
         return self._project(states[0] if len(states) == 1 else torch.cat(tuple(states), dim=-1))
 
     def _project(self, x: Tensor) -> Tensor:
-        """x: hidden states of all taps side by side, [tokens, width] -> [tokens, hidden]"""
+        """x: the concatenated hidden states of all taps, [tokens, width] -> [tokens, hidden]"""
         if self.fc is None:
             return x
         x = self.input_norm(x)
@@ -146,7 +147,7 @@ class Eagle3Head(EagleLayers):
 
 
 def settings(config: HfConfig) -> dict[str, Any]:
-    """The fields of the config on one level. Heads of `speculators` have those of their layers on a level below."""
+    """Return the config's fields on one level. Heads of `speculators` nest the fields of their layers."""
     of_layers = config.get("transformer_layer_config") or {}
     of_eagle = config.get("eagle_config") or {}
     default = {"norm_before_residual": True} if config.get("speculators_model_type") == "eagle3" else {}  # as in vLLM
@@ -154,12 +155,12 @@ def settings(config: HfConfig) -> dict[str, Any]:
 
 
 def tapped_layers(config: HfConfig, num_layers: int) -> tuple[int, ...]:
-    """The layers of the target model after which the head reads the residual stream; -1 is the embedding.
+    """Return the layers of the target model after which the head reads the residual stream; -1 is the embedding.
 
     The ids in a config count the inputs of layers, as in vLLM: id 2 is the input of layer 2, so the output of layer 1.
-    But in `eagle_config`, ids that begin with 1 are those of the layers whose outputs are read: SpecForge and ModelOpt
-    write them so, and SGLang reads them so. The default are EAGLE's layers, or others if the model is too small for
-    them. Raises ValueError if there are no such layers.
+    But in `eagle_config`, ids that begin with 1 are the layers whose outputs are read, as in SpecForge, ModelOpt and
+    SGLang. The default is EAGLE's layers, or others if the model is too small for them. Raises ValueError if there are
+    no such layers.
     """
     ids = config.get(LAYER_IDS)
     of_eagle = (config.get("eagle_config") or {}).get(LAYER_IDS)

@@ -1,4 +1,4 @@
-"""What the heads of all EAGLEs have in common: the layers of a Llama, without the norm before the first one."""
+"""The common base of all EAGLE heads: the layers of a Llama, without the norm before the first one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,9 +16,9 @@ from quire.models.spec import NAMES, HfConfig, Names, decoder_spec, layer_window
 class EagleLayers(LayerStack):
     """The base of the heads.
 
-    inputs: width of what the attention of the first layer reads. prefix: of the layers' tensors, with {i} for the
-    layer. The layers have the biases and the norms of queries and keys that the checkpoint has, because fields such as
-    `bias` do not mean the same in all configs.
+    inputs: width of the input of the first layer's attention. prefix: of the layers' tensors, with {i} for the layer.
+    The checkpoint's tensors decide which biases and which norms of queries and keys the layers have, because fields
+    such as `bias` have different meanings in different configs.
     """
 
     taps: Sequence[int] = ()

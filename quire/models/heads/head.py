@@ -17,17 +17,17 @@ Choose = Callable[[Tensor, int], Tensor]  # (logits [requests, vocab_size], numb
 
 
 class ChainHead(Protocol):
-    """Guesses tokens one after the other, over a KV cache of its own (EAGLE, multi-token prediction).
+    """Guesses tokens one after the other, with its own KV cache (EAGLE, multi-token prediction).
 
-    Its input at position i is the token at position i + 1 together with the hidden state of position i. Its output
-    there is the hidden state from which the token at position i + 2 is guessed, and which takes the place of the target
-    model's hidden state at position i + 1.
+    Its input at position i is the token at position i + 1 together with the hidden state of position i. Its output at
+    position i is the hidden state from which the token at position i + 2 is guessed. It replaces the target model's
+    hidden state at position i + 1.
 
-    taps: the layers of the target model after which it reads the residual stream, in the order in which `combine` wants
-    them; empty if it reads the final hidden states instead. token_ids: the target model's ids of the columns of the
-    logits, int64; None if they are the same. mask: for a head that guesses all drafts in one forward (P-EAGLE), the
-    token id and the hidden state [hidden] that stand for what is not known yet; else None. rotary, kv_specs,
-    cache_shapes, bind_cache: see Model. ignored: patterns of tensors in its checkpoint that it does not need.
+    taps: the layers of the target model after which it reads the residual stream, in the order that `combine` expects;
+    empty if it reads the final hidden states instead. token_ids: the target model's ids of the columns of the logits,
+    int64; None if they are the same. mask: for a head that guesses all drafts in one forward (P-EAGLE), the token id
+    and the hidden state [hidden] that stand for unknown tokens; else None. rotary, kv_specs, cache_shapes, bind_cache:
+    see Model. ignored: patterns of tensors in its checkpoint that it does not need.
     """
 
     taps: Sequence[int]
@@ -66,8 +66,8 @@ class StateHead(Protocol):
 
     def draft(self, hidden: Tensor, ids: Tensor, count: int, choose: Choose) -> Tensor:
         """hidden: [requests, hidden], the final hidden state from which `ids` [requests], the newest tokens of their
-        texts, were sampled -> `count` drafts of each request, [requests, count], int64, chosen by `choose`."""
+        texts, were sampled -> `count` drafts for each request, [requests, count], int64, chosen by `choose`."""
 
 
-# (builder, config of the head's checkpoint, target model, whether the checkpoint has a tensor, max_model_len) -> head
+# (builder, config of the head's checkpoint, target model, function: whether a tensor exists, max_model_len) -> head
 HeadMaker = Callable[[Builder, HfConfig, Decoder, Callable[[str], bool], int], ChainHead | StateHead]

@@ -1,4 +1,4 @@
-"""Loads what makes drafts: a draft model, or a head that reads hidden states of the target model."""
+"""Loads a drafter: a draft model, or a head that reads hidden states of the target model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from quire.parallel.mesh import Communicator, Mesh
 def load_draft_model(
     options: SpeculativeOptions, config: EngineConfig, max_model_len: int, device: torch.device, group: Communicator
 ) -> Model:
-    """A draft model, in the type of the target model. Raises ConfigError, or an error of its loading."""
+    """Load a draft model in the target model's dtype. Raises ConfigError, or an error from loading it."""
     model = replace(
         config.model,
         model=options.model,
@@ -48,7 +48,8 @@ def load_head(
     max_model_len: int,
     group: Communicator,
 ) -> ChainHead | StateHead:
-    """The head that the options name. directory: of the target model. Raises ConfigError, or an error of loading."""
+    """Load the head that the options name. directory: of the target model. Raises ConfigError, or an error from
+    loading."""
     assert isinstance(target, Decoder), "every model of the registry is a Decoder"
     is_mtp = options.method == "mtp"
     place = directory if is_mtp else Path(str(options.model))
@@ -81,6 +82,6 @@ def load_head(
 
 
 def _given(fields: HfConfig) -> dict[str, Any]:
-    """The fields of a config that are not null. One that is null says as little as one that is missing."""
+    """Return the fields of a config that are not null. A null field is treated as missing."""
     kept = {name: value for name, value in fields.items() if value is not None}
     return {name: _given(value) if isinstance(value, dict) else value for name, value in kept.items()}

@@ -19,7 +19,8 @@ _MOST = 100  # more heads or layers than there can be
 
 @dataclass(frozen=True)
 class _Names:
-    """The names of a checkpoint's tensors, without ".weight". {i}: the head; {j}: the layer; {n}: the number of layers.
+    """The tensor names of a checkpoint format, without ".weight". {i}: the head; {j}: the layer; {n}: the number of
+    layers.
 
     The prefix is empty, except for converted checkpoints and for target models that contain their heads (Medusa-2).
     """
@@ -43,11 +44,11 @@ _NAMES = [
 
 
 class TokenMap:
-    """The ids of the tokens that the heads can guess, when those are fewer than the target model's."""
+    """The ids of the tokens that the heads can guess, if they cover only a part of the target model's vocabulary."""
 
     def __init__(self, builder: Builder, has: Callable[[str], bool], size: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        is_offset = has("d2t")  # speculators keep the id minus the index
+        is_offset = has("d2t")  # speculators stores the id minus the index
         self.ids = builder.whole("d2t" if is_offset else "token_map", size, dtype=torch.int64)
         if is_offset:
             builder.when_loaded(lambda: self.ids.add_(torch.arange(size, device=self.ids.device)))  # type: ignore[arg-type]
@@ -58,10 +59,10 @@ class TokenMap:
 
 
 class MedusaHeads:
-    """A StateHead. Head i is one or several layers x + silu(W x + b), and then a matrix that gives the logits.
+    """A StateHead. Head i consists of one or more layers x + silu(W x + b), and a matrix that computes the logits.
 
-    The first layers of all heads read the same hidden state, so they are one product of stacked weights. matrix: gives
-    the logits of all heads, in one product, too. If it is None, each head has one of `matrices`.
+    The first layers of all heads read the same hidden state, so they are one product with stacked weights. matrix:
+    computes the logits of all heads, also in one product. If it is None, each head has one of `matrices`.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class MedusaHeads:
         self.later = [[linear([i], layer) for layer in range(1, num_layers)] for i in range(num_heads)]
 
     def draft(self, hidden: Tensor, ids: Tensor, count: int, choose: Choose) -> Tensor:
-        """See StateHead. The heads do not see each other's tokens, nor `ids`."""
+        """See StateHead. The heads use neither each other's tokens nor `ids`."""
         states = self.states(hidden, count)
         logits: Iterable[Tensor]
         if self.matrix is None:
@@ -104,7 +105,7 @@ class MedusaHeads:
         return torch.stack([choose(rows, i) for i, rows in enumerate(logits)], dim=1)
 
     def states(self, hidden: Tensor, count: int) -> Tensor:
-        """[requests, hidden] -> [count, requests, hidden], what the matrices of the first heads multiply"""
+        """[requests, hidden] -> [count, requests, hidden], the inputs of the first heads' matrices"""
         branches = self.kernels.activate(self.first(hidden), name="silu").view(-1, self.most, hidden.shape[1])
         states: Tensor = (branches.transpose(0, 1)[:count] + hidden).contiguous()
         for x, layers in zip(states, self.later, strict=False):
@@ -118,8 +119,8 @@ def medusa(
 ) -> MedusaHeads:
     """The HeadMaker of every published format.
 
-    The number of heads and of their layers is what the checkpoint contains, since published configs name other numbers.
-    Only dummy weights, of which all or none are said to exist, have those of the config. Heads without a matrix use the
+    The checkpoint's tensors determine the numbers of heads and layers, since published configs have wrong numbers. Only
+    for dummy weights, where all or no tensors exist, the config's numbers are used. Heads without a matrix use the
     target model's.
     """
     names = next((n for n in _NAMES if has(f"{n.layer(0, 0)}.weight")), _NAMES[0])

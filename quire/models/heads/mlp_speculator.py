@@ -1,4 +1,5 @@
-"""The MLP speculator (arXiv:2404.19124): a state that starts as a hidden state and reads each token it guesses."""
+"""The MLP speculator (arXiv:2404.19124): a state that starts as a hidden state and is updated with each guessed
+token."""
 
 import math
 from collections.abc import Callable
@@ -33,8 +34,8 @@ class BiasedRMSNorm(RMSNorm):
 class MLPSpeculator:
     """A StateHead. Draft i is chosen by H_i s_i, where s_i = gelu(norm_i(a P_i s_(i-1) + b E_i[token i - 1])).
 
-    s_(-1) is the target model's hidden state and token -1 the newest token. The factors a and b are such that, in
-    expectation, half of the last state's magnitude stems from the hidden state. If the checkpoint ties its weights, all
+    s_(-1) is the target model's hidden state and token -1 the newest token. The factors a and b are chosen so that the
+    hidden state is expected to contribute half of the last state's magnitude. If the checkpoint ties its weights, all
     drafts share E, norm and H, and all but the first share P.
     """
 

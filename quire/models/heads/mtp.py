@@ -17,10 +17,9 @@ from quire.models.spec import HfConfig, MixerSpec
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a checkpoint keeps its first such layer. The names, after `prefix`, are without ".weight".
-
-    layer: what stands before the names of the decoder layer's own tensors. hidden_first: in the input of the
-    projection, the hidden state comes before the embedding.
+    """The location of the first such layer in a checkpoint. The names, after `prefix`, are without ".weight". layer:
+    prefix of the decoder layer's own tensors. hidden_first: in the input of the projection, the hidden state comes
+    before the embedding.
     """
 
     prefix: str
@@ -39,10 +38,9 @@ class PredictLayer(LayerStack):
 
         h' = final_norm(layer(projection([embedding_norm(e), hidden_norm(h)])))
 
-    from which the model's own language-model head predicts the token after the next. All hidden states are normed: h is
-    what the target model predicts from, and h' takes its place for the next draft. If there are several such layers,
-    each for one draft, the first makes all drafts. Copies of the model's embedding and head, which checkpoints contain,
-    are not read.
+    from which the model's own language-model head predicts the token after the next. All hidden states are normed: the
+    target model predicts from h, and h' replaces it for the next draft. If a model has several such layers, each for
+    one draft, the first generates all drafts. Copies of the model's embedding and head in the checkpoint are not read.
     """
 
     taps: Sequence[int] = ()
@@ -101,7 +99,7 @@ class PredictLayer(LayerStack):
 
 
 def _attends_alone(mixer: MixerSpec | None) -> bool:
-    """Whether it is attention that needs no selection of the layer before."""
+    """Whether it is attention that does not depend on the previous layer's selection."""
     if isinstance(mixer, LatentAttentionSpec):
         return not mixer.shares_selection
     return isinstance(mixer, AttentionSpec)
@@ -110,7 +108,7 @@ def _attends_alone(mixer: MixerSpec | None) -> bool:
 def deepseek_mtp(
     builder: Builder, config: HfConfig, target: Decoder, has: Callable[[str], bool], max_model_len: int
 ) -> PredictLayer:
-    """The HeadMaker of DeepSeek-V3, R1 and GLM-4.5, which keep the layer after their last."""
+    """The HeadMaker of DeepSeek-V3, R1 and GLM-4.5, which store this layer after their last."""
     return PredictLayer(builder, target, has, max_model_len, Layout(f"model.layers.{target.spec.num_layers}."))
 
 
@@ -127,6 +125,7 @@ def mimo_mtp(
 def qwen_mtp(
     builder: Builder, config: HfConfig, target: Decoder, has: Callable[[str], bool], max_model_len: int
 ) -> PredictLayer:
-    """The HeadMaker of Qwen3-Next and Qwen3.5. Their layer has attention, while most of the model's have states."""
+    """The HeadMaker of Qwen3-Next and Qwen3.5. Their layer has attention, while most of the model's layers are
+    recurrent."""
     layout = Layout("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", layer="layers.0.")
     return PredictLayer(builder, target, has, max_model_len, layout)

@@ -1,4 +1,4 @@
-"""The heads of drafters, by the method of speculative_config; and for the method mtp, by the model's architecture."""
+"""The heads of drafters, by the method of speculative_config and, for the method mtp, by the model's architecture."""
 
 from quire.models.heads.eagle import eagle
 from quire.models.heads.eagle3 import eagle3

@@ -1,4 +1,4 @@
-"""Finds the files of a model and of its drafter before an engine starts, and completes speculative_config by them."""
+"""Finds the files of a model and of its drafter before an engine starts, and completes speculative_config from them."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,19 +15,18 @@ from quire.observability.logging import logger
 
 
 def with_files(config: EngineConfig, weights: bool = True) -> tuple[EngineConfig, Path]:
-    """The model's directory or .gguf file, and the config with a complete speculative_config: its `model` is the
-    drafter's directory, and `method` and `num_speculative_tokens` are known.
+    """Return the model's directory or .gguf file, and the config with a complete speculative_config: `model` is the
+    drafter's directory, and `method` and `num_speculative_tokens` are set.
 
-    If the model that the user named is a drafter of the library speculators, its target is the model. It is the drafter
-    unless the user's speculative_config has another model or method. For a model that makes embeddings or scores, the
-    options `runner` and `dtype` are completed. weights: False downloads no tensors. Raises ConfigError or
-    ModelNotFoundError.
+    If the user named a drafter of the library speculators, its target is served, with this drafter unless the user's
+    speculative_config has another model or method. For an embedding or scoring model, the options `runner` and `dtype`
+    are completed. weights: False downloads no tensors. Raises ConfigError or ModelNotFoundError.
     """
     directory = model_directory(config.model, weights)
     options = config.model
     drafter = {} if directory.is_file() else read_json(directory, "config.json")
     if is_pooling_model({**drafter, **options.hf_overrides}, directory, options):
-        # As in their checkpoints, since most of these models are small, and few of them were trained in bfloat16.
+        # The checkpoint's dtype, since most of these models are small, and few were trained in bfloat16.
         kept = str(drafter.get("dtype") or drafter.get("torch_dtype") or "float32")
         dtype = "float32" if options.dtype == "auto" and kept == "float32" else options.dtype
         config = replace(config, model=replace(options, runner="pooling", dtype=dtype))
@@ -50,7 +49,7 @@ def with_files(config: EngineConfig, weights: bool = True) -> tuple[EngineConfig
 
 
 def _with_drafter(config: EngineConfig, weights: bool) -> EngineConfig:
-    """The config with the directory of the drafter instead of its name."""
+    """Return the config with the drafter's directory instead of its name."""
     options = config.scheduler.speculation
     model = config.model
     if options is None or not options.on_device:
@@ -80,7 +79,7 @@ def _with_drafter(config: EngineConfig, weights: bool) -> EngineConfig:
 
 
 def _what_its_config_says(place: Path, name: str) -> dict[str, Any]:
-    """The fields of speculative_config that the drafter's own config implies."""
+    """Return the fields of speculative_config that the drafter's own config implies."""
     from quire.checkpoints.metadata import hf_config  # slow to import, which would delay each start
 
     try:

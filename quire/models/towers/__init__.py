@@ -1,1 +1,1 @@
-"""The encoders of models that see."""
+"""The media encoders of multimodal models."""

@@ -32,8 +32,8 @@ class Tower:
         return self.projection(squares.reshape(-1, factor**2 * x.shape[-1]))
 
     def _places(self, side: int) -> Tensor:
-        """Which learned positions the patches of a tile have. Fractions are rounded as in training, which gives a few
-        patches the position of their neighbour."""
+        """Return the learned positions of the patches of a tile. Fractions are rounded as in training, so a few patches
+        have the same position as a neighbour."""
         borders = torch.arange(1 / self.side, 1.0, 1 / self.side)
         fractions = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
         index = torch.bucketize(fractions, borders, right=True)

@@ -1,4 +1,4 @@
-"""The layers of encoders. Every rank has them whole: an encoder is small beside the model that reads its results."""
+"""The layers of encoders. Every rank has a full copy: an encoder is small compared with its language model."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,8 +31,8 @@ class Linear:
         kernel: Sequence[int] = (),
         takes_adapters: bool = False,
     ) -> None:
-        """kernel: further dimensions of the checkpoint's weight, that of a convolution over patches which do not
-        overlap. in_features counts all of a patch. takes_adapters: whether low-rank adapters can change the layer."""
+        """kernel: further dimensions of the checkpoint's weight, if it is a convolution over non-overlapping patches.
+        in_features: all values of a patch. takes_adapters: whether low-rank adapters can change the layer."""
         rest = 1
         for size in kernel:
             rest *= size

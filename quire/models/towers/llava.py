@@ -33,7 +33,7 @@ class Tower:
         """[pictures, 3, side, side] -> [pictures, embeddings, hidden]"""
         x = torch.cat(self.vision(pixels), -1)
         if not self.keeps_class:
-            x = x[:, 1:]  # also of SigLIP, whose first token is a patch, as in transformers
+            x = x[:, 1:]  # also for SigLIP, whose first token is a patch, as in transformers
         return self.linear_2(self.activation(self.linear_1(x)))
 
 

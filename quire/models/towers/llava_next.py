@@ -1,4 +1,4 @@
-"""The encoder of LLaVA-NeXT and LLaVA-OneVision: that of LLaVA-1.5 for each tile."""
+"""The encoder of LLaVA-NeXT and LLaVA-OneVision: the encoder of LLaVA-1.5, applied to each tile."""
 
 import math
 from collections.abc import Mapping

@@ -89,7 +89,7 @@ class Tower:
         return self.linear_2(self.activation(self.linear_1(x)))
 
     def _rotation(self, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The pairs turn in turn with the row and with the column. cos, sin: [patches, 1, dim], float32"""
+        """The pairs rotate alternately with the row and the column. cos, sin: [patches, 1, dim], float32"""
         frequencies = 1.0 / self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim)
         index = torch.arange(rows * columns, device=device)[:, None]
         angles = torch.cat((index // columns * frequencies[0::2], index % columns * frequencies[1::2]), 1)

@@ -19,7 +19,7 @@ class Tower:
         self.linear = Linear(builder, "multi_modal_projector.linear", audio["d_model"], text["hidden_size"])
 
     def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """mel: [bins, frames], with silence behind the sound; frames: [1], those of the sound."""
+        """mel: [bins, frames], padded with silence; frames: [1], the number of frames without padding."""
         [frames] = tensors["frames"].tolist()
         x = self.encoder.states(tensors["mel"], (frames - 1) // 2 + 1)
         x = F.avg_pool1d(x.transpose(1, 2), 2).transpose(1, 2)

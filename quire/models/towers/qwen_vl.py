@@ -1,4 +1,4 @@
-"""The encoders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: vision transformers over pictures of any size.
+"""The encoders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: vision transformers for images of any size.
 
 Patches have rotary positions in two dimensions. In Qwen2.5-VL, most layers attend within windows. Since Qwen3-VL,
 patches also have learned positions. In Qwen3-VL, some layers have features that are added to the first layers of the
@@ -68,7 +68,7 @@ class Block:
 
 
 class Merger:
-    """Makes one embedding of 2 x 2 patches. joined: whether they are normed as one vector."""
+    """Merges 2 x 2 patches into one embedding. joined: whether they are normed as one vector."""
 
     def __init__(self, norm: Norm, mlp: Norm, width: int, joined: bool) -> None:
         self.norm = norm
@@ -163,7 +163,8 @@ class Tower:
         return torch.cat([merged, *(taps[layer] for layer in self.taps)], 1)
 
     def _places(self, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The row and the column of each patch of a frame, in their order: those of an embedding after each other."""
+        """Return the row and the column of each patch of a frame, with the patches of an embedding next to each
+        other."""
         cut = torch.arange(rows * columns, device=device).view(
             rows // self.merge, self.merge, columns // self.merge, self.merge
         )
@@ -171,7 +172,7 @@ class Tower:
         return index // columns, index % columns
 
     def _rotation(self, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-        """Half of the pairs turn with the row, and half with the column. cos, sin: [patches, 1, head_dim], float32"""
+        """Half of the pairs rotate with the row, and half with the column. cos, sin: [patches, 1, head_dim], float32"""
         half = self.head_dim // 2
         frequencies = 1.0 / 10_000 ** (torch.arange(0, half, 2, dtype=torch.float32, device=row.device) / half)
         angles = torch.cat((row[:, None] * frequencies, column[:, None] * frequencies), 1)
@@ -179,7 +180,7 @@ class Tower:
         return angles.cos(), angles.sin()
 
     def _learned(self, row: Tensor, column: Tensor, rows: int, columns: int) -> Tensor:
-        """The table of learned positions, which is square, stretched over the picture: [patches, hidden]."""
+        """Interpolate the square table of learned positions to the size of the image: [patches, hidden]."""
         assert self.positions is not None
         total: Tensor | None = None
         y = row * ((self.side - 1) / max(rows - 1, 1))
@@ -195,7 +196,7 @@ class Tower:
         return total
 
     def _windows(self, time: int, rows: int, columns: int) -> tuple[Tensor, list[int]]:
-        """The order of the embeddings, window after window, and the number of patches in each."""
+        """Return the embeddings' order, window after window, and the number of patches in each window."""
         assert self.window is not None
         order = list[Tensor]()
         lengths = list[int]()
@@ -209,7 +210,7 @@ class Tower:
         return torch.cat(order), lengths
 
     def _permuted(self, x: Tensor, order: Tensor) -> Tensor:
-        """x: [patches, ...], in the order of the embeddings that they become"""
+        """x: [patches, ...], in the order of their embeddings"""
         return x.view(-1, self.merge**2, *x.shape[1:])[order].flatten(0, 1)
 
 

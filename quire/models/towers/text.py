@@ -1,4 +1,4 @@
-"""An encoder of texts: layers of the engine, as its decoder's are, which the ranks divide among them."""
+"""A text encoder, built from the engine's layers like the decoder, and divided among the ranks."""
 
 from collections.abc import Mapping
 

@@ -32,11 +32,11 @@ class Layer:
 
 
 class VisionTransformer:
-    """A tower of pictures of fixed size. It computes only the layers that are read."""
+    """A tower for images of a fixed size. It computes only the layers that are read."""
 
     def __init__(self, builder: Builder, name: str, config: Config, layers: Sequence[int]) -> None:
-        """layers: those whose results are read, as indices of the hidden states, of which the first is the embedding
-        and the last is that behind all layers; negative ones count from the end."""
+        """layers: indices of the hidden states to read. The first is the embedding and the last is the output of the
+        last layer; negative indices count from the end."""
         self.is_clip = config.get("model_type", "clip_vision_model") == "clip_vision_model"
         count = config.get("num_hidden_layers", 12)
         sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, **config}
@@ -62,8 +62,8 @@ class VisionTransformer:
 
     def __call__(self, pixels: Tensor, places: Tensor | None = None) -> list[Tensor]:
         """pixels: [pictures, 3, side, side]; places: [patches], the rows of the table of positions, None for all in
-        order -> the hidden states that are read: [pictures, tokens, hidden] each. With CLIP, the first token is that of
-        the class."""
+        order -> the hidden states that are read: [pictures, tokens, hidden] each. With CLIP, the first token is the
+        class token."""
         x = self.patch_embedding(patches(pixels.to(self.positions.dtype), self.patch)).flatten(1, 2)
         if self.class_embedding is not None:
             x = torch.cat([self.class_embedding.expand(len(x), 1, -1), x], 1)

@@ -68,7 +68,7 @@ class Encoder:
 
     def states(self, mel: Tensor, length: int | None = None, slots: Tensor | None = None) -> Tensor:
         """mel: [bins, frames] -> the results of the last layer before its norm: [1, frames / 2, hidden], or only the
-        first `length` of them, which then see no others. slots: see Tower."""
+        first `length` frames, which then attend only to each other. slots: see Tower."""
         x = mel.to(self.positions.dtype)[None]
         for stride, (weight, bias) in enumerate(self.convolutions, 1):
             x = F.gelu(F.conv1d(x, weight, bias, stride=stride, padding=1))
@@ -83,12 +83,11 @@ class Encoder:
 
 
 class OutputRules(LogitsProcessor):
-    """The rules that Whisper was decoded with when it was published (section 4.5 of the paper).
-
-    They apply to prompts that end where a transcript begins: with a task or <|notimestamps|>. Tokens of
-    generation_config.json's suppress_tokens are forbidden, those of begin_suppress_tokens as the first token. Without
-    <|notimestamps|>, timestamps come in pairs that do not decrease, around each piece of text; and if all timestamps
-    together are likelier than any text token, a timestamp follows.
+    """The decoding rules from the publication of Whisper (section 4.5 of the paper). They apply to prompts that end
+    where a transcript begins: with a task or <|notimestamps|>. Tokens in suppress_tokens of generation_config.json are
+    forbidden, and those in begin_suppress_tokens are forbidden as the first token. Without <|notimestamps|>, each piece
+    of text is surrounded by a pair of timestamps, which never decrease. If all timestamps together are likelier than
+    any text token, a timestamp follows.
     """
 
     def __init__(self, config: EngineConfig, device: torch.device, settings: Mapping[str, Any], eos: int) -> None:
@@ -98,7 +97,7 @@ class OutputRules(LogitsProcessor):
         self.first, self.eos = self.no_timestamps + 1, eos  # the first timestamp, <|0.00|>
         self.latest_begin = settings.get("max_initial_timestamp_index")
         self.tasks = {*(settings.get("task_to_id") or {}).values()}
-        if not settings.get("is_multilingual", True):  # a model of English, whose prompts have no task
+        if not settings.get("is_multilingual", True):  # an English-only model, whose prompts have no task
             self.tasks = {settings.get("decoder_start_token_id", -1)}
         self.never = torch.tensor(settings.get("suppress_tokens") or [], dtype=torch.int64, device=device)
         self.never_first = torch.tensor(settings.get("begin_suppress_tokens") or [], dtype=torch.int64, device=device)
@@ -119,7 +118,7 @@ class OutputRules(LogitsProcessor):
             self._keep_times(logits[at.index[place]], at.token_ids(place)[1])
 
     def _keep_times(self, logits: Tensor, output: list[int]) -> None:
-        """logits: [vocab], changed in place. output: the tokens before the place."""
+        """logits: [vocab], changed in place. output: the tokens generated so far."""
         first = self.first
         times = [token for token in output if token >= self.first]
         logits[self.no_timestamps] = _NEVER
@@ -143,7 +142,7 @@ def make(builder: Builder, spec: MediaSpec) -> Encoder:
 
 
 def output_rules(directory: Path, spec: MediaSpec, config: EngineConfig, device: torch.device) -> OutputRules:
-    """The rules of the checkpoint in this folder."""
+    """Return the rules of the checkpoint in this folder."""
     file = directory / "generation_config.json"
     settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     given = {**spec.config, **settings}

@@ -1,7 +1,7 @@
 """Runs transformers' own modelling code on Quire's paged attention, for architectures that Quire lacks.
 
-`--model-impl transformers` asks for it. It is imported only then.
+It is imported only if `--model-impl transformers` is set.
 
-The tokens of a step are one sequence for the model, with the positions that they have in their requests. Tokens of
-different requests meet in attention only, and that is Quire's; probe.py makes sure of it.
+The model receives the tokens of a step as one sequence, with their positions within their requests. Tokens of different
+requests could interact only in attention, which is Quire's; probe.py verifies this.
 """

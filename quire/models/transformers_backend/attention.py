@@ -17,14 +17,14 @@ NAME = "quire"  # among transformers' attention functions
 
 @dataclass
 class Step:
-    """What the attention of all layers shares. plans: of each KV group, for the step that runs."""
+    """State shared by the attention of all layers. plans: for each KV group, the plan of the current step."""
 
     plans: list[Any] = field(default_factory=list)
 
 
 @dataclass
 class PagedAttention:
-    """The attention of one layer: its place in the cache. head_dim: of what is cached; see `_rows`.
+    """The attention of one layer: its place in the cache. head_dim: of cached keys and values; see `_rows`.
 
     backend, cache: set once the cache's size is known.
     """
@@ -53,8 +53,8 @@ class PagedAttention:
 
 
 def _rows(x: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """[1, heads, tokens, dim] -> [tokens, heads, head_dim], with zeros behind shorter vectors: in some models, values
-    are shorter than keys. Zeros change no product."""
+    """[1, heads, tokens, dim] -> [tokens, heads, head_dim], with shorter vectors padded with zeros: in some models,
+    values are shorter than keys. Zeros change no product."""
     x = torch.nn.functional.pad(x, (0, head_dim - x.shape[-1]))
     return x[0].transpose(0, 1).to(dtype).contiguous()
 
@@ -70,11 +70,12 @@ def _attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The names are transformers'. The other arguments are known from the probe, or have no effect."""
+    """The argument names are transformers'. The other arguments were checked by the probe, or have no effect."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return module.quire_attention(query, key, value, scale, softcap, s_aux), None
 
 
 def register() -> None:
-    """Make the function known to transformers. Since it has no function for masks, no masks are made for it."""
+    """Register the function with transformers. No mask function is registered, so transformers creates no masks for
+    it."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)

@@ -1,4 +1,4 @@
-"""Loads a model with transformers, and puts Quire's attention into it."""
+"""Loads a model with transformers, and replaces its attention with Quire's."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A model of transformers behind the interface between the worker and its model."""
+"""Adapts a model of transformers to the interface between the worker and its model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,15 +21,15 @@ from quire.parallel.residual_stream import ResidualStream
 
 
 class _Passed(torch.nn.Module):
-    """Stands where a model's layers were. So the model's own forward makes logits of hidden states that are there
-    already, with all factors and caps that it knows."""
+    """Replaces a model's layers. So the model's own forward computes logits from existing hidden states, with all of
+    its factors and caps."""
 
     def forward(self, inputs_embeds: Tensor, **others: Any) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 class TransformersModel(Model):
-    """network: the model, which loses its layers to this one."""
+    """network: the model, whose layers are moved to this one."""
 
     def __init__(
         self, network: Any, layers: Sequence[LayerAttention], max_model_len: int, kernels: Kernels, group: Communicator

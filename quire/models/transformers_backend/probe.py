@@ -1,10 +1,10 @@
-"""Runs a few tokens through a model to see which attention its layers have, and whether it can run on Quire's.
+"""Runs a few tokens through a model to find out which attention its layers have, and whether it can run on Quire's.
 
-Nothing is assumed from the names in a config. The model is run with an attention function in which each token attends
-to itself, and which records the queries, keys, values, masks and options with which each layer calls it. Then the last
-of eight tokens is put among other tokens, at another place, with its old position, and the model is given embeddings in
-place of ids. If the token has the same queries, keys and values as before in every layer, they depend on its embedding
-and position only, and so requests cannot disturb each other.
+Nothing is assumed from the names in a config. The model runs with an attention function in which each token attends
+only to itself. The function records the queries, keys, values, masks and options of each layer's call. In a second run
+with embeddings instead of ids, the last of eight tokens is placed among other tokens, at another index, with its old
+position. If its queries, keys and values are the same as before in every layer, they depend only on its embedding and
+position, so requests cannot affect each other.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "quire_probe"  # among transformers' attention functions
 _TOKENS = 8
-_MOVED = 2  # where the last token is put
+_MOVED = 2  # the last token's new index
 _TRIES = 3  # rounding may choose other experts for a token in one of them
-_BOUND = 0.1  # of a vector's norm: far above rounding, below what a foreign token or a wrong position does
+_BOUND = 0.1  # relative to a vector's norm: far above rounding, below the effect of another token or a wrong position
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Recorder:
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
 
     def mask(self, mask_function: Callable[..., Tensor], **others: Any) -> Tensor:
-        """Something that layers hand on, with the function that says what a mask would hold."""
+        """An opaque mask that layers pass on, with the function that defines its content."""
         mask = torch.zeros(1, 1, 1, 1)
         mask.function = mask_function  # type: ignore[attr-defined]
         return mask
@@ -65,7 +65,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What was seen of the attention of one layer. head_dim: the longer one of keys' and values'."""
+    """The observed attention of one layer. head_dim: the larger of the keys' and the values'."""
 
     module: Any
     num_heads: int
@@ -75,7 +75,7 @@ class LayerAttention:
 
 
 def register() -> Recorder:
-    """A recorder that transformers knows as the attention function NAME."""
+    """A recorder, registered with transformers as the attention function NAME."""
     recorder = Recorder()
     ALL_ATTENTION_FUNCTIONS.register(NAME, recorder.attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, recorder.mask)
@@ -84,7 +84,7 @@ def register() -> Recorder:
 
 @torch.inference_mode()
 def probe(body: Any, vocab_size: int, recorder: Recorder, max_model_len: int) -> list[LayerAttention]:
-    """The attention of each layer, in their order. body: a model without its head, whose attention function is NAME.
+    """Return the attention of each layer, in order. body: a model without its head, whose attention function is NAME.
 
     Raises ValueError if it cannot run on Quire's attention.
     """
@@ -144,9 +144,8 @@ def _layer(call: Call, max_model_len: int) -> LayerAttention:
 
 
 def _window(function: Callable[..., Tensor], length: int) -> int | None:
-    """How many tokens a query sees by this mask, itself included; None for all of `length`.
-
-    function: tells for a sequence, a head, a query and keys which keys the query sees.
+    """Return how many tokens a query attends to under this mask, including itself; None for all of `length`. function:
+    returns for a sequence, a head, a query and keys which keys the query attends to.
     """
     keys = torch.arange(length)
     zero = torch.tensor(0)

@@ -1,4 +1,4 @@
-"""What the engine has to know about a model of transformers before it is loaded."""
+"""Describes a model of transformers for the engine before it is loaded."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
 
 
 def architecture(config: HfConfig) -> str:
-    """The name of transformers' class. Raises ValueError if it has none that generates."""
+    """Return the name of transformers' class. Raises ValueError if there is no class that generates."""
     names = config.get("architectures") or []
     for name in names:
         if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
@@ -24,7 +24,7 @@ def architecture(config: HfConfig) -> str:
 
 
 def settings_of(config: HfConfig) -> Any:
-    """transformers' own config. Raises ValueError if the model cannot run on Quire's attention."""
+    """Return transformers' own config. Raises ValueError if the model cannot run on Quire's attention."""
     name = architecture(config)
     if config.get("model_type") not in CONFIG_MAPPING:
         raise ValueError(f"transformers {transformers.__version__} has no model_type {config.get('model_type')!r}")
@@ -43,8 +43,8 @@ def settings_of(config: HfConfig) -> Any:
 
 
 def spec_of(config: HfConfig) -> DecoderSpec:
-    """The sizes of the model. What it says about layers are the usual ones: which they are is seen by running them
-    (probe.py). Raises ValueError."""
+    """Return the sizes of the model. Its layers are described as standard ones: probe.py finds their real properties by
+    running them. Raises ValueError."""
     settings = settings_of(config)
     sizes = {}
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
