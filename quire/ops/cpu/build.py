@@ -299,8 +299,7 @@ def _flags(name: str) -> list[str]:
 def _best(folder: Path, is_compiler_better: bool = False) -> Library | None:
     """Return the best library for a named instruction set in `folder` that this processor can run.
 
-    is_compiler_better: if there is a compiler, accept only a library with all of the processor's instructions that the
-    kernels use.
+    is_compiler_better: with a compiler, accept only libraries with all instructions that kernels can use here.
     """
     features = set(cpu_features().split())
     for name, (_, needed) in INSTRUCTION_SETS.items():
@@ -358,8 +357,7 @@ def _start(units: UnitLibrary, first: list[str]) -> Background:
 
 
 def compile_for(name: str, folder: Path) -> Path:
-    """Return the library for an instruction set, which this processor may lack. Compile it into `folder` if it is
-    missing.
+    """Return the library for an instruction set, which this processor may lack, compiled into `folder` if missing.
 
     Raises BuildError if there is no compiler or it fails, OSError if the folder is not writable or not trustworthy.
     """
