@@ -27,7 +27,7 @@ using namespace quire;
 namespace {
 
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
-// A head whose keys and values take no more fetches all of the next head's: both fit into a second-level cache of 1 MB.
+// A head with at most this many bytes of keys and values prefetches the next head's: both fit into a cache of 1 MB.
 constexpr int64_t SHORT_BYTES = 256 << 10;  // 512 tokens of 128 elements in bfloat16
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
@@ -170,8 +170,8 @@ struct Attention {
     }
   }
 
-  // What the exponential is taken of: a row's scores times scale and log2(e), with everything that changes scores. Keys
-  // outside [begin, end) count nothing. ahead: of the query, the tile's first key. Returns the largest one by lanes.
+  // The exponential's arguments: a row's scores times scale and log2(e), with all modifications of scores. Keys outside
+  // [begin, end) get weight 0. ahead: distance from the query to the tile's first key. Returns the maxima.
   template <bool MASKED, bool CAPPED, bool BIASED>
   f32x16 prepare_row(float* scores, int begin, int end, int head, int ahead, const float* scales) const {
     f32x16 top = splat(MINUS_INFINITY);

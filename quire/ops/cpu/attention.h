@@ -2,10 +2,10 @@
 //
 // A block of a layer's cache is [kv_heads][2][block_size * dim] elements; dim is head_dim padded to a multiple of 16 with
 // zeros. Between it and the next block lie the other layers' parts of the block: the block stride is an argument. Keys
-// are transposed, and keys and values are interleaved in pairs (bfloat16 and float16; "pairs" of one for float32), so that
-// everything is read as lines of 16 32-bit words, 64 bytes, each word a pair that meets one broadcast word of the other
-// operand in a dot product. (Pairs of float16 are widened first, and are two words then.) No sum ever runs across a
-// register:
+// are transposed, and keys and values are interleaved in pairs (bfloat16 and float16; "pairs" of one for float32), so
+// that everything is read as lines of 16 32-bit words, 64 bytes. A dot product combines each word, a pair, with one
+// broadcast word of the other operand. (Pairs of float16 are widened first, and are two words then.) No sum ever runs
+// across a register:
 //
 //   keys, [dim / 2][block_size] words                      values, [block_size / 2][dim] words
 //                token 0     token 1     ... token 15                   dim 0       dim 1      ... dim D-1
@@ -14,14 +14,15 @@
 //
 //   scores[row][16 tokens] += keys line . q[row][2 dims]    out[row][16 dims] += values line . p[row][2 tokens]
 //
-// Cells of one byte (attention_cells.h) lie likewise, in words of four: keys in [dim / 4][block_size] words, values in
-// [block_size / 4][dim]; block_size scales in float32 follow the keys, and as many the values.
+// Cells of one byte (attention_cells.h) have the same layout, in words of four: keys in [dim / 4][block_size] words,
+// values in [block_size / 4][dim]. The keys and the values are each followed by block_size float32 scales.
 //
 // A block of a latent cache (MLA) is [kv_heads][1][block_size * dim]: keys, whose first out_dim elements are the values. A
 // tile of them is brought into the layout of values when it is visited, once for all query heads.
 //
-// Of a latent cache by slots (sparse attention), single tokens are read, so a block is [block_size][dim] elements, and for
-// cells as many scales behind them. A tile of the tokens that a query has selected is brought into the layout of keys.
+// A latent cache by slots (sparse attention) is read token by token, so a block is [block_size][dim] elements, followed
+// by block_size scales if they are cells. A tile of the tokens that a query has selected is brought into the layout of
+// keys.
 #pragma once
 
 #include "attention_cells.h"
@@ -59,7 +60,7 @@ inline int64_t plane_words(const Geometry& g) {
   return int64_t(g.block_size) * (g.dim / TOKENS<S> + S::SCALED);
 }
 
-// f(S{}) with how the geometry says that elements are kept. A unit for one type (units.py) has cells, or none.
+// f(S{}) with the storage format of the geometry. A unit for one type (units.py) has cells, or none.
 template <class F>
 inline void with_storage(const Geometry& g, F f) {
   with_type(g.dtype, [&](auto type) {

@@ -1,5 +1,5 @@
-// What an element of the cache is: the model's own type, or a cell of one byte, int8 or fp8 (e4m3), of which a token's
-// key and value have a scale each in every head (quire/attention/cells.py has the definition).
+// The format of a cache element: the model's type, or a cell of one byte, int8 or fp8 (e4m3). With cells, a token's key
+// and its value each have a scale in every head (quire/attention/cells.py has the definition).
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace quire {
 struct Int8 {
   static constexpr float LARGEST = 127;
 
-  // What the highest byte of each word stands for; the bytes below it do not matter.
+  // The value of the highest byte of each word; the other bytes are ignored.
   static QUIRE_INLINE f32x16 decode(u32x16 word) { return to_float(as<i32x16>(word) >> 24); }
 
   // The nearest, ties to even, of |x| <= LARGEST, in the lowest byte.
@@ -103,7 +103,7 @@ struct Whole {
   using Element = Type;
   static constexpr bool SCALED = false;
   static constexpr int LINES = UNPACKED<Type>;
-  // For so many sums a kernel has registers.
+  // The number of sums for which a kernel has registers.
   static constexpr int ROWS = LINES > 1 ? MOST_EXPANDED : std::is_same_v<T, float> && MAX_COLUMNS == 1 ? 6 : MAX_ROWS;
   static constexpr int columns(int rows) {
     return LINES > 1 ? columns_expanded(rows) : rows <= 2 ? 2 * MAX_COLUMNS : MAX_COLUMNS;

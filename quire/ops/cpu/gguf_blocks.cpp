@@ -9,7 +9,7 @@ using namespace quire;
 
 namespace {
 
-// Where a block's parts go. codes: one in a byte. factors: one or two halves.
+// The destinations of a block's parts. codes: one per byte. factors: one or two halves.
 struct Target {
   uint8_t *codes, *scales, *offsets;
   uint16_t* factors;

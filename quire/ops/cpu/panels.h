@@ -25,8 +25,8 @@
 namespace quire {
 
 constexpr int PANEL = 64, PANEL_LINES = PANEL / LANES;
-// Of a panel, which all rows visit before the next piece: it stays in the second-level cache. For many rows it is larger,
-// since beginning and ending a visit takes time (3 % of it).
+// The size of a piece of a panel. All rows visit it before the next piece, so that it stays in the second-level cache.
+// It is larger for many rows, since beginning and ending a visit takes time (3 % of it).
 constexpr int64_t CHUNK_BYTES = 1 << 16, LARGE_CHUNK_BYTES = 1 << 17;
 constexpr int VISITS = 22;  // of rows, that make up a task: they and their sums stay in the cache as well
 constexpr int64_t PARALLEL_WORDS = 1 << 14;  // below it, one thread is done before a second one has woken up
@@ -44,7 +44,7 @@ T* room(std::vector<T>& kept, int64_t size) {
   return kept.data() + (64 - reinterpret_cast<uintptr_t>(kept.data()) % 64) / 4 % LANES;
 }
 
-// What a piece of work is to bring into the cache meanwhile: `count` lines from `at`.
+// The lines that a piece of work prefetches while it runs: `count` lines from `at`.
 struct Ahead {
   const char* at;
   int count;
@@ -123,8 +123,8 @@ struct Shape {
   }
 };
 
-// Runs of neighbouring items, one for each thread, which helps with the others' when it is done with its own. So a thread
-// reads from one end of its share of the weights to the other, as the hardware expects.
+// Runs of neighbouring items, one for each thread. A thread that has finished its run helps the others. So a thread
+// reads its share of the weights in order, as the hardware expects.
 class Ranges {
  public:
   Ranges(int64_t items, int count) : items_(items), count_(count), next_(room_for(count)) {

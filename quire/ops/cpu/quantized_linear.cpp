@@ -4,11 +4,11 @@
 //   result[m, n] = sum over groups g of  x_scale[m, g] * (scale[n, g] * sum (code - centre) * x_code
 //                                                         + offset[n, g] * sum x_code)
 //
-// A word holds the codes of four inputs in 8 bits each, or of eight in 4 bits, two to a byte. For the latter the codes of
-// x stand in the order in which the halves of the bytes are met: the even ones of eight, then the odd ones.
+// A word holds the codes of four inputs in 8 bits each, or of eight in 4 bits, two to a byte. For the latter, the codes
+// of x are in the order in which the halves of the bytes are used: the even ones of eight, then the odd ones.
 //
-// Codes of 4 bits that stand for values of a table are not multiplied in integers: their values are looked up, sixteen in
-// an instruction, and multiplied with the activations as they are.
+// Codes of 4 bits that index a table are not multiplied as integers: their values are looked up, sixteen per
+// instruction, and multiplied with the unquantized activations.
 #include <numeric>
 
 #include "blocks.h"

@@ -1,8 +1,8 @@
 // A team of threads for work that is cut into items, which its members draw one by one.
 //
-// Members come when they can: nobody waits for a thread that another program keeps from its core, the others do its
-// share (with OpenMP's barriers, one busy program beside it made a decoding step 3 times as long). Between two pieces of
-// work, members look for the next one for a while, letting others use the core meanwhile, and then sleep.
+// Members join when they can. If another program occupies a member's core, the others do its share instead of waiting
+// (with OpenMP's barriers, one other busy program made a decoding step 3 times as long). Between two pieces of work,
+// members poll for the next one for a while, offering the core to others, and then sleep.
 #pragma once
 
 #include <algorithm>

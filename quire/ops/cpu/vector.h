@@ -360,7 +360,7 @@ inline void copy_factors(const T* from, int64_t n, Factor<T>* to) {
   else for_lanes(n, [&](int64_t i, int lanes) { store_up_to(to + i, load_up_to(from + i, lanes), lanes); });
 }
 
-// Matrix products keep so many rows by so many lines of sums in registers.
+// The numbers of rows and lines whose sums matrix products keep in registers.
 #ifdef __AVX512F__
 constexpr int MAX_ROWS = 6, MAX_COLUMNS = 4;  // 24 accumulators of the 32 registers
 #else
