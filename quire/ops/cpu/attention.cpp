@@ -111,8 +111,8 @@ struct Attention {
     return tile;
   }
 
-  // Brings the keys [from, to), which lie in the slots that the table lists, into the working memory: lines of keys,
-  // TILE_KEYS words apart. The other keys of these lines are zero.
+  // Copies the keys [from, to) from the slots in the table into the working memory: lines of keys, TILE_KEYS words
+  // apart. The other keys of these lines are zero.
   Tile& gather_slots(const Task& t, int base, int from, int to, Tile& tile, Scratch& s) const {
     const typename S::Expand expand;
     const int32_t* slots = step.block_table + t.request * step.table_stride + base;
@@ -171,7 +171,7 @@ struct Attention {
   }
 
   // The exponential's arguments: a row's scores times scale and log2(e), with all modifications of scores. Keys outside
-  // [begin, end) get weight 0. ahead: distance from the query to the tile's first key. Returns the maxima.
+  // [begin, end) get weight 0. ahead: distance from the query to the tile's first key. Returns the lanes' maxima.
   template <bool MASKED, bool CAPPED, bool BIASED>
   f32x16 prepare_row(float* scores, int begin, int end, int head, int ahead, const float* scales) const {
     f32x16 top = splat(MINUS_INFINITY);

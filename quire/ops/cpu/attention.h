@@ -31,8 +31,8 @@
 namespace quire {
 
 constexpr int TILE_KEYS = 64, TILE_LINES = TILE_KEYS / LANES;
-constexpr int TILE_ROWS = 64;        // a tile of queries holds about as many rows
-constexpr int TASKS_PER_THREAD = 4;  // enough that threads end together
+constexpr int TILE_ROWS = 64;        // the approximate number of rows in a tile of queries
+constexpr int TASKS_PER_THREAD = 4;  // enough for threads to end together
 constexpr int64_t PARALLEL_COST = 8 * 256;  // below it, one thread is done before a second one has woken up
 
 // Geometry and Step are mirrored in quire/attention/cpu.py, which also knows the sizes of Task and Merge.
@@ -41,7 +41,7 @@ struct Geometry {
   int32_t is_latent, heads, kv_heads, block_size;
   int32_t head_dim, dim;     // of queries and keys, and that padded
   int32_t out_dim, out_pad;  // of values and the result, and that padded
-  int32_t by_slot;           // whether block tables list the slot of each key
+  int32_t by_slot;           // whether block tables list the slot of each key instead of blocks
 
   int group() const { return heads / kv_heads; }
   // Keys of the shortest splits (see split_end). Merging a split costs 1 % of computing one of this size; with few KV
@@ -54,7 +54,7 @@ struct Geometry {
 template <class S>
 constexpr int TOKENS = 4 / sizeof(typename S::Element);
 
-// Keys or values of a block in one head, in 32-bit words.
+// The size of a block's keys or values in one head, in 32-bit words.
 template <class S>
 inline int64_t plane_words(const Geometry& g) {
   return int64_t(g.block_size) * (g.dim / TOKENS<S> + S::SCALED);
@@ -77,7 +77,7 @@ inline void with_storage(const Geometry& g, F f) {
   });
 }
 
-// The keys of a sequence are divided into splits, whose borders depend on nothing but the model and the position: 32 splits
+// The keys of a sequence are divided into splits, whose borders depend only on the model and the position: 32 splits
 // of split_keys, and from there 16 splits between two powers of two. Every row computes a result for each split and merges
 // the results in order. So a row's result is the same bit for bit, whichever thread computes which splits. Returns the
 // end of the split that holds `key`.

@@ -120,7 +120,7 @@ QUIRE_INLINE f32x16 sigmoid(f32x16 x) {
   return 1.0f / (1.0f + exp2(where(exponent > 126.0f, splat(126.0f), exponent)));
 }
 
-// The gated activations: what becomes of a gate and the value beside it. T is the type of the tensors.
+// The gated activations: functions of a gate and its value. T is the type of the tensors.
 struct Silu {
   template <class T>
   QUIRE_INLINE f32x16 operator()(f32x16 gate, f32x16 up, T type) const {

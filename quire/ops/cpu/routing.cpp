@@ -1,4 +1,4 @@
-// Which experts compute which tokens: the choice by the router's scores, and the tokens in the order of their experts.
+// Assigns tokens to experts: chooses experts by the router's scores, and sorts the tokens by expert.
 #include <cmath>
 #include <cstring>
 #include <limits>

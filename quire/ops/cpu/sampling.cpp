@@ -73,7 +73,7 @@ Best largest(const T* logits, int64_t begin, int64_t end) {
 // tokens[row] = the best of visit(row, begin, end) over slices of the row.
 template <class F>
 void best_of_rows(int64_t rows, int64_t vocab, int64_t* tokens, int threads, F visit) {
-  // Enough slices that the threads finish together, none so short that it is not worth a start.
+  // Enough slices for the threads to finish together, none too short to be worth starting.
   const int64_t wanted = std::min((4 * threads + rows - 1) / std::max<int64_t>(rows, 1), vocab / 4096 + 1);
   const int64_t size = ((vocab + wanted - 1) / std::max<int64_t>(wanted, 1) + GROUP - 1) / GROUP * GROUP;
   const int64_t slices = (vocab + size - 1) / size;

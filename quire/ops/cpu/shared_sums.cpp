@@ -1,4 +1,4 @@
-// Sums over the ranks of a machine, and rows of all of them, through memory that they share.
+// Sums and gathered rows over the ranks of one machine, through shared memory.
 //
 // A rank copies its summand into its slot, announces its arrival, waits for the others, and adds up all slots in the
 // order of the ranks, so that all ranks have the same bits. If each rank needs only its share of the sum, it adds up

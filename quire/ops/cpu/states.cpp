@@ -216,7 +216,7 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
       const int64_t source = span.source();
       for (int64_t i = 0; i < z.key_dim; i++)
         memcpy(state + i * TILE, pages + source * page + in_page + i * z.value_dim, columns * sizeof(float));
-      for (at = number[source * page]; at < span.start; at++) {  // what was computed before, but was not certain then
+      for (at = number[source * page]; at < span.start; at++) {  // computed earlier, but not certain then
         const float* row = behind + source * page + at % step.drafts * token;
         memcpy(value, row + at_v + head * z.value_dim + from, columns * sizeof(float));
         memcpy(factor, row + at_scale + scale_at, scales * sizeof(float));

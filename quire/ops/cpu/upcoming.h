@@ -15,9 +15,9 @@ namespace quire {
 
 class Upcoming {
  public:
-  // What a thread has fetched.
+  // The state of a thread's prefetching.
   struct Progress {
-    int current = -1;   // what was read when the thread looked last
+    int current = -1;   // the weights that were read when the thread last looked
     int next = 0;       // what it fetches now
     int64_t bytes = 0;  // of its share of that
     int64_t left = 0;   // how many more it may fetch until something else is read
