@@ -278,7 +278,7 @@ struct Attention {
     return tile;
   }
 
-  // Likewise the values', in place of the keys.
+  // Expands the values in the same way, into the memory of the keys.
   Tile& expand_values(Tile& tile, const Tile& ahead, Scratch& s) const {
     uint32_t* to = reinterpret_cast<uint32_t*>(s.keys);
     for (int c = 0; c < TILE_LINES; c++, to += LANES / PAIR<T> * g.dim) {
@@ -471,7 +471,7 @@ struct Attention {
     alignas(64) std::atomic<int> counter{0};
     together(step.threads, [=, &counter] {
       Scratch& s = scratch();
-      // Each thread draws once more before it begins with what it has drawn, so as to know what to fetch meanwhile.
+      // Each thread draws its next task before it begins the current one, so that it can prefetch for it.
       Heads drawn = heads_of(counter++, whole, draws);
       while (drawn.task) {
         const Heads next = heads_of(counter++, whole, draws);

@@ -84,8 +84,8 @@ struct Dense {
       Ahead fetched = ahead.portion((C - c) / AT_ONCE);
       add_products<R, AT_ONCE>(part, row, line + c, sums + c * LANES, fetched);
     }
-    // The last part's sums are results. Each visit writes its own, so that the next visit computes while the lines of
-    // memory are fetched that the results go to.
+    // The sums of the last part are the results. Each visit writes its own, so that the next visit computes while the
+    // lines of memory are fetched that the results go to.
     if (part.word + part.words == row_words && visits_write(part.panel)) write(part.panel, row, R, line, C, sums);
   }
 

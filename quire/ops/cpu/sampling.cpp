@@ -1,4 +1,5 @@
-// One draw a row by the Gumbel-max trick, the noise made on the fly from Philox4x32-10 (see ops/reference/sampling.py).
+// One draw per row by the Gumbel-max trick, with noise made on the fly by Philox4x32-10 (see
+// ops/reference/sampling.py).
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -50,7 +51,7 @@ Best visit_slice(const float* logits, int64_t begin, int64_t end, uint32_t posit
   return best;
 }
 
-// The largest of a slice, the first of equal ones.
+// The largest of a slice, the first if several are equal.
 template <class T>
 Best largest(const T* logits, int64_t begin, int64_t end) {
   f32x16 tops = splat(-std::numeric_limits<float>::infinity());

@@ -1,7 +1,7 @@
 // Recurrent layers: a causal convolution, and a scan over a state that decays (ops/reference/states.py defines them).
 //
 // Tokens of a text are taken one after the other, so a token's result does not depend on how the text is cut into steps.
-// Heads and columns of the state are independent of each other, and are shared out among threads: a task takes TILE
+// Heads and columns of the state are independent of each other, and are divided among threads: a task takes TILE
 // columns of one head of one request through all tokens of the step, with the state in the first-level cache.
 #include "replay.h"
 #include "team.h"

@@ -148,7 +148,7 @@ void multiply_tiles_bytes() {
 
 #endif
 
-// A thread's tiles, configured for a number of rows as long as this exists.
+// Configures the thread's tiles for a number of rows during its lifetime.
 class Tiles {
  public:
   Tiles() = default;
