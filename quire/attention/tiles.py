@@ -45,8 +45,7 @@ class Tiles:
 #   many   8.0: 96 (37,120, 188), 128 (65,792, 220), 256 (69,760, 180), 576 (76,032, 173)
 #          9.0: 128 (98,560, 183), 256 (131,200, 233), 576 (76,032, 169)  10.0: 128 (99,104, 186), 256 (131,744, 254)
 #          12.0: 256 (69,760, 178), 576 (76,032, 178)
-# Tiles of latents with 64 rows did not fit into registers. On 9.0, the time model predicts longer prompts with 128
-# keys.
+# Tiles of latents with 64 rows did not fit into registers. On 9.0, prompts with 128 keys are slower by the time model.
 _SMALL_MEMORY = {  # 8.6, 8.9, 12.0, 12.1: 99 KiB
     64: Tiles(Tile(16, 64, 4, 5), Tile(128, 64, 8, 3)),
     128: Tiles(Tile(16, 32, 4, 5), Tile(128, 32, 8, 3)),

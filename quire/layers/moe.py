@@ -114,7 +114,7 @@ class MoE:
 
     def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. slots: the slots of the tokens' adapters; with
-        adapters, this rank sends all tokens itself."""
+        adapters, all tokens are this rank's own."""
         own = self.dispatch.own(x)
         weights, experts = self.kernels.choose_experts(self.router(own, slots), self.correction_bias, self.routing)
         if self.spec.weigh_inputs:

@@ -24,7 +24,7 @@ class StepMedia:
         return bool(self.levels or self.spans)
 
     def fill(self, x: Tensor) -> Tensor:
-        """Replace embeddings. x: [tokens, hidden], the embeddings of the step's token ids; may be overwritten."""
+        """Replace embeddings. x: [tokens, hidden], the embeddings of the step's token ids, which are overwritten."""
         return x.index_copy_(0, self.tokens, self.embeds)
 
     def add_level(self, layer: int, x: Tensor) -> None:

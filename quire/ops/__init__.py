@@ -15,7 +15,7 @@ import quire.ops.cpu.quantized_linear
 import quire.ops.cpu.routing
 import quire.ops.cpu.sampling
 import quire.ops.cpu.states
-import quire.ops.reference.batch  # the imports register; nothing is compiled before an engine chooses
+import quire.ops.reference.batch  # the imports register ops; nothing is compiled until an engine chooses
 import quire.ops.reference.drafts
 from quire.observability.logging import logger
 from quire.ops import launchers
@@ -23,8 +23,8 @@ from quire.ops.registry import OPS, Kernels, Op, Target, declare
 
 
 def triton_works() -> bool:
-    """Whether there is a GPU and everything that Triton needs to launch kernels on it. Triton is not imported, as that
-    would take a while."""
+    """Return whether there is a GPU and everything that Triton needs to launch kernels on it. This does not import
+    Triton, which would be slow."""
     if not torch.cuda.is_available() or find_spec("triton") is None:
         return False
     if launchers.find_compiler() is not None or launchers.are_compiled():

@@ -9,8 +9,8 @@ T = TypeVar("T")
 
 
 def hidden(thing: T, *methods: str) -> T:
-    """A copy of an object whose methods of these names, where it has them, are excluded from torch.compile: they call
-    compiled kernels."""
+    """Return a copy of an object in which the methods with these names, if it has them, are excluded from
+    torch.compile, since they call compiled kernels."""
     made = copy.copy(thing)
     for name in methods:
         if hasattr(made, name):

@@ -1,4 +1,4 @@
-"""Memory for weights, on huge pages (they are read 7-12 % faster from these), and copies to a device."""
+"""Memory for weights on huge pages, from which they are read 7-12 % faster, and copies to a device."""
 
 import ctypes
 import math
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from quire.ops.cpu.build import kernel, library
 
-_WORTHWHILE = 1 << 22  # bytes from which on a tensor gets huge pages of its own: two of them
-_SHARED = 1 << 16  # bytes from which on smaller tensors share a slab
+_WORTHWHILE = 1 << 22  # bytes: tensors of at least this size get their own huge pages (two of them)
+_SHARED = 1 << 16  # bytes: smaller tensors of at least this size share a slab
 _SLAB = 1 << 25  # bytes
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -43,10 +43,10 @@ def _advise_huge_pages(tensor: Tensor) -> None:
 
 
 def keep_what_is_freed() -> None:
-    """Have this process keep the memory that it frees for its next allocations.
+    """Make this process reuse freed memory for its next allocations.
 
     Otherwise each layer's large tensors would be new memory, which page faults map page by page (docs/performance.md).
-    This uses mallopt of glibc. Other C libraries are left as they are.
+    This uses mallopt of glibc. It has no effect with other C libraries.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_M_MMAP_MAX, 0)
@@ -54,7 +54,7 @@ def keep_what_is_freed() -> None:
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, copied without waiting for work that is queued there."""
+    """Return the array on the device, copied without waiting for work that is queued there."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)
@@ -81,7 +81,7 @@ class Slabs(threading.local):
         return part.view(dtype).view(shape)
 
     def seal(self) -> None:
-        """Let the next tensors have a slab of their own. What has a slab may then be given back as a whole."""
+        """Start a new slab for the next tensors, so that the memory of the previous tensors can be freed as a whole."""
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 

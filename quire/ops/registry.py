@@ -1,4 +1,4 @@
-"""Each operation is declared once, as a readable torch function; faster implementations register beside it.
+"""Each operation is declared once, as a readable torch function, for which faster implementations are registered.
 
     @declare
     def rms_norm(x, weight, eps): ...            # the definition, against which the others are tested
@@ -42,13 +42,14 @@ class Implementation:
     invariant_on: tuple[str, ...]
 
     def suits(self, target: Target) -> bool:
-        """Whether it supports the target, and computes rows independently of each other if the target asks for that."""
+        """Return whether it supports the target, and computes rows independently of each other if the target requires
+        that."""
         invariant = not target.batch_invariant or target.device.type in self.invariant_on
         return invariant and self.supports(target)
 
 
 class Op:
-    """An operation: its reference, and the implementations registered beside it, the best last."""
+    """An operation: its reference, and the registered implementations, the best last."""
 
     def __init__(self, reference: Function, invariant_on: tuple[str, ...] = ()) -> None:
         self.name = reference.__name__
@@ -67,10 +68,10 @@ class Op:
         return register
 
     def choose(self, target: Target, pinned: str | None = None) -> Implementation:
-        """The last registered implementation that supports `target`, or the one that is pinned by name.
+        """Return the last registered implementation that supports `target`, or the one that is pinned by name.
 
-        Raises ValueError if the pinned name does not exist or does not support the target, or if the target asks for
-        batch invariance, which the implementation does not give.
+        Raises ValueError if the pinned implementation does not exist or does not support the target, or if the target
+        requires batch invariance, which the implementation does not provide.
         """
         where = f"{target.dtype} on {target.device.type}"
         if pinned is None:
@@ -104,8 +105,8 @@ def declare(reference: Function, invariant_on: tuple[str, ...] = ()) -> Op:
 
 
 def declare_invariant(*devices: str) -> Callable[[Function], Op]:
-    """Decorator: like `declare`, for a reference that is batch-invariant on these types of devices, as it computes each
-    element by itself."""
+    """Decorator: like `declare`, for a reference that is batch-invariant on these types of devices, since it computes
+    each element separately."""
     return partial(declare, invariant_on=devices)
 
 

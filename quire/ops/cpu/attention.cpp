@@ -27,7 +27,7 @@ using namespace quire;
 namespace {
 
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
-// A head whose keys and values take no more fetches all of the next head's: both fit into a second-level cache of 1 MB.
+// A head with at most this many bytes of keys and values prefetches the next head's: both fit into a cache of 1 MB.
 constexpr int64_t SHORT_BYTES = 256 << 10;  // 512 tokens of 128 elements in bfloat16
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
@@ -111,8 +111,8 @@ struct Attention {
     return tile;
   }
 
-  // Brings the keys [from, to), which lie in the slots that the table lists, into the working memory: lines of keys,
-  // TILE_KEYS words apart. The other keys of these lines are zero.
+  // Copies the keys [from, to) from the slots in the table into the working memory: lines of keys, TILE_KEYS words
+  // apart. The other keys of these lines are zero.
   Tile& gather_slots(const Task& t, int base, int from, int to, Tile& tile, Scratch& s) const {
     const typename S::Expand expand;
     const int32_t* slots = step.block_table + t.request * step.table_stride + base;
@@ -170,8 +170,8 @@ struct Attention {
     }
   }
 
-  // What the exponential is taken of: a row's scores times scale and log2(e), with everything that changes scores. Keys
-  // outside [begin, end) count nothing. ahead: of the query, the tile's first key. Returns the largest one by lanes.
+  // The exponential's arguments: a row's scores times scale and log2(e), with all modifications of scores. Keys outside
+  // [begin, end) get weight 0. ahead: distance from the query to the tile's first key. Returns the lanes' maxima.
   template <bool MASKED, bool CAPPED, bool BIASED>
   f32x16 prepare_row(float* scores, int begin, int end, int head, int ahead, const float* scales) const {
     f32x16 top = splat(MINUS_INFINITY);
@@ -278,7 +278,7 @@ struct Attention {
     return tile;
   }
 
-  // Likewise the values', in place of the keys.
+  // Expands the values in the same way, into the memory of the keys.
   Tile& expand_values(Tile& tile, const Tile& ahead, Scratch& s) const {
     uint32_t* to = reinterpret_cast<uint32_t*>(s.keys);
     for (int c = 0; c < TILE_LINES; c++, to += LANES / PAIR<T> * g.dim) {
@@ -471,7 +471,7 @@ struct Attention {
     alignas(64) std::atomic<int> counter{0};
     together(step.threads, [=, &counter] {
       Scratch& s = scratch();
-      // Each thread draws once more before it begins with what it has drawn, so as to know what to fetch meanwhile.
+      // Each thread draws its next task before it begins the current one, so that it can prefetch for it.
       Heads drawn = heads_of(counter++, whole, draws);
       while (drawn.task) {
         const Heads next = heads_of(counter++, whole, draws);

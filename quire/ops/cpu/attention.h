@@ -2,10 +2,10 @@
 //
 // A block of a layer's cache is [kv_heads][2][block_size * dim] elements; dim is head_dim padded to a multiple of 16 with
 // zeros. Between it and the next block lie the other layers' parts of the block: the block stride is an argument. Keys
-// are transposed, and keys and values are interleaved in pairs (bfloat16 and float16; "pairs" of one for float32), so that
-// everything is read as lines of 16 32-bit words, 64 bytes, each word a pair that meets one broadcast word of the other
-// operand in a dot product. (Pairs of float16 are widened first, and are two words then.) No sum ever runs across a
-// register:
+// are transposed, and keys and values are interleaved in pairs (bfloat16 and float16; "pairs" of one for float32), so
+// that everything is read as lines of 16 32-bit words, 64 bytes. A dot product combines each word, a pair, with one
+// broadcast word of the other operand. (Pairs of float16 are widened first, and are two words then.) No sum ever runs
+// across a register:
 //
 //   keys, [dim / 2][block_size] words                      values, [block_size / 2][dim] words
 //                token 0     token 1     ... token 15                   dim 0       dim 1      ... dim D-1
@@ -14,14 +14,15 @@
 //
 //   scores[row][16 tokens] += keys line . q[row][2 dims]    out[row][16 dims] += values line . p[row][2 tokens]
 //
-// Cells of one byte (attention_cells.h) lie likewise, in words of four: keys in [dim / 4][block_size] words, values in
-// [block_size / 4][dim]; block_size scales in float32 follow the keys, and as many the values.
+// Cells of one byte (attention_cells.h) have the same layout, in words of four: keys in [dim / 4][block_size] words,
+// values in [block_size / 4][dim]. The keys and the values are each followed by block_size float32 scales.
 //
 // A block of a latent cache (MLA) is [kv_heads][1][block_size * dim]: keys, whose first out_dim elements are the values. A
 // tile of them is brought into the layout of values when it is visited, once for all query heads.
 //
-// Of a latent cache by slots (sparse attention), single tokens are read, so a block is [block_size][dim] elements, and for
-// cells as many scales behind them. A tile of the tokens that a query has selected is brought into the layout of keys.
+// A latent cache by slots (sparse attention) is read token by token, so a block is [block_size][dim] elements, followed
+// by block_size scales if they are cells. A tile of the tokens that a query has selected is brought into the layout of
+// keys.
 #pragma once
 
 #include "attention_cells.h"
@@ -30,8 +31,8 @@
 namespace quire {
 
 constexpr int TILE_KEYS = 64, TILE_LINES = TILE_KEYS / LANES;
-constexpr int TILE_ROWS = 64;        // a tile of queries holds about as many rows
-constexpr int TASKS_PER_THREAD = 4;  // enough that threads end together
+constexpr int TILE_ROWS = 64;        // the approximate number of rows in a tile of queries
+constexpr int TASKS_PER_THREAD = 4;  // enough for threads to end together
 constexpr int64_t PARALLEL_COST = 8 * 256;  // below it, one thread is done before a second one has woken up
 
 // Geometry and Step are mirrored in quire/attention/cpu.py, which also knows the sizes of Task and Merge.
@@ -40,7 +41,7 @@ struct Geometry {
   int32_t is_latent, heads, kv_heads, block_size;
   int32_t head_dim, dim;     // of queries and keys, and that padded
   int32_t out_dim, out_pad;  // of values and the result, and that padded
-  int32_t by_slot;           // whether block tables list the slot of each key
+  int32_t by_slot;           // whether block tables list the slot of each key instead of blocks
 
   int group() const { return heads / kv_heads; }
   // Keys of the shortest splits (see split_end). Merging a split costs 1 % of computing one of this size; with few KV
@@ -53,13 +54,13 @@ struct Geometry {
 template <class S>
 constexpr int TOKENS = 4 / sizeof(typename S::Element);
 
-// Keys or values of a block in one head, in 32-bit words.
+// The size of a block's keys or values in one head, in 32-bit words.
 template <class S>
 inline int64_t plane_words(const Geometry& g) {
   return int64_t(g.block_size) * (g.dim / TOKENS<S> + S::SCALED);
 }
 
-// f(S{}) with how the geometry says that elements are kept. A unit for one type (units.py) has cells, or none.
+// f(S{}) with the storage format of the geometry. A unit for one type (units.py) has cells, or none.
 template <class F>
 inline void with_storage(const Geometry& g, F f) {
   with_type(g.dtype, [&](auto type) {
@@ -76,7 +77,7 @@ inline void with_storage(const Geometry& g, F f) {
   });
 }
 
-// The keys of a sequence are divided into splits, whose borders depend on nothing but the model and the position: 32 splits
+// The keys of a sequence are divided into splits, whose borders depend only on the model and the position: 32 splits
 // of split_keys, and from there 16 splits between two powers of two. Every row computes a result for each split and merges
 // the results in order. So a row's result is the same bit for bit, whichever thread computes which splits. Returns the
 // end of the split that holds `key`.

@@ -1,5 +1,5 @@
-// What an element of the cache is: the model's own type, or a cell of one byte, int8 or fp8 (e4m3), of which a token's
-// key and value have a scale each in every head (quire/attention/cells.py has the definition).
+// The format of a cache element: the model's type, or a cell of one byte, int8 or fp8 (e4m3). With cells, a token's key
+// and its value each have a scale in every head (quire/attention/cells.py has the definition).
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace quire {
 struct Int8 {
   static constexpr float LARGEST = 127;
 
-  // What the highest byte of each word stands for; the bytes below it do not matter.
+  // The value of the highest byte of each word; the other bytes are ignored.
   static QUIRE_INLINE f32x16 decode(u32x16 word) { return to_float(as<i32x16>(word) >> 24); }
 
   // The nearest, ties to even, of |x| <= LARGEST, in the lowest byte.
@@ -30,7 +30,7 @@ struct Fp8 {
   static constexpr float LARGEST = 448;
 
   static QUIRE_INLINE f32x16 decode(u32x16 word) {
-    f32x16 size = as<f32x16>(word >> 4 & 0x07f00000u) * 0x1p120f;  // right for numbers below the normal ones, too
+    f32x16 size = as<f32x16>(word >> 4 & 0x07f00000u) * 0x1p120f;  // also correct for subnormal numbers
     return as<f32x16>(as<u32x16>(size) | (word & 0x80000000u));
   }
 
@@ -41,7 +41,7 @@ struct Fp8 {
     return where(as<f32x16>(size) < 0x1p-6f, small, normal) | (bits >> 24 & 0x80);
   }
 #ifdef __AVX512VBMI__
-  static __m512i without_sign(__m512i cells) { return cells; }  // a look-up takes no notice of the highest bit
+  static __m512i without_sign(__m512i cells) { return cells; }  // a look-up ignores the highest bit
 #endif
 };
 
@@ -94,8 +94,8 @@ class Expand<bf16, Format> {
 constexpr int MOST_EXPANDED = MAX_COLUMNS > 1 ? 8 : MAX_ROWS;
 constexpr int columns_expanded(int rows) { return std::min(MAX_COLUMNS, 16 / rows); }
 
-// How elements are kept, of a model whose tensors are of Type. T: what products multiply. LINES: of T, that a line of the
-// cache becomes.
+// The storage of elements for a model with tensors of Type. T: the type that products multiply. LINES: the number of
+// lines of T for a line of the cache.
 template <class Type>
 struct Whole {
   using Tensor = Type;
@@ -103,7 +103,7 @@ struct Whole {
   using Element = Type;
   static constexpr bool SCALED = false;
   static constexpr int LINES = UNPACKED<Type>;
-  // For so many sums a kernel has registers.
+  // The number of sums for which a kernel has registers.
   static constexpr int ROWS = LINES > 1 ? MOST_EXPANDED : std::is_same_v<T, float> && MAX_COLUMNS == 1 ? 6 : MAX_ROWS;
   static constexpr int columns(int rows) {
     return LINES > 1 ? columns_expanded(rows) : rows <= 2 ? 2 * MAX_COLUMNS : MAX_COLUMNS;
@@ -112,7 +112,7 @@ struct Whole {
   struct Expand {
     void operator()(u32x16 stored, u32x16* lines) const { unpack<Type>(stored, lines); }
   };
-  // x: [n] -> elements: [size], of which the last ones are zero in `room`. Returns them, or x if that is all.
+  // x: [n] -> elements: [size], padded with zeros in `room`. Returns these, or x if no padding is needed.
   static const Type* encode(const Type* x, int n, int size, Element* room, float*) {
     return n == size ? x : (const Type*)memcpy(room, x, n * sizeof(Type));
   }
@@ -132,7 +132,7 @@ struct Cells {
 
   // x: [n] -> cells: [n] and their scale. Returns the cells.
   static const Element* encode(const Type* x, int n, int, Element* cells, float* scale) {
-    u32x16 largest = {};  // as bits, in which a NaN is the largest: it must not get lost
+    u32x16 largest = {};  // compared as bits, so that a NaN is the largest and is not lost
     auto larger = [](u32x16 a, u32x16 b) { return where(a > b, a, b); };
     for_lanes(n, [&](int64_t i, int lanes) {
       largest = larger(largest, as<u32x16>(load_up_to(x + i, lanes)) & 0x7fffffffu);

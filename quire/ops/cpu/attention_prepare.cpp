@@ -1,4 +1,4 @@
-// What comes before a step attends: cutting it into tasks, and storing its keys and values.
+// The work before a step attends: dividing it into tasks, and storing its keys and values.
 #include "attention.h"
 #include "elementwise.h"
 #include "replay.h"
@@ -62,7 +62,7 @@ void store_lines(const T* k, int64_t k_stride, const T* v, int64_t v_stride, int
     }
 }
 
-// What becomes of the queries and keys before they are used, where they lie: they are normed by head, and rotated.
+// Norms queries and keys by head and rotates them, in place.
 template <class T>
 struct Preparation {
   T *q, *k;

@@ -5,8 +5,8 @@
 
 namespace quire {
 
-// The kernels fetch the next tile while they compute. Into the second-level cache: the first one has too few fill
-// buffers to cover the latency of memory (measured: 12 ms a step where it is 15 into the first).
+// The kernels fetch the next tile while they compute. They fetch it into the second-level cache: the first one has too
+// few fill buffers to cover the latency of memory (measured: 12 ms per step, and 15 ms into the first).
 inline void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 // scores[r][16 c ...] = q[r] . keys of the c-th 16 tokens. ahead: the keys of the whole next tile, or null.

@@ -58,7 +58,8 @@ void transpose(const uint32_t* keys, int stride, int dims, uint32_t* values) {
   }
 }
 
-// Turns rows of the cache, of so many words each, into LINES times as many rows of T. The same part of `ahead` is fetched.
+// Turns rows of the cache, with `columns` words each, into LINES times as many rows of T. The same part of `ahead` is
+// fetched.
 template <class S>
 void expand(const uint32_t* from, int from_stride, int rows, int columns, uint32_t* to, int to_stride,
             const uint32_t* ahead) {

@@ -1,4 +1,4 @@
-"""Compiles kernels in a process of low priority, which outlives the one that started it."""
+"""Compiles kernels in a low-priority process, which outlives the process that started it."""
 
 import json
 import subprocess
@@ -9,21 +9,21 @@ from collections.abc import Callable, Sequence
 
 from quire.ops.cpu import compiling
 
-# Of a process that compiles what an engine waits for. With 10, an engine that is busy on all cores would leave it a
-# tenth of them; with 5, a quarter.
+# The niceness while an engine waits for the kernels. With 10, an engine that is busy on all cores would leave it a
+# tenth of the time; with 5, a quarter.
 NICE = 5
 
 
 class Background:
     """Compiles the units that engines need, then all others.
 
-    problem: why they could not be compiled, "" if they could.
+    problem: the reason why they could not be compiled, "" without one.
     """
 
     def __init__(
         self, first: Sequence[compiling.Job], then: Sequence[compiling.Job], at_once: int, ended: Callable[[], None]
     ) -> None:
-        """ended: is called once, on another thread. Raises OSError if no process can be started."""
+        """ended: called once, on another thread. Raises OSError if no process can be started."""
         self.problem, self._ended = "", threading.Event()
         self._began = time.monotonic()
         self._wake = [ended]
@@ -44,23 +44,23 @@ class Background:
         threading.Thread(target=self._wait, name="quire-kernels", daemon=True).start()
 
     def connect(self, wake: Callable[[], None]) -> None:
-        """wake: is called, from another thread, when this has ended."""
+        """wake: called from another thread when this has ended."""
         self._wake.append(wake)
         if self.has_ended:
             wake()
 
     @property
     def has_ended(self) -> bool:
-        """Whether the units that engines need are there, or cannot be compiled."""
+        """Whether the units that engines need are available, or cannot be compiled."""
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Wait for that."""
+        """Wait until `has_ended` is true."""
         self._ended.wait()
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """The seconds since the start."""
         return time.monotonic() - self._began
 
     def _wait(self) -> None:

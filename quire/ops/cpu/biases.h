@@ -11,7 +11,7 @@ struct Biases {
   const float* table;  // [heads, 2 * reach + 1], from the key that is farthest behind to the one farthest ahead; or null
   int reach;           // keys that are farther away have the bias of this distance
 
-  // Of 16 keys in a row, the first of which is so many tokens ahead of the query.
+  // The biases of 16 consecutive keys, the first of which is `ahead` tokens after the query.
   f32x16 of(int head, int ahead) const {
     const float* middle = table + int64_t(head) * (2 * reach + 1) + reach;
     if (ahead >= -reach && ahead + LANES - 1 <= reach) return load(middle + ahead);

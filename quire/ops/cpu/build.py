@@ -1,8 +1,8 @@
 """The C++ kernels of this folder, compiled on first use.
 
-Each translation unit (units.py) becomes a shared library in the user's cache folder. A wheel brings one library with
-all units, compiled before. Libraries have a plain C interface and are loaded with ctypes. They use no torch headers, so
-compiling takes seconds. They have their own threads (team.h), since with torch's OpenMP each operation would wait for
+Each translation unit (units.py) becomes a shared library in the user's cache folder. A wheel contains one precompiled
+library with all units. Libraries have a plain C interface and are loaded with ctypes. They use no torch headers, so
+compiling takes seconds. They use their own threads (team.h), since with torch's OpenMP each operation would wait for
 the slowest thread.
 """
 
@@ -36,11 +36,11 @@ logger = logging.getLogger("quire")
 
 SOURCES = Path(__file__).parent
 PACKAGED = SOURCES / "compiled"  # the libraries of a wheel, one for each instruction set: tools/build_wheel.py
-# Without errno, a square root is one instruction. Why nothing may be contracted: see fma in lanes.h.
+# Without errno, a square root is one instruction. For the reason why nothing may be contracted, see fma in lanes.h.
 FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-Wno-psabi", "-fno-math-errno", "-ffp-contract=off")
 _DISK = 1 << 25  # bytes of disk that compiling needs
 _MEMORY = 400 << 20  # bytes that the compiler needs for the largest source
-CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of types of tensors: with_type in vector.h
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of tensor types, see with_type in vector.h
 _ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
 
 
@@ -48,7 +48,7 @@ _SHARED = ("-shared", *(("-undefined", "dynamic_lookup") if sys.platform == "dar
 
 
 class Library:
-    """The loaded kernels, in one file. flags: of the compiler, for the instruction set."""
+    """The loaded kernels, in one file. flags: the compiler's flags for the instruction set."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,34 +56,34 @@ class Library:
 
     @property
     def identity(self) -> str:
-        """Another one for each version of the kernels, the compiler and its options."""
+        """An identifier that differs for each version of the kernels, the compiler and its options."""
         return self.path.name
 
     def function(self, name: str, arguments: str) -> Callable[..., None]:
-        """A kernel. `arguments` has a letter for each argument: p(ointer), i(nt32), l (int64), f(loat)."""
+        """Return a kernel. `arguments` has a letter for each argument: p(ointer), i(nt32), l (int64), f(loat)."""
         function: Any = self._file_with(name)[name]
         function.argtypes = [_ARGUMENTS[letter] for letter in arguments]
         function.restype = None
         return function  # type: ignore[no-any-return]
 
     def address_for_replay(self, name: str) -> int | None:
-        """The address of the variant of a kernel that replay.cpp calls, None if the kernel has none."""
+        """Return the address of the kernel variant that replay.cpp calls, or None if there is none."""
         try:
             return ctypes.cast(self._file_with(name)[f"{name}_recorded"], ctypes.c_void_p).value
         except AttributeError:
             return None
 
     def _file_with(self, name: str) -> ctypes.CDLL:
-        """The loaded file that has a kernel."""
+        """Return the loaded file that contains a kernel."""
         return self._loaded
 
 
 class UnitLibrary(Library):
-    """Kernels in a file for each translation unit (units.py). A file is loaded when it is needed, and compiled if it is
+    """Kernels in one file per translation unit (units.py). A file is loaded when it is needed, and compiled if it is
     missing or damaged.
 
-    folder: of the files; None compiles them for this process alone. Without a compiler, files that another compiler
-    built from the same sources are accepted; an image can ship them.
+    folder: the folder of the files; None compiles them for this process alone. Without a compiler, files that another
+    compiler built from the same sources are accepted, so an image can contain them.
     """
 
     def __init__(self, folder: Path | None, flags: Sequence[str]) -> None:
@@ -100,7 +100,7 @@ class UnitLibrary(Library):
 
     @property
     def path(self) -> Path:  # type: ignore[override]
-        """The path of the unit on which the others depend, or else of any."""
+        """The path of the unit on which the others depend, or of any unit without it."""
         name = TEAM if TEAM in self.units else min(self.units)
         return Path(self._files[name]._name) if name in self._files else self._path(name)
 
@@ -111,15 +111,15 @@ class UnitLibrary(Library):
 
     @property
     def missing(self) -> list[str]:
-        """The units that have no file. The others are not loaded."""
+        """Return the units that have no file. This loads nothing."""
         return [name for name in self.units if name not in self._files and not self._found(name)]
 
     def load(self, names: Iterable[str] | None = None) -> list[str]:
-        """Load these units, None for all, without compiling. Returns those that are missing or damaged."""
+        """Load these units (None: all) without compiling. Returns the missing or damaged ones."""
         return [name for name in self._wanted(names) if not self._load(name)]
 
     def compile(self, names: Iterable[str] | None = None) -> None:
-        """Load these units, None for all, and compile those that are missing or damaged.
+        """Load these units (None: all), and compile those that are missing or damaged.
 
         Raises BuildError if there is no compiler or it fails, OSError if the folder is not writable or not trustworthy.
         """
@@ -132,8 +132,8 @@ class UnitLibrary(Library):
                     self._compile(missing, self.folder)
 
     def jobs(self, names: Iterable[str], folder: Path) -> list[Job]:
-        """The commands that compile units, the longest first, and the files that they make in the folder, where
-        damaged ones are deleted. Raises BuildError if there is no compiler, OSError if the folder is of no use."""
+        """Return the commands that compile units, the slowest first, with their output files in the folder. Deletes
+        damaged files. Raises BuildError if there is no compiler, OSError if the folder cannot be used."""
         if self._compiler is None:
             raise BuildError(_MISSING_COMPILER)
         prepare_folder(folder)
@@ -163,14 +163,14 @@ class UnitLibrary(Library):
         return (folder or self.folder or Path()) / self._names[name]
 
     def _found(self, name: str) -> list[Path]:
-        """The files of a unit."""
+        """Return the files of a unit."""
         if self.folder is None:
             return []
         path = self._path(name)
         return sorted(self.folder.glob(path.name)) if self._version == "*" else [path] if path.exists() else []
 
     def _load(self, name: str) -> bool:
-        """Load a unit's file if it is there and sound. Returns whether it is loaded."""
+        """Load a unit's file if it exists and is undamaged. Returns whether it is loaded."""
         for path in [] if name in self._files else self._found(name):
             if _is_sound(path):
                 with contextlib.suppress(OSError):
@@ -186,11 +186,11 @@ class UnitLibrary(Library):
 
 
 def _open(path: Path, unit: str) -> ctypes.CDLL:
-    """The other units find the functions of the first one by their names."""
+    """Load a unit's file. The other units find the functions of the first unit by name."""
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL if unit == TEAM else ctypes.RTLD_LOCAL)
 
 
-_chosen = ["native"]  # one choice for the process, whose kernels are one library
+_chosen = ["native"]  # one choice per process, whose kernels are one library
 
 
 def choose_instruction_set(name: str) -> None:
@@ -205,9 +205,9 @@ def choose_instruction_set(name: str) -> None:
 
 @dataclass
 class _Plan:
-    """What the engines of this process need. units: None for all. may_defer: whether steps may run PyTorch's operations
-    until the kernels are there. background: compiles them. completes: whether units that no engine needs are being
-    compiled, or there is no use in that."""
+    """The kernels that the engines of this process need. units: None for all. may_defer: whether steps may run
+    PyTorch's operations until the kernels are ready. background: compiles them. completes: whether units that no engine
+    needs are already being compiled, or cannot be compiled."""
 
     units: frozenset[str] | None = None
     may_defer: bool = False
@@ -219,7 +219,7 @@ _plan = _Plan()
 
 
 def prepare(units: Iterable[str], may_defer: bool) -> None:
-    """Name the units that an engine of this process needs, before it chooses kernels.
+    """Declare the units that an engine of this process needs, before it chooses kernels.
 
     may_defer: whether the engine may start with PyTorch's operations while the units are compiled in the background;
     `library()` is None until then.
@@ -231,25 +231,25 @@ def prepare(units: Iterable[str], may_defer: bool) -> None:
 
 
 def background() -> Background | None:
-    """What compiles the kernels of `library()` in the background, None if nothing does."""
+    """Return the process that compiles the kernels of `library()` in the background, or None."""
     return _plan.background
 
 
 def count_units() -> tuple[int, int]:
-    """How many units this user's cache folder has, of how many. Nothing is loaded."""
+    """Return the number of units in this user's cache folder, and the number of all units. This loads nothing."""
     units = UnitLibrary(None if (folder := cache_folder()) is None else folder / "kernels", _flags(_chosen[0]))
     return len(units.units) - len(units.missing), len(units.units)
 
 
 def is_deferred() -> bool:
-    """Whether kernels that are needed are being compiled in the background."""
+    """Return whether required kernels are being compiled in the background."""
     return _plan.background is not None and not _plan.background.has_ended
 
 
 @cache
 def library() -> Library | None:
-    """The kernels, compiled if necessary. If that is not possible, None, after one warning. None as well while they are
-    compiled in the background, see `prepare`."""
+    """Return the kernels, compiled if necessary. Returns None, after one warning, if they cannot be compiled, and while
+    they are being compiled in the background (see `prepare`)."""
     if sys.platform not in ("linux", "darwin"):
         return None
     if is_deferred():
@@ -270,7 +270,7 @@ def library() -> Library | None:
 
 
 def find_library() -> Library | None:
-    """The kernels if they need not be compiled, else None."""
+    """Return the kernels if they are already compiled, else None."""
     if sys.platform not in ("linux", "darwin"):
         return None
     folder = cache_folder()
@@ -286,7 +286,7 @@ def find_library() -> Library | None:
 
 
 def instruction_set_of(library: Library) -> str:
-    """The name of the instruction set for which the library was compiled."""
+    """Return the name of the instruction set for which the library was compiled."""
     if isinstance(library, UnitLibrary):
         return next(name for name in INSTRUCTION_SETS if _flags(name) == library.flags)
     return next(name for name in INSTRUCTION_SETS if library.path.name.startswith(_fingerprint(_flags(name))))
@@ -297,9 +297,9 @@ def _flags(name: str) -> list[str]:
 
 
 def _best(folder: Path, is_compiler_better: bool = False) -> Library | None:
-    """The best library for a named instruction set in `folder` that this processor can run.
+    """Return the best library for a named instruction set in `folder` that this processor can run.
 
-    is_compiler_better: if there is a compiler, only one with all of the processor's instructions that the kernels use.
+    is_compiler_better: with a compiler, accept only libraries with all instructions that kernels can use here.
     """
     features = set(cpu_features().split())
     for name, (_, needed) in INSTRUCTION_SETS.items():
@@ -312,7 +312,7 @@ def _best(folder: Path, is_compiler_better: bool = False) -> Library | None:
 
 
 def _compiled() -> Library | None:
-    """The units that are needed, compiled now; or None, if they are compiled in the background."""
+    """Return the required units, compiled now, or None if they are compiled in the background."""
     flags = _flags(_chosen[0])
     folder = cache_folder()
     if _plan.background is not None and _plan.background.problem:
@@ -339,7 +339,7 @@ def _compiled() -> Library | None:
 
 
 def _complete(found: UnitLibrary) -> None:
-    """Compile in the background what no engine has needed so far, so that it need not wait later."""
+    """Compile the remaining units in the background, so that later engines need not wait for them."""
     if _plan.completes or _plan.background is not None:
         return
     _plan.completes = True
@@ -349,7 +349,7 @@ def _complete(found: UnitLibrary) -> None:
 
 
 def _start(units: UnitLibrary, first: list[str]) -> Background:
-    """Compile what is missing in the background. Raises BuildError, OSError."""
+    """Compile missing units in the background. Raises BuildError, OSError."""
     assert units.folder is not None
     then = [name for name in units.missing if name not in first]
     needed, others = (units.jobs(names, units.folder) for names in (first, then))
@@ -357,7 +357,7 @@ def _start(units: UnitLibrary, first: list[str]) -> Background:
 
 
 def compile_for(name: str, folder: Path) -> Path:
-    """The library for an instruction set, which this processor need not have, compiled into `folder` if it is missing.
+    """Return the library for an instruction set, which this processor may lack, compiled into `folder` if missing.
 
     Raises BuildError if there is no compiler or it fails, OSError if the folder is not writable or not trustworthy.
     """
@@ -367,7 +367,7 @@ def compile_for(name: str, folder: Path) -> Path:
         raise BuildError(_MISSING_COMPILER)
     path = folder / f"{_fingerprint(flags)}-{_version(compiler)}.so"
     prepare_folder(folder)
-    if not _is_sound(path):  # it is not loaded, which might run instructions that this processor lacks
+    if not _is_sound(path):  # not loaded: that might run instructions that this processor lacks
         sources = [[*unit.flags, str(unit.source)] for unit in read_units(SOURCES).values()]
         with shown_progress():
             compile_library([*compiler, *flags], sources, path, _at_once())
@@ -375,7 +375,7 @@ def compile_for(name: str, folder: Path) -> Path:
 
 
 class _Recorder(threading.local):
-    """A thread's hook for kernel calls: from a kernel's name, arguments and function it makes the function to call."""
+    """A thread's hook for kernel calls. It wraps a kernel, given its name, arguments and function."""
 
     record: Callable[[str, str, Callable[..., None]], Callable[..., None]] | None = None
 
@@ -384,7 +384,7 @@ recorder = _Recorder()
 
 
 def kernel(name: str, arguments: str) -> Callable[..., None]:
-    """A kernel of `library()`. The library must exist; implementations that call this are chosen only if it does."""
+    """Return a kernel of `library()`, which must exist; otherwise, no implementation that calls this is chosen."""
     function = _kernel(name, arguments)
     record = recorder.record
     return function if record is None else record(name, arguments, function)
@@ -398,21 +398,21 @@ def _kernel(name: str, arguments: str) -> Callable[..., None]:
 
 
 def recordable(name: str) -> int | None:
-    """The address of the variant of a kernel that replay.cpp calls, None if the kernel has none."""
+    """Return the address of the kernel variant that replay.cpp calls, or None if there is none."""
     loaded = library()
     return None if loaded is None else loaded.address_for_replay(name)
 
 
 def load(folder: Path, flags: Sequence[str] = (*FLAGS, INSTRUCTION_SETS["native"][0])) -> UnitLibrary:
-    """The kernels from `folder`, compiled into it if they are missing or damaged. Raises like UnitLibrary.compile."""
+    """Return the kernels in `folder`, compiled if missing or damaged. Raises like UnitLibrary.compile."""
     loaded = UnitLibrary(folder, flags)
     loaded.compile()
     return loaded
 
 
 def _find(folder: Path, flags: Sequence[str], version: str | None = None) -> Library | None:
-    """The library in `folder` that the compiler of this version built. None stands for the compiler of this machine, or
-    any if there is none."""
+    """Return the library in `folder` that was built by the compiler of this version. version: None for this machine's
+    compiler, or for any if there is none."""
     if version is None:
         version = "*" if (compiler := find_compiler()) is None else _version(compiler)
     found = map(_open_sound, sorted(folder.glob(f"{_fingerprint(flags)}-{version}.so")))
@@ -426,7 +426,7 @@ _MISSING_COMPILER = (
 
 
 def find_compiler() -> list[str] | None:
-    """The command of the compiler. As for make, CXX may contain arguments too."""
+    """Return the command of the compiler. As for make, CXX may also contain arguments."""
     wanted = shlex.split(os.environ.get("CXX", ""))
     for command in [wanted] if wanted else [["g++"], ["c++"], ["clang++"]]:
         if (found := shutil.which(command[0])) is not None:
@@ -435,7 +435,7 @@ def find_compiler() -> list[str] | None:
 
 
 def _fingerprint(flags: Sequence[str]) -> str:
-    """A hash of everything that the machine code depends on, except the compiler."""
+    """Return a hash of everything that the machine code depends on, except the compiler."""
     digest = hashlib.sha256("\0".join(_facts(flags)).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -443,24 +443,24 @@ def _fingerprint(flags: Sequence[str]) -> str:
 
 
 def _facts(flags: Sequence[str]) -> list[str]:
-    """What the machine code of every unit depends on, except the compiler."""
+    """Return everything that the machine code of all units depends on, except the compiler."""
     return [*flags, cpu_features() if INSTRUCTION_SETS["native"][0] in flags else ""]
 
 
 def _version(compiler: list[str]) -> str:
-    """A short hash of the compiler's version."""
+    """Return a short hash of the compiler's version."""
     output = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     return hashlib.sha256("\0".join([*compiler, output]).encode()).hexdigest()[:16]
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make a folder for libraries. Raises OSError if they could not be loaded from there, or should not be."""
+    """Create a folder for libraries. Raises OSError if libraries cannot or should not be loaded from it."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     check_folder(folder)
 
 
 def check_folder(folder: Path) -> None:
-    """Raises OSError if a library in this folder could not be loaded, or should not be."""
+    """Raise OSError if libraries cannot or should not be loaded from this folder."""
     if not _is_trusted(folder):
         raise OSError(f"{folder} belongs to another user, or anyone may write to it")
     facts = os.statvfs(folder)
@@ -471,19 +471,19 @@ def check_folder(folder: Path) -> None:
 
 
 def _is_trusted(path: Path) -> bool:
-    """Whether only this user, root, or the owner of Quire's code can have written it."""
+    """Return whether only this user, root, or the owner of Quire's code can have written it."""
     facts = path.stat()
     return facts.st_uid in (0, os.geteuid(), SOURCES.stat().st_uid) and not facts.st_mode & 0o002
 
 
 def _at_once() -> int:
-    """How many compilers may run at once: as many as processors and memory allow."""
+    """Return how many compilers may run at once, given the processors and the memory."""
     free = limits.free_memory()
     return limits.processors() if free is None else max(1, min(limits.processors(), free // _MEMORY))
 
 
 def _open_sound(path: Path) -> Library | None:
-    """The library, or None if it is missing, damaged, refused by the loader, or possibly another user's."""
+    """Return the library, or None if it is missing, damaged, rejected by the loader, or not trusted."""
     try:
         return Library(path) if _is_sound(path) else None
     except OSError:
@@ -491,7 +491,7 @@ def _open_sound(path: Path) -> Library | None:
 
 
 def _is_sound(path: Path) -> bool:
-    """Whether the library is at this path, undamaged, and not another user's."""
+    """Return whether the library exists at this path, is undamaged, and is not another user's."""
     try:
         return is_sealed(path) and _is_trusted(path) and _is_trusted(path.parent)
     except OSError:

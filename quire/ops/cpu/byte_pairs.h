@@ -25,7 +25,7 @@ constexpr bool SUMS_ARE_WIDE = true;  // of 32 bits
 constexpr bool SUMS_ARE_WIDE = false;
 #endif
 
-// How many words of four codes of so many bits make a run.
+// The number of words, of four codes with this number of bits, in a run.
 struct Runs {
   int words;
   int32_t centre;  // what is subtracted from each code while a run is added up

@@ -1,6 +1,6 @@
-"""Runs the compiler: a job makes one shared library of one translation unit.
+"""Runs the compiler: a job compiles one translation unit into a shared library.
 
-This file uses the standard library only, and is also a program. background.py starts it, so it imports no torch.
+This file is also a program that background.py starts. It uses only the standard library, so it does not import torch.
 """
 
 import contextlib
@@ -15,17 +15,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_OUTPUT_LINES = 8  # of a compiler that fails
+_OUTPUT_LINES = 8  # shown of a failing compiler's output
 # If memory runs out, Linux should kill the compiler, not the process that started it.
 _VICTIM = ("/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh")
 
 
-Job = tuple[list[str], Path]  # the command of the compiler without the output, and the library that it makes
+Job = tuple[list[str], Path]  # the compiler's command without the output option, and the library that it creates
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be compiled on this machine. The message says why, and what to do or what the compiler
-    printed."""
+    """The kernels cannot be compiled on this machine. The message contains the reason, and a remedy or the compiler's
+    output."""
 
 
 def run(command: Sequence[str], temporary: str) -> None:
@@ -41,7 +41,7 @@ def run(command: Sequence[str], temporary: str) -> None:
 def seal(library: Path) -> None:
     """Add a digest to the end of the file, where the loader ignores it.
 
-    It reveals a file that lost a part on a full or crashed disk, which could kill the process that loads it.
+    It detects a file that was truncated on a full or crashed disk, which could kill the process that loads it.
     """
     code = library.read_bytes()
     library.write_bytes(code + hashlib.sha256(code).digest())
@@ -49,7 +49,7 @@ def seal(library: Path) -> None:
 
 
 def is_sealed(library: Path) -> bool:
-    """Whether the file is there, with a digest that fits."""
+    """Return whether the file exists and its digest matches."""
     try:
         content = library.read_bytes()
     except OSError:
@@ -59,9 +59,10 @@ def is_sealed(library: Path) -> bool:
 
 @contextlib.contextmanager
 def _scratch(library: Path, waits: bool = True) -> Iterator[Path | None]:
-    """A folder in which to make the library; None if it is there, perhaps since another process has just made it.
+    """Yield a folder in which to create the library, or None if it exists, perhaps because another process has just
+    made it.
 
-    waits: whether to wait while another process makes it. If not, None, too.
+    waits: whether to wait while another process makes it; otherwise, yield None then.
     """
     import fcntl  # not on Windows, where nothing is compiled
 
@@ -75,7 +76,7 @@ def _scratch(library: Path, waits: bool = True) -> Iterator[Path | None]:
             yield None
             return
         folder = library.with_suffix(".tmp")
-        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed: nobody else has the lock
+        shutil.rmtree(folder, ignore_errors=True)  # left by a killed process: this one has the lock
         folder.mkdir()
         try:
             yield folder
@@ -84,8 +85,8 @@ def _scratch(library: Path, waits: bool = True) -> Iterator[Path | None]:
 
 
 def compile_unit(command: Sequence[str], library: Path, waits: bool = True) -> None:
-    """Compile a library unless it is there. command: the compiler's, without the output. waits: see `_scratch`. Raises
-    BuildError, OSError."""
+    """Compile a library unless it exists. command: the compiler's command, without the output option. waits: see
+    `_scratch`. Raises BuildError, OSError."""
     with _scratch(library, waits) as folder:
         if folder is not None:
             made = folder / "made.so"
@@ -95,7 +96,7 @@ def compile_unit(command: Sequence[str], library: Path, waits: bool = True) -> N
 
 
 def compile_units(jobs: Sequence[Job], at_once: int, waits: bool = True) -> None:
-    """Compile the libraries, so many at once. Raises BuildError and OSError like `compile_unit`."""
+    """Compile the libraries, `at_once` in parallel. Raises BuildError and OSError like `compile_unit`."""
     with ThreadPoolExecutor(max(1, at_once)) as pool:
         futures = [pool.submit(compile_unit, command, library, waits) for command, library in jobs]
         try:
@@ -107,7 +108,7 @@ def compile_units(jobs: Sequence[Job], at_once: int, waits: bool = True) -> None
 
 
 def compile_library(compiler: Sequence[str], sources: Sequence[Sequence[str]], library: Path, at_once: int) -> None:
-    """Compile sources, each with options of its own, into one library, unless it is there. compiler: its command, with
+    """Compile sources, each with its own options, into one library unless it exists. compiler: its command, with the
     common options. Raises BuildError, OSError."""
     with _scratch(library) as folder:
         if folder is None:
@@ -124,7 +125,7 @@ def compile_library(compiler: Sequence[str], sources: Sequence[Sequence[str]], l
 
 @contextlib.contextmanager
 def shown_progress() -> Iterator[None]:
-    """Show on the terminal that kernels are compiled, and how long that took."""
+    """Show on the terminal that kernels are being compiled, and how long it took."""
     started = time.monotonic()
     print("Compiling CPU kernels (first use) ... ", end="", file=sys.stderr, flush=True)
     try:
@@ -136,8 +137,8 @@ def shown_progress() -> Iterator[None]:
 
 
 def main() -> int:
-    """Compile what the standard input lists, as background.py writes it: first what an engine waits for. Then
-    write a line, which is empty unless something failed, and compile the others at the lowest priority."""
+    """Compile the jobs that background.py writes to the standard input. First compile those that an engine waits for,
+    and write a line, which is empty unless one failed. Then compile the others at the lowest priority."""
     order = json.load(sys.stdin)
     problem = ""
     with contextlib.suppress(OSError):
@@ -158,13 +159,13 @@ def main() -> int:
         with _alone(then[0][1].parent) if then else contextlib.nullcontext(False) as is_alone:
             compile_units(then if is_alone else [], order["at_once"], waits=False)
     except (BuildError, OSError):
-        return 1  # who needs these kernels compiles them once more, and reports the error
+        return 1  # an engine that needs these kernels compiles them again and reports the error
     return 0
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Whether no other process does the same, such as that of another rank."""
+    """Yield whether no other process, such as another rank's, is doing the same."""
     import fcntl
 
     with (folder / "all.lock").open("w") as lock:

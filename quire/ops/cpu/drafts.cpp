@@ -91,7 +91,7 @@ int64_t accept_or_resample(const Softmax& p, const Softmax& q, int64_t draft, ui
   philox(0, position, acceptance_seed, words);
   if (uniform(words[0])[0] * q_draft < p.of(draft)) return draft;
   const int64_t token = draw(p, &q, position, resampling_seed);
-  return token < 0 ? draft : token;  // p and q are equal but for rounding
+  return token < 0 ? draft : token;  // p and q differ only by rounding
 }
 
 }  // namespace
@@ -112,7 +112,7 @@ void quire_count_kept(const int32_t* token_ids, int64_t stride, const int64_t* r
 void quire_accept_or_resample(const float* p, int64_t p_stride, const float* q, int64_t q_stride, int64_t places,
                               int64_t vocab, const int64_t* drafts, const int64_t* seeds, const int64_t* positions,
                               int64_t acceptance, int64_t resampling, int64_t* tokens, int threads) {
-  // A place is the work of one thread, which finds the rows in its cache when it draws.
+  // One thread processes a place, so that it finds the rows in its cache when it draws.
   for_each(places, places * vocab > 16384 ? threads : 1, [=](int64_t i) {
     const Softmax target(p + i * p_stride, vocab), drafter(q + i * q_stride, drafts[i] < 0 ? 0 : vocab);
     tokens[i] = accept_or_resample(target, drafter, drafts[i], uint32_t(positions[i]), uint64_t(seeds[i] ^ acceptance),

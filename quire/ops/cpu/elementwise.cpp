@@ -120,7 +120,7 @@ QUIRE_INLINE f32x16 sigmoid(f32x16 x) {
   return 1.0f / (1.0f + exp2(where(exponent > 126.0f, splat(126.0f), exponent)));
 }
 
-// The gated activations: what becomes of a gate and the value beside it. T is the type of the tensors.
+// The gated activations: functions of a gate and its value. T is the type of the tensors.
 struct Silu {
   template <class T>
   QUIRE_INLINE f32x16 operator()(f32x16 gate, f32x16 up, T type) const {
@@ -185,7 +185,7 @@ struct Xielu {
   template <class T>
   QUIRE_INLINE f32x16 operator()(f32x16 x, f32x16, T) const {
     const f32x16 low = where(x > -1e-6f, splat(-1e-6f), x);
-    // e^x - 1 - x: near 0, where that would lose its digits, the series.
+    // e^x - 1 - x. Near 0, where that would lose digits, it uses the series.
     f32x16 series = splat(1.0f / 40320);
     for (float factor : {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f}) series = fma(series, low, factor);
     const f32x16 near = series * low * low, far = exp2(low * LOG2_E) - 1.0f;

@@ -48,7 +48,7 @@ void rotate_halves(T* x, int64_t heads, int64_t head_stride, const float* cos, c
   }
 }
 
-// The same, of pairs that lie side by side.
+// The same for interleaved pairs.
 template <class T>
 void rotate_pairs(T* x, int64_t heads, int64_t head_stride, const float* cos, const float* sin, int64_t half) {
   for (int64_t head = 0; head < heads; head++)

@@ -1,6 +1,6 @@
 """Norms, activations and rotary embedding in C++. These functions pass addresses and strides to elementwise.cpp.
 
-They are called hundreds of times a step, often on a few kilobytes, so they must take only a few microseconds.
+They are called hundreds of times per step, often on a few kilobytes, so each call must take only a few microseconds.
 """
 
 import torch
@@ -49,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @reference.add_rms_norm.implementation("cpu", supports=on_cpu)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Overwrites both: residual with the sum, x with the norm."""
+    """Overwrite both arguments: residual with the sum, x with the norm."""
     dtype = x.dtype
     wide_weight = weight.dtype is torch.float32
     to = residual.data_ptr()
@@ -79,7 +79,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def _layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, out: Tensor
 ) -> None:
-    """x, out: [rows, dim] or [tokens, heads, dim]. residual: becomes x + residual, which is normed then."""
+    """x, out: [rows, dim] or [tokens, heads, dim]. residual: overwritten with x + residual, which is then normed."""
     is_flat = x.dim() == 2
     outer = len(x)
     inner = 1 if is_flat else x.shape[1]
@@ -104,7 +104,7 @@ def _layer_norm(
 
 
 def _fits(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether x is [rows, dim] or [tokens, heads, dim] with dense rows, and all are of its type."""
+    """Return whether x is [rows, dim] or [tokens, heads, dim] with dense rows, and the others have its type."""
     is_dense = x.dim() in (2, 3) and x.stride(-1) == 1
     return is_dense and all(other is None or other.dtype is x.dtype for other in others)
 
@@ -122,7 +122,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Overwrites the residual stream with the sum."""
+    """Overwrite the residual stream with the sum."""
     if not (_fits(x, residual, weight, bias) and _fits(residual)) or (len(x) and x.data_ptr() == residual.data_ptr()):
         return reference.add_layer_norm.reference(x, residual, weight, bias, eps)  # type: ignore[no-any-return]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -210,7 +210,8 @@ def row_sums(x: Tensor) -> Tensor:
 
 
 def _gate(activation: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
-    """activation: 0 is silu, 1 gelu, 2 gelu by tanh, 3 that of gpt-oss, 4 relu, 5 its square, as in elementwise.cpp."""
+    """activation: 0 is silu, 1 gelu, 2 gelu by tanh, 3 gpt-oss' activation, 4 relu, 5 its square, as in
+    elementwise.cpp."""
     rows, width = x.shape
     stride, last = x.stride()
     if last != 1:
@@ -309,7 +310,7 @@ def activate(x: Tensor, name: str) -> Tensor:
 def rotary_embedding(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotates q and k in place."""
+    """Rotate q and k in place."""
     if not (cos.is_contiguous() and sin.is_contiguous()):
         cos = cos.contiguous()
         sin = sin.contiguous()

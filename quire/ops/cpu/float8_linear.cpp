@@ -1,5 +1,5 @@
-// The product with weights in float8 (e4m3) in panels (panels.h), whose activations are bfloat16 and stay so. Those in
-// float16 become two rows of bfloat16 whose sum they are: themselves rounded, and the rest.
+// The product with weights in float8 (e4m3) in panels (panels.h). Activations in bfloat16 are used directly. Those in
+// float16 are split into two rows of bfloat16: the rounded numbers, and the rest.
 //
 //   result[m, n] = sum over groups g of  scale[n, g] * sum code * x
 //
@@ -17,7 +17,7 @@ using namespace quire;
 
 namespace {
 
-// The codes of NaN, which no weights have, mean 480 and -480.
+// The codes of NaN, which weights never contain, are read as 480 and -480.
 #ifdef __AVX512VBMI__
 
 // The bytes of the bfloat16 of each code without its sign.
@@ -74,7 +74,7 @@ struct Float8 {
   void* result;         // [rows / parts, out]
   int64_t out, row_words, group_words, groups;
 
-  // One scale for all inputs is applied to whole sums, so that a row need not be visited at once.
+  // A single scale for all inputs is applied to complete sums, so a row can be visited in several parts.
   bool scaled_last() const { return groups == 1; }
 
 #ifdef QUIRE_TILES

@@ -9,7 +9,7 @@ using namespace quire;
 
 namespace {
 
-// Where a block's parts go. codes: one in a byte. factors: one or two halves.
+// The destinations of a block's parts. codes: one per byte. factors: one or two halves.
 struct Target {
   uint8_t *codes, *scales, *offsets;
   uint16_t* factors;
@@ -186,7 +186,7 @@ void with_blocks(int type, F f) {
 extern "C" {
 
 // data: [rows, blocks] of ggml's type of this number. The codes are of 4 bits, two in a byte, or of 8. offsets and
-// factors are null for types without.
+// factors are null for types without them.
 void quire_gguf_blocks(int type, const uint8_t* data, int64_t rows, int64_t blocks, uint8_t* codes, uint8_t* scales,
                        uint8_t* offsets, uint16_t* factors, int threads) {
   with_blocks(type, [&](auto block) {

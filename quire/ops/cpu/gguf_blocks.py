@@ -10,7 +10,8 @@ from quire.ops.reference.quantized import QuantizedMatrix
 
 
 class _Layout(NamedTuple):
-    """Of a type's blocks. bits: of a code. groups: those with a scale. scales: their type. factors: their number."""
+    """The layout of a type's blocks. bits: bits of a code. groups: groups with a scale. scales: the type of scales.
+    factors: the number of factors."""
 
     number: int
     elements: int

@@ -1,6 +1,7 @@
-// Products of groups of rows, each with a weight of its own that is not packed: of experts, or of attention heads. A group
-// has few rows as a rule, and then all time goes into reading the weights: they are read once, as they lie, and meet as
-// many rows at a time as registers have room for sums. Groups of many rows are cut into blocks that stay in the cache.
+// Products of groups of rows, each with a weight of its own that is not packed: of experts, or of attention heads. A
+// group usually has few rows, and then reading the weights takes all the time. They are read once, in memory order, and
+// multiplied with as many rows at a time as there are registers for sums. Groups of many rows are cut into blocks that
+// stay in the cache.
 //
 // Sixteen (of bfloat16 32) neighbouring inputs are added up side by side, and their sums at the end, always in the same
 // order: a row's result does not depend on the other rows.

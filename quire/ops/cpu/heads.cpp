@@ -1,4 +1,4 @@
-// What is done to the vectors of heads before attention: [tokens, heads, dim] with strides become contiguous ones.
+// Operations on the vectors of heads before attention: [tokens, heads, dim] with strides become contiguous.
 #include <cmath>
 #include <cstring>
 

@@ -1,4 +1,4 @@
-"""What is done to the vectors of heads before attention, in C++ (heads.cpp)."""
+"""Operations on the vectors of heads before attention, in C++ (heads.cpp)."""
 
 import torch
 from torch import Tensor

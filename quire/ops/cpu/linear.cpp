@@ -12,7 +12,7 @@ struct Dense {
   using F = Factor<T>;
   static constexpr int LINES = UNPACKED<T>;
   static constexpr bool IS_BF16 = std::is_same_v<F, bf16>;  // what products multiply
-  // Elsewhere registers are too few to keep the second line meanwhile, and bfloat16 is easily unpacked twice.
+  // Elsewhere there are too few registers to keep the second line, and unpacking bfloat16 twice is cheap.
   static constexpr bool UNPACKS_AT_ONCE = std::is_same_v<T, fp16> && MAX_COLUMNS > 1;
 #ifndef __AVX512F__
   // 12 sums are in the 16 registers of AVX2 (of NEON 24 in 32), of six rows with one line down to one row with four.
@@ -84,8 +84,8 @@ struct Dense {
       Ahead fetched = ahead.portion((C - c) / AT_ONCE);
       add_products<R, AT_ONCE>(part, row, line + c, sums + c * LANES, fetched);
     }
-    // The last part's sums are results. Each visit writes its own, so that the next visit computes while the lines of
-    // memory are fetched that the results go to.
+    // The sums of the last part are the results. Each visit writes its own, so that the next visit computes while the
+    // lines of memory are fetched that the results go to.
     if (part.word + part.words == row_words && visits_write(part.panel)) write(part.panel, row, R, line, C, sums);
   }
 

@@ -10,7 +10,7 @@ from quire.ops.reference.elementwise import combine_experts, grouped_linear, lin
 
 
 def check_width(given: int, expected: int) -> None:
-    """Raises ValueError if they differ. The kernels would read behind the rows."""
+    """Raise ValueError if they differ, since the kernels would read past the end of the rows."""
     if given != expected:
         raise ValueError(f"a product with weights for {expected} inputs got {given}")
 
@@ -23,7 +23,7 @@ def linear_cpu(x: Tensor, weight: Tensor | Panels, bias: Tensor | None) -> Tenso
 
 
 def _multiply(x: Tensor, weight: Panels, bias: Tensor | None, outs: int, offsets: Tensor | None) -> Tensor:
-    """outs, offsets: of each expert, if the weights are those of several."""
+    """outs, offsets: the outputs and rows of each expert, if there are several."""
     rows, columns = x.shape
     check_width(columns, weight.columns)
     x = torch.nn.functional.pad(x, (0, 1)) if x.itemsize == 2 and columns % 2 else x

@@ -1,5 +1,5 @@
-// Low-rank adapters: out += B A x, with another adapter for each token. Tokens of the same adapter are computed together,
-// so that its matrices are read once. Tokens without one cost nothing.
+// Low-rank adapters: out += B A x, where each token may use a different adapter. Tokens of the same adapter are
+// computed together, so that its matrices are read once. Tokens without one cost nothing.
 //
 // Both products are sums in a fixed order (the first like those of grouped_linear.cpp, the second by rank), so a token's
 // result does not depend on the others.

@@ -1,5 +1,5 @@
 // Masks of the tokens that may be sampled, applied to logits. Most masks allow few tokens or nearly all, so whole words
-// of 32 tokens are forbidden or left alone at once.
+// of 32 tokens are forbidden or left unchanged at once.
 #include <algorithm>
 #include <limits>
 

@@ -1,4 +1,4 @@
-// Products with weights in panels: what those of all formats share.
+// The common parts of products with weights in panels, for all formats.
 //
 // A panel holds the weights of 64 outputs (the last one of as many as are left, in multiples of 16) as 32-bit words,
 // each the weights of one output for a few neighbouring inputs: one of float32, two of bfloat16 or float16, four of 8
@@ -25,13 +25,13 @@
 namespace quire {
 
 constexpr int PANEL = 64, PANEL_LINES = PANEL / LANES;
-// Of a panel, which all rows visit before the next piece: it stays in the second-level cache. For many rows it is larger,
-// since beginning and ending a visit takes time (3 % of it).
+// The size of a piece of a panel. All rows visit it before the next piece, so that it stays in the second-level cache.
+// It is larger for many rows, since beginning and ending a visit takes time (3 % of it).
 constexpr int64_t CHUNK_BYTES = 1 << 16, LARGE_CHUNK_BYTES = 1 << 17;
-constexpr int VISITS = 22;  // of rows, that make up a task: they and their sums stay in the cache as well
+constexpr int VISITS = 22;  // visits of rows per task: the rows and their sums also stay in the cache
 constexpr int64_t PARALLEL_WORDS = 1 << 14;  // below it, one thread is done before a second one has woken up
 
-// Fetches a panel of what belongs to codes and is far from them, such as scales: `words` words of each output.
+// Fetches a panel of data that belong to codes but are stored separately, such as scales: `words` words per output.
 inline void fetch_panel(const uint32_t* words_of_all, int64_t panel, int64_t words, int lines) {
   const uint32_t* at = words_of_all + panel * PANEL * words;
   for (int64_t i = 0; i < words * lines; i++) __builtin_prefetch(at + i * LANES, 0, 2);
@@ -44,12 +44,12 @@ T* room(std::vector<T>& kept, int64_t size) {
   return kept.data() + (64 - reinterpret_cast<uintptr_t>(kept.data()) % 64) / 4 % LANES;
 }
 
-// What a piece of work is to bring into the cache meanwhile: `count` lines from `at`.
+// The lines that a piece of work prefetches while it runs: `count` lines from `at`.
 struct Ahead {
   const char* at;
   int count;
 
-  // In even portions for each of `words` words: bursts would fill the buffers that reading from the caches needs.
+  // In equal portions for each of `words` words: bursts would fill the buffers that are needed to read from the caches.
   struct Pace {
     uint32_t step, due = 0;  // in 1 / 65,536 of a line
   };
@@ -67,7 +67,7 @@ struct Ahead {
     return first;
   }
 
-  // Into the second-level cache: the first one has too few buffers to cover the latency of memory.
+  // Fetches into the second-level cache: the first one has too few buffers to cover the latency of memory.
   void fetch(Pace& pace) {
     for (pace.due += pace.step; pace.due >= 1 << 16; pace.due -= 1 << 16, at += 64) __builtin_prefetch(at, 0, 2);
   }
@@ -86,7 +86,7 @@ struct Part {
   int stride() const { return lines * LANES; }
 };
 
-// What a thread has unpacked.
+// The weights that a thread has unpacked.
 struct Unpacked {
   std::vector<uint32_t> words;
   std::vector<float> scales, offsets;
@@ -123,8 +123,8 @@ struct Shape {
   }
 };
 
-// Runs of neighbouring items, one for each thread, which helps with the others' when it is done with its own. So a thread
-// reads from one end of its share of the weights to the other, as the hardware expects.
+// Runs of neighbouring items, one for each thread. A thread that has finished its run helps the others. So a thread
+// reads its share of the weights in order, as the hardware expects.
 class Ranges {
  public:
   Ranges(int64_t items, int count) : items_(items), count_(count), next_(room_for(count)) {
@@ -154,7 +154,7 @@ class Ranges {
     std::atomic<int64_t> item;
   };
 
-  // The calling thread keeps them between calls.
+  // The calling thread reuses them in later calls.
   static Next* room_for(int count) {
     thread_local std::unique_ptr<Next[]> kept;
     thread_local int size = 0;
@@ -169,8 +169,8 @@ class Ranges {
   Next* const next_;
 };
 
-// How many lines a visit has at most, the bytes of a part, and whether a visit of a few rows fetches the next part whole.
-// A format may have a Blocking of its own.
+// The maximum number of lines of a visit, the bytes of a part, and whether a visit of a few rows fetches the whole next
+// part. A format may define its own Blocking.
 template <class Format, class = void>
 struct BlockingOf {
   static constexpr int COLUMNS = MAX_COLUMNS;
@@ -180,7 +180,7 @@ struct BlockingOf {
 template <class Format>
 struct BlockingOf<Format, std::void_t<typename Format::Blocking>> : Format::Blocking {};
 
-// How many rows a visit has at most, and up to how many read a panel in order. A format may have Rows of its own.
+// The maximum number of rows of a visit, and of rows that read a panel in order. A format may define its own Rows.
 template <class Format, class = void>
 struct RowsOf {
   static constexpr int ROWS = MAX_ROWS, IN_ORDER = MAX_ROWS;
@@ -244,7 +244,7 @@ void multiply(const Format& format, const Shape& shape, int threads) {
           to_fetch = then == panel ? 0 : std::min(chunk, shape.words) * shape.lines(then);
           if (then != panel) format.expect(then, shape.lines(then));
         }
-        // With few rows, memory sets the pace. The hardware brings what is read in order faster than prefetches can,
+        // With few rows, memory limits the speed. The hardware brings what is read in order faster than prefetches can,
         // which have to wait for the first-level cache's buffers (37 GB/s for two cores, where memory gave 55). A few
         // lines are fetched, since the hardware stops while a panel is finished.
         const bool is_read_in_order = rows <= RowsOf<Format>::IN_ORDER && !BlockingOf<Format>::FETCHES;

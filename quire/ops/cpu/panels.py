@@ -1,4 +1,4 @@
-"""Matrices in panels, the form in which products read weights (drawn in panels.h), and reading rows back from them."""
+"""Matrices in panels, the form in which products read weights (drawn in panels.h). Rows can be read back from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.ops.cpu.build import kernel
 from quire.ops.memory import lasting
 
-PANEL = 64  # rows of a panel
+PANEL = 64  # rows per panel
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Panels:
     data: Tensor
     rows: int
     columns: int
-    words: int  # of a row
+    words: int  # per row
 
     @staticmethod
     def of(matrix: Tensor) -> "Panels":
@@ -39,16 +39,16 @@ class Panels:
 
     @staticmethod
     def joined(parts: Sequence["Panels"]) -> "Panels":
-        """The rows of all parts, of which each consists of whole panels."""
+        """Concatenate the rows of all parts, each of which consists of whole panels."""
         data = torch.cat([part.data for part in parts])
         return replace(parts[0], data=data, rows=len(data))
 
     def part(self, start: int, stop: int) -> "Panels":
-        """The rows from start to stop, both of which are multiples of PANEL, in the same memory."""
+        """Return a view of the rows [start, stop); both are multiples of PANEL."""
         return replace(self, data=self.data[start:stop], rows=stop - start)
 
     def pick(self, ids: Tensor) -> Tensor:
-        """Rows `ids`: [len(ids), columns]"""
+        """Return the rows `ids`: [len(ids), columns]"""
         picked = self.data.new_empty(len(ids), self.data.shape[1])
         ids = ids.contiguous()
         kernel("quire_panel_rows", "pllplpi")(

@@ -1,4 +1,4 @@
-"""The instruction sets that the kernels are compiled for, and the features of the processor."""
+"""The instruction sets for which the kernels can be compiled, and the features of the processor."""
 
 import ctypes
 import platform
@@ -7,13 +7,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Instruction sets that the kernels may use: all that the processor has, or only those of an older one (to measure and
-# test that, and to compile for another machine). Each has the compiler's flags and the features that the processor must
-# have, in Linux's names. The best of a kind are first.
+# Instruction sets that the kernels may use: all that the processor has, or only those of an older one (for
+# measurements, tests, and compilation for another machine). Each has the compiler's flags and the features that the
+# processor must have, in Linux's names. The best of each kind is first.
 _AVX512 = {"avx2", "fma", "bmi2", "f16c", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _AVX512_VNNI = {*_AVX512, "avx512_vnni", "avx512vbmi"}
 _AVX512_BF16 = "-march=x86-64-v4 -mavx512vnni -mavx512vbmi -mavx512bf16"
-_AMX = {"amx_tile", "amx_int8", "amx_bf16"}  # processors with it have avx_vnni, too
+_AMX = {"amx_tile", "amx_int8", "amx_bf16"}  # processors with it also have avx_vnni
 _DOTPROD = {"asimd", "atomics", "asimddp"}
 _IS_ARM = platform.machine() in ("aarch64", "arm64")
 INSTRUCTION_SETS = {
@@ -28,7 +28,7 @@ INSTRUCTION_SETS = {
     "neon-dotprod": ("-march=armv8.2-a+dotprod", _DOTPROD),
     "neon": ("-march=armv8-a", {"asimd"}),
 }
-PROCESSORS = {  # by the compiler's names of processors: the instruction set of these that the kernels can use
+PROCESSORS = {  # by the compiler's name of a processor: the one of these instruction sets that it supports
     "haswell": "avx2", "znver1": "avx2", "znver2": "avx2", "znver3": "avx2", "alderlake": "avx-vnni",
     "skylake-avx512": "avx512", "cascadelake": "avx512", "icelake-server": "avx512-vnni", "sapphirerapids": "amx",
     "graniterapids": "amx", "znver4": "avx512-bf16", "znver5": "avx512-bf16", "cortex-a72": "neon",
@@ -40,7 +40,7 @@ USED_FEATURES = {
     "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512vbmi", "avx512_bf16", *_AMX,
     "asimd", "asimddp", "i8mm", "bf16",
 }  # fmt: skip
-_ARM_FEATURES = {  # where each is: the entry of Linux's auxiliary vector and its bit, and the name in macOS
+_ARM_FEATURES = {  # the location of each: the entry of Linux's auxiliary vector and its bit, and the name in macOS
     "asimd": (16, 1, "AdvSIMD"),
     "atomics": (16, 8, "FEAT_LSE"),
     "asimddp": (16, 20, "FEAT_DotProd"),
@@ -52,7 +52,8 @@ _ARM_FEATURES = {  # where each is: the entry of Linux's auxiliary vector and it
 
 @cache
 def cpu_features() -> str:
-    """The features of the processor in Linux's names, with spaces between them; "" if the system does not tell them."""
+    """Return the processor's features in Linux's names, separated by spaces, or "" if the system does not report
+    them."""
     if not _IS_ARM:
         try:
             lines = Path("/proc/cpuinfo").read_text().splitlines()

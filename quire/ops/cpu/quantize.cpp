@@ -1,5 +1,5 @@
-// Bringing a dense weight to 8 or 4 bits when it is loaded (what is done says ops/reference/quantized.py), and reading
-// rows of one with 8 bits.
+// Quantizing a dense weight to 8 or 4 bits when it is loaded (defined in ops/reference/quantized.py), and reading rows
+// of an 8-bit weight.
 #include <algorithm>
 #include <vector>
 

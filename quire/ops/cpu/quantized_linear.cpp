@@ -4,11 +4,11 @@
 //   result[m, n] = sum over groups g of  x_scale[m, g] * (scale[n, g] * sum (code - centre) * x_code
 //                                                         + offset[n, g] * sum x_code)
 //
-// A word holds the codes of four inputs in 8 bits each, or of eight in 4 bits, two to a byte. For the latter the codes of
-// x stand in the order in which the halves of the bytes are met: the even ones of eight, then the odd ones.
+// A word holds the codes of four inputs in 8 bits each, or of eight in 4 bits, two to a byte. For the latter, the codes
+// of x are in the order in which the halves of the bytes are used: the even ones of eight, then the odd ones.
 //
-// Codes of 4 bits that stand for values of a table are not multiplied in integers: their values are looked up, sixteen in
-// an instruction, and multiplied with the activations as they are.
+// Codes of 4 bits that index a table are not multiplied as integers: their values are looked up, sixteen per
+// instruction, and multiplied with the unquantized activations.
 #include <numeric>
 
 #include "blocks.h"
@@ -46,7 +46,7 @@ struct Quantized : PairVisits<Quantized<BITS>, BITS> {
   }
   int64_t step() const { return is_narrow() ? stored(std::lcm(group_words, int64_t(wide_words(bits)))) : group_words; }
 
-  // One row does without if groups have multiples of 16 inputs: it widens codes in registers.
+  // One row needs no unpacking if groups have multiples of 16 inputs: it widens codes in registers.
   bool widens_codes(bool is_row) const {
     return is_narrow() && !(is_row && (group_words * INPUTS % 16 == 0 || group_words == row_words));
   }
@@ -153,7 +153,7 @@ struct Quantized : PairVisits<Quantized<BITS>, BITS> {
     }
   }
 
-  // One row, whose codes, of N bits, and scales are widened in registers: it needs each of them once.
+  // One row. Its codes, of N bits, and scales are widened in registers, since each is needed only once.
   template <int N, int C>
   void visit_row(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
     constexpr bool IS_NARROW = N < BITS, HAS_HALVES = IS_NARROW && N % 2;  // units of 32 codes, or of 16
@@ -294,7 +294,7 @@ struct Quantized : PairVisits<Quantized<BITS>, BITS> {
 #endif
 
 #ifdef QUIRE_BLOCKS
-  // What the loop over the words of a group does, for several rows at a time. first: of the words.
+  // The body of the loop over the words of a group, for several rows at a time. first: the first word.
   template <int R>
   QUIRE_INLINE void add_blocks(const uint32_t* w, int stride, int64_t words, int64_t first, const int8_t* codes,
                                i32x16 (&sum)[R][1], Ahead& ahead, Ahead::Pace& pace) const {

@@ -1,5 +1,5 @@
-"""Products with weights of 8 and 4 bits: in integers if their codes are integers, with values of a table
-(quantized_linear.cpp), or with float8 (float8_linear.cpp)."""
+"""Products with 8-bit and 4-bit weights: with integer codes, with codes that index a table (quantized_linear.cpp), or
+with float8 (float8_linear.cpp)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,15 +25,15 @@ from quire.ops.reference.quantized import (
 )
 from quire.ops.registry import Target
 
-# How the kernels count the types of scales, offsets and factors (scales.h).
+# The kernels' numbering of the types of scales, offsets and factors (scales.h).
 _TYPES = {**CODES, torch.uint8: 3, torch.int8: 4}
 
 
 @dataclass(frozen=True)
 class QuantizedPanels:
-    """A QuantizedMatrix in panels. form: the matrix without its rows, for its other properties. table: its own.
+    """A QuantizedMatrix in panels. form: the matrix without its rows, for its other properties. table: its table.
 
-    codes: of 2, 3, 5 or 6 bits as in narrow_codes.h, or of 4 or 8 as in the matrix
+    codes: 2, 3, 5 or 6 bits as in narrow_codes.h, or 4 or 8 bits as in the matrix
     """
 
     form: QuantizedMatrix
@@ -47,16 +47,16 @@ class QuantizedPanels:
 
     @property
     def by_row(self) -> dict[str, Tensor]:
-        """What has as many rows as the matrix, or somewhat more."""
+        """The panels that have as many rows as the matrix, or slightly more."""
         return {name: panels.data for name, panels in self._panels().items()}
 
     def rows(self, start: int, stop: int) -> "QuantizedPanels":
-        """The outputs from start to stop, both of which are multiples of PANEL, in the same memory."""
+        """Return a view of the outputs [start, stop); both are multiples of PANEL."""
         parts: dict[str, Any] = {name: panels.part(start, stop) for name, panels in self._panels().items()}
         return replace(self, **parts, out_features=stop - start)
 
     def pick(self, ids: Tensor) -> QuantizedMatrix:
-        """The outputs `ids`."""
+        """Return the outputs `ids`."""
         parts = {name: panels.pick(ids) for name, panels in self._panels().items()}
         form = self.form
         codes = parts["codes"]
@@ -77,7 +77,7 @@ class QuantizedPanels:
         return replace(form, **parts)  # type: ignore[arg-type]
 
     def dense_rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weights of the outputs `ids`: [len(ids), in]"""
+        """Return the weights of the outputs `ids`: [len(ids), in]"""
         form = self.form
         is_plain = (
             form.codes.dtype is torch.uint8
@@ -107,7 +107,7 @@ class QuantizedPanels:
         return rows
 
     def joined(self, others: Sequence["QuantizedPanels"]) -> "QuantizedPanels":
-        """The outputs of this and then of others of its form, each of whole panels."""
+        """Concatenate the outputs of this and of others of the same form, each of whole panels."""
         parts = {
             name: [panels, *(other._panels()[name] for other in others)] for name, panels in self._panels().items()
         }
@@ -125,7 +125,7 @@ def _in_two_bytes(target: Target) -> bool:
 
 @quantized_linear.implementation("cpu_dense", supports=on_cpu)
 def quantized_linear_dense(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    """Dequantizes the weight in each product, for models in float32 and for forms that cannot be in panels."""
+    """Dequantize the weight in each product, for models in float32 and for forms that cannot be in panels."""
     offsets = torch.tensor([0, len(x)])
     parts = []
     for start, stop, dense in dense_parts(weight, x.dtype):
@@ -136,14 +136,14 @@ def quantized_linear_dense(x: Tensor, weight: QuantizedMatrix, bias: Tensor | No
 
 @quantized_linear.implementation("cpu", supports=_in_two_bytes)
 def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, bias: Tensor | None) -> Tensor:
-    """Rounds activations to 8 bits, with a scale for each row and group, if the weight's codes are integers."""
+    """If the weight's codes are integers, activations are rounded to 8 bits, with a scale for each row and group."""
     if isinstance(weight, QuantizedMatrix):  # a form that cannot be in panels
         return quantized_linear_dense(x, weight, bias)  # type: ignore[no-any-return]
     return _multiply(x, weight, bias, weight.out_features, None)
 
 
 def _multiply(x: Tensor, weight: QuantizedPanels, bias: Tensor | None, outs: int, bounds: Tensor | None) -> Tensor:
-    """outs, bounds: of each expert, if the weights are those of several."""
+    """outs, bounds: the outputs and rows of each expert, if there are several."""
     form = weight.form
     check_width(x.shape[1], form.num_inputs or form.in_features)
     x = x if form.order is None else x[:, form.order]
@@ -184,7 +184,7 @@ def _multiply(x: Tensor, weight: QuantizedPanels, bias: Tensor | None, outs: int
 
 
 def _numbers(panels: Panels | None) -> tuple[int | None, int]:
-    """Address and type."""
+    """Return the panels' address and type."""
     return (None, 0) if panels is None else (panels.data.data_ptr(), _TYPES[panels.data.dtype])
 
 
@@ -221,7 +221,7 @@ def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix | QuantizedPanels:
 
 
 def _base(matrix: QuantizedMatrix, bits: int) -> int:
-    """The lowest code of a matrix whose codes have 2^bits values."""
+    """Return the lowest code of a matrix whose codes have 2^bits values."""
     return 0 if matrix.offsets is not None else (1 << (matrix.bits - 1)) - (1 << (bits - 1))
 
 
@@ -235,7 +235,7 @@ def grouped_quantized_linear_cpu(
 
 
 def _join(weights: Sequence[object]) -> QuantizedPanels | None:
-    """The weights of all experts in one, if they have the same form and consist of whole panels."""
+    """Join the weights of all experts, if they have the same form and consist of whole panels."""
     panels = [weight for weight in weights if isinstance(weight, QuantizedPanels)]
     if len(panels) < len(weights) or any(part.out_features % PANEL for part in panels):
         return None

@@ -23,13 +23,13 @@ struct PairVisits {
   struct Blocking {
     static constexpr int COLUMNS = 4;
     static constexpr bool FETCHES = true;
-    // Unpacked, a part for many rows has twice as many bytes. It stays in the first-level cache or near to it.
+    // Unpacked, a part for many rows has twice as many bytes. It stays in or near the first-level cache.
     static int64_t chunk(int pieces) { return pieces > 1 ? 1 << 14 : 1 << 15; }
   };
 
   const Format& format() const { return static_cast<const Format&>(*this); }
 
-  // What pairs are made of: bytes of one code each, or halves of words if codes have 8 bits.
+  // The elements of pairs: bytes of one code each, or halves of words if codes have 8 bits.
   const uint32_t* in_pairs(const uint32_t* from, int64_t words, int lines, std::vector<uint32_t>& kept,
                            Ahead ahead) const {
     const int stride = lines * LANES;
@@ -200,7 +200,7 @@ struct PairVisits {
     float* const sums_;
   };
 
-  // One row, whose codes, of N bits, are widened in registers: it needs each of them once.
+  // One row. Its codes, of N bits, are widened in registers, since each is needed only once.
   template <int N, int C>
   __attribute__((noinline)) void visit_row(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
     constexpr bool IS_NARROW = N < BITS, HAS_HALVES = IS_NARROW && N % 2;  // units of 32 codes, or of 16

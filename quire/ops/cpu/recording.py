@@ -1,6 +1,6 @@
-"""Records the kernels that a function calls, to call them again without Python, like a CUDA graph on a GPU.
+"""Records the kernel calls of a function and replays them without Python, like a CUDA graph on a GPU.
 
-A recorded function must consist of kernels, views and new tensors. Anything that torch itself computed would be missing
+A recorded function must consist of kernels, views and new tensors. Anything that torch itself computes would be missing
 from the replay. The tensors of a recorded function are in an arena, so their addresses stay valid.
 """
 
@@ -21,14 +21,14 @@ from quire.ops.cpu import build
 
 _NEW = {"aten::empty", "aten::new_empty", "aten::empty_like"}
 _READS = {"aten::resolve_conj"}  # the trace that tolist() leaves: it reads the data
-_SMALLEST = 4096  # bytes of the smallest buffer
+_SMALLEST = 4096  # size of the smallest buffer in bytes
 
 
 class Arena:
     """Memory for the tensors of recorded functions. All functions share it, since only one runs at a time.
 
-    Sizes of buffers are powers of two, so that steps of many sizes can share them. A buffer is free again when the last
-    tensor in it is gone.
+    Sizes of buffers are powers of two, so that steps of many sizes can share them. A buffer becomes free again when the
+    last tensor in it is deleted.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Arena:
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records kernels while it is entered. obstacle: the first operation that cannot be replayed, if any."""
+    """A context that records kernels. obstacle: the first operation that cannot be replayed, if any."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

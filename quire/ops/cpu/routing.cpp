@@ -1,4 +1,4 @@
-// Which experts compute which tokens: the choice by the router's scores, and the tokens in the order of their experts.
+// Assigns tokens to experts: chooses experts by the router's scores, and sorts the tokens by expert.
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -144,7 +144,7 @@ void quire_choose_experts(int dtype, const void* logits, int64_t stride, int64_t
   });
 }
 
-// Rows of so many bytes; those of the result lie side by side. experts: [tokens, top_k].
+// Copies rows of `bytes` bytes; the result's rows are contiguous. experts: [tokens, top_k].
 void quire_sort_by_expert(const void* x, int64_t stride, int64_t bytes, const int64_t* experts, int64_t tokens,
                           int64_t top_k, int64_t count, void* rows, int64_t* offsets, int64_t* order, int threads) {
   thread_local std::vector<int64_t> kept;

@@ -1,4 +1,5 @@
-// One draw a row by the Gumbel-max trick, the noise made on the fly from Philox4x32-10 (see ops/reference/sampling.py).
+// One draw per row by the Gumbel-max trick, with noise made on the fly by Philox4x32-10 (see
+// ops/reference/sampling.py).
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -50,7 +51,7 @@ Best visit_slice(const float* logits, int64_t begin, int64_t end, uint32_t posit
   return best;
 }
 
-// The largest of a slice, the first of equal ones.
+// The largest of a slice, the first if several are equal.
 template <class T>
 Best largest(const T* logits, int64_t begin, int64_t end) {
   f32x16 tops = splat(-std::numeric_limits<float>::infinity());
@@ -73,7 +74,7 @@ Best largest(const T* logits, int64_t begin, int64_t end) {
 // tokens[row] = the best of visit(row, begin, end) over slices of the row.
 template <class F>
 void best_of_rows(int64_t rows, int64_t vocab, int64_t* tokens, int threads, F visit) {
-  // Enough slices that the threads finish together, none so short that it is not worth a start.
+  // Enough slices for the threads to finish together, none too short to be worth starting.
   const int64_t wanted = std::min((4 * threads + rows - 1) / std::max<int64_t>(rows, 1), vocab / 4096 + 1);
   const int64_t size = ((vocab + wanted - 1) / std::max<int64_t>(wanted, 1) + GROUP - 1) / GROUP * GROUP;
   const int64_t slices = (vocab + size - 1) / size;

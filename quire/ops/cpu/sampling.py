@@ -1,5 +1,5 @@
-"""Sampling in C++. sampling.cpp computes noise where it is used, so noise is never stored. truncate.cpp finds the
-largest logits without sorting all of them."""
+"""Sampling in C++. sampling.cpp computes noise on the fly and never stores it. truncate.cpp finds the largest logits
+without sorting all of them."""
 
 import torch
 from torch import Tensor

@@ -14,12 +14,13 @@ enum Type { FLOAT32, BFLOAT16, FLOAT16, UNSIGNED, SIGNED };
 
 constexpr int bits_of(int type) { return type == FLOAT32 ? 32 : type <= FLOAT16 ? 16 : 8; }
 
-// The number whose bits begin at bit `shift` of each word. float16 has no infinities here, which no scales are.
+// The number whose bits begin at bit `shift` of each word. Infinities of float16 are not supported, since scales are
+// finite.
 template <int TYPE>
 QUIRE_INLINE f32x16 number(u32x16 words, uint32_t shift) {
   if constexpr (TYPE == FLOAT32) return as<f32x16>(words);
   const u32x16 first = words << uint32_t(32 - bits_of(TYPE) - shift);  // the number's bits are the highest ones
-  if constexpr (TYPE == FLOAT16)  // the exponent of float32 is that of float16 and 112
+  if constexpr (TYPE == FLOAT16)  // the exponent of float32 is that of float16 plus 112
     return as<f32x16>(as<u32x16>(as<i32x16>(first) >> 3) & 0x8fffe000u) * splat(0x1p112f);
   if constexpr (TYPE == BFLOAT16) return as<f32x16>(first & 0xffff0000u);
   if constexpr (TYPE == UNSIGNED) return to_float(as<i32x16>(first >> 24));

@@ -1,10 +1,10 @@
-// Sums over the ranks of a machine, and rows of all of them, through memory that they share.
+// Sums and gathered rows over the ranks of one machine, through shared memory.
 //
-// A rank copies its summand into a slot of its own, says that it has arrived, waits for the others, and adds up all
-// slots in the order of the ranks: so all ranks have the same bits. If each rank wants its share of the sum only, it adds
-// up that part of the slots, and if rows are gathered, it copies the slots of the others. Slots exist twice, for rounds
-// with even and with odd numbers. A rank that begins a round has seen all others arrive at the round before, so nobody
-// still reads the slots that it writes.
+// A rank copies its summand into its slot, announces its arrival, waits for the others, and adds up all slots in the
+// order of the ranks, so that all ranks have the same bits. If each rank needs only its share of the sum, it adds up
+// that part of the slots; if rows are gathered, it copies the slots of the others. There are two sets of slots, for
+// even and odd rounds. When a rank begins a round, all others have arrived at the previous round, so none still reads
+// the slots that it writes.
 #include <sched.h>
 
 #include <algorithm>

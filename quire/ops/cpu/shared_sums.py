@@ -1,4 +1,4 @@
-"""Sums over the ranks of a machine, and rows of all of them, through memory that they share (shared_sums.cpp)."""
+"""Sums and gathered rows over the ranks of one machine, through shared memory (shared_sums.cpp)."""
 
 import contextlib
 import ctypes
@@ -13,12 +13,12 @@ from quire.observability.logging import logger
 from quire.ops.cpu.build import CODES, kernel, library
 from quire.parallel.mesh import Communicator, Shortcut
 
-_ARRIVAL_BYTES = 64  # of a rank, see shared_sums.cpp
-_SLOT_BYTES = 1 << 19  # of a rank in a round; what is larger takes several rounds
+_ARRIVAL_BYTES = 64  # per rank, see shared_sums.cpp
+_SLOT_BYTES = 1 << 19  # per rank and round; larger tensors take several rounds
 
 
 class SharedSums(Shortcut):
-    """Takes contiguous tensors on CPUs: sums of floating-point numbers, and rows of any type."""
+    """Handles contiguous tensors on CPUs: sums of floating-point numbers, and rows of any type."""
 
     def __init__(self, group: Communicator, memory: mmap.mmap) -> None:
         self.group = group
@@ -50,9 +50,9 @@ class SharedSums(Shortcut):
 
 
 def with_shared_sums(group: Communicator) -> Communicator:
-    """The group, with exchanges on CPUs through shared memory. All ranks must be on this machine.
+    """Return the group, with exchanges on CPUs through shared memory. All ranks must be on this machine.
 
-    The group stays as it was if the kernels are missing somewhere, or the system gives no such memory.
+    The group is unchanged if a rank lacks the kernels, or the system does not provide shared memory.
     """
     if group.size == 1 or not group.minimum(int(library() is not None)):
         return group
@@ -65,8 +65,8 @@ def with_shared_sums(group: Communicator) -> Communicator:
 
 
 def _share(group: Communicator) -> mmap.mmap | None:
-    """The memory of the ranks. It has no name, so it is gone with the last of them. Rank 0 reserves it, and the others
-    find it among the open files of that process. None if this rank cannot have it."""
+    """Return the ranks' shared memory. It has no name, so it is freed when the last rank exits. Rank 0 reserves it, and
+    the others find it among the open files of that process. None if this rank cannot open it."""
     size = group.size * (_ARRIVAL_BYTES + 2 * _SLOT_BYTES)
     memory = None
     file = _reserve(size) if group.rank == 0 else None
@@ -83,7 +83,7 @@ def _share(group: Communicator) -> mmap.mmap | None:
 
 
 def _reserve(size: int) -> int | None:
-    """A file in memory, of so many bytes; None if the system gives none."""
+    """Return a file in memory of `size` bytes, or None if the system does not provide one."""
     try:
         file = os.memfd_create("quire-sums")
     except OSError:

@@ -1,7 +1,7 @@
 // Recurrent layers: a causal convolution, and a scan over a state that decays (ops/reference/states.py defines them).
 //
 // Tokens of a text are taken one after the other, so a token's result does not depend on how the text is cut into steps.
-// Heads and columns of the state are independent of each other, and are shared out among threads: a task takes TILE
+// Heads and columns of the state are independent of each other, and are divided among threads: a task takes TILE
 // columns of one head of one request through all tokens of the step, with the state in the first-level cache.
 #include "replay.h"
 #include "team.h"
@@ -216,7 +216,7 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
       const int64_t source = span.source();
       for (int64_t i = 0; i < z.key_dim; i++)
         memcpy(state + i * TILE, pages + source * page + in_page + i * z.value_dim, columns * sizeof(float));
-      for (at = number[source * page]; at < span.start; at++) {  // what was computed before, but was not certain then
+      for (at = number[source * page]; at < span.start; at++) {  // computed earlier, but not certain then
         const float* row = behind + source * page + at % step.drafts * token;
         memcpy(value, row + at_v + head * z.value_dim + from, columns * sizeof(float));
         memcpy(factor, row + at_scale + scale_at, scales * sizeof(float));

@@ -10,7 +10,7 @@ from quire.ops.cpu.elementwise import on_cpu
 from quire.ops.reference import states as reference
 from quire.ops.reference.states import Pages, StatePlan
 
-_MOST_TAPS = 16  # of a convolution, as in states.cpp
+_MOST_TAPS = 16  # in a convolution, as in states.cpp
 
 
 @reference.causal_conv.implementation("cpu", supports=on_cpu)

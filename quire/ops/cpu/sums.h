@@ -1,4 +1,4 @@
-// Sums of products with weights that lie as they were read, a row for each output.
+// Sums of products with weights in their original order, with a row for each output.
 #pragma once
 
 #include "vector.h"

@@ -1,8 +1,8 @@
 // A team of threads for work that is cut into items, which its members draw one by one.
 //
-// Members come when they can: nobody waits for a thread that another program keeps from its core, the others do its
-// share (with OpenMP's barriers, one busy program beside it made a decoding step 3 times as long). Between two pieces of
-// work, members look for the next one for a while, letting others use the core meanwhile, and then sleep.
+// Members join when they can. If another program occupies a member's core, the others do its share instead of waiting
+// (with OpenMP's barriers, one other busy program made a decoding step 3 times as long). Between two pieces of work,
+// members poll for the next one for a while, offering the core to others, and then sleep.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace quire {
 
-// Tells the processor that this thread waits in a loop.
+// Hints to the processor that this thread waits in a loop.
 inline void pause() {
 #if defined(__SSE2__)
   _mm_pause();
@@ -31,15 +31,15 @@ struct Weights {
   int parts;
 };
 
-// The number of the calling thread in the team; 0 if it is no member.
+// The calling thread's number in the team; 0 if it is not a member.
 int place_in_team();
 
-// Calls work(context) here, and in the members of a team of `threads` that come before this call has finished; returns
-// when all of them have. So `work` must draw what it does from a common counter. weights: null if they are not those of
-// a product with few rows; members that wait fetch what they will read next (upcoming.h).
+// Calls work(context) here, and in the members of a team of `threads` that join before this call has finished; returns
+// when all calls have finished. So `work` must draw its items from a common counter. weights: null if they are not
+// those of a product with few rows; members that wait fetch what they will read next (upcoming.h).
 void call_team(int threads, void (*work)(void*), void* context, const Weights* weights = nullptr);
 
-// f() in as many threads as come, of `threads`.
+// Calls f() in up to `threads` threads, as many as join.
 template <class F>
 inline void together(int threads, F f, const Weights* weights = nullptr) {
   if (threads <= 1) return f();

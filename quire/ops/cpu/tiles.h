@@ -111,7 +111,7 @@ void multiply_tiles_bytes() {
 
 #else
 
-// Whether the system lets this process use tiles: it has to be asked, since they enlarge what it saves of a thread.
+// Whether the system lets this process use tiles. It must be requested, since tiles enlarge a thread's saved state.
 inline bool has_tiles() {
   constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of arch_prctl
   static const bool allowed = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
@@ -148,7 +148,7 @@ void multiply_tiles_bytes() {
 
 #endif
 
-// A thread's tiles, configured for a number of rows as long as this exists.
+// Configures the thread's tiles for a number of rows during its lifetime.
 class Tiles {
  public:
   Tiles() = default;

@@ -1,4 +1,4 @@
-// Top-k and top-p without sorting the vocabulary (what they are says ops/reference/sampling.py). The tokens of a row are
+// Top-k and top-p without sorting the vocabulary (ops/reference/sampling.py defines them). The tokens of a row are
 // counted into buckets by the distance of their logits from the largest one; only the bucket in which the border falls
 // is sorted.
 #include <algorithm>

@@ -1,7 +1,7 @@
-"""The translation units of the kernels: what each is compiled from, and which kernels it defines.
+"""The translation units of the kernels: the sources and the kernels of each.
 
-A unit becomes a shared library of its own, so a model waits only for the units that it needs, and a change of a source
-compiles its units alone. All use the threads of the unit "team", which is loaded first.
+Each unit becomes a separate shared library, so a model waits only for the units that it needs, and a changed source
+recompiles only its own units. All use the threads of the unit "team", which is loaded first.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 
 TEAM = "team"
-TYPES = {0: "float", 1: "bf16", 2: "fp16"}  # by the codes of build.py: types of C++, and suffixes of kernels
+TYPES = {0: "float", 1: "bf16", 2: "fp16"}  # by the codes of build.py: C++ types, and suffixes of kernels
 _STORAGES = {"": "0", "_cells": "1"}
 _BY_TYPE = ("attention",)  # sources that are compiled once for each type and storage, since that takes long
 _KERNEL = re.compile(r"\bvoid (\w+)\(")
@@ -22,8 +22,8 @@ _INCLUDE = re.compile(r'^#include "([\w.]+)"', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Unit:
-    """name: of the unit, as in the name of its library. suffix: of the names of its kernels, if other units define
-    the same kernels for other types. defines: options of the compiler that select the type."""
+    """name: the name of the unit, as in the name of its library. suffix: the suffix of its kernels' names, if other
+    units define the same kernels for other types. defines: compiler options that select the type."""
 
     name: str
     source: Path
@@ -40,14 +40,14 @@ class Unit:
 
     @property
     def flags(self) -> list[str]:
-        """Options of the compiler besides those of all units: they select the type, and rename the kernels."""
+        """The unit's additional compiler options, which select the type and rename the kernels."""
         named = [name for name in sorted(_KERNEL.findall(self.text)) if name.startswith("quire_") and self.suffix]
         renamed = {f"{name}{end}": f"{name}{self.suffix}{end}" for name in named for end in ("", "_recorded")}
         return [*self.defines, *(f"-D{name}={new}" for name, new in renamed.items())]
 
     def fingerprint(self, facts: Sequence[str]) -> str:
-        """A hash of what its machine code depends on, except the compiler: `facts`, its source, and the headers that
-        this includes."""
+        """Return a hash of everything that its machine code depends on, except the compiler: `facts`, its source, and
+        the included headers."""
         digest = hashlib.sha256("\0".join([*facts, *self.defines, self.suffix]).encode())
         for name, text in sorted(_with_headers(self.source.parent, self.text).items()):
             digest.update(f"{name}\0{text}".encode())
@@ -55,7 +55,7 @@ class Unit:
 
 
 def read_units(folder: Path) -> dict[str, Unit]:
-    """The units of the sources in a folder, by name."""
+    """Return the units of the sources in a folder, by name."""
     found = {}
     for source in sorted(folder.glob("*.cpp")):
         name = source.stem
@@ -73,7 +73,8 @@ _headers: dict[Path, tuple[int, str]] = {}  # texts by path, with the time of th
 
 
 def _with_headers(folder: Path, text: str) -> dict[str, str]:
-    """A source's text under the name "", and those of the headers of this folder that it includes, by name."""
+    """Return a source's text under the name "", and the texts of the headers in this folder that it includes, by
+    name."""
     texts = {"": text}
     found = [text]
     while found:

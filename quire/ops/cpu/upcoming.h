@@ -1,5 +1,5 @@
-// The weights that will be read next. Threads that wait for work bring their shares of them into the caches: else the
-// memory would rest while one thread does what is too small for several, and between two steps.
+// The weights that will be read next. Threads that wait for work prefetch their shares of them. Otherwise the memory
+// would be idle between two steps, and while one thread does work that is too small for several.
 //
 // Every step reads the weights of a model in the same order, so what followed last time is what will most likely follow
 // now. A wrong guess displaces something else from the caches, and has no other effect, even if the memory is gone.
@@ -15,15 +15,15 @@ namespace quire {
 
 class Upcoming {
  public:
-  // What a thread has fetched.
+  // The state of a thread's prefetching.
   struct Progress {
-    int current = -1;   // what was read when the thread looked last
+    int current = -1;   // the weights that were read when the thread last looked
     int next = 0;       // what it fetches now
     int64_t bytes = 0;  // of its share of that
     int64_t left = 0;   // how many more it may fetch until something else is read
   };
 
-  // Says what is read from now on. Threads take turns in calling this.
+  // Announces the weights that are read from now on. Threads call this one at a time.
   void begin(const Weights& weights) {
     int at = following(current_);
     if (!is(at, weights)) at = 0;

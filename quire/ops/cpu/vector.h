@@ -153,7 +153,7 @@ QUIRE_INLINE f32x16 fma(f32x16 a, f32x16 b, float c) { return fma(a, b, splat(c)
 
 QUIRE_INLINE f32x16 larger(f32x16 a, f32x16 b) { return where(a > b, a, b); }
 
-// What `combine` makes of all lanes, in each lane.
+// The result of `combine` over all lanes, in each lane.
 template <class V, class F>
 inline V folded(V v, F combine) {
   v = combine(v, shuffle<8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7>(v, v));
@@ -303,7 +303,7 @@ QUIRE_INLINE u32x16 read_again(const uint32_t* p) {
   return load_words(p);
 }
 
-// What products multiply: float16 is widened first, and so is bfloat16 where no instruction multiplies it.
+// The type that products multiply: float16 is widened first, and so is bfloat16 where no instruction multiplies it.
 template <class T>
 using Factor = std::conditional_t<std::is_same_v<T, bf16> && MULTIPLIES_BF16, bf16, float>;
 
@@ -360,7 +360,7 @@ inline void copy_factors(const T* from, int64_t n, Factor<T>* to) {
   else for_lanes(n, [&](int64_t i, int lanes) { store_up_to(to + i, load_up_to(from + i, lanes), lanes); });
 }
 
-// Matrix products keep so many rows by so many lines of sums in registers.
+// The numbers of rows and lines whose sums matrix products keep in registers.
 #ifdef __AVX512F__
 constexpr int MAX_ROWS = 6, MAX_COLUMNS = 4;  // 24 accumulators of the 32 registers
 #else

@@ -1,5 +1,5 @@
-"""Builds the flat batch of a step from the state of the running requests, and appends the sampled tokens to the state.
-Both happen on the device that holds this state."""
+"""Builds the flat batch of a step from the state of the running requests, and appends the sampled tokens to that state.
+Both run on the device that holds the state."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def flat_batch(
     slot_mapping: Tensor,
     seq_lens: Tensor,
 ) -> None:
-    """Fill the last four tensors. Row rows[i] computes its next query_start_loc[i + 1] - query_start_loc[i] tokens.
+    """Fill the last four tensors. Row rows[i] contributes its next query_start_loc[i + 1] - query_start_loc[i] tokens.
 
     token_ids: [all rows, longest], int32; num_computed: [all rows], int64, tokens of earlier steps; block_tables:
     [groups, all rows, blocks], int32; rows: [requests], int64; query_start_loc: [requests + 1], int32; input_ids,
@@ -46,8 +46,8 @@ def flat_batch(
 def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:
     """Append sampled tokens: sampled[i] comes after position positions[i] of row rows[i].
 
-    token_ids: [all rows, longest], int32; num_tokens: [all rows], int64, raised to the number of tokens up to the last
-    place; rows, positions, sampled: [places], int64. The places of a row are in the order of its tokens.
+    token_ids: [all rows, longest], int32; num_tokens: [all rows], int64, raised to include the token of the last place;
+    rows, positions, sampled: [places], int64. The places of a row are in the order of its tokens.
     """
     token_ids[rows, positions + 1] = sampled.int()
     num_tokens.scatter_reduce_(0, rows, positions + 2, "amax")

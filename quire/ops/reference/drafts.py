@@ -1,4 +1,4 @@
-"""Verification of drafts: which of the tokens that were sampled at the places of a step become part of the texts."""
+"""Verification of drafts: decides which of a step's sampled tokens become part of the texts."""
 
 import torch
 from torch import Tensor
@@ -6,26 +6,27 @@ from torch import Tensor
 from quire.ops.reference.sampling import uniform_noise
 from quire.ops.registry import ANYWHERE, declare, declare_invariant
 
-# The noise streams of a seed. sample_gumbel draws the target's tokens with the seed itself. Each other stream has the
-# exclusive or of the seed and one of these constants as its key. They are words of SHA-512's initial state, so the
-# streams of neighbouring seeds do not meet.
+# The noise streams of a seed. sample_gumbel draws the target's tokens with the seed itself. The key of each other
+# stream is the exclusive or of the seed and one of these constants. They are words of SHA-512's initial state, so the
+# streams of neighbouring seeds do not overlap.
 ACCEPTANCE = 0x3C6EF372FE94F82B  # whether a draft is accepted
-RESAMPLING = 0x1F83D9ABFB41BD6B  # the token instead of a rejected draft
+RESAMPLING = 0x1F83D9ABFB41BD6B  # the token that replaces a rejected draft
 _DRAFTING = 0x510E527FADE682D1  # the draft
 
 
 def draft_seeds(seeds: Tensor) -> Tensor:
-    """The seeds with which sample_gumbel draws the drafts that `accept_or_resample` verifies with `seeds`: int64."""
+    """Return the seeds with which sample_gumbel draws the drafts that `accept_or_resample` verifies with `seeds`:
+    int64."""
     return seeds ^ _DRAFTING
 
 
 @declare_invariant(*ANYWHERE)
 def count_kept(token_ids: Tensor, rows: Tensor, positions: Tensor, sampled: Tensor, place_start_loc: Tensor) -> Tensor:
-    """How many of the sampled tokens of each request are kept, [requests], int64: those equal to the draft at their
-    place, up to the first one that differs, and that one, too. At its last place, a request has no draft.
+    """Return the number of sampled tokens of each request that are kept, [requests], int64: those equal to the draft at
+    their place, up to and including the first one that differs. At its last place, a request has no draft.
 
-    token_ids: [all rows, longest], int32, with the drafts behind the known tokens; rows, positions, sampled: [places],
-    int64, the draft of a place is at the position after it; place_start_loc: [requests + 1], int64, request i has the
+    token_ids: [all rows, longest], int32, with the drafts after the known tokens; rows, positions, sampled: [places],
+    int64, the draft of a place is at the next position; place_start_loc: [requests + 1], int64, request i has the
     places place_start_loc[i] up to place_start_loc[i + 1].
     """
     places = torch.arange(len(rows), device=rows.device)
@@ -39,10 +40,10 @@ def count_kept(token_ids: Tensor, rows: Tensor, positions: Tensor, sampled: Tens
 
 @declare
 def accept_or_resample(p: Tensor, q: Tensor, drafts: Tensor, seeds: Tensor, output_positions: Tensor) -> Tensor:
-    """A token for each place that is distributed as softmax(p): [places], int64. It is the draft, if that is accepted.
+    """Return a token for each place, distributed as softmax(p): [places], int64. An accepted draft is returned itself.
 
-    A draft must have been drawn from softmax(q). It is accepted with the probability min(1, p / q), where p and q are
-    the two probabilities of the draft. Otherwise the token is drawn from max(p - q, 0), normalized, where the draft has
+    Drafts must have been drawn from softmax(q). A draft is accepted with the probability min(1, p / q), where p and q
+    are its two probabilities. Otherwise the token is drawn from the normalized max(p - q, 0), in which the draft has
     the probability 0. Source: the rejection rule of Leviathan et al., arXiv:2211.17192, and Chen et al.,
     arXiv:2302.01318.
 
@@ -59,7 +60,7 @@ def accept_or_resample(p: Tensor, q: Tensor, drafts: Tensor, seeds: Tensor, outp
     is_drawn = (drafts >= 0) & (q_draft > 0)
     residual = (p - torch.where(is_drawn[:, None], q, 0)).clamp(min=0)
     uniform = uniform_noise(seeds ^ ACCEPTANCE, output_positions, 1)[:, 0]
-    # If p and q are equal but for rounding, a rejected draft may leave nothing to draw from.
+    # If p and q differ only by rounding, a rejected draft may leave nothing to draw from.
     is_accepted = is_drawn & ((uniform * q_draft < p_draft) | (residual == 0).all(-1))
     # The arg-max of log(residual) + Gumbel noise, without the logarithm, which does not change the order.
     noise = -uniform_noise(seeds ^ RESAMPLING, output_positions, p.shape[1]).log()

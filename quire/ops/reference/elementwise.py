@@ -1,4 +1,4 @@
-"""Norms, activations, rotary embedding, sums of experts' and of partial results, products with dense weights."""
+"""Norms, activations, rotary embedding, sums of experts' and partial results, and products with dense weights."""
 
 from itertools import pairwise
 
@@ -67,7 +67,8 @@ def add(x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
 
 @declare_invariant(*ANYWHERE)
 def multiply(x: Tensor, factor: Tensor | float) -> Tensor:
-    """x times a number, a row of numbers [dim], or a number for each row [rows, 1], rounded once. x: [rows, dim]."""
+    """Multiply x by a number, a row of numbers [dim], or a number for each row [rows, 1], rounded once. x: [rows,
+    dim]."""
     return (x.float() * factor).to(x.dtype)
 
 
@@ -126,14 +127,14 @@ def xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
 
 @declare_invariant(*ANYWHERE)
 def clip(x: Tensor, most: float) -> Tensor:
-    """Each element limited to -most ... most. x: [rows, dim] -> [rows, dim]."""
+    """Limit each element to -most ... most. x: [rows, dim] -> [rows, dim]."""
     return x.clamp(-most, most)
 
 
 @declare_invariant("cuda")
 def activate(x: Tensor, name: str) -> Tensor:
-    """An activation that is not gated: "silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "relu" or "relu2", the square of
-    relu. x: [rows, dim] -> [rows, dim]."""
+    """Apply an activation without a gate: "silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "relu" or "relu2", the square
+    of relu. x: [rows, dim] -> [rows, dim]."""
     if name in ("relu", "relu2"):
         positive = x.relu()
         return positive if name == "relu" else positive.square()
@@ -153,7 +154,7 @@ def rotary_embedding(
     Pair i is the elements (i, i + rotary_dim / 2), or (2 i, 2 i + 1) where they are interleaved (GPT-J, Cohere, GLM-4,
     DeepSeek). q: [tokens, heads, head_dim], k: [tokens, kv_heads, head_dim], last dimension contiguous, may be
     overwritten; cos, sin: [tokens, rotary_dim / 2], float32, already gathered for the tokens' positions, and possibly
-    with a factor in them (YaRN). Products in float32.
+    scaled (YaRN). Products are computed in float32.
     """
 
     def rotate(x: Tensor) -> Tensor:
@@ -180,30 +181,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b. x: [tokens, in], weight: [out, in], bias: [out] -> [tokens, out].
 
     An implementation may have two attributes. `pack` converts a weight to the form that the kernel reads fastest, and
-    may reuse the weight's memory; layers call it once, when their weights are loaded. `rows(packed, ids)` returns the
-    rows of the outputs `ids` of a packed weight: [len(ids), in].
+    may reuse the weight's memory; layers call it once, after loading their weights. `rows(packed, ids)` returns a
+    packed weight's rows for the outputs `ids`: [len(ids), in].
     """
     return torch.nn.functional.linear(x, weight, bias)
 
 
 @declare_invariant(*ANYWHERE)
 def join(first: Tensor, second: Tensor) -> Tensor:
-    """The vectors of each head, one behind the other: [tokens, heads, a] and [tokens, heads, b] -> [..., a + b]."""
+    """Concatenate the vectors of each head: [tokens, heads, a] and [tokens, heads, b] -> [..., a + b]."""
     return torch.cat([first, second], -1)
 
 
 @declare_invariant("cuda")
 def sharpen(q: Tensor, positions: Tensor, scale: float, length: int, offset: int) -> Tensor:
-    """Queries times 1 + scale * log(1 + (position + offset) // length), in float32 (Llama 4). q: [tokens, heads, dim];
-    positions: [tokens], int64."""
+    """Multiply queries by 1 + scale * log(1 + (position + offset) // length), in float32 (Llama 4). q: [tokens, heads,
+    dim]; positions: [tokens], int64."""
     lengths = (positions + offset) // length
     return (q * (1 + scale * torch.log1p(lengths.float()))[:, None, None]).to(q.dtype)
 
 
 @declare_invariant(*ANYWHERE)
 def append_positions(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values with two more elements a head, for linear biases: see layers/alibi.py. q, k, v: [tokens,
-    heads, dim]; slopes: [heads] of q's type; positions: [tokens], int64 -> [tokens, heads, dim + 2] each."""
+    """Append two elements to each head of queries, keys and values, for linear biases: see layers/alibi.py. q, k, v:
+    [tokens, heads, dim]; slopes: [heads] of q's type; positions: [tokens], int64 -> [tokens, heads, dim + 2] each."""
     low = positions & 255
     digits = torch.stack([positions - low, low], dim=-1).to(k.dtype)[:, None].expand(-1, k.shape[1], -1)
     twice = slopes[None, :, None].expand(len(q), -1, 2)
@@ -237,8 +238,8 @@ def combine_experts(out: Tensor, order: Tensor, weights: Tensor | None) -> Tenso
     """The weighted sum of the experts' results for each token.
 
     out: [tokens * top_k, dim], sorted by expert; order: [tokens * top_k], int64, token * top_k + choice of each row of
-    out; weights: [tokens, top_k], float32, rounded to out's dtype first; None if each token has one expert, with the
-    weight 1 -> [tokens, dim].
+    out; weights: [tokens, top_k], float32, rounded to out's dtype first; None if each token has a single expert with
+    the weight 1 -> [tokens, dim].
     """
     by_token = torch.empty_like(out)
     by_token[order] = out
@@ -250,12 +251,12 @@ def combine_experts(out: Tensor, order: Tensor, weights: Tensor | None) -> Tenso
 
 @declare_invariant(*ANYWHERE)
 def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Merge the results of attention over disjoint parts of the keys, as if one had attended to all of them.
+    """Merge the results of attention over disjoint parts of the keys into the result for all keys.
 
     outs: [parts, tokens, heads, dim], lses: [parts, tokens, heads], float32: see AttentionBackend.attend. Where a query
-    saw no key of a part, the lse is -inf and `out` may be anything. sinks: [heads], float32, those that no part has
-    included. Returns out: [tokens, heads, dim], summed in float32, and lse: [tokens, heads]. A query without any key
-    gets 0 and -inf. This is how Flash-Decoding merges (https://pytorch.org/blog/flash-decoding).
+    saw no key of a part, the lse is -inf and `out` may be anything. sinks: [heads], float32, sinks that no part
+    includes. Returns out: [tokens, heads, dim], summed in float32, and lse: [tokens, heads]. The result of a query
+    without keys is 0 and -inf. Flash-Decoding merges in this way (https://pytorch.org/blog/flash-decoding).
     """
     top = lses.amax(0) if sinks is None else torch.maximum(lses.amax(0), sinks)
     top = top.masked_fill(top == float("-inf"), 0.0)

@@ -1,4 +1,4 @@
-"""Attention of whole sequences, for models that cache nothing."""
+"""Attention within whole sequences, for models without a cache."""
 
 from itertools import pairwise
 
@@ -9,20 +9,21 @@ from quire.ops.registry import ANYWHERE, declare_invariant
 
 
 def bias_of(bias: Tensor, ahead: Tensor) -> Tensor:
-    """bias: see AttentionBackend.attend. ahead: of queries, their keys: [queries, keys] -> [heads, queries, keys]"""
+    """bias: see AttentionBackend.attend. ahead: distances from queries to keys, [queries, keys] -> [heads, queries,
+    keys]"""
     reach = bias.shape[1] // 2
     return bias[:, ahead.clamp(-reach, reach) + reach]
 
 
-@declare_invariant(*ANYWHERE)  # a sequence is computed by itself
+@declare_invariant(*ANYWHERE)  # each sequence is computed separately
 def encoder_attention(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, reach: int | None, bias: Tensor | None = None
 ) -> Tensor:
     """Attention of each token to the tokens of its own sequence, before it and after it.
 
     q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim], any strides over tokens and heads; starts: [sequences + 1],
-    int32, where each sequence begins. Tokens behind the last sequence are padding, whose results mean nothing. reach:
-    how many tokens to each side a token sees, None for all. bias: of the scores by distance, see
+    int32, where each sequence begins. Tokens after the last sequence are padding, with arbitrary results. reach: the
+    number of tokens that a token sees on each side, None for all. bias: the biases of scores by distance, see
     AttentionBackend.attend. -> [tokens, heads, dim], contiguous.
     """
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)

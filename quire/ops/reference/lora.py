@@ -1,4 +1,4 @@
-"""Low-rank adapters of linear layers (LoRA, arXiv:2106.09685), with another adapter for each token."""
+"""Low-rank adapters of linear layers (LoRA, arXiv:2106.09685). Each token may use a different adapter."""
 
 from itertools import pairwise
 
@@ -10,14 +10,14 @@ from quire.ops.registry import declare
 
 @declare
 def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, ranks: Tensor, bounds: Tensor) -> Tensor:
-    """Add to each token's outputs those of its adapter, B A x. Writes to `out` and returns it.
+    """Add its adapter's outputs, B A x, to each token's outputs. Writes to `out` and returns it.
 
     out: [tokens, outs] and x: [tokens, in], whose last dimension is contiguous; a: [slots, parts, rank, in] and b:
     [slots, rank, outs], contiguous and of the type of x; the scale is in b. slots: [tokens], int64, the slot of a
-    token's adapter, or -1 for none: its outputs stay as they are. ranks: [slots], int64, the rank of each slot's
-    adapter, which may be less than that of a and b, or 0. bounds: [parts + 1], int64: outputs bounds[p] up to
-    bounds[p + 1] belong to part p, which has a matrix A of its own (q, k and v in a fused product have). The sums
-    are in float32, and rounded once.
+    token's adapter, or -1 for none, which leaves its outputs unchanged. ranks: [slots], int64, the rank of each slot's
+    adapter, which may be lower than that of a and b, or 0. bounds: [parts + 1], int64: outputs bounds[p] up to bounds[p
+    + 1] belong to part p, which has its own matrix A (such as q, k and v in a fused product). The sums are in float32,
+    and rounded once.
     """
     ends = bounds.tolist()
     of_slots = ranks.tolist()

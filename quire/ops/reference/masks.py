@@ -1,4 +1,4 @@
-"""Bit masks of the tokens that may be sampled; a grammar makes them."""
+"""Bit masks of the tokens that a grammar allows."""
 
 import torch
 from torch import Tensor

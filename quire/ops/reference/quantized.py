@@ -20,15 +20,15 @@ class QuantizedMatrix:
         weight[o, i] = (codes[o, i] - centre) * scale[o, i // group]                  without offsets
         weight[o, i] = codes[o, i] * scale[o, i // group] + offset[o, i // group]     with them
 
-    codes: four bits in uint8 [out, ceil(in / 2)], input 2 j in the low half of byte j, input 2 j + 1 in the high half,
-        centre 8; or eight bits in uint8 [out, in], centre 128; or int8 or float8_e4m3fn [out, in], centre 0
+    codes: four bits in uint8 [out, ceil(in / 2)], with input 2 j in the low half of byte j and input 2 j + 1 in the
+        high half, centre 8; or eight bits in uint8 [out, in], centre 128; or int8 or float8_e4m3fn [out, in], centre 0
     scales, offsets: [out, groups], groups = ceil(in / group); floats, or integers that are multiplied by factors
     factors: [out, groups / n, 1 or 2], for the scales and the offsets of n neighbouring groups (GGUF's super-blocks)
     order: [in], int64; column j above is input order[j] (GPTQ's act-order); None if column j is input j
-    table: of 16 values: the weight that each code of four bits means before scaling, in place of code - centre; for
-        codes that are no integers, such as four-bit floats. It excludes offsets.
-    num_inputs: if some inputs have several columns, of which all but one are zeros: the number of inputs, where
-        in_features counts columns
+    table: 16 values: the unscaled weight for each code of four bits, instead of code - centre, for codes that are not
+        integers, such as four-bit floats. It excludes offsets.
+    num_inputs: the number of inputs if some inputs have several columns, all but one of which are zeros; in_features is
+        the number of columns
     code_bits: if less than `bits`, codes have no more than 2^code_bits values: the lowest ones, or those around the
         centre if there are no offsets
     """
@@ -59,19 +59,19 @@ class QuantizedMatrix:
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     def rows(self, start: int, stop: int) -> "QuantizedMatrix":
-        """The outputs [start, stop), as views."""
+        """Return the outputs [start, stop), as views."""
         return replace(self, **{name: tensor[start:stop] for name, tensor in self.by_row.items()})  # type: ignore[arg-type]
 
     def pick(self, ids: Tensor) -> "QuantizedMatrix":
-        """The outputs `ids`."""
+        """Return the outputs `ids`."""
         return replace(self, **{name: tensor[ids] for name, tensor in self.by_row.items()})  # type: ignore[arg-type]
 
     def dense_rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weights of the outputs `ids`: [len(ids), in]"""
+        """Return the weights of the outputs `ids`: [len(ids), in]"""
         return self.pick(ids).dequantize().to(dtype)
 
     def dequantize(self) -> Tensor:
-        """[out, in], float32, the inputs in their own order"""
+        """Return the weight [out, in], float32, with the inputs in their original order."""
         codes = self.single_codes()
         weight = codes.float() if self.table is None else tensor_of(self.table, codes.device)[codes.int()]
         if self.table is None and self.offsets is None and codes.dtype is torch.uint8:
@@ -112,12 +112,12 @@ class QuantizedMatrix:
 
 @cache
 def tensor_of(table: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The table as a tensor that stays on the device, since steps that graphs record cannot copy it there."""
+    """Return the table as a tensor that stays on the device, since steps in CUDA graphs cannot copy it there."""
     return torch.tensor(table, dtype=dtype, device=device)
 
 
 def concatenate(matrices: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:
-    """The outputs of all matrices, in order, in as few matrices as their forms allow."""
+    """Concatenate the outputs of all matrices, in order, into as few matrices as their forms allow."""
     runs: list[list[QuantizedMatrix]] = []
     for matrix in matrices:
         if runs and alike(runs[-1][0], matrix):
@@ -128,7 +128,7 @@ def concatenate(matrices: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:
 
 
 def _concatenated(run: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
-    """The outputs of matrices of the same form."""
+    """Concatenate the outputs of matrices of the same form."""
     if len(run) == 1:
         return run[0]
     names = run[0].by_row
@@ -136,7 +136,7 @@ def _concatenated(run: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
 
 
 def alike(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
-    """Whether their outputs could be those of one matrix."""
+    """Return whether one matrix could contain the outputs of both."""
     forms = [(m.group, m.code_bits, {name: (t.dtype, t.shape[1:]) for name, t in m.by_row.items()}) for m in (a, b)]
     return forms[0] == forms[1] and _same(a.order, b.order) and a.table == b.table
 
@@ -145,8 +145,8 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
-# Scales that are tried for a group, as multiples of the scale that clips no weight. With four bits, clipping the
-# largest weights a little reduces the error.
+# Candidate scales of a group, as multiples of the scale that clips no weight. With four bits, slightly clipping the
+# largest weights reduces the error.
 FACTORS = {8: (1.0,), 4: tuple(1.04 - 0.04 * i for i in range(10))}
 
 
@@ -154,9 +154,9 @@ FACTORS = {8: (1.0,), 4: tuple(1.04 - 0.04 * i for i in range(10))}
 def quantize(weight: Tensor, bits: int, group: int) -> QuantizedMatrix:
     """Quantize a dense weight [out, in] to 8 or 4 bits, with a scale for each `group` neighbouring inputs of a row.
 
-    The weight of largest magnitude gets the lowest code, whatever its sign, so that all codes are used. This gives one
-    scale for each of FACTORS. The scale with the least squared error decides the codes. Then the scale that fits these
-    codes best (least squares) is stored.
+    The weight of the largest magnitude gets the lowest code, regardless of its sign, so that all codes are used. This
+    gives one scale for each of FACTORS. The scale with the least squared error decides the codes. Then the scale that
+    fits these codes best (least squares) is stored.
     """
     out_features, in_features = weight.shape
     centre = float(1 << (bits - 1))
@@ -185,7 +185,7 @@ def quantize(weight: Tensor, bits: int, group: int) -> QuantizedMatrix:
 
 
 def dense_parts(weight: QuantizedMatrix, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
-    """Dequantize as many outputs at a time as stay in the cache: (start, stop, weights [stop - start, in])."""
+    """Dequantize as many outputs at a time as fit into the cache: (start, stop, weights [stop - start, in])."""
     step = max(1, _CHUNK // weight.in_features)
     outputs = weight.out_features
     for start in range(0, outputs, step):
@@ -205,11 +205,11 @@ def quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) ->
     return torch.cat(parts, dim=-1) if parts else x.new_empty(len(x), 0)
 
 
-@declare_invariant("cpu")  # where layers call it for joined weights only, and the reference joins none
+@declare_invariant("cpu")  # there, layers call it only for joined weights, and the reference joins none
 def grouped_quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, offsets: Tensor) -> Tensor:
     """Like grouped_linear, with the experts' weights concatenated. weight: [experts * out, in], bias: [experts, out].
-    The weight may have been packed for quantized_linear. An implementation may have an attribute `join`: it makes one
-    weight of those of the experts, each packed for quantized_linear, or returns None if it cannot."""
+    The weight may have been packed for quantized_linear. An implementation may have an attribute `join`: it joins the
+    experts' weights, each packed for quantized_linear, or returns None if it cannot."""
     bounds = offsets.tolist()
     outs = weight.out_features // (len(bounds) - 1)
     out = x.new_empty(len(x), outs)

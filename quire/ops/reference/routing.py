@@ -1,4 +1,4 @@
-"""Which experts compute which tokens."""
+"""The assignment of tokens to experts."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -10,7 +10,7 @@ from quire.ops.registry import declare, declare_invariant
 
 
 class Routing(NamedTuple):
-    """How a router chooses: see layers/specs.py, MoESpec."""
+    """The options of a router's choice, see MoESpec in layers/specs.py."""
 
     top_k: int
     scoring: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
@@ -30,10 +30,10 @@ def _row_sums(x: Tensor) -> Tensor:
 def choose_experts(
     logits: Tensor, correction_bias: Tensor | None, routing: Routing, row_sums: Callable[[Tensor], Tensor] = _row_sums
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights, computed in float32, in the order of their scores.
+    """Return each token's experts and their weights, computed in float32, in the order of their scores.
 
-    logits: [tokens, experts]; correction_bias: [experts], float32; row_sums: what forms the sums -> weights, float32,
-    and experts, int64: [tokens, top_k]. Of equal scores, any may be chosen.
+    logits: [tokens, experts]; correction_bias: [experts], float32; row_sums: the function for sums of rows -> weights,
+    float32, and experts, int64: [tokens, top_k]. Among equal scores, the choice is arbitrary.
     """
     logits = logits.float()
     if routing.scoring == "sparse_mixer":
@@ -55,9 +55,9 @@ def choose_experts(
 
 
 def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """The weights and ids of two experts by SparseMixer-v2 (arXiv:2409.12136): the best, and the best of the others.
-    The weight of each is its share of the softmax over those that are nearly as good; the second choice leaves the
-    first out. logits: [tokens, experts]"""
+    """Return the weights and ids of two experts by SparseMixer-v2 (arXiv:2409.12136): the best, and the best of the
+    others. The weight of each is its share of the softmax over the experts with nearly the same score; the second
+    choice excludes the first expert. logits: [tokens, experts]"""
     weights = []
     experts = []
     left = logits
@@ -73,11 +73,11 @@ def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
 
 @declare_invariant("cuda")
 def sort_by_expert(x: Tensor, experts: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A copy of each token for each of its experts, sorted by expert, then by token.
+    """Copy each token for each of its experts, sorted by expert, then by token.
 
     x: [tokens, dim]; experts: [tokens, top_k], int64; bounds: 0, 1, ... number of experts, int64 -> rows: [tokens *
-    top_k, dim]; offsets: [number of experts + 1], int64: expert e has the rows offsets[e] : offsets[e + 1], and higher
-    numbers of experts come behind; order: [tokens * top_k], int64: token * top_k + choice of each row.
+    top_k, dim]; offsets: [number of experts + 1], int64: expert e has the rows offsets[e] : offsets[e + 1], and rows of
+    higher expert numbers follow; order: [tokens * top_k], int64: token * top_k + choice of each row.
     """
     sorted_experts, order = experts.flatten().sort(stable=True)
     return x[order // experts.shape[1]], torch.searchsorted(sorted_experts, bounds), order

@@ -1,4 +1,4 @@
-"""Drawing tokens with a counter-based generator: randomness is a pure function of (seed, position, token id)."""
+"""Draws tokens with a counter-based generator: randomness is a pure function of (seed, position, token id)."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,8 @@ _MASK = 0xFFFFFFFF
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The high and low 32 bits of a * b for 32-bit values held in int64, by 16-bit halves so that nothing overflows."""
+    """Return the high and low 32 bits of a * b for 32-bit values in int64, by 16-bit halves so that nothing
+    overflows."""
     low = (a & 0xFFFF) * b  # at most 48 bits
     high = (a >> 16) * b
     total = low + ((high & 0xFFFF) << 16)
@@ -17,7 +18,7 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four 32-bit words for each counter, by Philox4x32-10.
+    """Return four 32-bit words for each counter, by Philox4x32-10.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011. All tensors are int64, hold 32-bit
     values, and are broadcast together.
@@ -37,7 +38,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Noise from (0, 1), [rows, vocab_size], float32.
+    """Return noise from (0, 1), [rows, vocab_size], float32.
 
     seeds, positions: [rows], int64. Token id t of a row uses word t % 4 of Philox(counter=(t // 4, position, 0, 0),
     key=seed), and u = ((word >> 9) + 1/2) * 2**-23 is exact in float32 and strictly inside (0, 1).
@@ -50,13 +51,13 @@ def uniform_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise, made from the uniform noise of the same arguments: [rows, vocab_size], float32."""
+    """Return standard Gumbel noise, made from the uniform noise of the same arguments: [rows, vocab_size], float32."""
     return -torch.log(-torch.log(uniform_noise(seeds, positions, vocab_size)))
 
 
 @declare_invariant(*ANYWHERE)
 def argmax(logits: Tensor) -> Tensor:
-    """The largest logit of each row, the first of equal ones.
+    """Return the index of the largest logit of each row, the first if several are equal.
 
     logits: [rows, vocab], any float type -> indices [rows], int64.
     """
@@ -65,17 +66,18 @@ def argmax(logits: Tensor) -> Tensor:
 
 @declare_invariant("cpu")
 def log_softmax(logits: Tensor) -> Tensor:
-    """Log-probabilities, computed in float32. logits: [rows, vocab], any float type -> [rows, vocab], float32."""
+    """Return log-probabilities, computed in float32. logits: [rows, vocab], any float type -> [rows, vocab],
+    float32."""
     return logits.log_softmax(-1, torch.float32)
 
 
 @declare
 def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Keep the top_k largest logits of each row, and of these the fewest whose probabilities reach top_p.
+    """Keep the top_k largest logits of each row, and of these the smallest set whose probabilities reach top_p.
 
     The others become -inf. logits: [rows, vocab], float32, may be overwritten; top_k: [rows], int64, vocab or more
-    keeps all; top_p: [rows], float32, 1 keeps all. Ties are resolved by token id, so exactly k tokens stay. The largest
-    always stays.
+    keeps all; top_p: [rows], float32, 1 keeps all. Ties are resolved by token id, so exactly k tokens remain. The
+    largest always remains.
     """
     vocab = logits.shape[1]
     truncated = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
@@ -92,7 +94,7 @@ def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None)
         probabilities = values.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities  # the probability of larger logits
         p = top_p[rows][:, None]
-        drop = (before >= p) & (p < 1)  # with p = 1 nothing is dropped, though rounded sums may reach 1 early
+        drop = (before >= p) & (p < 1)  # p = 1 drops nothing, although rounded sums may reach 1 early
         drop[:, 0] = False
         values.masked_fill_(drop, float("-inf"))
     logits[rows] = torch.empty_like(values).scatter_(-1, order, values)
@@ -100,7 +102,7 @@ def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None)
 
 
 def scale(logits: Tensor, temperature: Tensor | None, min_p: Tensor | None) -> Tensor:
-    """Logits divided by the temperature, and -inf for tokens with less than min_p times the largest probability.
+    """Return logits divided by the temperature, and -inf for tokens with less than min_p times the largest probability.
 
     logits: [rows, vocab]; temperature, min_p: [rows], float32. Returns float32; logits itself if both are
     None.
@@ -123,12 +125,12 @@ def sample_gumbel(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
 ) -> Tensor:
-    """One draw for each row from the tokens that min-p, top-k and top-p keep, in this order: [rows], int64.
+    """Draw a token for each row, [rows], int64, after applying min-p, top-k and top-p, in this order.
 
     It uses the Gumbel-max trick: arg-max of logits / temperature + noise. logits: [rows, vocab], float32, or of any
     float type if there is a temperature; -inf where a token is not allowed. seeds, positions, top_k: [rows], int64;
-    temperature, min_p, top_p: [rows], float32. A limit that is None keeps all.
-    The result depends only on these: not on other rows, their order, or earlier draws.
+    temperature, min_p, top_p: [rows], float32. A limit that is None keeps all. The result depends only on these
+    arguments, not on other rows, their order, or earlier draws.
     """
     logits = scale(logits, temperature, min_p)
     if top_k is not None or top_p is not None:

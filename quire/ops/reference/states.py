@@ -1,8 +1,8 @@
 """Recurrent layers: a causal convolution, a scan over a state that decays, and the gates around them.
 
-All sequences that a step computes go on from a state in the cache, and leave theirs there (see StatePlan). The scan is
-defined as a recurrence from token to token, which is also how kernels compute it where results must not depend on how a
-text is cut up.
+Each sequence of a step continues from a state in the cache, and stores its new state there (see StatePlan). The scan is
+defined as a recurrence from token to token. Kernels compute it in the same way where results must not depend on how a
+text is divided into steps.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 
 
 class Pages(NamedTuple):
-    """The parts of a layer's pages. A page is a block's entry: it belongs to the last token that the block has.
+    """The parts of a layer's pages. A page is the entry of a block and belongs to the last token in the block.
 
-    A step may have computed drafts that are then rejected, so that the next step goes on from an earlier token. So the
-    page keeps a state that is certain, and what the scan needs of up to `drafts` tokens behind it, to scan them again.
-    It keeps as many more inputs of the convolution. Token p has row p % rows of `inputs` and of `behind`.
+    A step may compute drafts that are rejected later, so the next step must continue from an earlier token. Therefore
+    the page stores a state that is certain, and the scan's inputs for up to `drafts` tokens after it, so that these can
+    be scanned again. It stores the same number of additional inputs of the convolution. Token p has row p % rows of
+    `inputs` and of `behind`.
     """
 
-    inputs: Tensor  # [blocks, width - 1 + drafts, channels]: of the convolution, float32
-    mlp_inputs: Tensor  # the same of the MLP, if it reads the token before, too: [blocks, ..., mlp_channels]
-    state: Tensor  # [blocks, heads, key_dim, value_dim]: behind `number` tokens, float32
+    inputs: Tensor  # [blocks, width - 1 + drafts, channels]: inputs of the convolution, float32
+    mlp_inputs: Tensor  # likewise for the MLP, if it reads the previous token: [blocks, ..., mlp_channels]
+    state: Tensor  # [blocks, heads, key_dim, value_dim]: the state after `number` tokens, float32
     behind: Tensor  # [blocks, drafts, numbers of a token]: keys, values, decays, scales of tokens behind these, float32
     number: Tensor  # [blocks], int32
 
@@ -52,7 +53,7 @@ class Pages(NamedTuple):
         )
 
 
-RULES = ("plain", "delta", "removal")  # of the scan; in C++, the enum Rule
+RULES = ("plain", "delta", "removal")  # rules of the scan; in C++, the enum Rule
 
 
 class _Step(ctypes.Structure):
@@ -69,23 +70,23 @@ class _Step(ctypes.Structure):
 
 
 class Span(NamedTuple):
-    """What a step computes of one request. pages: (block, number of tokens behind which its state is)."""
+    """One request's part of a step. pages: (block, number of tokens after which its state is taken)."""
 
     tokens: slice  # of the flat batch
-    start: int  # position of the first one
-    source: int  # the block with the state before it
+    start: int  # position of the first token
+    source: int  # the block with the state before the span
     pages: list[tuple[int, int]]
 
 
 @dataclass
 class StatePlan:
-    """A step, as layers with a state see it.
+    """A step from the point of view of layers with a state.
 
-    Request r goes on from the page in the block of the token before its first one. A page is stored in each block that
-    the step has tokens of. Its state is behind the last of these tokens, or behind an earlier one, if later tokens may
-    be rejected drafts: the first token of a step is never one, and no more than `drafts` are.
+    Request r continues from the page in the block of the token before its first token. A page is stored in each block
+    that contains tokens of the step. Its state is the one after the last of these tokens, or after an earlier token if
+    later ones may be rejected drafts. The first token of a step is never a draft, and at most `drafts` tokens are.
 
-    starts: [requests + 1], int32, of the flat batch; lengths: [requests], int32, with the step's tokens; table:
+    starts: [requests + 1], int32, in the flat batch; lengths: [requests], int32, including the step's tokens; table:
     [requests, blocks], int32. C++ kernels read `step`, which points to these. tokens_per_request: see StepLayout.
     """
 
@@ -138,7 +139,7 @@ class StatePlan:
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, pages: Pages, plan: StatePlan, silu: bool = True
 ) -> Tensor:
-    """A convolution over the last `width` tokens, of each channel for itself, or silu of that, in float32.
+    """Return a convolution over the last `width` tokens, separately for each channel, or silu of that, in float32.
 
     x: [tokens, channels]; weight: [width, channels], bias: [channels], float32 -> [tokens, channels] of x's type.
     """
@@ -161,8 +162,9 @@ def causal_conv(
 
 @declare
 def time_steps(x: Tensor, bias: Tensor, rate: Tensor, least: float, most: float) -> tuple[Tensor, Tensor]:
-    """How long each token lasts, softplus(x + bias) within least ... most, and by which factor a state decays
-    meanwhile, exp(-exp(rate) * steps). x: [tokens, n]; bias, rate: [n], float32 -> two [tokens, n], float32."""
+    """Return the time step of each token, softplus(x + bias) within least ... most, and the factor by which a state
+    decays in this time, exp(-exp(rate) * steps). x: [tokens, n]; bias, rate: [n], float32 -> two [tokens, n],
+    float32."""
     steps = torch.nn.functional.softplus(x.float() + bias).clamp(least, most)
     return steps, torch.exp(-rate.exp() * steps)
 
@@ -188,11 +190,11 @@ def scan(
 
     The plain rule is Mamba-2 (arXiv:2405.21060) with q = C, k = B and the time step as scale. The delta rule is that of
     Gated DeltaNet (arXiv:2412.06464), and of Kimi Delta Attention (arXiv:2510.26692) if each element of a key has a
-    decay of its own. The removal rule (RWKV-7, arXiv:2503.14456) also takes away what the key "read" finds in the state
-    before it decays, along the key "write": scale has `read` and `write` of each head, [tokens, heads * 2 * key_dim],
-    float32. q, k: [tokens, key_heads, key_dim]; v: [tokens, heads, value_dim]; decay: [tokens, heads] or [tokens, heads
-    * key_dim], float32; scale: [tokens, heads] otherwise; skip: [heads], float32 -> [tokens, heads, value_dim] of v's
-    type. Head h has key head h // (heads / key_heads).
+    decay of its own. The removal rule (RWKV-7, arXiv:2503.14456) also reads the state before it decays with the key
+    "read", and subtracts the result along the key "write": scale has `read` and `write` of each head, [tokens, heads *
+    2 * key_dim], float32. q, k: [tokens, key_heads, key_dim]; v: [tokens, heads, value_dim]; decay: [tokens, heads] or
+    [tokens, heads * key_dim], float32; scale: [tokens, heads] otherwise; skip: [heads], float32 -> [tokens, heads,
+    value_dim] of v's type. Head h has key head h // (heads / key_heads).
     """
     out, heads, (key_heads, key_dim) = (
         torch.empty_like(v, memory_format=torch.contiguous_format),
@@ -225,8 +227,8 @@ def scan(
 def selective_scan(
     q: Tensor, k: Tensor, v: Tensor, steps: Tensor, rate: Tensor, skip: Tensor, pages: Pages, plan: StatePlan
 ) -> Tensor:
-    """The scan of the first Mamba (arXiv:2312.00752), where each element of a state decays for itself. Its state S is
-    one matrix with a column for each channel. From token to token, in float32:
+    """The scan of Mamba-1 (arXiv:2312.00752), where each element of a state decays separately. Its state S is one
+    matrix with a column for each channel. From token to token, in float32:
 
         S = exp(-rate * steps) * S + k (steps * v);  out = S^T q + skip * v
 
@@ -255,8 +257,9 @@ def _run(
     pages: Pages,
     plan: StatePlan,
 ) -> None:
-    """Take the states through the tokens of a step. numbers: [tokens, numbers of a token], as in Pages.behind.
-    advance: from a state and a token's numbers to the next state. read: makes the result of a token of the batch."""
+    """Advance the states through the tokens of a step. numbers: [tokens, numbers of a token], as in Pages.behind.
+    advance: returns the next state, given a state and a token's numbers. read: returns the result of a token of the
+    batch."""
     for span in plan.spans():
         state = torch.zeros_like(pages.state[0])
         number = span.start
@@ -301,11 +304,11 @@ def gated_norm(
 def removal_keys(
     r: Tensor, k: Tensor, read: Tensor, decay: Tensor, rate: Tensor, rate_scale: Tensor, bonus: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What RWKV-7 gives to a scan with removal, from its projections, in float32.
+    """Compute the inputs of RWKV-7's scan with removal from its projections, in float32.
 
     r, k, decay, rate: [tokens, n]; read: [tokens, heads, dim], the normed keys that are removed; rate_scale, bonus:
-    [n], float32 -> the keys that are added, [tokens, n] of k's type; decay: [tokens, n], float32; scale: [tokens, 2 *
-    n], float32; and r * key * bonus: [tokens, n], float32, which the layer sums for each head.
+    [n], float32 -> the added keys, [tokens, n] of k's type; decay: [tokens, n], float32; scale: [tokens, 2 * n],
+    float32; and r * key * bonus: [tokens, n], float32, which the layer sums for each head.
     """
     decay = torch.exp(-exp(-0.5) * torch.sigmoid(decay.float()))
     rate = torch.sigmoid(rate.float())

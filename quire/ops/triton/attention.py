@@ -1,11 +1,11 @@
 """Paged attention: storing keys and values, attending to them, and merging partial results over parts of the keys.
 
 A layer's cache is [blocks, kv_heads, 2 (keys, values), block_size, head_dim]. A latent cache, in which values are the
-first elements of keys, is [blocks, 1, 1, block_size, head_dim]. A cache of cells has bytes: [blocks, kv_heads, planes,
-block_size * head_dim + 4 * block_size], where each plane of cells is followed by a scale for each token. A block also
-holds the entries of other layers, so block_stride is the number of elements from one block to the next.
+first elements of keys, is [blocks, 1, 1, block_size, head_dim]. A cache of cells consists of bytes: [blocks, kv_heads,
+planes, block_size * head_dim + 4 * block_size], where each plane of cells is followed by a scale for each token. A
+block also holds the entries of other layers, so block_stride is the number of elements from one block to the next.
 
-A program attends for one tile. Its rows are the query heads of one KV head, for a few neighbouring tokens of one
+A program computes one tile. The tile's rows are the query heads of one KV head, for a few neighbouring tokens of one
 request (GQA packed into the tile, as in FlashInfer, arXiv:2501.01005). It computes an online softmax (arXiv:2205.14135)
 over the request's keys, or over one of several parts of them (arXiv:2311.01282). The kernel finds the request of a tile
 itself, so a launch depends only on the numbers of tokens and requests, as CUDA graphs require.
@@ -23,7 +23,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _cell(x, CELL: tl.constexpr, NATIVE: tl.constexpr):
-    """(cells, scale) of a row of floats. CELL: 1 is int8, 2 is float8_e4m3fn."""
+    """Return (cells, scale) of a row of floats. CELL: 1 is int8, 2 is float8_e4m3fn."""
     largest: tl.constexpr = 127.0 if CELL == 1 else 448.0
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x)), largest), 1.1754943508222875e-38)
     scaled = tl.div_rn(x, scale + tl.zeros_like(x))
@@ -70,7 +70,7 @@ def store_kernel(
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program for each token and KV head."""
+    """One program for each token and KV head."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + token)
@@ -90,7 +90,7 @@ def store_kernel(
 
 @triton.jit
 def _times(x, scale, weight, WIDE_WEIGHT: tl.constexpr):
-    """x * scale * weight, rounded like a norm"""
+    """Return x * scale * weight, rounded like a norm."""
     wide = x.to(tl.float32) * scale
     if not WIDE_WEIGHT:
         wide = wide.to(x.dtype).to(tl.float32)
@@ -130,8 +130,8 @@ def prepare_kernel(
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program for each token and head. Heads of q and k are normed and rotated in place. Heads of k and v are stored
-    in the cache."""
+    """One program for each token and head. Heads of q and k are normed and rotated in place. Heads of k and v are
+    stored in the cache."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -181,18 +181,18 @@ def prepare_kernel(
 
 @triton.jit
 def _decoded(cells, dtype: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr):
-    """The values of cells, without their scales. They are exact in every type."""
+    """Return the values of cells, without their scales. They are exact in every type."""
     if CELL == 1:
         # 2^23 + 128 + cell has the bits of 0x4B000000 + (cell + 128). This takes fewer instructions than a conversion.
         values = ((cells ^ 0x80).to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
     else:
-        values = from_float8(cells, tl.float16, NATIVE).to(tl.float32)  # directly to bfloat16 takes longer
+        values = from_float8(cells, tl.float16, NATIVE).to(tl.float32)  # a direct conversion to bfloat16 is slower
     return values.to(dtype)
 
 
 @triton.jit
 def _each(addresses, exists, MASKED: tl.constexpr):
-    """One element for each key, 0 for keys that do not exist."""
+    """Load one element for each key, 0 for keys that do not exist."""
     if MASKED:
         loaded = tl.load(addresses, mask=exists, other=0)
     else:
@@ -204,12 +204,13 @@ def _each(addresses, exists, MASKED: tl.constexpr):
 def _lines(
     tokens, columns, exists, DIM: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr, TURNED: tl.constexpr = False
 ):
-    """The elements `columns` of keys or values, [keys, columns], of the tokens at some addresses.
+    """Load the elements `columns` of the keys or values at some addresses, [keys, columns].
 
-    TURNED: [columns, keys]. Values of cells are loaded so, because otherwise Triton loads only 8 bytes at once.
+    TURNED: load [columns, keys] instead. Values of cells are loaded in this way, since otherwise Triton loads only 8
+    bytes at once.
 
-    MASKED: whether tokens that do not exist are zero. PADDED: whether columns from DIM on are zero. Without a mask,
-    whole lines are loaded at once.
+    MASKED: whether to load zeros for tokens that do not exist. PADDED: whether to load zeros for columns from DIM on.
+    Without a mask, whole lines are loaded at once.
     """
     if TURNED:
         addresses = tokens[None, :] + columns[:, None]
@@ -232,7 +233,7 @@ def _lines(
 
 @triton.jit
 def biases(tables, distance, reach, exists):
-    """The biases of scores, [queries, keys]. tables: of the heads of the queries, each [2 * reach + 1]."""
+    """Load the biases of scores, [queries, keys]. tables: the bias table of each query's head, [2 * reach + 1] each."""
     return tl.load(tables + tl.minimum(tl.maximum(distance, -reach), reach) + reach, mask=exists, other=0.0)
 
 
@@ -286,15 +287,15 @@ def attend_kernel(
     BY_SLOT: tl.constexpr = False,
     BIASED: tl.constexpr = False,
 ):
-    """A program for each tile, some query heads of a KV head, and part of the keys.
+    """One program for each tile, group of query heads of a KV head, and part of the keys.
 
     A KV head has GROUP query heads. A program computes HEADS of them, for TOKENS tokens. The elements of a head are
     split into MAIN + REST, which are powers of two (or REST is 0): 80 is 64 + 16, and 576 is 512 + 64. The values of a
     latent cache are the first elements of MAIN. ONE_TILE: whether each request has one tile, in which all of its keys
-    are masked. BY_SLOT: whether the table lists the slot of each key, and not blocks. BIASED: whether `bias`, by the
-    distance of a key up to `reach`, is added to the scores.
+    are masked. BY_SLOT: whether the table lists the slot of each key instead of blocks. BIASED: whether `bias`, indexed
+    by the distance of a key up to `reach`, is added to the scores.
     """
-    # The last tiles of a prompt see the most keys. They start first, so that no long one is left at the end.
+    # The last tiles of a prompt see the most keys. They start first, so that no long tile is left at the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     split = tl.program_id(2)
     parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -407,7 +408,7 @@ def attend_kernel(
                         seen = seen & exists[None, :]
                     scores = tl.where(seen, scores, float("-inf"))
                 new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-                base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)  # for rows that have seen no key yet
                 weights = tl.exp2(scores * factor - base[:, None])
                 shrink = tl.exp2(top - base)
                 total = total * shrink + tl.sum(weights, 1)
@@ -468,7 +469,7 @@ def merge_kernel(
     MOST: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """A program for each token and head. It adds up the partial results, at most MOST, weighted by their sums."""
+    """One program for each token and head. It adds up at most MOST partial results, weighted by their sums."""
     row = tl.program_id(0).to(tl.int64) * splits
     every = tl.arange(0, MOST)
     columns = tl.arange(0, BLOCK)

@@ -1,5 +1,5 @@
-"""The flat batch of a step in one launch, with a program for each request and one for the padded tokens; and the
-sampled tokens in another."""
+"""Builds the flat batch of a step in one launch, with a program for each request and one for the padded tokens, and
+appends the sampled tokens in another launch."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from torch import Tensor
 from quire.ops.reference import batch as reference
 from quire.ops.triton.targets import on_gpu
 
-_BLOCK = 1024  # tokens of an iteration
+_BLOCK = 1024  # tokens per iteration
 
 
 @triton.jit(

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept: in the folder `triton` of Quire's cache folder, which `quire compile` can fill on a
+"""The location of compiled kernels: the folder `triton` in Quire's cache folder, which `quire compile` can fill on a
 machine without a GPU. If TRITON_CACHE_DIR or TRITON_HOME is set, Triton's own folder is used."""
 
 import atexit
@@ -19,8 +19,8 @@ logger = logging.getLogger("quire")
 
 
 class KernelCache(FileCacheManager):  # type: ignore[misc]
-    """Triton's cache on disk, with two differences: the folder may have been moved since it was filled, and it need not
-    be writable. Kernels that cannot be written there are kept for this process alone."""
+    """Triton's cache on disk, with two differences: the folder may have been moved since it was filled, and it may be
+    read-only. Kernels that cannot be written there are kept only for this process."""
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         try:
@@ -41,7 +41,7 @@ class KernelCache(FileCacheManager):  # type: ignore[misc]
             names = json.loads(Path(path).read_text())["child_paths"] if path else {}
         except (OSError, ValueError, KeyError):
             return None
-        paths = {name: self._make_path(name) for name in names}  # the file has the paths at which they were written
+        paths = {name: self._make_path(name) for name in names}  # the file lists the paths at which they were written
         return paths if paths and all(os.path.exists(path) for path in paths.values()) else None
 
     def _keep_elsewhere(self) -> None:
@@ -63,13 +63,13 @@ def _private_folder() -> str:
 
 
 def use_folder(folder: Path | None) -> None:
-    """Keep kernels in this folder, as `quire compile --output` asks."""
+    """Store kernels in this folder, for `quire compile --output`."""
     triton.knobs.cache.dir = _private_folder() if folder is None else str(folder / "triton")
     launchers.use_folder(folder)
 
 
 def use_default_folder() -> None:
-    """Keep kernels where this user's caches are."""
+    """Store kernels in this user's cache folder."""
     if triton.knobs.cache.manager_class is None:
         triton.knobs.cache.manager_class = KernelCache
     if not {"TRITON_CACHE_DIR", "TRITON_HOME"} & os.environ.keys():

@@ -1,7 +1,6 @@
 """The convolutions of recurrent layers and the time steps of Mamba-2 (ops/reference/states.py defines them).
 
-A program has some channels of one request, which are independent of each other, and takes them through all tokens of
-the step.
+A program computes some channels of one request, which are independent of each other, for all tokens of the step.
 """
 
 import torch
@@ -14,12 +13,12 @@ from quire.ops.reference.states import Pages, StatePlan
 from quire.ops.triton.states import _sigmoid, of_span
 from quire.ops.triton.targets import on_gpu
 
-_CHANNELS = 128  # of a program
+_CHANNELS = 128  # per program
 
 
 @triton.jit
 def _input(x, before, first, start, position, rows, stride, channels, channel, exists):
-    """The inputs of a token: of this step, or what the page before it has."""
+    """Load the inputs of a token: from this step, or from the page before it."""
     position += channel * 0  # a vector
     is_new = position >= start
     new = tl.load(x + (first + position - start) * stride + channel, mask=exists & is_new, other=0.0).to(tl.float32)
@@ -114,7 +113,7 @@ def _time_steps(steps, decay, x, bias, rate, stride, n, least, most, SIZE: tl.co
     given += tl.load(bias + column, mask=exists, other=0.0)
     small = tl.exp(-tl.abs(given))
     up = 1.0 + small
-    # log(1 + small), also where the sum rounds most of `small` away
+    # log(1 + small), accurate even where the sum loses most digits of `small`
     near = tl.where(up == 1.0, small, tl.log(up) * (small / tl.where(up == 1.0, 1.0, up - 1.0)))
     length = tl.minimum(tl.maximum(tl.maximum(given, 0.0) + near, least), most)
     speed = tl.exp(tl.load(rate + column, mask=exists, other=0.0))

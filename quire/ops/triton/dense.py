@@ -1,10 +1,10 @@
-"""Products with dense weights whose bits do not depend on the number of rows, for --batch-invariant.
+"""Products with dense weights whose results are bitwise independent of the number of rows, for --batch-invariant.
 
-cuBLAS chooses tiles and splits by the number of rows, so a token's result depends on the batch. Here a tile has one
-size on each card, for one row and for thousands, and an output is summed up in one order, which depends on the shape of
-the weight alone: the inputs are divided into parts, each part is summed up from zero, and the sums of the parts are
-added in order. With few rows a program computes one part of a tile, so that all processors read weights, and a second
-kernel adds the parts. With many rows a program computes all parts of its tile, one after the other.
+cuBLAS chooses tiles and splits by the number of rows, so a token's result depends on the batch. Here each card has one
+tile size, for one row as for thousands, and an output is summed in an order that depends only on the shape of the
+weight: the inputs are divided into parts, each part is summed from zero, and the sums of the parts are added in order.
+With few rows, a program computes one part of a tile, so that all multiprocessors read weights, and a second kernel adds
+the parts. With many rows, a program computes all parts of its tile in order.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from quire.platform.gpu.cards import card_of
 
 @dataclass(frozen=True)
 class Tile:
-    """rows x outs results of a program, which takes `ins` inputs at a time."""
+    """A program computes rows x outs results, from `ins` inputs at a time."""
 
     rows: int
     outs: int
@@ -34,7 +34,7 @@ class Tile:
     stages: int
 
 
-_BAND = 8  # tiles of rows that follow each other, and so read the same weights while the cache of the card holds them
+_BAND = 8  # consecutive tiles of rows, which read the same weights while these are in the card's cache
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -63,7 +63,7 @@ def _dense(
 ):
     """A program computes ROWS x OUTS results of a head (program_id(1)); with PARTS, one part of their sums.
 
-    part: inputs of a part, a multiple of INS. WHOLE: whether ins is a multiple of INS. out: [rows, heads, outs];
+    part: the inputs of a part, a multiple of INS. WHOLE: whether ins is a multiple of INS. out: [rows, heads, outs];
     parts: [parts, rows, heads, outs] in float32.
     """
     tile = tl.program_id(0)
@@ -110,7 +110,7 @@ def _dense(
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_parts(out, parts, bias, rows, outs, count, BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """out: [rows, outs], the sum of parts: [count, rows, outs], in the order in which `_dense` adds them."""
+    """Write the sum of parts, [count, rows, outs], to out, [rows, outs], in the order in which `_dense` adds them."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < outs
@@ -137,9 +137,10 @@ _MOST_PARTS = 8
 
 @cache
 def _part(tiles: int, ins: int, step: int, processors: int) -> int:
-    """How many inputs a part has: so many that one row keeps the processors of the card busy.
+    """Return the number of inputs of a part, such that one row keeps the card's multiprocessors busy.
 
-    tiles: of one row's outputs. step: inputs that a program takes at a time. A part more has to save 3 % of the time.
+    tiles: the tiles of one row's outputs. step: the inputs that a program reads at a time. Each additional part must
+    save 3 % of the time.
     """
     most = max(1, min(_MOST_PARTS, ins // _SMALLEST_PART))
     best = min(range(1, most + 1), key=lambda parts: -(-tiles * parts // processors) / parts * 1.03**parts)
@@ -209,7 +210,8 @@ def linear_by_head_triton(x: Tensor, weight: Tensor) -> Tensor:
 
 @triton.jit
 def _combine(combined, out, places, weights, dim, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """A program for each token and BLOCK elements. places: [tokens, TOP_K], where each expert's result is in `out`."""
+    """One program for each token and BLOCK elements. places: [tokens, TOP_K], the row of each expert's result in
+    `out`."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < dim
@@ -224,7 +226,7 @@ def _combine(combined, out, places, weights, dim, TOP_K: tl.constexpr, BLOCK: tl
 
 @choose_experts.implementation("triton", supports=on_gpu)
 def choose_experts_triton(logits: Tensor, correction_bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """torch's, but for the sums, which do not depend on the other rows."""
+    """Use torch's implementation, except for sums, which do not depend on the other rows here."""
     return choose_experts.reference(logits, correction_bias, routing, row_sums_triton)  # type: ignore[no-any-return]
 
 

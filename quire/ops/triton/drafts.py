@@ -1,8 +1,8 @@
-"""Verification of drafts: counting in one launch, the p/q rule in three.
+"""Verification of drafts: counting takes one launch, the p/q rule three.
 
 _masses                parts   the largest logit and the sum of exponentials, for the target and for the drafter
-_accept_or_resample    parts   finds the part's best token if the draft is rejected; all parts of a row decide alike
-_merge                 rows    the best token of the parts
+_accept_or_resample parts finds the part's best token if the draft is rejected; all parts of a row make the same
+decision _merge rows the best token of the parts
 """
 
 import torch
@@ -14,15 +14,15 @@ from quire.ops.reference import drafts as reference
 from quire.ops.triton.sampling_kernels import _first, _first_best, _merge
 from quire.ops.triton.targets import on_gpu
 
-_PART = 4096  # tokens of a program
-_BLOCK = 1024  # tokens of an iteration
-_PLACES = 16  # places of an iteration
+_PART = 4096  # tokens per program
+_BLOCK = 1024  # tokens per iteration
+_PLACES = 16  # places per iteration
 _ACCEPTANCE, _RESAMPLING = tl.constexpr(reference.ACCEPTANCE), tl.constexpr(reference.RESAMPLING)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "positions", "sampled", "place_start_loc"])
 def _count_kept(kept, token_ids, rows, positions, sampled, place_start_loc, tokens_stride, PLACES: tl.constexpr):
-    """A program for each request."""
+    """One program for each request."""
     request = tl.program_id(0)
     start = tl.load(place_start_loc + request)
     end = tl.load(place_start_loc + request + 1)
@@ -65,7 +65,7 @@ def _probability(logit, top, factor):
 
 @triton.jit
 def _uniform(word):
-    """Noise from 32 random bits, as the reference defines it."""
+    """Return noise from 32 random bits, as defined by the reference."""
     return ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
 
 
@@ -74,7 +74,7 @@ def _mass(logits, stride, vocab, top, total, PART: tl.constexpr):
     """Write the largest logit of a part of a row, and the sum of exp(logit - the largest), NaN if softmax is NaN."""
     token = tl.program_id(1) * PART + tl.arange(0, PART)
     x = tl.load(logits + token.to(tl.int64) * stride, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    is_number = x < float("inf")  # NaN is not
+    is_number = x < float("inf")  # false for NaN
     largest = tl.max(tl.where(is_number, x, float("-inf")))
     exponential = tl.where(x == float("-inf"), 0.0, tl.exp(x - largest))
     tl.store(top, largest)
@@ -83,7 +83,7 @@ def _mass(logits, stride, vocab, top, total, PART: tl.constexpr):
 
 @triton.jit
 def _masses(p, q, tops, sums, p_row_stride, p_stride, q_row_stride, q_stride, vocab, parts, PART: tl.constexpr):
-    """A program for each part of a row of p, and of q. tops, sums: [2, places, parts]."""
+    """One program for each part of a row of p, and of q. tops, sums: [2, places, parts]."""
     place = tl.program_id(0).to(tl.int64)
     model = tl.program_id(2)
     index = (model * tl.num_programs(0) + place) * parts + tl.program_id(1)
@@ -95,7 +95,7 @@ def _masses(p, q, tops, sums, p_row_stride, p_stride, q_row_stride, q_stride, vo
 
 @triton.jit
 def _softmax(tops, sums, parts, PARTS: tl.constexpr):
-    """A row's largest logit, the factor of exp(logit - the largest) in its softmax, and whether that exists."""
+    """Return a row's largest logit, the factor of exp(logit - the largest) in its softmax, and whether that exists."""
     part = tl.arange(0, PARTS)
     part_tops = tl.load(tops + part, mask=part < parts, other=float("-inf"))
     part_sums = tl.load(sums + part, mask=part < parts, other=0.0)
@@ -125,7 +125,7 @@ def _accept_or_resample(
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program for each part of a row. If the draft is rejected, it writes the part's best token and that token's
+    """One program for each part of a row. If the draft is rejected, it writes the part's best token and that token's
     value, which is max(p - q, 0) divided by exponential noise. Otherwise it writes the draft with the value 0."""
     place = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

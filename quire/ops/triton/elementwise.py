@@ -1,4 +1,4 @@
-"""Norms, activations and rotary embedding. There is a program for each row. Arithmetic is in float32, and results are
+"""Norms, activations and rotary embedding, with one program for each row. Arithmetic is in float32, and results are
 rounded to the tensors' type where the reference rounds them."""
 
 import torch
@@ -76,7 +76,7 @@ def _add_rms_norm(
 
 @reference.add_rms_norm.implementation("triton", supports=on_gpu)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Overwrites both: residual with the sum, x with the norm."""
+    """Overwrite both arguments: residual with the sum, x with the norm."""
     if x.stride(1) != 1 or residual.stride(1) != 1 or x is residual:
         return reference.add_rms_norm.reference(x, residual, weight, eps)  # type: ignore[no-any-return]
     rows, dim = x.shape
@@ -99,7 +99,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def _warps(block: int) -> int:
-    """A thread loads 8 elements of a row: 16 bytes of bfloat16. Decoding has few rows, so a row needs many threads."""
+    """Let each thread load 8 elements (16 bytes of bfloat16). Decoding has few rows, so a row needs many threads."""
     return max(1, min(16, block // 256))
 
 
@@ -187,7 +187,7 @@ def _rotary(
     INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program for each token and head. The heads of q come first."""
+    """One program for each token and head. The heads of q come first."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     if head < heads:
@@ -215,7 +215,7 @@ def _rotary(
 def rotary_embedding(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotates q and k in place."""
+    """Rotate q and k in place."""
     tokens, heads, _ = q.shape
     half = cos.shape[1]
     if tokens:

@@ -1,8 +1,8 @@
-"""Attention of whole sequences that lie side by side, by an online softmax over tiles of keys (arXiv:2205.14135).
+"""Attention within concatenated whole sequences, by an online softmax over tiles of keys (arXiv:2205.14135).
 
-A program has a head and some neighbouring queries of one sequence, which it finds itself: so a launch depends only on
-the numbers of tokens and sequences. Its tiles of keys begin where its sequence or the reach of its queries begins, so
-the bits of a result do not depend on the other sequences.
+A program computes one head and some neighbouring queries of one sequence, which the kernel itself finds, so a launch
+depends only on the numbers of tokens and sequences. Its tiles of keys begin where its sequence or the reach of its
+queries begins, so the bits of a result do not depend on other sequences.
 """
 
 import torch
@@ -15,7 +15,7 @@ from quire.ops.triton.attention import biases
 from quire.ops.triton.linear_kernels import multiplied, part_of
 from quire.ops.triton.targets import on_gpu, precision
 
-_KEYS = 32  # of an iteration; more do not fit the registers of 12.0
+_KEYS = 32  # per iteration; more do not fit into the registers of 12.0
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -48,7 +48,7 @@ def _attend_whole(
     BIASED: tl.constexpr = False,
 ):
     """DIM: elements of a head. WIDTH: the same with padding, a power of two. BANDED: whether there is a reach. BIASED:
-    whether there are biases, by the distance of a key up to `farthest`."""
+    whether there are biases, indexed by the distance of a key up to `farthest`."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     sequence = part_of(starts, tile, sequences, QUERIES)

@@ -1,10 +1,10 @@
-"""Matrix products that torch lacks: grouped by expert, and with weights that stay quantized in memory. Dense products
-of few rows are computed here as well.
+"""Matrix products that torch lacks: grouped by expert, and with weights that stay quantized in memory. This module also
+computes dense products of few rows.
 
-For weights of 8 bits, the inputs are rounded to 8 bits as well, with a scale for each token. Other weights are
-dequantized where they are used, and so are all weights of float32 models.
+With 8-bit weights, the inputs are also rounded to 8 bits, with a scale for each token. Other weights are dequantized on
+use, and so are all weights of float32 models.
 
-A product is computed transposed: weights are the left operand. Tensor cores take more rows of the left operand than
+Products are computed transposed: weights are the left operand. Tensor cores process more rows of the left operand than
 columns of the right one, and decoding has many outputs and few tokens.
 """
 
@@ -31,7 +31,7 @@ from quire.ops.triton.targets import INTERPRETED, on_gpu, on_gpu_in_any_batch, p
 from quire.ops.triton.tiles import suits_few_rows, tile_of
 from quire.platform.gpu.cards import card_of
 
-_FIXED_ROWS = 64  # rows of an expert for which tiles and splits are chosen if these must not depend on the batch
+_FIXED_ROWS = 64  # rows per expert for the choice of tiles and splits if these must not depend on the batch
 
 
 def _on_gpu_in_16_bits(target: Target) -> bool:
@@ -40,8 +40,8 @@ def _on_gpu_in_16_bits(target: Target) -> bool:
 
 @linear.implementation("triton-few-rows", supports=_on_gpu_in_16_bits, invariant_on=())
 def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Few rows take as long as the weights need to arrive, so each program has many loads under way and no second
-    kernel adds parts. Other products are computed by torch's library."""
+    """With few rows, loading the weights takes all the time, so each program has many loads in flight, and no second
+    kernel adds parts. torch's library computes all other products."""
     (outs, ins), size = weight.shape, x.dtype.itemsize
     if suits_few_rows(card_of(x.device), len(x), outs, ins, size) and weight.is_contiguous():
         return _launch(x, None, weight, None, bias, None, "few", x.dtype, False)
@@ -53,7 +53,7 @@ def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 def grouped_linear_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, fixed: bool = False
 ) -> Tensor:
-    """fixed: tile and splits do not depend on the number of rows, so that results do not depend on the batch."""
+    """fixed: tile and splits do not depend on the number of rows, so results do not depend on the batch."""
     kind = "float32" if x.dtype is torch.float32 else "dense"
     return _launch(x, None, weight.flatten(0, 1), None, bias, offsets, kind, x.dtype, fixed)
 
@@ -73,7 +73,7 @@ def grouped_quantized_linear_triton(
 
 
 def _quantized(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: Tensor | None, fixed: bool) -> Tensor:
-    """bounds: offsets of the experts' rows, None if one weight serves all rows."""
+    """bounds: the offsets of the experts' rows, None if all rows have the same weight."""
     packed = weight if isinstance(weight, PackedMatrix) else pack(weight)
     x = x if packed.order is None else x[:, packed.order]
     if x.dtype is torch.float32:
@@ -114,7 +114,7 @@ def _quantized(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: 
 
 
 def _scaling(weight: PackedMatrix, step: int) -> tuple[str, int]:
-    """(SCALING, INS) of a product whose loop would take `step` words of a row of weights at a time."""
+    """Return (SCALING, INS) for a product whose loop would read `step` words of a row of weights at a time."""
     if weight.group >= weight.in_features and weight.offsets is None:
         return "row", step
     if weight.bits == 4 and weight.run == weight.group:
@@ -137,7 +137,8 @@ def _launch(
     dtype: torch.dtype,
     fixed: bool,
 ) -> Tensor:
-    """codes: of all outputs, or dense weights. weight: what the codes mean. kind: see tiles.py. dtype: of results."""
+    """codes: the codes of all outputs, or dense weights. weight: the format of the codes. kind: see tiles.py. dtype:
+    the type of results."""
     x = x if x.stride(1) == 1 else x.contiguous()
     codes = codes if codes.stride(1) == 1 else codes.contiguous()
     rows, ins = x.shape
@@ -235,12 +236,12 @@ def _launch(
 
 
 def _register_fixed(op: Op, function: Function) -> Function:
-    """Register `function` with a fixed tile beside itself, for results that must not depend on the batch."""
+    """Also register `function` with a fixed tile, for results that must not depend on the batch."""
     return op.implementation("triton-fixed", supports=on_gpu_in_any_batch)(partial(function, fixed=True))
 
 
 def _join(weights: Sequence[object]) -> object | None:
-    """The weights of all experts in one, if they have the same form."""
+    """Join the weights of all experts, if they have the same form."""
     matrices = [weight for weight in weights if isinstance(weight, QuantizedMatrix)]
     merged = concatenate(matrices) if len(matrices) == len(weights) else []
     return pack(merged[0]) if len(merged) == 1 else None

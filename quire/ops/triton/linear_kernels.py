@@ -17,9 +17,9 @@ def multiplied(a, b, sums, PRECISION: tl.constexpr):
 
 @triton.jit
 def part_of(bounds, tile, parts, SIZE: tl.constexpr):
-    """The index of the part of the rows, of `parts` in all, that a tile of SIZE rows belongs to.
+    """Return the index of the part, out of `parts`, to which a tile of SIZE rows belongs.
 
-    Part i has the rows bounds[i] : bounds[i + 1], and tile bounds[i] // SIZE + i is its first.
+    Part i has the rows bounds[i] : bounds[i + 1], and its first tile is bounds[i] // SIZE + i.
     """
     low = 0
     high = parts
@@ -34,9 +34,10 @@ def part_of(bounds, tile, parts, SIZE: tl.constexpr):
 
 @triton.jit
 def _rows_of(bounds, tile, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """(expert, first row, end of the expert's rows) of a tile, if each expert has just as many tiles as it needs.
+    """Return (expert, first row, end of the expert's rows) of a tile, if each expert has exactly as many tiles as it
+    needs.
 
-    EXPERTS: a power of two, at least `experts`. Behind the last tile, the expert is `experts` or more.
+    EXPERTS: a power of two, at least `experts`. After the last tile, the expert is `experts` or more.
     """
     each = tl.arange(0, EXPERTS)
     is_expert = each < experts
@@ -102,17 +103,17 @@ def _product(
     INS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A program computes ROWS x OUTS results (of one expert, if there are experts) from `span` words of each row of
-    weights, which has `length`: elements, or four codes of 4 bits. It writes them to the part of `out` for these
-    inputs.
+    """A program computes ROWS x OUTS results (of one expert, if there are experts) from `span` of the `length` words in
+    each row of weights. A word is an element, or four codes of 4 bits. The results are written to the part of `out` for
+    these inputs.
 
-    FORM: of the weights, "dense", "integer", "float8", "four", or "table": four bits that stand for the values in
-    `table`, or in WORDS (see words_of) if PTX. EIGHT: x has codes of 8 bits as well, with a scale for each row.
-    SCALING: "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the loop share
-    a scale; "quarters" if those in the same quarter of their words do; "groups" if a step has several whole groups of
-    GROUP inputs; "any" for other groups. EVEN: inputs need no masks. PTX: instructions of NVIDIA's cards may be used.
+    FORM: the form of the weights, "dense", "integer", "float8", "four", or "table": four bits that represent values in
+    `table`, or in WORDS (see words_of) if PTX. EIGHT: x also has codes of 8 bits, with a scale for each row. SCALING:
+    "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the loop share a scale;
+    "quarters" if those in the same quarter of their words do; "groups" if a step has several whole groups of GROUP
+    inputs; "any" for other groups. EVEN: inputs need no masks. PTX: instructions of NVIDIA cards may be used.
     """
-    neighbours: tl.constexpr = 8  # so many tiles of rows read the same weights one after another, from the L2 cache
+    neighbours: tl.constexpr = 8  # this many tiles of rows read the same weights in turn, from the L2 cache
     blocks = tl.cdiv(outs, OUTS)
     first_tile = tl.program_id(0) // (neighbours * blocks) * neighbours
     index = tl.program_id(0) - first_tile * blocks
@@ -139,14 +140,14 @@ def _product(
     per_word: tl.constexpr = 4 if FORM == "four" or FORM == "table" else 1
     integers: tl.constexpr = EIGHT and FORM == "integer" and PRECISION != "interpreted"
     sum_type: tl.constexpr = tl.int32 if integers else tl.float32
-    # Tensor cores add products of float8 with few bits, so no long sums are left to them.
+    # Tensor cores add float8 products with few bits, so they compute no long sums.
     in_parts: tl.constexpr = SCALING == "step" or (EIGHT and FORM == "float8")
     sums = tl.zeros([OUTS, ROWS], tl.float32 if in_parts else sum_type)
     if SCALING == "step":  # scales are loaded one step ahead of their use
         at_group = split * span * per_word // GROUP * group_stride
         next_scale = tl.load(scale_rows + at_group)
         next_offset = tl.load(offset_rows + at_group)
-    # Many rows share scaled weights. Scaled products of them would need more registers than there are.
+    # With many rows, the weights are scaled. Scaling their products would need too many registers.
     scales_products: tl.constexpr = SCALING == "quarters" and ROWS <= 32
     if scales_products:
         next_scales = _scales_of_quarters(scale_rows, split * span, ins, group_stride, GROUP)
@@ -204,7 +205,7 @@ def _product(
                 )
             part = multiplied(left, right, part, PRECISION)
             if OFFSETS and SCALING == "step":
-                if ROWS <= 32:  # Tensor cores have time for it. Made of `left`, the ones get the layout of `left`.
+                if ROWS <= 32:  # Tensor cores have time for it. The ones are made from `left`, so they get its layout.
                     total = multiplied((left * 0.0 + 1.0).to(right.dtype), right, total, PRECISION)
                 else:
                     total += tl.sum(right.to(tl.float32), 0)[None, :]
@@ -234,7 +235,7 @@ def _product(
 
 @triton.jit(do_not_specialize=["rows"])
 def _total(out, parts, rows, outs, splits, BLOCK: tl.constexpr):
-    """Add the parts of a product, in order. Each has rows * outs elements, as `out` has."""
+    """Add the parts of a product, in order. Each has rows * outs elements, like `out`."""
     size = rows * outs
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -246,7 +247,7 @@ def _total(out, parts, rows, outs, splits, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rounded(x, codes, scales, ins, stride, FLOAT8: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """A program for each row. It writes the row as codes of 8 bits, and their scale. BLOCK: at least ins."""
+    """One program for each row. It writes the row as codes of 8 bits, and their scale. BLOCK: at least ins."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < ins

@@ -1,10 +1,11 @@
-"""Low-rank adapters: out += B A x, with another adapter for each token, in two launches.
+"""Low-rank adapters: out += B A x, where each token may use a different adapter, in two launches.
 
 _shrink    tokens, parts      A x, in float32
 _expand    tokens, outputs    B times that, added to the outputs
 
-A program takes 16 neighbouring tokens, and of few tokens one. Either way it multiplies 16 rows, of which some may be
-zero, once for each adapter that its tokens have: so the bits of a token's result do not depend on the others.
+A program computes 16 neighbouring tokens, or a single token if there are few. In both cases it multiplies 16 rows, some
+of which may be zero, once for each adapter of its tokens. So the bits of a token's result do not depend on other
+tokens.
 """
 
 import torch
@@ -16,13 +17,13 @@ from quire.ops.reference.lora import add_lora
 from quire.ops.triton.linear_kernels import multiplied
 from quire.ops.triton.targets import on_gpu, precision
 
-_FEW = 64  # tokens up to which each has programs of its own
-_INPUTS, _OUTPUTS = 128, 128  # of an iteration; of a program
+_FEW = 64  # up to this number of tokens, each has its own programs
+_INPUTS, _OUTPUTS = 128, 128  # per iteration; per program
 
 
 @triton.jit
 def _next_slot(slots, below):
-    """The largest of `slots` that is less than `below`, -1 if there is none."""
+    """Return the largest of `slots` that is less than `below`, -1 if there is none."""
     return tl.max(tl.where(slots < below, slots, -1))
 
 
@@ -43,7 +44,7 @@ def _shrink(
     INPUTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A program for TOKENS tokens and a part. result: [tokens, parts, rank], float32."""
+    """One program for TOKENS tokens and a part. result: [tokens, parts, rank], float32."""
     part = tl.program_id(1)
     row = tl.arange(0, 16)
     of_rank = tl.arange(0, RANK)
@@ -93,7 +94,7 @@ def _expand(
     OUTPUTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A program for TOKENS tokens and OUTPUTS outputs, which may belong to several parts."""
+    """One program for TOKENS tokens and OUTPUTS outputs, which may belong to several parts."""
     begin = tl.program_id(1) * OUTPUTS
     row = tl.arange(0, 16)
     of_rank = tl.arange(0, RANK)

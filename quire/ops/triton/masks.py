@@ -1,4 +1,4 @@
-"""Masks of the tokens that may be sampled: a program for each mask and 4,096 tokens."""
+"""Masks of the tokens that may be sampled, with one program for each mask and 4,096 tokens."""
 
 import triton
 import triton.language as tl

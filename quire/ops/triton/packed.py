@@ -11,12 +11,13 @@ from quire.ops.reference.quantized import QuantizedMatrix
 
 @dataclass(frozen=True)
 class PackedMatrix(QuantizedMatrix):
-    """A matrix as the kernels read it fastest. Integers of 8 bits without offsets have the centre 0; scales and offsets
-    of all outputs for one group are neighbours in memory. Factors, if there are any, have one element for each output.
+    """A matrix in the layout that the kernels read fastest. Integers of 8 bits without offsets have the centre 0. In
+    memory, the scales and offsets of all outputs for a group are contiguous. Factors, if any, have one element for each
+    output.
 
-    run: a word of 16 bits has four codes of 4 bits, and `run` words hold 4 * run inputs: the lowest bits of all words
-        come first, so that x is read in runs. Rows are padded to whole runs. If a run is a group, each quarter of a
-        word has a group of its own.
+    run: a word of 16 bits has four codes of 4 bits, and `run` words contain 4 * run inputs: the lowest bits of all
+    words come first, so that x is read in runs. Rows are padded to whole runs. If a run is a group, each quarter of a
+    word belongs to a different group.
     """
 
     run: int = 1
@@ -29,7 +30,7 @@ class PackedMatrix(QuantizedMatrix):
 
 
 def pack(matrix: QuantizedMatrix) -> PackedMatrix:
-    if isinstance(matrix, PackedMatrix):  # of several matrices that were packed before they were concatenated
+    if isinstance(matrix, PackedMatrix):  # a concatenation of matrices that were already packed
         offsets = None if matrix.offsets is None else _by_group(matrix.offsets)
         return replace(matrix, scales=_by_group(matrix.scales), offsets=offsets)
     codes = matrix.codes
@@ -65,13 +66,13 @@ def pack(matrix: QuantizedMatrix) -> PackedMatrix:
 
 @cache
 def words_of(table: tuple[float, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """The low bytes of the table's values in a type of 16 bits, as four words, then the high bytes."""
+    """Return the low bytes of the table's values in a type of 16 bits, as four words, then the high bytes."""
     pairs = torch.tensor(table, dtype=dtype).view(torch.uint8).view(16, 2)
     return tuple(pairs.t().contiguous().view(torch.int32).flatten().tolist())
 
 
 def _run_of(matrix: QuantizedMatrix) -> int:
-    """The run of a PackedMatrix with 4 bits."""
+    """Return the run of a PackedMatrix with 4 bits."""
     group = matrix.group
     ins = matrix.in_features
     if group % 16 == 0 and group % 128 and 4 * group <= ins and matrix.offsets is None:

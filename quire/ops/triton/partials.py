@@ -1,4 +1,4 @@
-"""The merge of partial results of attention. A program for each token and head computes in float32."""
+"""Merges partial results of attention in float32, with one program for each token and head."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ def _merge_partials(
     SINKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program for each token and head. lses: [PARTS, rows]."""
+    """One program for each token and head. lses: [PARTS, rows]."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     token = row // heads
@@ -34,7 +34,7 @@ def _merge_partials(
     top = tl.load(sinks + head) if SINKS else float("-inf")
     for part in tl.static_range(PARTS):
         top = tl.maximum(top, tl.load(lses + part * rows + row))
-    base = tl.where(top == float("-inf"), 0.0, top)  # of a query that has seen no key
+    base = tl.where(top == float("-inf"), 0.0, top)  # for queries that have seen no key
     total = tl.exp(tl.load(sinks + head) - base) if SINKS else 0.0
     merged = tl.zeros([BLOCK], tl.float32)
     outs += token * token_stride + head * head_stride

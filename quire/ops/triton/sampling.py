@@ -1,4 +1,4 @@
-"""Arg-max and draws without synchronization. A row is divided into parts, so that few rows occupy many processors.
+"""Arg-max and draws without synchronization. Rows are divided into parts, so that few rows occupy many multiprocessors.
 
 With top-k, top-p or min-p, the logits are read twice, and nothing is sorted:
 
@@ -7,7 +7,7 @@ With top-k, top-p or min-p, the logits are read twice, and nothing is sorted:
     _gather   parts   copies the tokens above it, the candidates: a few hundred, usually
     _search   rows    finds the bound of top-k and top-p among the candidates, and draws from those that are kept
 
-Rows without truncation are drawn from in _gather. Without any such rows only _gather runs, and _merge.
+For rows without truncation, _gather draws the token. If no row is truncated, only _gather and _merge run.
 """
 
 from functools import cache
@@ -21,14 +21,14 @@ from quire.ops.triton.sampling_kernels import _cutoff, _gather, _merge, _search,
 from quire.ops.triton.targets import on_gpu
 from quire.platform.gpu.cards import card_of
 
-_PART = 4096  # tokens of a program
-_GROUP = 128  # tokens of a group, of which only the largest logit is looked at to find the cutoff
-_BLOCK = 1024  # candidates of an iteration
+_PART = 4096  # tokens per program
+_GROUP = 128  # tokens per group; the cutoff is found from each group's largest logit
+_BLOCK = 1024  # candidates per iteration
 
 
 @cache
 def _no_limits(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """min_p, top_k and top_p that keep everything: [1] each."""
+    """Return min_p, top_k and top_p that keep everything: [1] each."""
     return (
         torch.zeros(1, device=device),
         torch.full((1,), 2**31 - 1, dtype=torch.int64, device=device),
@@ -43,7 +43,7 @@ def _select(
     limits: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     draws: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The tokens [rows], int64, and what belongs to them if they are not drawn: see `_search`.
+    """Return the tokens, [rows], int64, and, if they are not drawn, their bounds: see `_search`.
 
     noise: seeds and positions. limits: min_p, top_k, top_p.
     """
@@ -137,7 +137,7 @@ def _select(
             _BLOCK // 2,
             num_warps=8,
             enable_fp_fusion=False,
-            **card_of(device).most_registers(warps=8, programs=2),  # without, ptxas takes 80 or 48 registers and spills
+            **card_of(device).most_registers(warps=8, programs=2),  # else ptxas uses 80 or 48 registers and spills
         )
     else:
         _merge[(rows,)](out, best, best_token, parts, width, num_warps=1, enable_fp_fusion=False)
@@ -164,7 +164,7 @@ def sample_gumbel(
 
 @reference.keep_top_k_top_p.implementation("triton", supports=on_gpu)
 def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Returns a copy. Used for processed logprobs alone, since draws need no truncated logits in memory."""
+    """Return a copy. This is used only for processed logprobs, since draws need no truncated logits in memory."""
     last, bounds = _select(logits, None, None, (None, top_k, top_p), draws=False)
     token = torch.arange(logits.shape[1], device=logits.device)
     bound = bounds[:, None]

@@ -1,4 +1,4 @@
-"""The kernels of sampling.py, which says what they do."""
+"""The kernels of sampling.py, which describes them."""
 
 import triton
 import triton.language as tl
@@ -8,21 +8,21 @@ _NONE = tl.constexpr(2147483647)  # larger than every token id
 
 @triton.jit
 def _gumbel(word):
-    """Noise from 32 random bits, as the reference defines it."""
+    """Return noise from 32 random bits, as defined by the reference."""
     uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     return -tl.log(-tl.log(uniform))
 
 
 @triton.jit
 def _first_best(value, token, best, best_token):
-    """The larger value and its token; of equal values, the smaller token."""
+    """Return the larger value and its token; among equal values, the smaller token."""
     better = (value > best) | ((value == best) & (token < best_token))
     return tl.where(better, value, best), tl.where(better, token, best_token)
 
 
 @triton.jit
 def _first(values, tokens):
-    """The largest of the values, and the smallest token that has it. Without any (all are NaN), the token is 0."""
+    """Return the largest value, and the smallest token that has it. If all values are NaN, the token is 0."""
     top = tl.max(values)
     token = tl.min(tl.where(values == top, tokens, _NONE))
     return top, tl.where(token == _NONE, 0, token)
@@ -30,7 +30,7 @@ def _first(values, tokens):
 
 @triton.jit
 def _scaled(row, tokens, stride, vocab, temperature, SCALED: tl.constexpr):
-    """The logits of the tokens, divided by the temperature as the reference does; -inf beyond the vocabulary."""
+    """Return the logits of the tokens, divided by the temperature like in the reference; -inf beyond the vocabulary."""
     x = tl.load(row + tokens.to(tl.int64) * stride, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
     if SCALED:
         x = tl.div_rn(x, temperature + tl.zeros_like(x))
@@ -65,7 +65,8 @@ def _survey(
     PART: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """A program for each part of a row: the largest logit of each group, and the sum of exp(logit - the part's top)."""
+    """One program for each part of a row: the largest logit of each group, and the sum of exp(logit - the part's
+    top)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     divisor = tl.load(temperature + row) if SCALED else 1.0
@@ -100,7 +101,7 @@ def _cutoff(
     PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """A program for each row. It writes the cutoff as a key (0: nothing is truncated), the largest logit, and the sum
+    """One program for each row. It writes the cutoff as a key (0: nothing is truncated), the largest logit, and the sum
     of exp(logit - the largest)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
@@ -122,7 +123,7 @@ def _cutoff(
         # All tokens below this have less than half of the probability that top-p leaves out.
         cutoff = _key(top + tl.log(0.5 * (1.0 - p) * mass / vocab))
     if k < vocab:
-        # At least k tokens reach the k-th largest of the groups' tops. 16 bits of it are a bound, too.
+        # At least k tokens reach the k-th largest of the groups' tops. Its upper 16 bits are also a bound.
         keys = _key(groups)
         found = cutoff * 0
         for bit in range(16):
@@ -156,8 +157,8 @@ def _gather(
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program for each part of a row. Without a cutoff it writes the part's best token and that token's value, with
-    noise. With a cutoff it writes the candidates in the order of their tokens, and to best_token their number."""
+    """One program for each part of a row. Without a cutoff it writes the part's best token and that token's value, with
+    noise. With a cutoff it writes the candidates in token order, and their number to best_token."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     index = row * parts + part
@@ -177,7 +178,7 @@ def _gather(
                 count += tl.sum(is_candidate.to(tl.int32))
             tl.store(best_token + index, count)
             return
-    width: tl.constexpr = 4 if NOISE else 8  # tokens of a thread that are neighbours; 4 share a call of Philox
+    width: tl.constexpr = 4 if NOISE else 8  # neighbouring tokens per thread; 4 share a call of Philox
     tops = tl.full([BLOCK // width, width], float("-inf"), tl.float32)
     top_tokens = tl.full([BLOCK // width, width], 2147483647, tl.int32)
     for begin in range(part * PART, tl.minimum((part + 1) * PART, vocab), BLOCK):
@@ -213,7 +214,7 @@ def _merge(out, best, best_token, parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _threshold(values, count, top, floor, wanted, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key such that, among the keys above `floor`, at least `wanted` keys are not smaller than it.
+    """Return the largest key such that, among the keys above `floor`, at least `wanted` keys are not smaller than it.
 
     With MASS, `wanted` is not a count but a sum of exp(number - top). The search fixes four bits in each iteration.
     """
@@ -239,7 +240,7 @@ def _threshold(values, count, top, floor, wanted, MASS: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _above(values, count, top, key, BLOCK: tl.constexpr):
-    """How many keys are larger than `key`, and the sum of exp(number - top) over them."""
+    """Return how many keys are larger than `key`, and the sum of exp(number - top) over them."""
     larger = tl.zeros([BLOCK], tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, count, BLOCK):
@@ -253,9 +254,9 @@ def _above(values, count, top, key, BLOCK: tl.constexpr):
 
 @triton.jit
 def _close_ranks(values, tokens, counts, parts, PARTS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
-    """Move a row's candidates together, in their order, from where the parts wrote them. Returns their number.
+    """Compact a row's candidates, which the parts wrote separately, and keep their order. Returns their number.
 
-    Every candidate moves towards the begin, so no block overwrites what a later one reads.
+    Every candidate moves towards the beginning, so no block overwrites data that a later block reads.
     """
     part = tl.arange(0, PARTS)
     sizes = tl.load(counts + part, mask=part < parts, other=0)
@@ -303,9 +304,9 @@ def _search(
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program for each row. Kept are the candidates above a bound, and the first few of those equal to the bound.
+    """One program for each row. It keeps the candidates above a bound, and the first few of those equal to the bound.
 
-    It writes the token that is drawn, or without DRAW the bound and the last token equal to it that is kept.
+    It writes the drawn token, or without DRAW, the bound and the last kept token that is equal to it.
     """
     row = tl.program_id(0).to(tl.int64)
     if tl.load(cutoffs + row) == 0:
@@ -338,14 +339,14 @@ def _search(
                 mass += equals * tl.exp(_number(bound) - top)
         wanted = p * mass
         weight = top * 0.0 + 1.0
-        if mass_above >= wanted:  # even without the candidates equal to the bound
+        if mass_above >= wanted:  # enough even without the candidates equal to the bound
             bound = _threshold(values, count, top, bound, wanted, True, BLOCK)
             _, mass_above = _above(values, count, top, bound, BLOCK)
             weight = tl.exp(_number(bound) - top)
             equals = top * 0.0 + 16777216.0
         elif k < count:
             weight = tl.exp(_number(bound) - top)
-        # Triton 3.6 would take a constant below 2^-126 for a float64.
+        # Triton 3.6 would treat a constant below 2^-126 as a float64.
         missing = tl.ceil((wanted - mass_above) / tl.maximum(weight, 1.2e-38))
         equals = tl.minimum(equals, tl.maximum(missing, 1.0))
     seen = 0

@@ -1,4 +1,4 @@
-"""The kernels of state_chunks.py, which says what they do."""
+"""The kernels of state_chunks.py, which describes them."""
 
 import triton
 import triton.language as tl
@@ -9,19 +9,20 @@ from quire.ops.triton.states import of_span, resume, store_state
 
 @triton.jit
 def _number(position, block_size, CHUNK: tl.constexpr):
-    """The number of the chunk that a position of a text is in."""
+    """Return the number of the chunk that contains a position of a text."""
     return position // block_size * tl.cdiv(block_size, CHUNK) + position % block_size // CHUNK
 
 
 @triton.jit
 def _slots(tokens, requests, block_size, CHUNK: tl.constexpr):
-    """An upper bound for the number of chunks that the tokens of so many requests fill."""
+    """Return an upper bound of the number of chunks for these numbers of tokens and requests."""
     return tokens // CHUNK + tokens // block_size + 4 * requests
 
 
 @triton.jit
 def _decays(decay, at, element, valid, KEY_DIM: tl.constexpr, BY_CHANNEL: tl.constexpr):
-    """The decays of tokens, [tokens, KEYS or 1], and 1 for those that are not valid. at: of the head's, [tokens]"""
+    """Load the decays of tokens, [tokens, KEYS or 1], with 1 for those that are not valid. at: the places of the head's
+    decays, [tokens]"""
     if BY_CHANNEL:
         inside = valid[:, None] & (element < KEY_DIM)[None, :]
         decays = tl.load(decay + at[:, None] * KEY_DIM + element[None, :], mask=inside, other=1.0)
@@ -32,7 +33,8 @@ def _decays(decay, at, element, valid, KEY_DIM: tl.constexpr, BY_CHANNEL: tl.con
 
 @triton.jit
 def _products(decays, SIZE: tl.constexpr, REVERSE: tl.constexpr):
-    """Products of decays, [tokens, KEYS or 1], from the first one of each SIZE tokens on, or from the last one back."""
+    """Return the products of decays, [tokens, KEYS or 1], from the first of each SIZE tokens on, or from the last one
+    back."""
     ROWS: tl.constexpr = decays.shape[0]
     KEYS: tl.constexpr = decays.shape[1]
     if SIZE == 1:
@@ -47,26 +49,28 @@ def _products(decays, SIZE: tl.constexpr, REVERSE: tl.constexpr):
 
 @triton.jit
 def _from_first(decays, i, SIZE: tl.constexpr):
-    """The products of the decays that come before a token, of each SIZE tokens. decays: of the tokens before."""
+    """Return the products of the decays before a token, within each SIZE tokens. decays: those of the previous
+    tokens."""
     return _products(tl.where((i % SIZE == 0)[:, None], 1.0, decays), SIZE, False)
 
 
 @triton.jit
 def _to_last(decays, i, SIZE: tl.constexpr):
-    """The products of the decays that come behind a token, of each SIZE tokens. decays: of the tokens behind."""
+    """Return the products of the decays after a token, within each SIZE tokens. decays: those of the following
+    tokens."""
     return _products(tl.where((i % SIZE == SIZE - 1)[:, None], 1.0, decays), SIZE, True)
 
 
 @triton.jit
 def _pairs(x, y, wanted, PRECISION: tl.constexpr):
-    """x y^T where it is wanted, and else 0: [tokens, tokens]"""
+    """Return x y^T where it is wanted, 0 elsewhere: [tokens, tokens]"""
     products = multiplied(x, tl.trans(y), tl.zeros([x.shape[0], x.shape[0]], tl.float32), PRECISION)
     return tl.where(wanted, products, 0.0)
 
 
 @triton.jit
 def _inverse(lower, i, SIZE: tl.constexpr):
-    """(1 + lower)^-1 by substitution, row by row, of a matrix with zeros on and above its diagonal."""
+    """Return (1 + lower)^-1 by substitution, row by row, for a matrix with zeros on and above its diagonal."""
     found = -lower
     for row in range(1, SIZE):
         is_row = (i == row)[:, None]
@@ -111,11 +115,11 @@ def _prepare(
     REMOVAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """mixed: [tokens, heads, CHUNK], what changes of the chunk's tokens add to a token's result, and with REMOVAL as
-    much again for values. A change is a row of values: [tokens, heads, value_dim] minus a row of keys: [tokens, heads,
-    KEY_DIM] times the state before the chunk. decayed: BY_CHANNEL, [tokens, heads, 3 or 4, KEY_DIM]: the query and the
-    key that writes, with their decays in the chunk; in its first row all decays; with REMOVAL the key of the values.
-    PART: elements of keys and values that are taken at a time. LEVELS: CHUNK is 2^LEVELS."""
+    """mixed: [tokens, heads, CHUNK], the factors of the chunk's changes in a token's result; with REMOVAL, the same
+    amount again for values. A change is a row of values: [tokens, heads, value_dim] minus a row of keys: [tokens,
+    heads, KEY_DIM] times the state before the chunk. decayed: BY_CHANNEL, [tokens, heads, 3 or 4, KEY_DIM]: the query
+    and the write key, with their decays in the chunk; in its first row all decays; with REMOVAL the key of the values.
+    PART: elements of keys and values that are processed at a time. LEVELS: CHUNK is 2^LEVELS."""
     PARTS: tl.constexpr = 2 * CHUNK if REMOVAL else CHUNK
     KINDS: tl.constexpr = 4 if REMOVAL else 3
     slot = tl.program_id(0)
@@ -150,7 +154,7 @@ def _prepare(
         of_head = at * heads + head
         same = i[:, None] == i[None, :]
         below = i[:, None] > i[None, :]
-        bits = tl.where(below, i[:, None] ^ i[None, :], 0)  # the first one is the level of a pair
+        bits = tl.where(below, i[:, None] ^ i[None, :], 0)  # the highest bit is the level of a pair
         queries = q + at[:, None] * q_stride + group * q_head
         all_keys = k + at[:, None] * k_stride + group * k_head
         removing = scale + at[:, None] * scale_stride + head * 2 * KEY_DIM
@@ -286,7 +290,7 @@ def _scan_chunks(
     REMOVAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A program takes COLUMNS columns of one head's state through the chunks of a span."""
+    """A program advances COLUMNS columns of one head's state through the chunks of a span."""
     PARTS: tl.constexpr = 2 * CHUNK if REMOVAL else CHUNK
     KINDS: tl.constexpr = 4 if REMOVAL else 3
     request = tl.program_id(0)

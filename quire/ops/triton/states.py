@@ -1,8 +1,8 @@
-"""Recurrent layers (ops/reference/states.py defines them): tokens of a text are taken one after the other.
+"""Recurrent layers (ops/reference/states.py defines them), which process the tokens of a text one after the other.
 
-A program has some channels of one request, or some columns of one head's state, which are independent of each other,
-and takes them through all tokens of the step. So a launch depends only on numbers of requests, and results do not
-depend on how a text is cut up. state_chunks.py has a faster scan of long spans, whose results do.
+A program computes some channels of one request, or some columns of one head's state, which are independent of each
+other, for all tokens of the step. So a launch depends only on the number of requests, and results do not depend on how
+a text is divided into steps. state_chunks.py has a faster scan of long spans, whose results depend on it.
 """
 
 import torch
@@ -14,13 +14,14 @@ from quire.ops.reference import states as reference
 from quire.ops.reference.states import Pages, StatePlan
 from quire.ops.triton.targets import on_gpu
 
-_COLUMNS = 32  # of a head's state
-_ALL = 2**30  # more tokens than a span has
+_COLUMNS = 32  # columns of a head's state per program
+_ALL = 2**30  # more tokens than any span has
 
 
 @triton.jit
 def of_span(starts, lengths, request, drafts):
-    """First token in the flat batch, positions of the first one and behind the last one, and how far all is certain."""
+    """Return the first token in the flat batch, the positions of the first token and after the last, and the certain
+    length."""
     first = tl.load(starts + request)
     end = tl.load(lengths + request)
     start = end - (tl.load(starts + request + 1) - first)
@@ -71,9 +72,9 @@ def resume(
     SELECTIVE: tl.constexpr,
     REMOVAL: tl.constexpr,
 ):
-    """The state before a span: what the page keeps, taken through the tokens that were computed before, but were not
-    certain then. place: [keys, columns], in the states of a page; inside: which of these elements exist. speed: of
-    decays in a selective scan."""
+    """Return the state before a span: the page's state, advanced through the tokens that were computed earlier but were
+    not certain then. place: [keys, columns], the elements' places in a page's states; inside: which of these elements
+    exist. speed: the rates of decays in a selective scan."""
     known = i < KEY_DIM
     exists = column < value_dim
     source = tl.load(table + tl.maximum(start - 1, 0) // block_size, mask=start > 0, other=0).to(tl.int64)
@@ -107,7 +108,7 @@ def resume(
 
 @triton.jit
 def store_state(state, table, matrix, place, inside, number, end, certain, page, block_size):
-    """Store the state behind `number` tokens in all pages that keep just this one, see Span.pages."""
+    """Store the state after `number` tokens in all pages that need this state, see Span.pages."""
     for block_index in range((number - 1) // block_size, tl.cdiv(end, block_size)):
         reached = tl.minimum((block_index + 1) * block_size, certain)
         block = tl.load(table + block_index).to(tl.int64)
@@ -154,9 +155,9 @@ def _scan(
     SELECTIVE: tl.constexpr,
     REMOVAL: tl.constexpr,
 ):
-    """most: tokens of a span that is computed here. KEYS: KEY_DIM with padding. BY_CHANNEL: whether each element of a
-    key decays for itself. SELECTIVE: decay has a rate for each element of the state, and scale and skip have an element
-    for each of its columns. REMOVAL: scale has the keys that read and write what is removed."""
+    """most: the maximum number of tokens of the spans computed here. KEYS: KEY_DIM with padding. BY_CHANNEL: whether
+    each element of a key has its own decay. SELECTIVE: decay has a rate for each element of the state, and scale and
+    skip have an element for each of its columns. REMOVAL: scale has the keys that read and write the removed values."""
     request = tl.program_id(0)
     head = tl.program_id(1)
     i = tl.arange(0, KEYS)
@@ -253,7 +254,8 @@ def _keep(
     drafts,
     SIZE: tl.constexpr,
 ):
-    """Store the tokens behind the states of pages, and how far these reach, when all programs of _scan have ended."""
+    """After all programs of _scan have ended, store the tokens after the pages' states, and the lengths of these
+    states."""
     request = tl.program_id(0)
     e = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     first, start, end, certain = of_span(starts, lengths, request, drafts)
@@ -317,10 +319,10 @@ def scan_spans(
     rule: str,
     most: int = _ALL,
 ) -> None:
-    """Scan the spans of up to `most` tokens, then store what the pages of all spans keep besides their states."""
+    """Scan the spans of up to `most` tokens, then store the other parts of all spans' pages."""
     heads, value_dim = v.shape[1:]
     key_heads, key_dim = k.shape[1:]
-    # The numbers of each head's, see StateShape.
+    # The numbers of each head, see StateShape.
     decays, scales = (0, value_dim) if rule == "selective" else (part.shape[1] // heads for part in (decay, scale))
     requests = len(plan.lengths)
     page = pages.state.stride(0)

@@ -1,4 +1,4 @@
-"""Sums over rows. torch adds a row in an order that depends on the number of rows and on the row's address."""
+"""Sums over rows in a fixed order. torch's order depends on the number of rows and on the row's address."""
 
 import torch
 import triton
@@ -9,12 +9,12 @@ from quire.ops.reference.elementwise import row_sums
 from quire.ops.reference.sampling import log_softmax
 from quire.ops.triton.targets import on_gpu
 
-_BLOCK = 2048  # elements of an iteration
+_BLOCK = 2048  # elements per iteration
 
 
 @triton.jit
 def _log_probabilities(logits, out, row_stride, vocab, BLOCK: tl.constexpr):
-    """A program for each row, which it reads twice."""
+    """One program for each row, which it reads twice."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     tops = tl.full([BLOCK], float("-inf"), tl.float32)

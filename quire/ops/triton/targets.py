@@ -1,4 +1,4 @@
-"""Where the kernels run, and how precisely they multiply."""
+"""The devices on which the kernels run, and the precision of their products."""
 
 import torch
 import triton
@@ -23,5 +23,5 @@ def on_gpu(target: Target) -> bool:
 
 
 def on_gpu_in_any_batch(target: Target) -> bool:
-    """For implementations that are slower than others and batch-invariant, so they are used only if that is needed."""
+    """Return whether to use an implementation that is slower but batch-invariant: only if the target requires it."""
     return on_gpu(target) and target.batch_invariant

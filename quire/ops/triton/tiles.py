@@ -7,11 +7,12 @@ from quire.platform.gpu.cards import Card
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program computes, and how.
+    """The work of a program.
 
-    rows, outs: of its results. ins: words of a row of weights that a step of its loop loads; a word is an element, or
-    four codes of 4 bits. stages: steps whose loads are under way at a time. programs: for so many, a processor has
-    registers (of the kinds "offsets" and "table"). splits: parts of the inputs, each computed by a program of its own.
+    rows, outs: the size of its results. ins: words of a row of weights that a step of its loop loads; a word is an
+    element, or four codes of 4 bits. stages: the number of steps whose loads are in flight. programs: the number of
+    programs for which a multiprocessor has registers (for the kinds "offsets" and "table"). splits: parts of the
+    inputs, each computed by a separate program.
     """
 
     rows: int
@@ -25,11 +26,10 @@ class Tile:
 
 # By the kind of weight ("dense": experts, "float32", "int8" and "float8": products of 8 bits, "wide": 8 bits that are
 # dequantized, "four", "offsets": four bits with offsets, "table": four bits that are looked up) and the rows of a tile.
-# The first tile that gives each processor a program is taken, or the last.
-# With up to 16 rows, weights must arrive as fast as the memory can send them: an H100 needs about 20 KB under way for
-# each processor (3.35 TB/s, 0.8 us), which is outs * ins * (stages - 1) words of one program.
-#
-# What was compiled (Triton 3.9, bfloat16, groups of 128; without spills, weights and inputs loaded 16 bytes at a time):
+# The first tile that gives each multiprocessor a program is used, or else the last.
+# With up to 16 rows, weights must be loaded at the memory's full bandwidth: an H100 needs about 20 KB in flight for
+# each multiprocessor (3.35 TB/s, 0.8 us), which is outs * ins * (stages - 1) words of one program.
+# Results of compilation (Triton 3.9, bfloat16, groups of 128; no spills, weights and inputs loaded 16 bytes at a time):
 #
 #   kind, rows    shared memory, registers of a thread on 8.0 | 9.0 | 10.0 | 12.0      tensor cores on 9.0, 10.0
 #   int8, 16      36 KB, 94 | 36 KB, 72 | 36 KB, 72 | 36 KB, 64                        mma.sync, mma.sync
@@ -77,12 +77,12 @@ _TILES = {
     ("float32", 64): (Tile(64, 32, 32, 4, 2),),
     ("float32", 128): (Tile(64, 64, 32, 4, 2),),
 }
-# Other tiles on cards whose tensor cores take operands from registers (mma.sync). There 128 outputs of 128 rows would
-# need all 255 registers for sums and for products of one group, and spill some.
+# Other tiles on cards whose tensor cores read operands from registers (mma.sync). There 128 outputs of 128 rows would
+# need all 255 registers for sums and for products of one group, and cause spills.
 _REGISTERS = {(kind, 128): (Tile(128, 64, 32, 8, 3),) for kind in ("four", "table")}
 # Tiles of dense products with up to 8 and 16 rows ("few"), without splits, so no second kernel adds parts. At least 32
-# KB of weights are under way for each program. A warp multiplies 16 outputs: with four warps, each weight would be read
-# from shared memory twice, and a B200 would wait for that.
+# KB of weights are in flight for each program. A warp multiplies 16 outputs: with four warps, each weight would be read
+# from shared memory twice, and a B200 would wait for these reads.
 #
 #   rows  shared memory, registers, programs per processor on 8.0 | 9.0 | 10.0 | 12.0 (Triton 3.9; mma.sync, no spills)
 #   8     50 KB, 64, 3 | 50 KB, 48, 4 | 50 KB, 48, 4 | 50 KB, 48, 1
@@ -92,27 +92,27 @@ _STEPS = {16: 16, 32: 32, 64: 64, 256: 128}  # rows of an expert, at most: rows 
 
 
 def suits_few_rows(card: Card, rows: int, outs: int, ins: int, size: int) -> bool:
-    """Whether a dense product takes the tiles of "few": the time model finds them faster than a library's for up to 16
-    rows if at least three of four processors get a program. size: bytes of an element."""
+    """Return whether a dense product uses the tiles of "few": the time model predicts that they are faster than a
+    library's for up to 16 rows if at least three of four multiprocessors get a program. size: bytes per element."""
     tile = _FEW_ROWS[8]
     enough = 4 * outs >= 3 * tile.outs * card.processors
     return rows <= max(_FEW_ROWS) and enough and ins % tile.ins == 0 and size == 2 and card.backend == "cuda"
 
 
 def row_sizes(experts: int = 1) -> tuple[int, ...]:
-    """The largest numbers of rows for which tiles of one size serve; the largest tiles serve for all beyond the last.
-    Only dense products of few rows have another tile for 8 rows.
+    """Return the largest number of rows for each tile size; the largest tiles are also used beyond the last number.
+    Only dense products of few rows have a separate tile for 8 rows.
 
-    Products of each of these numbers of rows, and of more, compile every kernel that serving needs. With experts, rows
-    are tokens times experts of a token.
+    Products with each of these numbers of rows, and with more, compile every kernel that serving needs. With experts,
+    the number of rows is tokens times experts per token.
     """
     return tuple(rows * experts for rows in _STEPS)
 
 
 def tile_of(card: Card, kind: str, rows: int, outs: int, ins: int, experts: int = 1) -> Tile:
-    """rows: of all experts. ins: words of a row of weights.
+    """Return the tile for a product. rows: the rows of all experts. ins: words of a row of weights.
 
-    The tile depends on rows only through the steps of `row_sizes`. If it leaves processors without work, the inputs are
+    The tile depends on rows only through the steps of `row_sizes`. If it leaves multiprocessors idle, the inputs are
     split.
     """
     limit = next((limit for limit in _STEPS if rows <= limit * experts), 0)
@@ -121,12 +121,12 @@ def tile_of(card: Card, kind: str, rows: int, outs: int, ins: int, experts: int 
     key = kind, _STEPS.get(limit, 128)
     tiles = _TILES[key] if card.capability in (90, 100, 103) else _REGISTERS.get(key, _TILES[key])
     enough = card.processors * 15 // 16
-    at_once = min(experts, 4) if limit == min(_STEPS) else experts  # so many experts have rows
+    at_once = min(experts, 4) if limit == min(_STEPS) else experts  # the number of experts that have rows
     if not limit:
         return _fitted(tiles[0], card, outs, 1)
     tile = next((tile for tile in tiles if -(-outs // tile.outs) * at_once >= enough), tiles[-1])
     programs = -(-outs // tile.outs) * at_once
-    if kind == "table" and tile.rows <= 32:  # looking up takes a warp longer than its weights need to arrive
+    if kind == "table" and tile.rows <= 32:  # a warp's look-ups take longer than loading its weights
         enough *= 4
     splits = 1
     while programs * splits < enough and splits < 8 and ins >= splits * 2 * 4 * tile.ins:
@@ -136,6 +136,6 @@ def tile_of(card: Card, kind: str, rows: int, outs: int, ins: int, experts: int 
 
 def _fitted(tile: Tile, card: Card, outs: int, splits: int) -> Tile:
     width = max(16, 1 << (outs - 1).bit_length())
-    # AMD's processors have 64 KiB of shared memory, and deep pipelines take minutes to compile for them.
+    # AMD's compute units have 64 KiB of shared memory, and deep pipelines take minutes to compile for them.
     stages = min(tile.stages, 2) if card.backend == "hip" else tile.stages
     return replace(tile, outs=min(tile.outs, width), stages=stages, splits=splits)

@@ -1,4 +1,4 @@
-"""What stored weights mean: integers, float8, and codes of 4 bits, in the type of the product's other operand."""
+"""Decodes stored weights (integers, float8, and codes of 4 bits) to the type of the product's other operand."""
 
 import triton
 import triton.language as tl
@@ -8,10 +8,10 @@ from quire.ops.triton.float8 import from_float8
 
 @triton.constexpr_function
 def _unpacking(dtype, quarter, centre):
-    """PTX that makes two floats of 16 bits of the codes of 4 bits in one quarter of two words of 16 bits.
+    """Return PTX that converts the 4-bit codes in one quarter of two 16-bit words to two 16-bit floats.
 
-    A code in the last bits of a float's mantissa adds itself to the float: to 128 in bfloat16, to 1024 in float16. What
-    is too much is then taken away, together with the centre.
+    A code in the last bits of a float's mantissa is added to the float: to 128 in bfloat16, to 1024 in float16. This
+    constant is then subtracted together with the centre.
     """
     name, base, one, minus = ("bf16", 0x4300, 0x3F80, 0xC300) if dtype.is_bf16() else ("f16", 0x6400, 0x3C00, 0xE400)
     return f"""{{
@@ -26,11 +26,11 @@ def _unpacking(dtype, quarter, centre):
 
 @triton.constexpr_function
 def _lookup(quarter, words):
-    """PTX that looks up the codes of 4 bits in one quarter of two words of 16 bits: two floats of 16 bits.
+    """Return PTX that looks up the 4-bit codes in one quarter of two 16-bit words, giving two 16-bit floats.
 
     `prmt` picks one byte of eight for each of four codes of 3 bits. So the low bytes of the floats are looked up in
     both halves of the table, then the high bytes, and the fourth bit of a code decides between the halves. Two quarters
-    are looked up together: the assembler keeps one of the instructions that are the same for both.
+    are looked up together, and the assembler merges the instructions that are the same for both.
 
     words: see words_of.
     """
@@ -55,10 +55,10 @@ def _lookup(quarter, words):
 
 @triton.constexpr_function
 def _float8_conversion(dtype):
-    """PTX that makes four floats of 16 bits of four float8_e4m3fn, for cards without an instruction. NaNs become 480.
+    """Return PTX that converts four float8_e4m3fn to 16-bit floats, for cards without an instruction. NaNs become 480.
 
     With the bits of its exponent and mantissa moved into place, a value is too small by a power of two, since the
-    exponents' biases differ. Subnormal values are right too.
+    exponents' biases differ. This is also correct for subnormal values.
     """
     name, shift, mask, factor = ("bf16", 4, 0x07F0, 0x7B80) if dtype.is_bf16() else ("f16", 1, 0x3F80, 0x5C00)
     pair = """
@@ -80,7 +80,8 @@ def _float8_conversion(dtype):
 
 @triton.jit
 def group_of_quarter(word, QUARTER: tl.constexpr, ins, GROUP: tl.constexpr):
-    """The group of a quarter of a word, if each quarter has its own. Words behind the inputs have that of the last."""
+    """Return the group of a quarter of a word, if each quarter has its own. Words after the inputs have the last
+    group."""
     return tl.minimum(word // GROUP * 4 + QUARTER, (ins - 1) // GROUP)
 
 
@@ -105,7 +106,7 @@ def weights_of(
     PTX: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """The weights of a step of the loop in `dtype`, without scales if these are applied to the products."""
+    """Return the weights of a step of the loop in `dtype`, without scales if these are applied to the products."""
     if FORM == "float8" and PTX and not NATIVE:
         values = tl.inline_asm_elementwise(
             _float8_conversion(dtype), "=r,=r,r", [stored], dtype=dtype.value, is_pure=True, pack=4
@@ -133,7 +134,7 @@ def weights_of(
         scale = tl.load(scale_rows + group_of_quarter(begin, QUARTER, ins, GROUP) * group_stride)
         values = (values * scale.to(tl.float32)[:, None]).to(dtype)
     elif SCALING == "groups":
-        # One load for each group. All weights of a group then take its scale.
+        # One load for each group. All weights of a group are then multiplied by its scale.
         per_word: tl.constexpr = 4 if FORM == "four" or FORM == "table" else 1
         count: tl.constexpr = stored.shape[1] * per_word // GROUP
         shape: tl.constexpr = (stored.shape[0], count, GROUP // per_word)
