@@ -185,7 +185,7 @@ class Generation(PromptBody):
 
     @property
     def constraint(self) -> StructuredOutputsParams | None:
-        """What the text must look like."""
+        """Return the constraint on the text."""
         if self.structured_outputs is not None:
             return StructuredOutputsParams.create(self.structured_outputs)
         return None if self.response_format is None else self.response_format.constraint
