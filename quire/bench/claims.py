@@ -198,7 +198,7 @@ def _prefix_caching(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Cla
 
 
 def _chunked_prefill(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Claim]:
-    """Compare the engine with its usual chunk size with an engine whose chunk holds the whole whale."""
+    """Compare the usual chunk size with a chunk that holds the whole whale."""
     chunk = llm.core.scheduler.limits.max_num_batched_tokens
     whole = LLM(llm.config.model.model, **{**options, "max_num_batched_tokens": sizes.whale + 64})
     gaps: dict[str, list[float]] = {"whole": [], "chunked": []}

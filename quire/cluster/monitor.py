@@ -1,4 +1,4 @@
-"""Connections that failed before the peer had proven that it knows the secret."""
+"""Connections that failed before the peer proved knowledge of the secret."""
 
 import time
 from typing import Any
@@ -13,8 +13,8 @@ _EVENTS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROT
 
 
 class FailedHandshakes:
-    """The failed handshakes of a socket. Its own `socket` is readable when there was one. least: a line is written to
-    the log after so many."""
+    """The failed handshakes of a socket. Its own `socket` is readable after a failure. least: the number of failures
+    after which a line is logged."""
 
     def __init__(self, watched: "zmq.Socket[Any]", least: int = 1) -> None:
         self._watched = watched
@@ -25,7 +25,7 @@ class FailedHandshakes:
         self._logged_at = float("-inf")
 
     def report(self, text: str, *details: object) -> None:
-        """Write a line to the log for the failures since the last call, but not too often."""
+        """Log a line about the failures since the last call, with a rate limit."""
         while self.socket.poll(0):
             recv_monitor_message(self.socket)
             self._count += 1

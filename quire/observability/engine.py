@@ -106,7 +106,7 @@ class EngineMetrics:
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         if self._adapters is not None:
-            found: tuple[set[str], set[str]] = set(), set()  # of sequences that wait for their first token, of others
+            found: tuple[set[str], set[str]] = set(), set()  # before the first token, after it
             for sequence in self._sequences.values():
                 found[bool(sequence.first_token_at)].add(sequence.adapter)
             self._adapters.clear()

@@ -25,7 +25,8 @@ def mark_rank(runner: Any, compiled: bool) -> None:
     model = runner.model
     for number, layer in enumerate(() if compiled else getattr(model, "layers", ()), getattr(model, "first_layer", 0)):
         kind = type(layer)
-        # Python looks up __call__ in the class. The class name keeps showing the type of the layer.
+        # Python looks up __call__ in the class. Name and __module__ stay the same, so the layer's type remains
+        # recognizable.
         layer.__class__ = type(
             kind.__name__,
             (kind,),
