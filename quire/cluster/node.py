@@ -51,7 +51,7 @@ class Node:
         try:
             while self._is_open:
                 self._socket = self._context.socket(zmq.DEALER)
-                failures = FailedHandshakes(self._socket, least=3)  # one may be due to a head that ends
+                failures = FailedHandshakes(self._socket, least=3)  # one may be due to a shutdown
                 self._secret.connect(self._socket, self._address)
                 try:
                     self._take_part(member, failures)

@@ -128,8 +128,8 @@ class Profile(msgspec.Struct, array_like=True, tag=True):
     options: dict[str, Any] = {}
 
 
-TrainerOrder = JoinGroup | ReceiveWeights | LeaveGroup  # orders concerning a trainer, carried out while steps run
-MemoryChange = Sleep | WakeUp | ReadWeights | TakeWeights  # of a rank's memory, while no step is in flight
+TrainerOrder = JoinGroup | ReceiveWeights | LeaveGroup  # carried out while steps run
+MemoryChange = Sleep | WakeUp | ReadWeights | TakeWeights  # while no step is in flight
 Change = MemoryChange | Profile
 Command = Pause | Resume | PinPrefix | UnpinPrefix | Change
 

@@ -78,8 +78,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     num_next_drafts: how many drafts the device's drafter generates for rows[i] after this step; an empty list if no row
     has any. The row has cache slots for this many tokens after those of the step. compressions: (i, blocks, again) for
     each rows[i] whose text up to the end of this step is compressed: its KV heads
-        keep so many full blocks each on average. They are its first blocks then, followed by the last one if that is
-        not full. The first `again` of the row's tokens have been computed before.
+        keep so many full blocks each on average. They are its first blocks, followed by the last one if that is not
+        full. The first `again` of the row's tokens have been computed before.
     known_tokens: tokens of this step's rows that a grammar forced instead of sampling. Such a row has no earlier step
     in flight. encode: media to encode before the step. forget: keys to drop from the embedding cache before encoding.
     forgets_all: drop all keys first.

@@ -24,7 +24,7 @@ class Penalties(LogitsProcessor):
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)
-        self._penalties = torch.zeros(config.scheduler.max_num_seqs, 3, device=device)  # valid for rows that ask
+        self._penalties = torch.zeros(config.scheduler.max_num_seqs, 3, device=device)  # for rows that use them
         self._counts = torch.empty(0, 0, device=device)  # [places, vocab], scratch memory, allocated on first use
 
     def add(self, row: int, request: NewRequest) -> bool:
