@@ -53,8 +53,8 @@ class Refused(msgspec.Struct, array_like=True, tag=True):
     reason: str
 
 
-# ---- from any process that knows the secret to the head: the store at which ranks exchange addresses. Each request has
-# one answer.
+# ---- from any process with the secret to the head: the store in which ranks exchange addresses. Each request gets one
+# reply.
 
 
 class Put(msgspec.Struct, array_like=True, tag=True):

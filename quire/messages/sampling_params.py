@@ -85,10 +85,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         truncation_side: "left" (or None) removes tokens from the beginning, "right" from the end.
     skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached.
     kv_compression: False keeps the whole KV cache of the prompt, {"ratio": 2} compresses it by a different ratio than
-    the engine's, which must have kv_compression. structured_outputs: StructuredOutputsParams, or a dict of its fields:
-    a constraint on the text after the model's thinking. thinking_token_budget: end the thinking after this many tokens;
-    None or -1 for no limit. logits_processors: functions (output ids, logits) or (prompt ids, output ids, logits) ->
-    logits, where logits are
+        the engine's, which must have kv_compression.
+    structured_outputs: StructuredOutputsParams, or a dict of its fields: a constraint on the text after the model's
+        thinking. thinking_token_budget: end the thinking after this many tokens; None or -1 for no limit.
+    logits_processors: functions (output ids, logits) or (prompt ids, output ids, logits) -> logits, where logits are
         [vocab]; only where the model runs in the caller's process. extra_args: arguments for logits processor plugins.
     """
 

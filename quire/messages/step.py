@@ -76,13 +76,14 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     num_draft_tokens: how many of the last tokens of rows[i] are drafts; an empty list if no row has any.
     draft_tokens: these drafts.
     num_next_drafts: how many drafts the device's drafter generates for rows[i] after this step; an empty list if no row
-    has any. The row has cache slots for this many tokens after those of the step. compressions: (i, blocks, again) for
-    each rows[i] whose text up to the end of this step is compressed: its KV heads
-        keep so many full blocks each on average. They are its first blocks, followed by the last one if that is not
-        full. The first `again` of the row's tokens have been computed before.
+        has any. The row has cache slots for this many tokens after those of the step.
+    compressions: (i, blocks, again) for each rows[i] whose text up to the end of this step is compressed: its KV heads
+        keep this many full blocks each on average. These become its first blocks, followed by the last one if that is
+        not full. The first `again` of the row's tokens have been computed before.
     known_tokens: tokens of this step's rows that a grammar forced instead of sampling. Such a row has no earlier step
-    in flight. encode: media to encode before the step. forget: keys to drop from the embedding cache before encoding.
-    forgets_all: drop all keys first.
+        in flight.
+    encode: media to encode before the step.
+    forget: keys to drop from the embedding cache before encoding. forgets_all: drop all keys first.
     """
 
     step_id: int
@@ -146,12 +147,13 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """The results of a step. The dicts are keyed by i, the index of a row in the step's `rows`.
 
     sampled_token_ids: for each row, in the step's order, the tokens that follow its text: one without drafts, otherwise
-    the accepted drafts and one more. The list of a row that did not sample is empty. logprobs: of the sampled tokens,
-    for the rows that asked for them. prompt_logprobs: of a whole prompt except its first token, when its row samples
-    for the first time. refusals: why a request cannot be run, or why its results cannot be used. It fails. was_skipped:
-    the step was not run, because of its own refusals or those of an earlier step of its epoch. draft_token_ids: for
-    each row, the drafts after its sampled tokens; an empty list if the step asked for none. pooled: the results of
-    pooling rows, which end with this step.
+        the accepted drafts and one more. The list of a row that did not sample is empty.
+    logprobs: of the sampled tokens, for the rows that requested them.
+    prompt_logprobs: of a whole prompt except its first token, when its row samples for the first time.
+    refusals: why a request cannot be run, or why its results cannot be used. The request fails.
+    was_skipped: the step was not run, because of its own refusals or those of an earlier step of its epoch.
+    draft_token_ids: for each row, the drafts after its sampled tokens; an empty list if the step requested none.
+    pooled: the results of pooling rows, which end with this step.
     """
 
     step_id: int

@@ -18,8 +18,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
     grammar: a context-free grammar in Lark's syntax, or in EBNF as llama.cpp writes it (GBNF).
     structural_tag: JSON text that defines which tags may occur in free text, and their contents.
     disable_any_whitespace: JSON without any whitespace. disable_additional_properties: objects of a JSON schema have
-    only the properties that the schema lists. whitespace_pattern: a regular expression for the whitespace
-        between the elements of JSON.
+        only the properties that the schema lists. whitespace_pattern: a regular expression for the whitespace between
+        the elements of JSON.
     """
 
     json: str | dict[str, Any] | None = None

@@ -13,10 +13,9 @@ class BatchState:
     launches read and write them in launch order. In that order, for the rows of a step:
 
     - When the step samples, `token_ids[row, :num_tokens[row]]` are the prompt and the tokens sampled by earlier steps.
-    The
-      row's drafts follow, if it has any. `num_computed[row]` already includes the step's own tokens.
+      The row's drafts follow, if it has any. `num_computed[row]` already includes the step's own tokens.
     - Then each sampled token is written after the tokens of its place, and `num_tokens[row]` includes the kept ones.
-    `num_computed[row]` no longer includes drafts that were not accepted.
+      `num_computed[row]` no longer includes drafts that were not accepted.
     - Cells past `num_tokens[row]`, and all cells of a row without a request, are arbitrary.
 
     Only the worker writes these tensors. On a CPU they are views of the arrays of InputBatch.
