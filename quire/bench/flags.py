@@ -180,7 +180,7 @@ TYPES = {
 
 
 def make_requests(a: argparse.Namespace, prompts: "RandomPrompts", trace: Path | None = None) -> "list[BenchRequest]":
-    """Return the requests that the flags describe, or those of a trace. Raises ValueError for flags that do not fit."""
+    """Return the requests that the flags describe, or those of a trace. Raises ValueError for incompatible flags."""
     from quire.bench import datasets
 
     if trace or a.dataset_name == "custom":

@@ -118,7 +118,7 @@ class Target:
     async def find_model(self, patience: float = 0.0) -> None:
         """Ask the server for the model's name, if none was given, and for the size of its vocabulary.
 
-        patience: seconds to wait for a server that does not answer yet. Raises OSError.
+        patience: seconds to wait for a server that does not respond yet. Raises OSError.
         """
         deadline = time.monotonic() + patience
         while True:

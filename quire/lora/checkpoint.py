@@ -1,4 +1,4 @@
-"""Reads adapters as PEFT saves them: adapter_config.json and the matrices lora_A and lora_B of each module."""
+"""Reads adapters in PEFT's format: adapter_config.json and the matrices lora_A and lora_B of each module."""
 
 import re
 import zipfile

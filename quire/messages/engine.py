@@ -22,9 +22,9 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or max_model_len
     ABORT = "abort"  # the client disconnected
     REPETITION = "repetition"  # the output repeated itself, and the request has repetition_detection
-    ERROR = "error"  # the request could not be run; stop_reason says why
-    BAD_REQUEST = "bad_request"  # the request itself is wrong, for example its grammar; stop_reason says why
-    OVERLOADED = "overloaded"  # other requests used up the time or memory; stop_reason says why
+    ERROR = "error"  # the request could not be run; stop_reason has the reason
+    BAD_REQUEST = "bad_request"  # the request itself is invalid, for example its grammar; stop_reason has the reason
+    OVERLOADED = "overloaded"  # other requests used up the time or memory; stop_reason has the reason
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -91,8 +91,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
 
 
 class Connect(msgspec.Struct, array_like=True, tag=True):
-    """The first order of a client on a connection. every_step: report all steps to it, not only those with outputs for
-    it. client: its name; its requests on an earlier connection are dropped."""
+    """The first order of a client on a connection. every_step: report all steps to the client, not only steps with
+    outputs for it. client: its name; its requests on an earlier connection are dropped."""
 
     every_step: bool = True
     client: str = ""

@@ -65,7 +65,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         often as the token occurs. repetition_penalty: for each token in prompt or output, divides its logit if that is
         positive and multiplies it if that is negative.
     temperature: 0 is greedy. top_p, top_k (0 or -1: all), min_p: the usual truncations of the distribution.
-    seed: given equal logits, equal seeds give equal tokens whatever else runs; None or -1 draws a fresh seed.
+    seed: given equal logits, equal seeds give equal tokens regardless of other requests; None or -1 draws a new seed.
     stop, stop_token_ids: end before a string, or at a token. ignore_eos: continue after end-of-sequence.
     max_tokens: None means up to max_model_len. min_tokens: do not stop before this many tokens.
     logprobs, prompt_logprobs: return log-probabilities of this many of the likeliest tokens at each place (-1: of all),
@@ -79,7 +79,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         engine's stream_interval is used.
     repetition_detection: RepetitionDetectionParams, or a dict of its fields. A request that it ends has the finish
         reason "repetition".
-    logit_bias: {token id: number that is added to its logit}. allowed_token_ids: draw no other tokens. bad_words: do
+    logit_bias: {token id: number that is added to its logit}. allowed_token_ids: sample only these tokens. bad_words:
+    do
         not draw the token that would complete one of these words.
     truncate_prompt_tokens: shorten the prompt to this many tokens; -1 shortens it so that max_tokens fit after it.
         truncation_side: "left" (or None) removes tokens from the beginning, "right" from the end.

@@ -20,7 +20,7 @@ class AdapterPlace(msgspec.Struct, array_like=True, frozen=True):
 
 
 class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True):
-    """A whole request that enters the batch, for the first time or again after a preemption.
+    """A complete request that enters the batch, for the first time or again after a preemption.
 
     num_computed_tokens: the first tokens of token_ids whose keys and values are already in the cache (a prefix-cache
     hit). rotary_positions: int32 [axes, prompt tokens], if they differ from the token positions; see RotaryEmbedding.

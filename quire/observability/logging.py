@@ -21,8 +21,8 @@ class LogOptions(NamedTuple):
 def configure_logging(level: str = "INFO", format: str = "text") -> None:
     """Send Quire's log to standard error. For the command line: a program that imports Quire configures logging itself.
 
-    With "json", whatever Python code prints on standard error becomes a part of the log, too. Further calls change the
-    level and the format.
+    With "json", everything that Python code prints on standard error becomes part of the log, too. Further calls change
+    the level and the format.
     """
     if not logger.handlers:
         logger.addHandler(logging.StreamHandler(sys.stderr))

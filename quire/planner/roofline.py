@@ -171,7 +171,8 @@ class RooflineTimes:
         return times
 
     def _experts(self, part: _Part, work: StepWork, everywhere: int) -> float:
-        """Return the seconds of the experts. Each token chooses them independently and with equal probability, which
+        """Return the time of the experts in seconds. Each token chooses them independently and with equal probability,
+        which
         --enable-eplb aims at."""
         mlp = self._mixture
         ranks = self.layout.tp * self.layout.dp if self.layout.ep else 1

@@ -78,7 +78,7 @@ class SamplingPlaces:
 
 
 class LogitsProcessor:
-    """Changes logits for the requests that ask for it. Each process that holds a part of the model makes one instance.
+    """Changes logits for the requests that use it. Each process with a part of the model creates one instance.
 
     needs_host_tokens: whether `apply` reads tokens or lengths on the host. If so, each step with a request that uses
     the processor waits for an asynchronous device. False promises that `apply` reads only `state` and `lengths`.
@@ -107,7 +107,7 @@ class LogitsProcessor:
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         """Change `logits` [all places, vocab], float32, in place, at the places `at`. There is at least one place, and
-        all places belong to requests that asked for this processor."""
+        all places belong to requests that use this processor."""
         raise NotImplementedError
 
 

@@ -90,7 +90,7 @@ class PromptBody(Body):
 
 
 class Generation(PromptBody):
-    """The common fields of completions and chats: how to sample, what to return. null is treated as omitted."""
+    """The common fields of completions and chats: sampling and response options. null is treated as omitted."""
 
     @model_validator(mode="before")
     @classmethod
