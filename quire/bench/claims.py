@@ -1,4 +1,5 @@
-"""`quire bench claims`: the gains of the engine's mechanisms, measured in this process and compared with their goals.
+"""`quire bench claims`: measures the gains of the engine's mechanisms in this process and compares them with their
+goals.
 
 Every number is a median over rounds. In each round the compared variants take turns, so that a slow period of the
 machine affects all of them.
@@ -36,8 +37,8 @@ class Sizes:
     streams: int = 8  # number of requests that decode while the whale arrives
     whale: int = 4096  # length of one long prompt
     articles: int = 16  # number of requests with a JSON schema, with up to 400 output tokens each
-    copies: int = 4  # number of requests whose texts repeat what they have said, with 256 output tokens each
-    stories: int = 16  # number of stories of up to 160 tokens that a head drafts, beside two questions for each
+    copies: int = 4  # number of requests with self-repeating texts, with 256 output tokens each
+    stories: int = 16  # number of stories of up to 160 tokens that a head drafts, plus two questions for each
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Claim:
 
 
 def measure(model: str | None, options: dict[str, Any], only: Sequence[str], sizes: Sizes) -> dict[str, Any]:
-    """The claims whose mechanism contains one of `only` (all claims if it is empty), and the configuration.
+    """Return the claims whose mechanism contains one of `only` (all claims if it is empty), and the configuration.
 
     options: options of the engine. Raises ValueError if `only` matches no claim, and the errors of LLM.
     """
@@ -144,7 +145,7 @@ def _steps(llm: LLM, workload: Workload) -> Iterator[list[EngineCoreOutput]]:
 
 
 def _paged_attention(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Claim]:
-    """Counts slots, so one run is enough. The prompts have no common prefix, so each held token has its own slot."""
+    """Count slots; one run is enough. The prompts have no common prefix, so each cached token has its own slot."""
     kv = llm.core.scheduler.kv
     shares = []
     for _ in _steps(llm, mixed(llm, 2, sizes.mixed)):
@@ -197,7 +198,7 @@ def _prefix_caching(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Cla
 
 
 def _chunked_prefill(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Claim]:
-    """Compares the engine with its usual chunk, and an engine whose chunk holds the whole whale."""
+    """Compare the usual chunk size with a chunk that holds the whole whale."""
     chunk = llm.core.scheduler.limits.max_num_batched_tokens
     whole = LLM(llm.config.model.model, **{**options, "max_num_batched_tokens": sizes.whale + 64})
     gaps: dict[str, list[float]] = {"whole": [], "chunked": []}
@@ -234,8 +235,8 @@ def _chunked_prefill(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Cl
 
 
 def _whale_among_streams(llm: LLM, rng: random.Random, sizes: Sizes) -> tuple[float, float]:
-    """(the longest gap between two tokens of a stream, from the whale's arrival to the whale's third token; the median
-    gap before its arrival). In seconds."""
+    """Return, in seconds, (the longest gap between two tokens of a stream from the whale's arrival to its third token,
+    the median gap before its arrival)."""
     llm.reset_prefix_cache()
     streams = {str(i) for i in range(sizes.streams)}
     workload = [(_prompt(rng, 32, llm), 200) for _ in streams]
@@ -280,7 +281,7 @@ def without_schema(seed: int, output_len: int) -> SamplingParams:
 def _structured_outputs(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Claim]:
     prompts = ARTICLES[: sizes.articles]
     constrained = [with_schema(seed) for seed in range(len(prompts))]
-    outputs = llm.generate(prompts, constrained, use_tqdm=False)  # their lengths, and a warm-up
+    outputs = llm.generate(prompts, constrained, use_tqdm=False)  # for the lengths, and as a warm-up
     plain = [without_schema(seed, len(output.outputs[0].token_ids)) for seed, output in enumerate(outputs)]
     ratios = []
     for number in range(-1, sizes.rounds):  # round -1 is a warm-up
@@ -306,8 +307,8 @@ def _speculation(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Claim]
 
 
 def _suffix_decoding(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Claim]:
-    """One stream. Models go on with such prompts by repeating a part of them. Answers are not remembered, since each
-    round asks the same."""
+    """Measure one stream. Models continue such prompts by repeating a part of them. Outputs are not cached for
+    drafting, since all rounds have the same prompts."""
     config = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
     speculative = LLM(llm.config.model.model, **{**options, "speculative_config": config})
     facts = TEXTS["repetition"]["facts"]
@@ -337,7 +338,7 @@ def _suffix_decoding(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Cl
 
 
 def _bundled_head(options: dict[str, Any], sizes: Sizes) -> list[Claim]:
-    """Counts drafts, so one run is enough. The prompts are of the kinds that the head was trained with."""
+    """Count drafts; one run is enough. The prompts are of the kinds that the head was trained on."""
     config = {"model": "quire-demo/eagle3", "num_speculative_tokens": 5, "adaptive": False}
     llm = LLM(**{**options, "speculative_config": config})
     texts = TEXTS["drafts"]

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status 0 if any request succeeded. Raises ValueError for wrong flags, OSError if no server answers."""
+    """Return exit status 0 if any request succeeded. Raises ValueError for wrong flags, OSError if no server
+    answers."""
     for module in ("aiohttp", *(["matplotlib"] if arguments.plot else [])):
         try:
             importlib.import_module(module)
@@ -96,7 +97,7 @@ def _check(a: argparse.Namespace) -> None:
 
 
 def _fields(a: argparse.Namespace, endpoint: str) -> dict[str, Any]:
-    """The fields of each request that the flags set."""
+    """Return the request fields that the flags set."""
     names = "temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty chat_template_kwargs"
     fields = {name: getattr(a, name) for name in names.split() if getattr(a, name) is not None}
     if a.logprobs is not None and endpoint.endswith("/chat/completions"):
@@ -107,7 +108,7 @@ def _fields(a: argparse.Namespace, endpoint: str) -> dict[str, Any]:
 
 
 def _arrivals(a: argparse.Namespace, requests: "list[BenchRequest]", rng: Any) -> list[float]:
-    """The arrival of each request, in seconds from the start."""
+    """Return the arrival of each request, in seconds from the start."""
     from quire.bench.datasets import arrival_times, ramp_up_times
 
     if a.trace:
@@ -120,7 +121,7 @@ def _arrivals(a: argparse.Namespace, requests: "list[BenchRequest]", rng: Any) -
 
 
 def _rate(a: argparse.Namespace) -> str | float:
-    """The request rate as it is written to the result."""
+    """Return the request rate as written to the result."""
     if a.trace:
         return "trace"
     if a.ramp_up_strategy:
@@ -129,7 +130,7 @@ def _rate(a: argparse.Namespace) -> str | float:
 
 
 def _load(a: argparse.Namespace) -> str:
-    """A description of the load for the title."""
+    """Return a description of the load for the title."""
     rate = f"{a.request_rate:g}" if a.request_rate is not None else _rate(a)
     load = f"trace {a.trace.name}" if a.trace else f"{rate} requests/s, burstiness {a.burstiness:g}"
     return load + (f", at most {a.max_concurrency} at once" if a.max_concurrency else "")

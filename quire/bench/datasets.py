@@ -22,7 +22,7 @@ _WORDS: list[str] = TEXTS["words"].split()
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """prompt_len: tokens, perhaps an estimate; the server's own count replaces it. arrival: seconds since the start."""
+    """prompt_len: tokens, possibly estimated; the server's count replaces it. arrival: seconds since the start."""
 
     prompt: Prompt
     prompt_len: int
@@ -49,7 +49,7 @@ class RandomPrompts:
         self.extra_tokens = max(tokens[0] - self.words_to_tokens * words[0], 0.0)
 
     def make(self, length: int, *prefix: tuple[int, int]) -> Prompt:
-        """A new prompt of `length` tokens. prefix: (seed, length) of repeatable parts to put in front of it."""
+        """Return a new prompt of `length` tokens. prefix: (seed, length) of reproducible parts at its beginning."""
         parts = [self._draw(np.random.default_rng(seed), size) for seed, size in prefix]
         ids = [token for part in [*parts, self._draw(self.rng, length - self.extra_tokens)] for token in part]
         return ids if self.vocab_size is not None else " ".join(_WORDS[i] for i in ids)
@@ -63,8 +63,8 @@ class RandomPrompts:
 def random_requests(
     prompts: RandomPrompts, count: int, input_len: int, output_len: int, range_ratio: float = 0.0, prefix_len: int = 0
 ) -> list[BenchRequest]:
-    """Random requests with lengths uniform within ± range_ratio of the given ones. All prompts begin with the same
-    prefix of prefix_len additional tokens."""
+    """Return random requests with lengths uniform within ± range_ratio of the given lengths. All prompts begin with the
+    same prefix of prefix_len additional tokens."""
     if not 0 <= range_ratio < 1:
         raise ValueError(f"--random-range-ratio must be at least 0 and less than 1, got {range_ratio}")
 
@@ -81,7 +81,7 @@ def random_requests(
 def prefix_repetition_requests(
     prompts: RandomPrompts, count: int, num_prefixes: int, prefix_len: int, suffix_len: int, output_len: int
 ) -> list[BenchRequest]:
-    """Requests in random order, with equally many prompts for each of num_prefixes prefixes."""
+    """Return requests in random order, with equally many prompts for each of num_prefixes prefixes."""
     seeds = prompts.rng.integers(2**31, size=num_prefixes)
     order = prompts.rng.permutation(np.arange(count) % num_prefixes)
     return [
@@ -91,7 +91,8 @@ def prefix_repetition_requests(
 
 
 def read_lines(path: Path, read: Callable[[Any], Value]) -> list[Value]:
-    """What `read` makes of each line of a file, which is JSON. Raises ValueError that names the wrong line."""
+    """Return the result of `read` for each JSON line of a file. Raises ValueError with the number of an invalid
+    line."""
     values = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
@@ -105,7 +106,7 @@ def read_lines(path: Path, read: Callable[[Any], Value]) -> list[Value]:
 
 
 def read_requests(path: Path, prompts: RandomPrompts, output_len: int, timed: bool) -> list[BenchRequest]:
-    """Reads a file of requests, with one JSON object per line. Raises ValueError that names the wrong line.
+    """Read a file of requests, with one JSON object per line. Raises ValueError with the number of an invalid line.
 
     The prompt is "prompt" (text or token ids), "prompt_token_ids", or "input_length" for a random prompt. "hash_ids"
     may give the beginning of a random prompt as blocks of 512 tokens, where equal ids mean equal tokens (Mooncake's
@@ -146,7 +147,7 @@ def _first(fields: dict[str, Any], names: Sequence[str]) -> Any:
 
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
-    """The arrivals of `count` requests in seconds from the start, at `rate` per second; all at once if it is infinite.
+    """Return the arrivals of `count` requests in seconds from the start, at `rate` per second; all at once if infinite.
 
     Gaps are gamma distributed with shape `burstiness`: 1 is a Poisson process, less is more bursty. As in vLLM's
     benchmark, they are scaled so that the last request arrives at exactly count ÷ rate: the offered load then does not
@@ -163,8 +164,9 @@ def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Gen
 def ramp_up_times(
     count: int, strategy: str, start: float, end: float, burstiness: float, rng: np.random.Generator
 ) -> list[float]:
-    """The arrivals if the rate grows from `start` to `end` requests per second during the run, with each request by
-    the same amount ("linear") or by the same factor ("exponential"). Raises ValueError for rates that are not positive.
+    """Return the arrivals for a rate that grows from `start` to `end` requests per second during the run. With each
+    request, it grows by the same amount ("linear") or factor ("exponential"). Raises ValueError for rates that are not
+    positive.
     """
     if not 0 < start <= end or not math.isfinite(end) or not burstiness > 0:
         raise ValueError(

@@ -57,7 +57,7 @@ def _add_flag(
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of vLLM's that have no effect or are refused, without listing them in the help."""
+    """Add vLLM's flags that have no effect or are rejected, without listing them in the help."""
     hidden: Any = {"help": argparse.SUPPRESS, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
     for flag in _VLLM["switches_without_effect"].split():
         parser.add_argument(flag, action="store_true", **hidden)
@@ -99,7 +99,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _values(text: str) -> tuple[str, list[Any]]:
-    """ "max_num_seqs=8,32" -> the name, and the values. What is no JSON is text; none is None."""
+    """ "max_num_seqs=8,32" -> the name and the values. Values that are not JSON are text; none is None."""
     name, values = _pair(text)
     return name, [_value(part) for part in values.split(",")]
 
@@ -114,7 +114,7 @@ def _value(text: str) -> Any:
 
 
 def _params(text: str) -> list[dict[str, Any]]:
-    """Objects of JSON, in a file or in the text."""
+    """Parse JSON objects from a file or from the text itself."""
     given = text.lstrip()
     try:
         value = json.loads(given if given.startswith(("[", "{")) else Path(text).read_text(encoding="utf-8"))
@@ -180,7 +180,7 @@ TYPES = {
 
 
 def make_requests(a: argparse.Namespace, prompts: "RandomPrompts", trace: Path | None = None) -> "list[BenchRequest]":
-    """The requests that the flags describe, or those of a trace. Raises ValueError for flags that do not fit."""
+    """Return the requests that the flags describe, or those of a trace. Raises ValueError for incompatible flags."""
     from quire.bench import datasets
 
     if trace or a.dataset_name == "custom":

@@ -25,7 +25,8 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True)
 class Timing:
-    """A run of simultaneous requests: the seconds from the first request in to the last output, and token counts."""
+    """A run of simultaneous requests: the seconds from adding the first request to the last output, and token
+    counts."""
 
     seconds: float
     num_requests: int
@@ -35,7 +36,7 @@ class Timing:
 
 
 def read_requests(path: Path) -> list[Request]:
-    """Reads a file with one JSON object per line. Raises ValueError that names the wrong line."""
+    """Read a file with one JSON object per line. Raises ValueError with the number of an invalid line."""
     return read_lines(path, _request)
 
 
@@ -47,7 +48,7 @@ def _request(fields: Any) -> Request:
 
 
 def with_params(requests: Sequence[BenchRequest], **params: Any) -> list[Request]:
-    """The requests with sampling parameters: answers have exactly the requested length, and temperature is 1 as in
+    """Add sampling parameters to the requests: outputs have exactly the requested length, and temperature is 1 as in
     `vllm bench`."""
     common = {"temperature": 1.0, "ignore_eos": True, **params}
     return [(request.prompt, {**common, "max_tokens": request.output_len}) for request in requests]
@@ -87,7 +88,7 @@ def timed(llm: LLM, requests: Sequence[Request], show_progress: bool = False) ->
 
 
 def throughput_record(total: Timing, prefill: Timing | None, llm: LLM, startup: float) -> dict[str, Any]:
-    """The result of `bench throughput`. prefill: the prompts with one output token each, if they were run."""
+    """Return the result of `bench throughput`. prefill: the prompts with one output token each, if they were run."""
     tokens = total.prompt_tokens + total.output_tokens
     record = {
         "engine": "quire",
@@ -114,7 +115,7 @@ def throughput_record(total: Timing, prefill: Timing | None, llm: LLM, startup: 
 
 
 def throughput_table(record: dict[str, Any]) -> str:
-    """The result as text. The first line is that of `vllm bench throughput`."""
+    """Return the result as text. The first line equals that of `vllm bench throughput`."""
     entries = {
         "requests": f"{record['num_requests']:,} in {record['elapsed_time']:.2f} s",
         "prompt tokens": f"{record['num_prompt_tokens']:,} ({record['cached_tokens']:,} from the prefix cache)",
@@ -137,7 +138,7 @@ def throughput_table(record: dict[str, Any]) -> str:
 
 
 def latencies(llm: LLM, requests: Sequence[Request], warmups: int, iterations: int) -> list[float]:
-    """The seconds that the batch takes in each of `iterations` runs, after `warmups` runs that are not counted."""
+    """Return the seconds that the batch takes in each of `iterations` runs, after `warmups` uncounted runs."""
     measured = []
     with tqdm(total=warmups + iterations, unit="batch", dynamic_ncols=True, disable=not sys.stderr.isatty()) as bar:
         for iteration in range(warmups + iterations):
@@ -152,7 +153,7 @@ def latencies(llm: LLM, requests: Sequence[Request], warmups: int, iterations: i
 
 
 def profile(llm: LLM, requests: Sequence[Request], warmups: int) -> None:
-    """Record one run of the batch, after `warmups` runs. Raises ValueError if the options name no profiler."""
+    """Profile one run of the batch, after `warmups` runs. Raises ValueError if the options name no profiler."""
     latencies(llm, requests, warmups, 0)
     llm.reset_prefix_cache()
     llm.start_profile()
@@ -161,13 +162,13 @@ def profile(llm: LLM, requests: Sequence[Request], warmups: int) -> None:
 
 
 def latency_record(measured: Sequence[float]) -> dict[str, Any]:
-    """The result of `bench latency` in seconds, with vLLM's names."""
+    """Return the result of `bench latency` in seconds, with vLLM's names."""
     percentiles = {str(p): float(np.percentile(measured, p)) for p in _PERCENTILES}
     return {"avg_latency": float(np.mean(measured)), "latencies": list(measured), "percentiles": percentiles}
 
 
 def latency_table(record: dict[str, Any], batch_size: int, input_len: int, output_len: int) -> str:
-    """The result as text, as `vllm bench latency` prints it."""
+    """Return the result as text, as `vllm bench latency` prints it."""
     average = record["avg_latency"]
     count = len(record["latencies"])
     lines = [

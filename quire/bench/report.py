@@ -20,9 +20,9 @@ _Array = NDArray[Any]
 
 
 def samples(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-    """The samples of each metric in milliseconds, from successful requests.
+    """Return the samples of each metric in milliseconds, from successful requests.
 
-    Answers of one token, or that arrived in one piece, have no TPOT: the times of their tokens are unknown.
+    Outputs of one token, or that arrived in one piece, have no TPOT, since the times of their tokens are unknown.
     """
     done = [o for o in outcomes if not o.error]
     return {
@@ -40,7 +40,7 @@ def summarize(
     percentiles: Sequence[float],
     goodput: dict[str, float],
 ) -> dict[str, Any]:
-    """The result, with the names of `vllm bench serve`. A statistic without samples is None.
+    """Return the result with the names of `vllm bench serve`. A statistic without samples is None.
 
     goodput: metric → limit in milliseconds. A request is good if it exceeds none of them.
     """
@@ -74,7 +74,7 @@ def summarize(
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Lists with one entry per request. Times are in seconds."""
+    """Return lists with one entry per request. Times are in seconds."""
     fields = {"input_lens": "prompt_len", "output_lens": "output_len", "start_times": "start", "ttfts": "ttft"}
     fields |= {"itls": "itls", "latencies": "latency", "queue_times": "queue_time"}
     fields |= {"generated_texts": "text", "errors": "error"}
@@ -82,7 +82,7 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any], outcomes: Sequence[Outcome], percentiles: Sequence[float]) -> str:
-    """The result as a table of text."""
+    """Return the result as a text table."""
     counts = {
         "requests completed, failed": f"{result['completed']:,}, {result['failed']:,}",
         "duration": f"{result['duration']:.2f} s",
@@ -118,14 +118,14 @@ def _of_request(outcome: Outcome, name: str) -> float:
 
 
 def token_times(outcomes: Sequence[Outcome]) -> tuple[_Array, _Array]:
-    """(the times in seconds of events with tokens, the average number of tokens per event of the same request)."""
+    """Return (times of events with tokens in seconds, average number of tokens per event of the same request)."""
     times = [o.start + np.cumsum([o.ttft, *o.itls]) for o in outcomes]
     weights = [np.full(1 + len(o.itls), o.output_len / (1 + len(o.itls))) for o in outcomes]
     return (np.concatenate(times), np.concatenate(weights)) if times else (np.zeros(0), np.zeros(0))
 
 
 def _peak_rate(outcomes: Sequence[Outcome], duration: float) -> float:
-    """The highest number of tokens per second in a window of the run.
+    """Return the highest number of tokens per second in a window of the run.
 
     The run is divided into equal windows of one second or a little more, so the peak is never below the mean. A run of
     less than two seconds is one window.
@@ -137,6 +137,6 @@ def _peak_rate(outcomes: Sequence[Outcome], duration: float) -> float:
 
 
 def running(outcomes: Sequence[Outcome]) -> tuple[_Array, _Array]:
-    """(the times in seconds at which a request started or ended, the number of running requests from then on)."""
+    """Return (times in seconds at which a request started or ended, the number of running requests from then on)."""
     changes = sorted([(o.start, 1) for o in outcomes] + [(o.start + o.latency, -1) for o in outcomes])
     return np.array([t for t, _ in changes]), np.cumsum([change for _, change in changes])

@@ -20,7 +20,7 @@ _USAGE: list[dict[str, Any]] = [  # ways to get token counts, best first: in eac
     {"stream_options": {"include_usage": True}},
     {},
 ]
-_HOPELESS = (0, 401, 403, 404, 429)  # no other form of the request would succeed
+_HOPELESS = (0, 401, 403, 404, 429)  # no other format of the request would succeed
 _NO_TOKENS = "the answer has no tokens"
 _TIMEOUT_S = 6 * 3600
 
@@ -62,7 +62,7 @@ class Outcome:
     start: float
     prompt_len: int
     output_len: int = 0
-    queue_time: float = 0.0  # how long the client held it back because of max_concurrency
+    queue_time: float = 0.0  # how long the client delayed it because of max_concurrency
     ttft: float = 0.0
     latency: float = 0.0
     itls: list[float] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Outcome:
 
 
 class Target:
-    """A server's endpoint, and the form of its requests. An asynchronous context manager."""
+    """A server's endpoint, and the format of its requests. An asynchronous context manager."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Target:
     async def find_model(self, patience: float = 0.0) -> None:
         """Ask the server for the model's name, if none was given, and for the size of its vocabulary.
 
-        patience: seconds to wait for a server that does not answer yet. Raises OSError.
+        patience: seconds to wait for a server that does not respond yet. Raises OSError.
         """
         deadline = time.monotonic() + patience
         while True:
@@ -147,7 +147,7 @@ class Target:
         self.vocab_size = size if isinstance(size, int) and size > 0 else None
 
     async def find_prompts(self, prompts: RandomPrompts) -> None:
-        """Send small requests to find the form that the server accepts. Raises OSError if it answers none of them.
+        """Send small requests to find a format that the server accepts. Raises OSError if all fail.
 
         Sets prompts.vocab_size. If prompts must be text, it is None, and the number of words is calibrated.
         """
@@ -167,7 +167,7 @@ class Target:
         raise OSError(f"{self.url} fails a first small request: {outcome.error}")
 
     async def order(self, path: str) -> None:
-        """Have the server do something that is no request of the benchmark. Raises OSError if it does not."""
+        """Post a control request that is not part of the benchmark. Raises OSError if it fails."""
         url = self._base_url + path
         try:
             async with self._session.post(url) as response:
@@ -231,7 +231,7 @@ class _Events:
         self._outcome = outcome
         self._last = 0.0  # when the last event with tokens came
         self._finished = False
-        self._counted: int | None = None  # tokens, by the usage
+        self._counted: int | None = None  # tokens, according to the usage
         self._text: list[str] = []
 
     def read(self, payload: bytes, now: float) -> None:
@@ -256,7 +256,7 @@ class _Events:
             self._last = now
 
     def _read_choices(self, choices: list[_Choice], now: float) -> str:
-        """Returns their text."""
+        """Add the choices, and return their text."""
         outcome = self._outcome
         text = ""
         for choice in choices:
@@ -268,7 +268,7 @@ class _Events:
         return text
 
     def close(self) -> None:
-        """Called at the end of the stream."""
+        """Complete the outcome at the end of the stream."""
         outcome = self._outcome
         num_events = len(outcome.itls) + (self._last > 0)
         outcome.text = "".join(self._text)

@@ -1,4 +1,4 @@
-"""A server in a process of its own, on a free port of the loopback device."""
+"""A server in a separate process, on a free port of the loopback device."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 _READY = re.compile(r"Serving at (\S+): ")
-_END_SECONDS = 20.0  # for the server to end by itself
+_END_SECONDS = 20.0  # grace period for the server to exit
 
 
 class ServerFailedError(RuntimeError):
@@ -19,10 +19,11 @@ class ServerFailedError(RuntimeError):
 
 
 class ServerProcess:
-    """`quire serve` with options; a context manager. url: where it answers, once `start` has returned."""
+    """`quire serve` with options; a context manager. url: the server's URL, once `start` has returned."""
 
     def __init__(self, options: Mapping[str, Any], files: Path) -> None:
-        """options: of the engine, and "model". files: where the options (.yaml) and the log (.log) are written."""
+        """options: the engine's options, and "model". files: path without suffix for the options (.yaml) and the log
+        (.log)."""
         settings = {name: value for name, value in options.items() if name != "hf_token"}  # secrets are not written
         file = files.with_suffix(".yaml")
         self._log = files.with_suffix(".log")
@@ -32,7 +33,7 @@ class ServerProcess:
         token = options.get("hf_token")
         environment = {**os.environ, **({"HF_TOKEN": token} if isinstance(token, str) else {})}
         with self._log.open("wb") as log:
-            # A group of its own: Ctrl-C is for the benchmark, which then ends the server.
+            # A separate process group: Ctrl-C reaches only the benchmark, which then ends the server.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
@@ -50,7 +51,7 @@ class ServerProcess:
             self._process.wait()
 
     def start(self, patience: float) -> str:
-        """Wait until the server answers, at most `patience` seconds. Returns its URL. Raises ServerFailedError."""
+        """Wait until the server responds, at most `patience` seconds. Returns its URL. Raises ServerFailedError."""
         end = time.monotonic() + patience
         while True:
             log = self._log.read_text(encoding="utf-8", errors="replace")

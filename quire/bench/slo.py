@@ -18,7 +18,7 @@ _LIMIT = re.compile(
 
 @dataclass(frozen=True)
 class Limit:
-    """A percentile of a metric must be at most so many seconds."""
+    """An upper limit in seconds for a percentile of a metric."""
 
     metric: str
     seconds: float
@@ -30,7 +30,7 @@ class Limit:
 
 
 def parse(text: str) -> list[Limit]:
-    """ "ttft=500ms,p95:itl=50ms" -> a Limit for each. Without a percentile, it is 99. Raises ValueError."""
+    """ "ttft=500ms,p95:itl=50ms" -> a Limit for each. The default percentile is 99. Raises ValueError."""
     limits = []
     for part in text.split(","):
         match = _LIMIT.fullmatch(part.strip().lower())

@@ -1,7 +1,7 @@
 """`quire bench sweep`: measures servers with different options under different loads.
 
 A point is an engine's options and a load. Each measured point is written to results.jsonl at once. Points that are
-there already are not measured again, so an interrupted sweep goes on when the same command is given once more.
+already in the file are skipped, so running the same command again continues an interrupted sweep.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from quire.config.vllm import unknown
 from quire.messages.errors import error_text
 
 RESULTS = "results.jsonl"
-USUAL_VALUES: dict[str, list[Any]] = {  # of a sweep that is not told what to vary
+USUAL_VALUES: dict[str, list[Any]] = {  # the default of a sweep without --vary
     "max_num_batched_tokens": [256, 512, 1024],
     "max_num_seqs": [16, 64],
     "quantization": [None, "int8"],
@@ -41,9 +41,9 @@ _PERCENTILES = {50.0, 75.0, 90.0, 95.0, 99.0, 99.9}
 
 
 class Point(msgspec.Struct):
-    """What is measured. options: that are varied, of the engine. load: request_rate (None: all at once) and
-    max_concurrency (None: unlimited), and what else is varied of the requests. run: its number, if there are several.
-    key: tells points of different sweeps apart. result: as of `quire bench serve`. problem: why there is none."""
+    """One measurement. options: the varied engine options. load: request_rate (None: all at once), max_concurrency
+    (None: unlimited), and other varied request options. run: the run's number, if there are several. key: identifies
+    the point across sweeps. result: as from `quire bench serve`. problem: why there is no result."""
 
     options: dict[str, Any]
     load: dict[str, Any]
@@ -59,7 +59,7 @@ class Point(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Sweep:
-    """model, options: of all servers. arguments: the command's other flags. folder: for results and logs."""
+    """model, options: shared by all servers. arguments: the command's other flags. folder: for results and logs."""
 
     model: str | None
     options: Mapping[str, Any]
@@ -69,7 +69,7 @@ class Sweep:
 
     @property
     def points(self) -> list[Point]:
-        """Points of the same server follow each other. Raises ValueError for options and loads that do not exist."""
+        """Return all points, grouped by server. Raises ValueError for unknown options and loads."""
         a = self.arguments
         workload = {name: str(getattr(a, name)) for name in _WORKLOAD if getattr(a, name) is not None}
         rest = {
@@ -88,7 +88,7 @@ class Sweep:
         return points
 
     def measured(self, points: Sequence[Point]) -> dict[str, Point]:
-        """Those of the points, by key, that are in results.jsonl and did not fail."""
+        """Return by key the points that are in results.jsonl and did not fail."""
         file = self.folder / RESULTS
         keys = {point.key for point in points}
         if not file.is_file():
@@ -104,7 +104,7 @@ class Sweep:
         return found
 
     def run(self, points: Sequence[Point], tell: Callable[[str], None], done: Callable[[Point], None]) -> None:
-        """Measure points, and write each to results.jsonl. tell: is told what is being done."""
+        """Measure points, and write each to results.jsonl. tell: receives progress messages."""
         number = 0
         for group in _by_options(points):
             while (files := self.folder / f"server-{number}").with_suffix(".log").exists():
@@ -115,7 +115,7 @@ class Sweep:
                 done(point)
 
     def _measure_server(self, group: Sequence[Point], files: Path, tell: Callable[[str], None]) -> Iterator[Point]:
-        """The points with their results. All of them fail with a server that does not start."""
+        """Yield the points with their results. If the server does not start, all of them fail."""
         named = {**self.options, **group[0].options}
         options = {name: value for name, value in named.items() if value is not None}
         if self.model is not None:
@@ -146,7 +146,7 @@ class Sweep:
 
 
 async def _measure(a: argparse.Namespace, url: str, percentiles: Sequence[float]) -> dict[str, Any]:
-    """The result of one load."""
+    """Return the result of one load."""
     rng = np.random.default_rng(a.seed)
     async with serve.Target(url, "/v1/completions", None, {}, {"ignore_eos": True}) as target:
         await target.find_model()
@@ -174,7 +174,8 @@ def _by_options(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def engine_variants(a: argparse.Namespace) -> list[dict[str, Any]]:
-    """The options of each server: the product of those of --vary, with each of --serve-params. Raises ValueError."""
+    """Return the options of each server: the product of the --vary values, combined with each of --serve-params. Raises
+    ValueError."""
     varied = {canonical_name(name): values for name, values in a.vary} or ({} if a.serve_params else USUAL_VALUES)
     variants = []
     for given in a.serve_params or [{}]:
@@ -192,7 +193,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def loads(a: argparse.Namespace) -> list[dict[str, Any]]:
-    """The loads: each rate with each concurrency, or those of --bench-params. Raises ValueError."""
+    """Return the loads: each rate with each concurrency, or those of --bench-params. Raises ValueError."""
     if a.bench_params:
         for load in a.bench_params:
             if wrong := [name for name in load if name not in (*_LOAD, *_WORKLOAD)]:
@@ -209,7 +210,7 @@ def describe(options: Mapping[str, Any]) -> str:
 
 
 def describe_load(load: Mapping[str, Any]) -> str:
-    """For example "4 requests/s" or "all at once, at most 8 at a time"."""
+    """Describe a load, for example "4 requests/s" or "all at once, at most 8 at a time"."""
     rate = load.get("request_rate")
     most = load.get("max_concurrency")
     text = "all at once" if rate is None else f"{rate:g} requests/s"

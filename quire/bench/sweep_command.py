@@ -16,7 +16,8 @@ from quire.platform.extras import install_command
 
 
 def run(model: str | None, options: Mapping[str, Any], arguments: argparse.Namespace) -> int:
-    """options: of all servers. Exit status 0, 1 if nothing could be measured, 130 after Ctrl-C.
+    """Run the sweep. Returns exit status 0, 1 if nothing could be measured, or 130 after Ctrl-C. options: of all
+    servers.
 
     Raises ValueError for wrong flags."""
     for module in ("aiohttp", "matplotlib"):

@@ -1,4 +1,4 @@
-"""What a sweep has found: a table, and the flags that it recommends."""
+"""The report of a sweep: a table and the recommended flags."""
 
 import json
 import shlex
@@ -10,7 +10,7 @@ from typing import Any
 from quire.bench.slo import Limit
 from quire.bench.sweep import Point, describe, describe_load
 
-_NAMES = {"e2e": "e2el"}  # of metrics whose statistics have another name in results
+_NAMES = {"e2e": "e2el"}  # metrics whose statistics have a different name in results
 _COLUMNS = {
     "req/s": "request_throughput",
     "out tok/s": "output_throughput",
@@ -19,12 +19,13 @@ _COLUMNS = {
     "ITL p50": "p50_itl_ms",
     "ITL p99": "p99_itl_ms",
 }
-_AS_GOOD = 0.97  # of the best throughput: less of a difference is noise of the machine
+_AS_GOOD = 0.97  # of the best throughput: smaller differences are noise
 
 
 @dataclass(frozen=True)
 class Row:
-    """A server's options under a load. result: the medians of all runs. number: in the table, from 1."""
+    """A server's options under a load. result: the medians of all runs. number: the row's number in the table, from
+    1."""
 
     number: int
     options: dict[str, Any]
@@ -35,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Choice:
-    """The best row. share: of the tightest limit that its latencies take up; above 1, no row meets the objectives."""
+    """The best row. share: its latency as a share of the tightest limit; above 1, no row meets the objectives."""
 
     row: Row
     share: float
@@ -46,7 +47,7 @@ class Choice:
 
 
 def rows_of(points: Sequence[Point]) -> list[Row]:
-    """A row for all runs of the same options and load, in the order of the points."""
+    """Return one row for all runs of the same options and load, in the order of the points."""
     groups: dict[str, list[Point]] = {}
     for point in points:
         groups.setdefault(json.dumps([point.options, point.load], sort_keys=True), []).append(point)
@@ -65,27 +66,28 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def key(limit: Limit) -> str:
-    """The name of the statistic in the result of `quire bench serve`."""
+    """Return the statistic's name in the result of `quire bench serve`."""
     return f"p{limit.percentile:g}_{_NAMES.get(limit.metric, limit.metric)}_ms"
 
 
 def share(limit: Limit, result: Mapping[str, Any]) -> float:
-    """The measured value as a share of the limit."""
+    """Return the measured value as a share of the limit."""
     value = result.get(key(limit))
     return float("inf") if value is None else float(value) / 1000 / limit.seconds
 
 
 def worst_share(slo: Sequence[Limit], result: Mapping[str, Any]) -> float:
-    """Of the tightest limit. Infinite if requests failed."""
+    """Return the share of the tightest limit. Infinite if requests failed."""
     if slo and result.get("failed"):
         return float("inf")
     return max((share(limit, result) for limit in slo), default=0.0)
 
 
 def choose(rows: Sequence[Row], slo: Sequence[Limit]) -> Choice | None:
-    """Of the rows that meet the objectives, the one with the highest output throughput; of those that are nearly as
-    fast, the one that is the farthest from its limits or, without objectives, that has the shortest ITL. If none meets
-    them, the one that misses them least. None if nothing was measured."""
+    """Return the best row: among the rows that meet the objectives, the one with the highest output throughput. Among
+    rows that are nearly as fast, choose the one farthest from its limits or, without objectives, the one with the
+    shortest ITL. If no row meets the objectives, choose the one that misses them least. None if nothing was
+    measured."""
     done = [row for row in rows if row.result]
     if not done:
         return None
@@ -100,7 +102,7 @@ def choose(rows: Sequence[Row], slo: Sequence[Limit]) -> Choice | None:
 
 
 def command(model: str | None, options: Mapping[str, Any]) -> str:
-    """The command line that serves the model with options."""
+    """Return the command line that serves the model with options."""
     parts = ["quire", "serve", *([] if model is None else [model])]
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
@@ -114,7 +116,7 @@ def command(model: str | None, options: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Row], slo: Sequence[Limit], choice: Choice | None) -> str:
-    """A line for each row. The recommended one is marked."""
+    """Return a line for each row. The recommended row is marked."""
     names = list(dict.fromkeys(name for row in rows for name in row.options))
     columns = _COLUMNS | {f"{limit.metric.upper()} p{limit.percentile:g}": key(limit) for limit in slo}
     head = ["", *names, "load", *columns, *(["SLO"] * bool(slo))]
@@ -129,7 +131,7 @@ def table(rows: Sequence[Row], slo: Sequence[Limit], choice: Choice | None) -> s
             cells.append(f"failed: {row.problem[:100]}" if row.problem else "not measured")
         lines.append(cells)
     width = [max((len(line[i]) for line in lines if len(line) == len(head)), default=0) for i in range(len(head))]
-    text = len(names) + 2  # columns of words, which begin at the left
+    text = len(names) + 2  # text columns, which are left-aligned
     return "\n".join(
         "  ".join(
             cell.ljust(width[i]) if i < text or len(line) < len(head) else cell.rjust(width[i])
@@ -140,7 +142,7 @@ def table(rows: Sequence[Row], slo: Sequence[Limit], choice: Choice | None) -> s
 
 
 def advice(choice: Choice | None, slo: Sequence[Limit], model: str | None, options: Mapping[str, Any]) -> str:
-    """What the sweep recommends, in words. options: of all servers."""
+    """Return the recommendation as text. options: of all servers."""
     if choice is None:
         return "Nothing was measured, so nothing can be recommended."
     row = choice.row
@@ -157,7 +159,7 @@ def advice(choice: Choice | None, slo: Sequence[Limit], model: str | None, optio
 
 
 def record(rows: Sequence[Row], slo: Sequence[Limit], choice: Choice | None, **facts: Any) -> dict[str, Any]:
-    """The whole finding, for programs."""
+    """Return all results as data, for programs."""
     listed = [
         {
             "number": row.number,

@@ -1,4 +1,4 @@
-"""Which of this machine's addresses and network interfaces lead to another machine."""
+"""Finds this machine's addresses and network interfaces that lead to another machine."""
 
 import ipaddress
 import os
@@ -9,7 +9,7 @@ from quire.messages.errors import error_text
 
 
 def resolve(host: str) -> str:
-    """The IP address of a host, which may be a name. Raises ConfigError for an unknown name."""
+    """Return the IP address of a host. Raises ConfigError for an unknown name."""
     try:
         return str(socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -17,7 +17,7 @@ def resolve(host: str) -> str:
 
 
 def own_address(host: str) -> str:
-    """The address of this machine from which packets to `host` leave. `host` itself, if it is this machine's.
+    """Return this machine's source address for packets to `host`, or `host` itself if it belongs to this machine.
 
     Nothing is sent. Raises ConfigError for an unknown name or a network that cannot be reached.
     """
@@ -31,7 +31,7 @@ def own_address(host: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has an address of this machine, such as eth0."""
+    """Return the name of the network interface with an address of this machine, such as eth0."""
     import psutil  # imported here, since an engine on one machine does not need it
 
     wanted = ipaddress.ip_address(address)
@@ -45,8 +45,8 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_variables(address: str) -> dict[str, str]:
-    """The environment variables that make Gloo and NCCL use the interface with an address of this machine. Variables
-    that the user has set stay as they are."""
+    """Return the environment variables that make Gloo and NCCL use the interface with this address. Variables that the
+    user has set are not changed."""
     name = "lo" if ipaddress.ip_address(address).is_loopback else interface_of(address)
     wanted = {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
     return {variable: value for variable, value in wanted.items() if variable not in os.environ}

@@ -1,4 +1,4 @@
-"""The end of a cluster's connections at which nodes arrive: one for each machine, on one port."""
+"""The head of a cluster, to which nodes connect: one per machine, all on one port."""
 
 import threading
 import time
@@ -43,20 +43,20 @@ _requests = msgspec.msgpack.Decoder(ToHead)
 
 
 class Listener(Protocol):
-    """Is told of the nodes, on the head's thread. members: the numbers of the ranks or replicas that a node has."""
+    """Notified about nodes, on the head's thread. members: the numbers of a node's ranks or replicas."""
 
     def joined(self, members: range, host: str) -> bytes:
-        """A node has joined. Returns the body of the welcome."""
+        """Handle a node that has joined. Returns the body of the welcome."""
 
     def received(self, members: range, body: bytes) -> None: ...
 
     def lost(self, members: range, reason: str) -> None:
-        """A node has left or is silent."""
+        """Handle a node that has left or is silent."""
 
 
 @dataclass(eq=False)
 class _Session:
-    """identity: ZeroMQ's name of the connection."""
+    """identity: ZeroMQ's identity of the connection."""
 
     identity: bytes
     members: range
@@ -66,12 +66,12 @@ class _Session:
 
 
 class Head:
-    """Listens on host:port for nodes that bring members with the given numbers. Each connection is a session: the node
-    has shown that it agrees with the head, and both send heartbeats. Raises ConfigError if it cannot listen.
+    """Listens on host:port for nodes with members of the given numbers. A session begins once a node has proven that it
+    agrees with the head; then both send heartbeats. Raises ConfigError if it cannot listen.
 
-    It also has the store at which the members meet, see parallel/rendezvous_store.py.
+    The head also contains the rendezvous store of the members, see parallel/rendezvous_store.py.
 
-    facts: what a node must agree with, by name, see `executor/agreement.py`. noun: what the members are.
+    facts: the values that a node must agree with, by name, see `executor/agreement.py`. noun: the word for members.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Head:
         self._admission = Admission(self._context, secret)
         self._outbox = Outbox(self._context)
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.router_mandatory = True  # sending to a node that has gone is an error
+        self._socket.router_mandatory = True  # sending to a disconnected node is an error
         self._failures = FailedHandshakes(self._socket)
         self._thread: threading.Thread | None = None
         try:
@@ -105,17 +105,17 @@ class Head:
             ) from error
         self._sessions: dict[bytes, _Session] = {}
         self._store: dict[str, bytes] = {}
-        self._waiting: defaultdict[str, list[bytes]] = defaultdict(list)  # for a key: the identities that ask for it
+        self._waiting: defaultdict[str, list[bytes]] = defaultdict(list)  # by key: the identities that wait for it
         self._listener: Listener
 
     def start(self, listener: Listener) -> None:
-        """Let nodes join from now on."""
+        """Start accepting nodes."""
         self._listener = listener
         self._thread = threading.Thread(target=self._run, name="cluster head", daemon=True)
         self._thread.start()
 
     def send(self, members: range, body: bytes) -> None:
-        """Send a message to the node that has these members, if it is there. Any thread may do so."""
+        """Send a message to the node with these members, if it is connected. May be called from any thread."""
         self._outbox.put(str(members.start).encode(), body)
 
     def close(self) -> None:
@@ -124,11 +124,11 @@ class Head:
             return
         if self._thread is None:
             self._close()
-        elif self._thread is not threading.current_thread():  # else the garbage collector has closed it
+        elif self._thread is not threading.current_thread():  # otherwise the garbage collector called this
             self._thread.join()
 
     def missing(self) -> list[int]:
-        """The members that no node has brought."""
+        """Return the members that no node has."""
         found = {member for session in list(self._sessions.values()) for member in session.members}
         return [member for member in self._members if member not in found]
 
@@ -167,7 +167,8 @@ class Head:
             self._tell(session.identity, message)
 
     def _lose_silent(self, now: float, since_last_tick: float) -> None:
-        """Lose the nodes that have been silent for too long. If this process was stopped itself, they get that time."""
+        """Drop the nodes that have been silent for too long. If this process itself was stopped, that time does not
+        count."""
         for session in list(self._sessions.values()):
             if since_last_tick > _LONG_TICK_SECONDS:
                 session.heard_at += since_last_tick
@@ -182,7 +183,7 @@ class Head:
         self._context.term()
 
     def _forward(self, name: bytes, body: bytes) -> bool:
-        """Send what a thread has put into the outbox; False if it was the last."""
+        """Send a message from the outbox. Returns False if it was the last."""
         if name:
             for session in self._sessions.values():
                 if session.members.start == int(name):
@@ -219,7 +220,7 @@ class Head:
 
     def _join(self, identity: bytes, join: Join) -> None:
         if identity in self._sessions:
-            return  # it asked twice
+            return  # a duplicate request
         members = range(join.first, join.first + join.count)
         name = f"the node at {join.host} with {named(self._noun, members)}"
         for session in list(self._sessions.values()):
@@ -241,7 +242,7 @@ class Head:
         self._tell(identity, Welcome(self._listener.joined(session.members, session.host)))
 
     def _problem(self, join: Join, members: range) -> str | None:
-        """Why a node cannot join."""
+        """Return why a node cannot join, or None if it can."""
         for name in sorted(self._facts.keys() | join.facts.keys()):
             ours = self._facts.get(name)
             theirs = join.facts.get(name)
@@ -260,7 +261,7 @@ class Head:
         self._listener.lost(session.members, f"the node at {session.host} was lost: {reason}")
 
     def _tell(self, identity: bytes, message: ToNode) -> bool:
-        """Send a message. False if the connection has gone."""
+        """Send a message. Returns False if the connection is closed."""
         try:
             self._socket.send_multipart([identity, msgspec.msgpack.encode(message)])
         except zmq.ZMQError:
@@ -292,5 +293,5 @@ class Head:
 
 
 def named(noun: str, members: range) -> str:
-    """What a range of numbers stands for, as people write it: rank 2, or ranks 2 to 5."""
+    """Return a range of members as text: rank 2, or ranks 2 to 5."""
     return f"{noun} {members.start}" if len(members) == 1 else f"{noun}s {members.start} to {members.stop - 1}"

@@ -1,8 +1,8 @@
-"""What machines of a cluster say to each other, in msgpack. Payloads are messages of those who use the connection."""
+"""The messages between machines of a cluster, in msgpack. Payloads are messages of the layer above."""
 
 import msgspec
 
-PROTOCOL = 1  # raise it when a message changes its meaning
+PROTOCOL = 1  # increase when the meaning of a message changes
 BEAT_SECONDS = 1.0  # time between two heartbeats, in both directions
 
 
@@ -15,7 +15,7 @@ class Payload(msgspec.Struct, array_like=True, tag=True):
 
 
 class Leave(msgspec.Struct, array_like=True, tag=True):
-    """The sender has ended the session, or never had one with the receiver."""
+    """The sender has ended the session, or has no session with the receiver."""
 
     reason: str
 
@@ -24,10 +24,10 @@ class Leave(msgspec.Struct, array_like=True, tag=True):
 
 
 class Join(msgspec.Struct, array_like=True, tag=True, kw_only=True):
-    """Asks for a session. It may only get more fields at its end, so that any two versions of Quire understand it.
+    """Requests a session. New fields may only be added at the end, so that all versions of Quire understand it.
 
-    first, count: the numbers of the ranks or replicas that the node brings. node: a random number of the node's
-    process. host: the node's address. facts: what must be the same at the head. versions: what should be.
+    first, count: the range of the node's ranks or replicas. node: a random number of the node's process. host: the
+    node's address. facts: values that must equal the head's. versions: values that should.
     """
 
     first: int
@@ -42,19 +42,19 @@ class Join(msgspec.Struct, array_like=True, tag=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, array_like=True, tag=True):
-    """The session begins. body: what those who use the connection tell a new node."""
+    """The session begins. body: the message of the layer above to a new node."""
 
     body: bytes
 
 
 class Refused(msgspec.Struct, array_like=True, tag=True):
-    """The node cannot take part, and asking again would not help."""
+    """The node cannot join, and trying again would not help."""
 
     reason: str
 
 
-# ---- from any process that knows the secret to the head: the store at which ranks exchange addresses. Each request has
-# one answer.
+# ---- from any process with the secret to the head: the store in which ranks exchange addresses. Each request gets one
+# reply.
 
 
 class Put(msgspec.Struct, array_like=True, tag=True):
@@ -63,26 +63,26 @@ class Put(msgspec.Struct, array_like=True, tag=True):
 
 
 class Get(msgspec.Struct, array_like=True, tag=True):
-    """Answered when the key is there."""
+    """Get a value. The reply is sent when the key exists."""
 
     key: str
 
 
 class Has(msgspec.Struct, array_like=True, tag=True):
-    """Answered with b"1" if all keys are there, else with b""."""
+    """Check keys. The reply is b"1" if all keys exist, otherwise b""."""
 
     keys: list[str]
 
 
 class Add(msgspec.Struct, array_like=True, tag=True):
-    """Add to a number, which begins as 0. Answered with the sum, in digits."""
+    """Add to a number, which starts at 0. The reply is the sum as decimal digits."""
 
     key: str
     number: int
 
 
 class Delete(msgspec.Struct, array_like=True, tag=True):
-    """Answered with b"1" if the key was there, else with b""."""
+    """Delete a key. The reply is b"1" if the key existed, otherwise b""."""
 
     key: str
 

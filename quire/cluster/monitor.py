@@ -1,4 +1,4 @@
-"""Connections that failed before the peer had proven that it knows the secret."""
+"""Connections that failed before the peer proved knowledge of the secret."""
 
 import time
 from typing import Any
@@ -16,8 +16,8 @@ HANDSHAKE_FAILED = (
 
 
 class FailedHandshakes:
-    """The failed handshakes of a socket. Its own `socket` is readable when there was one. least: a line is written to
-    the log after so many."""
+    """The failed handshakes of a socket. Its own `socket` is readable after a failure. least: the number of failures
+    after which a line is logged."""
 
     _events = HANDSHAKE_FAILED
 

@@ -1,4 +1,4 @@
-"""The end of a connection at a node of a cluster: joins the head, and joins again when the session has ended."""
+"""A node's end of a cluster connection: joins the head, and joins again after a session has ended."""
 
 import time
 from typing import Any, Protocol
@@ -16,24 +16,25 @@ from quire.observability.logging import logger
 
 SILENCE_SECONDS = 10.0  # a session has ended if the head sends nothing for this long
 _TICK_MILLISECONDS = 200
-_ASK_AGAIN_SECONDS = 3.0  # the head that was asked may have ended since
+_ASK_AGAIN_SECONDS = 3.0  # the head may have ended after the request
 _answers = msgspec.msgpack.Decoder(ToNode)
 
 
 class Member(Protocol):
-    """What a node does in a session. Called on the thread of `Node.run`, so a call must not take long."""
+    """A node's actions at the start and end of a session. Called on the thread of `Node.run`, so a call must not take
+    long."""
 
     def begin(self, body: bytes) -> None:
-        """A session has begun. body: of the welcome."""
+        """Handle the start of a session. body: the body of the welcome."""
 
     def received(self, body: bytes) -> None: ...
 
     def end(self) -> None:
-        """The session has ended. What it began is to be ended, too."""
+        """Handle the end of a session: stop everything that was started in it."""
 
 
 class Node:
-    """Keeps a session with the head at a ZeroMQ address, whoever of the two is restarted."""
+    """Maintains a session with the head at a ZeroMQ address, even if either of them is restarted."""
 
     def __init__(self, secret: ClusterSecret, address: str, join: Join) -> None:
         self._secret = secret
@@ -43,14 +44,14 @@ class Node:
         self._outbox = Outbox(self._context)
         self._socket: zmq.Socket[bytes]
         self._is_open = True
-        self._has_begun = False  # the session
+        self._has_begun = False  # whether the session has begun
 
     def run(self, member: Member) -> None:
-        """Join, and take part until `stop` is called. Raises ConfigError if the head refuses."""
+        """Join, and stay in the cluster until `stop` is called. Raises ConfigError if the head refuses."""
         try:
             while self._is_open:
                 self._socket = self._context.socket(zmq.DEALER)
-                failures = FailedHandshakes(self._socket, least=3)  # one may be due to a head that ends
+                failures = FailedHandshakes(self._socket, least=3)  # one may be due to a shutdown
                 self._secret.connect(self._socket, self._address)
                 try:
                     self._take_part(member, failures)
@@ -63,15 +64,15 @@ class Node:
             self._context.term()
 
     def send(self, body: bytes) -> None:
-        """Send a message to the head. Any thread may do so. Messages that are sent between two sessions are lost."""
+        """Send a message to the head. May be called from any thread. Messages sent between two sessions are lost."""
         self._outbox.put(b"send", body)
 
     def stop(self) -> None:
-        """Make `run` return. Any thread may call it, and a handler of signals."""
+        """Make `run` return. May be called from any thread and from signal handlers."""
         self._outbox.close()
 
     def _take_part(self, member: Member, failures: FailedHandshakes) -> None:
-        """One session."""
+        """Run one session."""
         logger.info("Waiting for the head at %s", self._address)
         poller: Any = zmq.Poller()
         for readable in (self._socket, self._outbox.socket, failures.socket):
@@ -109,7 +110,7 @@ class Node:
                 member.end()
 
     def _forward(self, name: bytes, body: bytes) -> None:
-        """Send the head what a thread has put into the outbox. An empty name is the last."""
+        """Send the head a message from the outbox. An empty name marks the last one."""
         self._is_open = bool(name)
         if self._has_begun:
             self._tell(Payload(body) if name else Leave("it was told to end"))

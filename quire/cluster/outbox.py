@@ -1,4 +1,4 @@
-"""Messages that any thread may hand to the thread that owns a ZeroMQ socket."""
+"""A queue for messages from any thread to the thread that owns a ZeroMQ socket."""
 
 import threading
 from typing import Any
@@ -9,7 +9,7 @@ _names = iter(range(1 << 62))
 
 
 class Outbox:
-    """A queue whose end, `socket`, the owning thread can poll together with its other sockets."""
+    """A queue whose receiving end, `socket`, can be polled together with the owning thread's other sockets."""
 
     def __init__(self, context: "zmq.Context[Any]") -> None:
         address = f"inproc://outbox-{next(_names)}"
@@ -19,7 +19,7 @@ class Outbox:
             end.linger = 0
         self.socket.bind(address)
         self._entry.connect(address)
-        self._lock = threading.RLock()  # one thread at a time may use a socket; a handler of signals may interrupt it
+        self._lock = threading.RLock()  # one thread at a time may use a socket; a signal handler may interrupt it
         self._is_open = True
 
     def put(self, name: bytes, body: bytes) -> None:
@@ -29,7 +29,8 @@ class Outbox:
                 self._entry.send_multipart([name, body])
 
     def close(self) -> bool:
-        """Add a last message, with an empty name. What is put later is lost. False if it was closed before."""
+        """Add a last message with an empty name. Later messages are lost. Returns False if the outbox was already
+        closed."""
         with self._lock:
             was_open = self._is_open
             self._is_open = False
@@ -39,6 +40,6 @@ class Outbox:
             return was_open
 
     def get(self) -> tuple[bytes, bytes]:
-        """The next message. The caller has polled `socket`."""
+        """Return the next message. The caller has polled `socket`."""
         name, body = self.socket.recv_multipart()
         return name, body

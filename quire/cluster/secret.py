@@ -1,5 +1,5 @@
 """The secret that the machines of a cluster share, and the sockets between them: ZeroMQ with CURVE, which encrypts
-everything and tells those who know the secret from all others.
+everything and rejects peers without the secret.
 
 Both ends derive the same two pairs of Curve25519 keys from the secret, one for the ends that listen and one for those
 that connect. A client must know the public key of the server, and prove that it has the private key of the client.
@@ -27,7 +27,7 @@ ADMITTED = 200
 REFUSED = 400
 FULL = 500
 _MILLISECONDS = {
-    zmq.HEARTBEAT_IVL: 1000,  # libzmq's own, which show whether the connection and the peer's process are there
+    zmq.HEARTBEAT_IVL: 1000,  # libzmq's own heartbeats detect lost connections and processes
     zmq.HEARTBEAT_TIMEOUT: 5000,
     zmq.HANDSHAKE_IVL: 5000,
     zmq.CONNECT_TIMEOUT: 2000,
@@ -38,7 +38,7 @@ _MILLISECONDS = {
 
 
 class ClusterSecret:
-    """Makes sockets that only those who know the secret can use."""
+    """Secures sockets so that only peers with the secret can use them."""
 
     def __init__(self, secret: bytes) -> None:
         self.secret = secret
@@ -46,8 +46,9 @@ class ClusterSecret:
 
     @classmethod
     def read(cls, path: str) -> Self:
-        """From a file. Raises ConfigError if it is missing, too short, or readable by other users. A group may read a
-        file of another user: so Kubernetes gives secrets to users without privileges."""
+        """Read the secret from a file. Raises ConfigError if it is missing, too short, or readable by other users.
+        Group read access to another user's file is allowed, since Kubernetes provides secrets to unprivileged users
+        this way."""
         try:
             with Path(path).open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -91,7 +92,7 @@ class ClusterSecret:
         socket.connect(address)
 
     def admits(self, public_key: bytes) -> bool:
-        """Whether a client that has proven to own this key (32 bytes) knows the secret."""
+        """Whether a client with this verified public key (32 bytes) knows the secret."""
         return hmac.compare_digest(z85.encode(public_key), self._client[0])
 
 
@@ -137,12 +138,12 @@ class Admission:
 
 
 def tcp_address(host: str, port: int | str) -> str:
-    """The ZeroMQ address of a port of an IP address."""
+    """Return the ZeroMQ address for an IP address and port."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def _keys(secret: bytes, label: bytes) -> tuple[bytes, bytes]:
-    """A public and a private key, as ZeroMQ writes them (Z85)."""
+    """Return a public and a private key in ZeroMQ's encoding (Z85)."""
     private = z85.encode(hmac.digest(secret, label, "sha256"))
     return zmq.curve_public(private), private
 

@@ -1,3 +1,3 @@
-"""Low-rank adapters (LoRA): their files, where they are in memory, and who waits for them."""
+"""Low-rank adapters (LoRA): their files, their places in memory, and the requests that wait for them."""
 
 from quire.messages.lora import LoRARequest as LoRARequest

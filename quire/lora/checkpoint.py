@@ -1,4 +1,4 @@
-"""Reads adapters as PEFT saves them: adapter_config.json and the matrices lora_A and lora_B of each module."""
+"""Reads adapters in PEFT's format: adapter_config.json and the matrices lora_A and lora_B of each module."""
 
 import re
 import zipfile
@@ -18,13 +18,13 @@ from quire.messages.errors import error_text
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?")
 _LONGEST = 1_000  # characters of a tensor's name
 _LARGEST = 1e30  # of alpha
-# Options that make an adapter more than B A x; those that are false or empty do nothing.
+# Options that make an adapter more than B A x; false or empty values have no effect.
 _UNSUPPORTED = """use_dora modules_to_save trainable_token_indices target_parameters layer_replication megatron_config
     use_qalora alora_invocation_tokens lora_bias arrow_config corda_config use_bdlora""".split()
 
 
 def read_adapter(directory: Path) -> Matrices:
-    """The adapter's matrices by module, with its scale in B.
+    """Return the adapter's matrices by module, with the scale multiplied into B.
 
     Raises ValueError with the reason if the files cannot be read, or if the adapter is of an unsupported kind.
     """
@@ -62,11 +62,11 @@ def _tensors(weights: Path) -> dict[str, Any]:
             return load_file(weights)
         _check_archive(weights)
         tensors = torch.load(weights, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling raises many kinds
+    except Exception as error:  # unpickling raises many types of errors
         raise ValueError(f"{weights} cannot be read: {error_text(error)}") from error
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
         raise ValueError(f"{weights} cannot be read: it is no table of tensors")
-    # A tensor may repeat few numbers by strides of 0, and would take all its memory when it is converted.
+    # A tensor may repeat few numbers with strides of 0, and would take its full memory when it is converted.
     size = sum(4 * tensor.numel() for tensor in tensors.values() if isinstance(tensor, Tensor))
     if size > 8 * weights.stat().st_size:
         raise ValueError(f"{weights} cannot be read: its tensors are {size >> 20:,} MiB, much more than the file")
@@ -74,7 +74,7 @@ def _tensors(weights: Path) -> dict[str, Any]:
 
 
 def _check_archive(weights: Path) -> None:
-    """Raises ValueError for a file of torch.save whose parts are compressed, and may be of any size."""
+    """Raises ValueError for a torch.save file with compressed parts, which could be of any size."""
     with zipfile.ZipFile(weights) as archive:
         parts = archive.infolist()
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
@@ -84,7 +84,7 @@ def _check_archive(weights: Path) -> None:
 
 
 def _scales(config: Mapping[str, Any], matrices: Mapping[str, Tensor]) -> dict[str, float]:
-    """By module, alpha / rank; with rsLoRA (arXiv:2312.03732), alpha / the root of the rank. matrices: A."""
+    """Return alpha / rank by module; with rsLoRA (arXiv:2312.03732), alpha / sqrt(rank). matrices: A."""
     ranks, alphas = (
         values_by_module(f"{CONFIG}: {short}_pattern", config.get(f"{short}_pattern") or {}, list(matrices))
         for short in ("rank", "alpha")

@@ -1,4 +1,4 @@
-"""Finds the files of adapters, and tells adapters apart by their content. Without torch."""
+"""Finds the files of adapters, and identifies adapters by their content. Does not import torch."""
 
 from functools import lru_cache
 from hashlib import file_digest, sha256
@@ -9,14 +9,14 @@ from quire.checkpoints.hub import read_json, resolve
 from quire.messages.lora import Adapter, LoRARequest
 from quire.platform.files import check_regular
 
-MOST_BYTES = 16 << 30  # of an adapter's weights
-_CONFIG, _HEADER = 1 << 20, 16 << 20  # bytes of its config, and of the names and shapes of its tensors
+MOST_BYTES = 16 << 30  # size limit of an adapter's weights
+_CONFIG, _HEADER = 1 << 20, 16 << 20  # size limits of the config, and of the tensors' names and shapes
 CONFIG = "adapter_config.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # the first that exists
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # the first existing file is used
 
 
 def adapter_files(directory: Path) -> tuple[Path, Path]:
-    """Config and weights. Raises ValueError if one is missing, too large or no regular file."""
+    """Return the config and weight files. Raises ValueError if one is missing, too large or not a regular file."""
     check_regular(directory / CONFIG)
     for name in WEIGHTS:
         check_regular(directory / name)
@@ -34,12 +34,13 @@ def adapter_files(directory: Path) -> tuple[Path, Path]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The fields of adapter_config.json. Raises ValueError."""
+    """Return the fields of adapter_config.json. Raises ValueError."""
     return read_json(directory, CONFIG, required=True, most=_CONFIG)
 
 
 def find_adapter(request: LoRARequest, download_dir: str | None = None, token: str | None = None) -> Adapter:
-    """The adapter that a request names. It reads the files, the first time. Raises ValueError if there is none."""
+    """Return the adapter that a request names. Reads the files at the first call. Raises ValueError if there is no
+    adapter."""
     directory = resolve(request.lora_path, download_dir=download_dir, token=token).resolve()
     files = adapter_files(directory)
     stamps = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
@@ -48,7 +49,7 @@ def find_adapter(request: LoRARequest, download_dir: str | None = None, token: s
 
 @lru_cache(maxsize=1024)
 def _content(stamps: tuple[tuple[str, int, int], ...]) -> str:
-    """SHA-256 of the content of files. Sizes and times say whether they have changed."""
+    """Return the SHA-256 of the files' content. Sizes and times show whether files have changed."""
     digests = []
     for path, _, _ in stamps:
         with open(path, "rb") as stream:

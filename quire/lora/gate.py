@@ -1,4 +1,4 @@
-"""Where adapters are: on disk, in CPU memory, or in a slot of the model. Requests wait until theirs has a slot."""
+"""Moves adapters between disk, CPU memory and the model's slots. Requests wait until their adapter has a slot."""
 
 import math
 import time
@@ -15,23 +15,23 @@ from quire.messages.step import AdapterPlace
 from quire.platform.untrusted.limits import BusyError, WorkerError
 
 _BUSY = (BusyError, WorkerError)
-_RETRY_SECONDS = 1.0  # what the clients are told that got a 503
+_RETRY_SECONDS = 1.0  # sent to clients with a 503
 
 
 class Memory(Protocol):
-    """What loads adapters on all ranks."""
+    """Loads adapters on all ranks."""
 
     def load_adapter(self, key: str, path: str) -> Future[None]:
-        """Read an adapter into CPU memory, on a thread. The result raises ValueError if it cannot be used."""
+        """Read an adapter into CPU memory in a thread. The future raises ValueError if the adapter cannot be used."""
 
     def drop_adapter(self, key: str) -> None:
-        """Free an adapter in CPU memory."""
+        """Free an adapter's CPU memory."""
 
 
 @dataclass
 class _Loaded:
-    """An adapter in CPU memory, or on its way there. users: the requests that have passed the gate and have not ended,
-    which keep it in its slot. ended: when loading ended."""
+    """An adapter that is in CPU memory or being loaded. users: the requests that have passed the gate and have not
+    ended, which keep it in its slot. ended: when loading ended."""
 
     loading: Future[None]
     ended: float = math.inf
@@ -40,7 +40,7 @@ class _Loaded:
 
     @property
     def may_load_again(self) -> bool:
-        """Whether the worker pool had no time to load it. The requests that waited for it have failed."""
+        """Whether loading failed because the worker pool was busy. The requests that waited for it have failed."""
         if not self.loading.done() or time.monotonic() < self.ended + _RETRY_SECONDS:
             return False
         return isinstance(self.loading.exception(), _BUSY)
@@ -50,11 +50,11 @@ class _Loaded:
 
 
 class AdapterGate:
-    """Lets a request pass when its adapter has a slot. The adapters that no request uses leave in the order of their
-    last use: slots if another adapter needs one, and CPU memory beyond `max_cpu_loras`.
+    """Lets a request pass when its adapter has a slot. Unused adapters are evicted in least-recently-used order: from
+    slots when another adapter needs one, and from CPU memory above `max_cpu_loras`.
 
-    At most `max_loras` adapters have users, so a step never has more. Requests of other adapters wait at the gate, and
-    delay no request of these.
+    At most `max_loras` adapters have users, so a step never has more. Requests for other adapters wait at the gate
+    without delaying those that have passed.
     """
 
     def __init__(self, memory: Memory, max_loras: int, max_cpu_loras: int) -> None:
@@ -69,7 +69,7 @@ class AdapterGate:
 
     def ready(self, request: EngineCoreRequest) -> bool:
         """Whether the request's adapter has a slot. Raises ValueError with the reason if it cannot be loaded, and
-        BusyError if a request that comes later may load it."""
+        BusyError if a later request may load it."""
         if request.adapter is None:
             return True
         adapter = self._adapters.get(request.adapter.key)
@@ -89,10 +89,10 @@ class AdapterGate:
         return True
 
     def check(self, request: EngineCoreRequest) -> None:
-        """Any adapter may be asked for: see `ready`."""
+        """Accept any adapter; see `ready`."""
 
     def place(self, request: EngineCoreRequest) -> AdapterPlace | None:
-        """Where the adapter of a request is that has passed the gate."""
+        """Return the place of a request's adapter. The request has passed the gate."""
         if request.adapter is None:
             return None
         key = request.adapter.key
@@ -109,7 +109,7 @@ class AdapterGate:
                 self._wake()
 
     def _load(self, wanted: Adapter) -> _Loaded | None:
-        self._adapters.pop(wanted.key, None)  # one that was not loaded: it has no slot
+        self._adapters.pop(wanted.key, None)  # an adapter that was not loaded has no slot
         if len(self._adapters) >= self._max_cpu_loras:
             unused = (key for key, a in self._adapters.items() if not a.users and a.loading.done())
             oldest = next(unused, None)
@@ -136,7 +136,7 @@ class AdapterGate:
 
 
 class NoAdapters:
-    """Takes the place of an AdapterGate in an engine without adapters. It is no gate."""
+    """Replaces AdapterGate in an engine without adapters. All requests pass."""
 
     def check(self, request: EngineCoreRequest) -> None:
         """Raises ValueError if the request asks for an adapter."""

@@ -1,6 +1,6 @@
-"""The patterns of an adapter's config: which one belongs to a module. PEFT lets them be regular expressions.
+"""Matches the patterns of an adapter's config with modules. PEFT allows regular expressions.
 
-A name is compared without a regular expression. Others are matched in a worker process, where they can be stopped.
+Plain names are compared directly. Regular expressions are matched in a worker process, where they can be stopped.
 """
 
 import re
@@ -13,16 +13,16 @@ from quire.platform.untrusted.pool import shared_pool
 
 _MOST_PATTERNS, _LONGEST = 10_000, 1_000  # characters
 _LIMITS = Limits(cpu_seconds=2.0, memory_bytes=256 * MIB, total_seconds=20.0)
-# Characters of a name. A dot counts as itself, although it is "any character" in a regular expression: that makes a
-# difference only for a module whose name has another character in the place of a dot.
+# Characters of a plain name. A dot matches only itself, although it means "any character" in a regular expression. This
+# matters only for a module whose name has another character at the position of a dot.
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 
 def values_by_module(field: str, patterns: Any, modules: Sequence[str]) -> dict[str, Any]:
-    """The value of the first pattern that matches the end of a module's name, as PEFT finds it: by module, without
-    those that none matches.
+    """Return by module the value of the first pattern that matches the end of the module's name, like PEFT. Modules
+    without a match are left out.
 
-    field: of adapter_config.json. Raises ValueError, with the field's name.
+    field: a field of adapter_config.json. Raises ValueError with the field's name.
     """
     if not isinstance(patterns, Mapping):
         raise ValueError(f"{field} must be an object, not of type {type(patterns).__name__}")
@@ -45,7 +45,7 @@ def values_by_module(field: str, patterns: Any, modules: Sequence[str]) -> dict[
 
 
 def _matches(field: str, expressions: Mapping[int, str], modules: Sequence[str]) -> dict[str, int]:
-    """The index of the first regular expression that matches, by module. Raises ValueError, with the field's name."""
+    """Return by module the index of the first matching regular expression. Raises ValueError with the field's name."""
     if not expressions:
         return {}
     try:
@@ -61,7 +61,7 @@ def _matches(field: str, expressions: Mapping[int, str], modules: Sequence[str])
 
 
 def first_matches(patterns: Sequence[str], modules: Sequence[str]) -> list[int | None]:
-    """By module, the index of the first pattern that matches; for a worker process. Raises ValueError."""
+    """Return by module the index of the first matching pattern. Runs in a worker process. Raises ValueError."""
     compiled = []
     for pattern in patterns:
         try:

@@ -1,4 +1,4 @@
-"""The adapters of one rank: those in CPU memory, and which of them is in which slot of the model."""
+"""The adapters of one rank: those in CPU memory, and their assignment to slots of the model."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ class AdapterStore:
         self._loaded[key] = self.slots.pieces(read_adapter(Path(path)))
 
     def drop(self, key: str) -> None:
-        """Forget an adapter. No request that is to come uses it, unless it is loaded again."""
+        """Drop an adapter. No later request uses it unless it is loaded again."""
         self._loaded.pop(key, None)
 
     def install(self, new: NewRequest) -> None:
@@ -29,7 +29,7 @@ class AdapterStore:
             self.place(new.adapter)
 
     def place(self, place: AdapterPlace) -> None:
-        """Put an adapter into its slot, if it is not there. Raises ValueError if it has not been loaded."""
+        """Put an adapter into its slot, unless it is already there. Raises ValueError if it has not been loaded."""
         if self._keys[place.slot] == place.key:
             return
         if place.key not in self._loaded:
@@ -40,7 +40,7 @@ class AdapterStore:
 
 
 class NoAdapters(AdapterStore):
-    """The adapters of a model that takes none. The scheduler refuses requests that name one."""
+    """The store of a model without adapters. The scheduler rejects requests that name one."""
 
     def __init__(self) -> None:
         super().__init__(AdapterSlots(0, 0))

@@ -1,1 +1,1 @@
-"""The messages that the packages exchange, as plain msgspec structures. Every other package may import this one."""
+"""The messages between packages, as plain msgspec structures. All packages may import this one."""

@@ -1,4 +1,4 @@
-"""What an engine can be told besides requests. The core passes those that change memory on to its ranks."""
+"""Engine commands other than requests. The core forwards commands that change memory to its ranks."""
 
 from collections.abc import Sequence
 from secrets import token_hex
@@ -14,10 +14,10 @@ PROFILE_SECONDS = 600.0  # how long a process may be silent while it writes a tr
 
 
 class Pause(msgspec.Struct, array_like=True, tag=True):
-    """Compute nothing until `Resume`; requests that come wait.
+    """Stop computing until `Resume`; new requests wait.
 
-    mode: what becomes of the others: they are ended with what they have ("abort"), finish before ("wait"), or go on
-    behind the pause ("keep"). clear_cache: forget the prefix cache.
+    mode: unfinished requests end with their output so far ("abort"), finish first ("wait"), or continue after the pause
+    ("keep"). clear_cache: drop the prefix cache.
     """
 
     mode: PauseMode = "abort"
@@ -29,7 +29,7 @@ class Resume(msgspec.Struct, array_like=True, tag=True):
 
 
 class PinPrefix(msgspec.Struct, array_like=True, tag=True):
-    """Keep the cached blocks of a prefix that a request has just computed."""
+    """Pin the cached blocks of a prefix that a request has just computed."""
 
     id: str
     token_ids: list[int]
@@ -42,30 +42,30 @@ class UnpinPrefix(msgspec.Struct, array_like=True, tag=True):
 
 
 class Look(msgspec.Struct, array_like=True, tag=True):
-    """Say what the engine does, for people who watch it. The answer is JSON. viewer: who looks; what has happened since
-    it looked last is told once."""
+    """Report the engine's activity for display, as JSON. viewer: identifies the viewer; it receives each event since
+    its last call once."""
 
     viewer: str
 
 
 class Sleep(msgspec.Struct, array_like=True, tag=True):
-    """Give back the memory of the KV cache, and that of the weights: at level 1 their values move to the host's memory
-    (where they stay on a CPU), at level 2 they are dropped."""
+    """Free the memory of the KV cache and the weights. At level 1, the weights are moved to host memory (on a CPU, they
+    stay there); at level 2, they are dropped."""
 
     level: int
 
 
 class WakeUp(msgspec.Struct, array_like=True, tag=True):
-    """Undo `Sleep` for the weights, for the KV cache (which is empty then), or for both."""
+    """Undo `Sleep` for the weights, for the KV cache (which is then empty), or for both."""
 
     weights: bool = True
     kv_cache: bool = True
 
 
 class ReadWeights(msgspec.Struct, array_like=True, tag=True):
-    """Read other weights for the same model from a folder, and keep them beside those in use.
+    """Read new weights for the same model from a folder, and keep them in addition to the current ones.
 
-    received: take the tensors that came by `ReceiveWeights` instead. `directory` is then only a name for them.
+    received: use the tensors received by `ReceiveWeights` instead. `directory` is then only a name for them.
     """
 
     directory: str
@@ -73,17 +73,17 @@ class ReadWeights(msgspec.Struct, array_like=True, tag=True):
 
 
 class TakeWeights(msgspec.Struct, array_like=True, tag=True):
-    """Use the weights that were read, or drop them."""
+    """Switch to the weights that were read, or drop them."""
 
     use: bool
 
 
 class JoinGroup(msgspec.Struct, array_like=True, tag=True):
-    """Join a process group. Its rank 0 is a trainer, which has the group's store at the master's address.
+    """Join a process group. Rank 0 is a trainer, which runs the group's store at the master's address.
 
-    ranks: of the engine, of which the first gets the number rank_offset in the group. backend: None for the usual one
-    of the device. timeout: in seconds, of joining and of each tensor that is sent later. first: the number of the
-    replica's first rank in the engine. key: of this order.
+    ranks: number of the engine's ranks; the first becomes rank rank_offset of the group. backend: None for the device's
+    default. timeout: in seconds, for joining and for each tensor sent later. first: the number of the replica's first
+    rank in the engine. key: identifies this order.
     """
 
     ranks: int
@@ -118,8 +118,8 @@ class LeaveGroup(msgspec.Struct, array_like=True, tag=True):
 class Profile(msgspec.Struct, array_like=True, tag=True):
     """Start or stop a profile (see quire.observability.profiling), or drop it if it has this name.
 
-    name: of its files. replica: the number of the core. has_core: whether the core's process has a trace of its own,
-    beside those of its ranks. options: the fields of profiler_config."""
+    name: prefix of its files. replica: the number of the core. has_core: whether the core's process has its own trace
+    in addition to those of its ranks. options: the fields of profiler_config."""
 
     step: Literal["start", "stop", "drop"]
     name: str = ""
@@ -128,21 +128,21 @@ class Profile(msgspec.Struct, array_like=True, tag=True):
     options: dict[str, Any] = {}
 
 
-TrainerOrder = JoinGroup | ReceiveWeights | LeaveGroup  # with a trainer, while steps run
-MemoryChange = Sleep | WakeUp | ReadWeights | TakeWeights  # of a rank's memory, while no step is in flight
+TrainerOrder = JoinGroup | ReceiveWeights | LeaveGroup  # carried out while steps run
+MemoryChange = Sleep | WakeUp | ReadWeights | TakeWeights  # while no step is in flight
 Change = MemoryChange | Profile
 Command = Pause | Resume | PinPrefix | UnpinPrefix | Change
 
 
 def sleep(level: int) -> Sleep:
-    """Raises ValueError for other levels than 1 and 2."""
+    """Create a Sleep. Raises ValueError for levels other than 1 and 2."""
     if level not in (1, 2):
         raise ValueError(f"level must be 1 or 2, got {level}")
     return Sleep(level)
 
 
 def wake_up(tags: Sequence[str] | None) -> WakeUp:
-    """tags: what wakes up, None for all. Raises ValueError for others than vLLM's."""
+    """Create a WakeUp. tags: the parts to wake up, None for all. Raises ValueError for tags that vLLM does not have."""
     for tag in tags or ():
         if tag not in ("weights", "kv_cache"):
             raise ValueError(f"tags are weights and kv_cache, got {tag!r}")

@@ -20,11 +20,11 @@ from quire.messages.transfers import TransferParams
 class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence, a stop token or a stop string
     LENGTH = "length"  # max_tokens or max_model_len
-    ABORT = "abort"  # the client went away
+    ABORT = "abort"  # the client disconnected
     REPETITION = "repetition"  # the output repeated itself, and the request has repetition_detection
-    ERROR = "error"  # the request could not be run; stop_reason says why
-    BAD_REQUEST = "bad_request"  # the request itself is wrong, for example its grammar; stop_reason says why
-    OVERLOADED = "overloaded"  # other requests took the time or the memory that it needs; stop_reason says why
+    ERROR = "error"  # the request could not be run; stop_reason has the reason
+    BAD_REQUEST = "bad_request"  # the request itself is invalid, for example its grammar; stop_reason has the reason
+    OVERLOADED = "overloaded"  # other requests used up the time or memory; stop_reason has the reason
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -33,10 +33,10 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     It has either sampling_params or pooling_params. seed: the resolved seed of this one sequence (a request with n > 1
     becomes n of these). arrival_time: in seconds; orders the queue. max_tokens: resolved, so that prompt and output fit
     into max_model_len; 0 for a pooling request. eos_token_id: None to ignore end-of-sequence. output_token_ids: tokens
-    that the request generated in a core that was lost; generation continues behind them. thinking: where the thinking
-    of the answer ends; None if the request needs no such limits. media: in the order of the prompt. rotary_positions:
-    see NewRequest. trial: of a request that may be the reason why a core was lost, the tokens that it has to output
-    before others start; 0 for others.
+    that the request generated in a core that was lost; generation continues after them. thinking: where the output's
+    thinking ends; None if the request needs no such limits. media: in prompt order. rotary_positions: see NewRequest.
+    trial: for a request that may have caused the loss of a core, the number of tokens that it must output before other
+    requests start; 0 for other requests.
     """
 
     request_id: str
@@ -61,7 +61,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
 
     @property
     def crossed(self) -> int:
-        """How many tokens of an encoder the request reads by cross-attention."""
+        """Return how many encoder tokens the request reads by cross-attention."""
         return sum(item.place.crossed for item in self.media)
 
     @property
@@ -78,21 +78,21 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token, or the error's message
     num_cached_tokens: int = 0
-    logprobs: Logprobs | None = None  # of new_token_ids, and perhaps of sampled tokens that were cut off behind them
-    prompt_logprobs: Logprobs | None = None  # of all prompt tokens but the first; sent once
+    logprobs: Logprobs | None = None  # of new_token_ids, and possibly of sampled tokens cut off after them
+    prompt_logprobs: Logprobs | None = None  # of all prompt tokens except the first; sent once
     scheduled_at: float = 0.0  # time.monotonic() when the request first got a row; set in its first output
     num_preemptions: int = 0  # how often the request has been preempted so far
     num_draft_tokens: int = 0  # drafts of the request that the step verified
-    num_accepted_tokens: int = 0  # of these, those that the model has accepted
+    num_accepted_tokens: int = 0  # of these, those that the model accepted
     pooled: Pooled | None = None  # the result of a pooling request
 
 
-# ---- between processes: the orders of a client to a core, and what it gets back
+# ---- between processes: a client's orders to a core, and the replies
 
 
 class Connect(msgspec.Struct, array_like=True, tag=True):
-    """The first order of a client on a connection. every_step: report all steps to it, not only those with outputs for
-    it. client: its name; what it had asked for on an earlier connection is dropped."""
+    """The first order of a client on a connection. every_step: report all steps to the client, not only steps with
+    outputs for it. client: its name; its requests on an earlier connection are dropped."""
 
     every_step: bool = True
     client: str = ""
@@ -107,13 +107,13 @@ class AbortRequests(msgspec.Struct, array_like=True, tag=True):
 
 
 class ResetPrefixCache(msgspec.Struct, array_like=True, tag=True):
-    """external: also what the tiers beyond the pool have."""
+    """external: also clear the tiers outside the pool."""
 
     external: bool = False
 
 
 class CarryOut(msgspec.Struct, array_like=True, tag=True):
-    """Carry out a command. number: of the client's own choice, for the answer."""
+    """Carry out a command. number: chosen by the client, repeated in the reply."""
 
     number: int
     command: Command | TrainerOrder | Look
@@ -132,7 +132,7 @@ class SpeculationStats(msgspec.Struct, array_like=True):
     drafts: int = 0  # how often the drafts of a request were verified
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    accepted_at: list[int] = []  # by place: how often the first, the second ... draft was accepted
+    accepted_at: list[int] = []  # by position: how often the first, second, ... draft was accepted
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -147,19 +147,19 @@ class CoreStats(msgspec.Struct, array_like=True):
     kv_cache_usage: float = 0.0  # share of the blocks that requests hold, 0 to 1
     preemptions: int = 0
     prefix_queries: int = 0  # tokens that were looked up in the prefix cache
-    prefix_hits: int = 0  # tokens of these that were found, and so were not computed
+    prefix_hits: int = 0  # of these, tokens that were found and not computed
     computed_tokens: int = 0  # prompt and output tokens computed by the steps whose results are known
-    generated_tokens: int = 0  # by these steps
+    generated_tokens: int = 0  # tokens generated by these steps
     is_paused: bool = False
     is_sleeping: bool = False
-    external_queries: int = 0  # tokens that were looked up in tiers beyond the pool
-    external_hits: int = 0  # tokens of these that were loaded
-    runs_reference: bool = False  # whether steps run PyTorch's operations on a CPU, since kernels are not compiled
+    external_queries: int = 0  # tokens that were looked up in tiers outside the pool
+    external_hits: int = 0  # of these, tokens that were loaded
+    runs_reference: bool = False  # whether steps run PyTorch operations on a CPU because kernels are not compiled
     speculation: SpeculationStats | None = None
 
     @classmethod
     def total(cls, parts: Sequence[Self]) -> Self:
-        """The stats of several cores together."""
+        """Return the combined stats of several cores."""
         if len(parts) == 1:
             return parts[0]
         found = [part.speculation for part in parts if part.speculation is not None]
@@ -173,7 +173,7 @@ class CoreStats(msgspec.Struct, array_like=True):
 
 
 class CarriedOut(msgspec.Struct, array_like=True):
-    """A command has been carried out, or cannot be, for the given reason. answer: of a command that asks something."""
+    """A command has been carried out, or cannot be, for the given reason. answer: the result of a query."""
 
     number: int
     problem: str | None = None
@@ -181,8 +181,8 @@ class CarriedOut(msgspec.Struct, array_like=True):
 
 
 class StepOutputs(msgspec.Struct, array_like=True):
-    """What a core tells a client after a step. num_received: requests that it has received from this client so far.
-    sent_at: time.monotonic() on the core's machine. carried_out: the client's commands."""
+    """A core's report to a client after a step. num_received: requests received from this client so far.
+    sent_at: time.monotonic() on the core's machine. carried_out: results of the client's commands."""
 
     outputs: list[EngineCoreOutput]
     stats: CoreStats
@@ -195,9 +195,9 @@ class StepOutputs(msgspec.Struct, array_like=True):
 
 
 class RendezvousPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where the ranks of replicas meet that share experts. replica: the number of this one. address, generation: of a
-    store, see `connect_store`. host: the address of this machine that others reach. key: who knows it may wake the
-    cores. is_head: whether the store is that of a cluster's head, whose secret is the key then."""
+    """The rendezvous of ranks whose replicas share experts. replica: this replica's number. address, generation: of a
+    store, see `connect_store`. host: this machine's address for the others. key: authorizes waking the cores. is_head:
+    whether the store belongs to a cluster's head; the key is then the cluster's secret."""
 
     replica: int
     address: str
@@ -212,7 +212,8 @@ class RendezvousPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CoreReady(msgspec.Struct, array_like=True, tag=True):
-    """address: where the core takes orders of clients on other machines, if it does. runs_reference: see CoreStats."""
+    """The core is ready. address: where it accepts orders from clients on other machines, if it does. runs_reference:
+    see CoreStats."""
 
     num_blocks: int
     kv_cache_tokens: int
@@ -222,15 +223,15 @@ class CoreReady(msgspec.Struct, array_like=True, tag=True):
 
 
 class FirstOutput(msgspec.Struct, array_like=True, tag=True):
-    """The core has run a request, so it is worth another start if it fails later."""
+    """The core has run a request, so it is worth restarting if it fails later."""
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag=True):
     """Sent regularly while the core's process runs.
 
-    waited: for how many seconds the core has had work and has not completed a step. num_tokens, encodes: of the steps
-    in flight, the most tokens, and whether one encodes media. longest, most_tokens: of completed steps, the most
-    seconds and tokens; has_run, has_encoded: whether there are any, and any that encoded media.
+    waited: seconds for which the core has had work without completing a step. num_tokens, encodes: the maximum number
+    of tokens of the steps in flight, and whether one encodes media. longest, most_tokens: the maximum seconds and
+    tokens of completed steps. has_run, has_encoded: whether any step has completed, and any that encoded media.
     """
 
     waited: float = 0.0
@@ -243,15 +244,15 @@ class Heartbeat(msgspec.Struct, array_like=True, tag=True):
 
 
 class Busy(msgspec.Struct, array_like=True, tag=True):
-    """The core may be silent for so long from now on."""
+    """From now on, the core may be silent for this long."""
 
     seconds: float
 
 
 class CoreDied(msgspec.Struct, array_like=True, tag=True):
-    """Why a core was lost: its own last report, or what was found out about it.
+    """Why a core was lost: its own last report, or the parent's diagnosis.
 
-    by_user: an option was wrong, so another start would fail too. silent: the process may still exist. culprit: the id
+    by_user: an option was wrong, so a restart would fail too. silent: the process may still exist. culprit: the id
     of the request that was on trial.
     """
 
@@ -264,12 +265,12 @@ class CoreDied(msgspec.Struct, array_like=True, tag=True):
 CoreReport = CoreReady | FirstOutput | Heartbeat | Busy | CoreDied
 
 
-# ---- what a client is told of the cores
+# ---- notifications to a client about the cores
 
 
 class CoreUp(msgspec.Struct, array_like=True, tag=True):
-    """A core takes orders at a ZeroMQ address. rank: its number. secret: of the cluster, if the core is on another
-    machine. generation: of replicas that share experts, see MeetingPlace."""
+    """A core accepts orders at a ZeroMQ address. rank: its number. secret: the cluster's secret, if the core is on
+    another machine. generation: the generation of replicas that share experts, see RendezvousPlace."""
 
     rank: int
     address: str
@@ -279,7 +280,7 @@ class CoreUp(msgspec.Struct, array_like=True, tag=True):
 
 
 class CoreLost(msgspec.Struct, array_like=True, tag=True):
-    """A core was lost. given_up: no other will be started for it. generation: see CoreUp."""
+    """A core was lost. given_up: it will not be restarted. generation: see CoreUp."""
 
     rank: int
     died: CoreDied
@@ -290,10 +291,10 @@ class CoreLost(msgspec.Struct, array_like=True, tag=True):
 CoreEvent = CoreUp | CoreLost
 
 
-# ---- from the server's machine to others that have replicas which share experts
+# ---- from the server's machine to other machines whose replicas share experts
 
 
 class Begin(msgspec.Struct, array_like=True, tag=True):
-    """Start the replicas of a generation, and end those of others."""
+    """Start the replicas of a generation, and end those of other generations."""
 
     generation: int

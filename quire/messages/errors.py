@@ -1,10 +1,10 @@
-"""The text of exceptions, for clients, operators and users; and the exception of an engine that cannot go on."""
+"""The text of exceptions for clients, operators and users, and the exception for a failed engine."""
 
 _WRITTEN_FOR_PEOPLE = (ValueError, TypeError, OSError, RuntimeError)
 
 
 def error_text(error: BaseException) -> str:
-    """The text of an exception. Never empty: for an exception without text it is the name of its type.
+    """Return the text of an exception. It is never empty: without a text, it is the name of the exception's type.
 
     ValueError("n must be positive") -> "n must be positive"; KeyError("n") -> "KeyError: 'n'"; AssertionError() ->
     "AssertionError". Every exception that becomes a message must be converted here; tests/messages checks that.
@@ -17,4 +17,4 @@ def error_text(error: BaseException) -> str:
 
 
 class EngineDeadError(RuntimeError):
-    """A step failed on the device, and the engine cannot go on. `__cause__` is the exception of the step."""
+    """A step failed on the device, and the engine cannot continue. `__cause__` is the exception of the step."""

@@ -1,4 +1,4 @@
-"""Events of the prefix cache, as vLLM sends them (vllm/distributed/kv_events.py, the form with arrays).
+"""Prefix-cache events in vLLM's format (vllm/distributed/kv_events.py, the variant with arrays).
 
 A hash stands for a block and all tokens before it. Quire sends integers, the last 8 bytes of its hashes; vLLM may send
 bytes.
@@ -7,13 +7,13 @@ bytes.
 import msgspec
 
 BlockHash = int | bytes
-END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)  # the number behind the last batch of a replay
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)  # the number that follows the last batch of a replay
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """Consecutive blocks can be found. parent_block_hash: of the block before them, None at the beginning of a text.
-    medium: the kind of memory; "GPU" is the engine's own cache, also on CPUs. extra_keys: for each block what its hash
-    depends on besides tokens and adapter, such as the cache salt. The last three: see `KVEvents`."""
+    """Consecutive blocks were cached. parent_block_hash: hash of the block before them, None at the start of a text.
+    medium: the kind of memory; "GPU" is the engine's own cache, also on CPUs. extra_keys: for each block, the inputs of
+    its hash other than tokens and adapter, such as the cache salt. The last three: see `KVEvents`."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
@@ -42,7 +42,7 @@ KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
-    """What has changed since the batch before. ts: time.time()"""
+    """The changes since the previous batch. ts: time.time()"""
 
     ts: float
     events: list[KVCacheEvent]

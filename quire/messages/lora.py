@@ -1,4 +1,4 @@
-"""Low-rank adapters as users name them, and as requests carry them."""
+"""Low-rank adapters, as users specify them and as part of requests."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
 
 class Adapter(msgspec.Struct, array_like=True, frozen=True):
-    """An adapter whose files have been found. key: of their content, so adapters with equal keys are the same."""
+    """An adapter whose files were found. key: hash of their content, so adapters with equal keys are the same."""
 
     name: str
     key: str

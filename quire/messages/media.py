@@ -1,4 +1,4 @@
-"""Pictures and other media in a prompt: where their embeddings go, and what they are computed from."""
+"""Pictures and other media in a prompt: the places and the inputs of their embeddings."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import msgspec
 
 
 class Buffer(msgspec.Struct, array_like=True, frozen=True):
-    """An array as bytes, in the order of C. dtype: its name in numpy, or "bfloat16"."""
+    """An array as bytes, in C order. dtype: its name in numpy, or "bfloat16"."""
 
     dtype: str
     shape: list[int]
@@ -15,12 +15,12 @@ class Buffer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class MediaPlace(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens of a prompt that stand for one item: `length` tokens from `start` on.
+    """The prompt tokens that represent one item: `length` tokens from `start` on.
 
-    key: of the item's content. Equal keys have equal embeddings. spans: (first, count) of tokens that take embeddings
-    in place of those of their ids, counted from `start`; the others are text, such as the ends of rows. whole: the
-    tokens see each other in both directions, so one step computes all of them. crossed: how many embeddings the model
-    reads by cross-attention instead.
+    key: hash of the item's content. Equal keys have equal embeddings. spans: (first, count) of tokens that are replaced
+    by embeddings, relative to `start`; the others are text, such as the ends of rows. whole: the tokens attend to each
+    other in both directions, so one step computes all of them. crossed: how many embeddings the model reads by
+    cross-attention instead.
     """
 
     key: str
@@ -40,16 +40,16 @@ class MediaPlace(msgspec.Struct, array_like=True, frozen=True):
 
 
 class MediaItem(msgspec.Struct, array_like=True, frozen=True):
-    """One picture, video or other item. modality: "image", "video", or "embeds" for embeddings that the request itself
-    gives. tensors: what the model's encoder reads, by its names."""
+    """One picture, video or other item. modality: "image", "video", or "embeds" for embeddings from the request itself.
+    tensors: the inputs of the model's encoder, by name."""
 
     place: MediaPlace
     modality: str
     tensors: dict[str, Buffer]
 
     def of_adapter(self, key: str) -> "MediaItem":
-        """The item in a request with an adapter, whose key this is. If the model reads it by cross-attention, the
-        encoder has adapters, too, so its results are those of no other request."""
+        """Return the item for a request with an adapter. key: the adapter's key. If the model uses cross-attention, the
+        encoder has adapters, too, so results are not shared with requests for other adapters."""
         if not self.place.crossed:
             return self
         place = msgspec.structs.replace(self.place, key=f"{self.place.key} {key}")
@@ -60,8 +60,8 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True):
 class EncoderLimits:
     """Limits of encoders, as numbers of embeddings. By default there are no media.
 
-    budget: of a step. exact: whether an item that is larger than the budget is refused; otherwise it is encoded in a
-    step that encodes nothing else. capacity: of the cache. longest_chunk: the most tokens of a request in a step.
+    budget: per step. exact: whether an item above the budget is rejected; otherwise it is encoded in a step that
+    encodes nothing else. capacity: of the cache. longest_chunk: the maximum number of tokens of one request in a step.
     """
 
     budget: int = 0

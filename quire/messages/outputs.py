@@ -8,7 +8,7 @@ from quire.messages.step import Pooled
 
 @dataclass(slots=True)
 class Logprob:
-    """The log-probability of a token at a place. rank: 1 is the likeliest. decoded_token: what it adds to the text."""
+    """The log-probability of a token at a place. rank: 1 is the likeliest. decoded_token: the text that it adds."""
 
     logprob: float
     rank: int | None = None
@@ -17,11 +17,11 @@ class Logprob:
 
 @dataclass(slots=True)
 class SpecDecodeMetrics:
-    """What became of the drafts of one completion: vLLM's metrics.speculative_decoding.
+    """The draft statistics of one completion: vLLM's metrics.speculative_decoding.
 
-    num_spec_tokens: the most drafts of a verification. counts: number of drafts of a verification -> by the number of
-    those that were accepted, from 0: how many verifications there were. per_step: (drafts, accepted) of each
-    verification, None if it was not asked for.
+    num_spec_tokens: the maximum number of drafts per verification. counts: number of drafts -> list of the number of
+    verifications, indexed by the number of accepted drafts. per_step: (drafts, accepted) of each verification, None
+    unless requested.
     """
 
     num_spec_tokens: int
@@ -77,10 +77,10 @@ class CompletionOutput:
 
     finish_reason: "stop", "length", "repetition", "abort", "error", "bad_request", "overloaded", or None while it runs.
     stop_reason: the stop string or the stop token id that ended the completion, None for end-of-sequence; with "error",
-    "bad_request" and "overloaded", the reason. A bad request is one that only the engine finds wrong, such as an
-    impossible grammar. With "overloaded", other requests took the time or the memory that it needs.
+    "bad_request" and "overloaded", the reason. A bad request is a request whose error only the engine can detect, such
+    as an impossible grammar. With "overloaded", other requests used up the time or memory that it needs.
 
-    spec_decode_metrics: what became of drafts, so far; None without speculation. pooled: of a request that pools.
+    spec_decode_metrics: draft statistics so far; None without speculation. pooled: the result of a pooling request.
     """
 
     index: int
@@ -120,9 +120,9 @@ class RequestOutput:
     """A prompt and its completions so far.
 
     num_cached_tokens: prompt tokens that were found in the prefix cache. prompt_logprobs: if the request asked for
-    them, None for the first token and {token id: Logprob} for each later one. kv_transfer_params: those of a request
-    to another engine, which goes on with the prompt, if this one was asked to offer it. encoder_prompt,
-    encoder_prompt_token_ids: of a model with an encoder of texts, whose decoder has the other prompt.
+    them, None for the first token and {token id: Logprob} for each later one. kv_transfer_params: if this engine was
+    asked to offer the prompt's blocks, the parameters for the engine that continues the request. encoder_prompt,
+    encoder_prompt_token_ids: the encoder's prompt of an encoder-decoder model; the other fields have the decoder's.
     """
 
     request_id: str
@@ -172,7 +172,7 @@ class ScoringOutput:
 
 @dataclass
 class PoolingRequestOutput:
-    """The result of a prompt, with vLLM's names. outputs: a PoolingOutput, or what the method that was called gives."""
+    """The result of a prompt, with vLLM's names. outputs: a PoolingOutput, or the output type of the called method."""
 
     request_id: str
     outputs: PoolingOutput | EmbeddingOutput | ClassificationOutput | ScoringOutput

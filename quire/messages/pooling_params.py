@@ -1,4 +1,4 @@
-"""PoolingParams: the parameters of a request that asks for an embedding or scores. vLLM's names and defaults."""
+"""PoolingParams: the parameters of a request for an embedding or scores, with vLLM's names and defaults."""
 
 from typing import Any, Literal, get_args
 

@@ -1,4 +1,4 @@
-"""SamplingParams: how the tokens of a request are drawn. vLLM's names, defaults, ranges and messages."""
+"""SamplingParams: how a request's tokens are sampled, with vLLM's names, defaults, ranges and messages."""
 
 import math
 from enum import Enum
@@ -8,10 +8,10 @@ import msgspec
 
 from quire.messages.structured_outputs import StructuredOutputsParams
 
-MAX_N = 16_384  # completions of a prompt, vLLM's limit
+MAX_N = 16_384  # completions per prompt, vLLM's limit
 GREEDY_TEMPERATURE = 1e-5  # below this, sampling is arg-max
 MAX_LOGPROB_TOKEN_IDS = 128  # token ids whose logprobs one request may ask for, as in vLLM
-MAX_PATTERN_SIZE = 1000  # tokens; for each new token, the scheduler compares as many tokens
+MAX_PATTERN_SIZE = 1000  # tokens; the scheduler compares up to this many for each new token
 
 _INTEGERS = ("n", "top_k", "min_tokens")
 _OPTIONAL_INTEGERS = """max_tokens seed logprobs prompt_logprobs truncate_prompt_tokens stream_interval
@@ -65,8 +65,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         often as the token occurs. repetition_penalty: for each token in prompt or output, divides its logit if that is
         positive and multiplies it if that is negative.
     temperature: 0 is greedy. top_p, top_k (0 or -1: all), min_p: the usual truncations of the distribution.
-    seed: given equal logits, equal seeds give equal tokens whatever else runs; None or -1 draws a fresh seed.
-    stop, stop_token_ids: end before a string, or at a token. ignore_eos: go on after end-of-sequence.
+    seed: given equal logits, equal seeds give equal tokens regardless of other requests; None or -1 draws a new seed.
+    stop, stop_token_ids: end before a string, or at a token. ignore_eos: continue after end-of-sequence.
     max_tokens: None means up to max_model_len. min_tokens: do not stop before this many tokens.
     logprobs, prompt_logprobs: return log-probabilities of this many of the likeliest tokens at each place (-1: of all),
         and of the text's own token. A request with prompt_logprobs does not read the prefix cache.
@@ -75,19 +75,20 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     detokenize: False gives token ids and no text. skip_special_tokens, spaces_between_special_tokens,
         include_stop_str_in_output: what the text contains.
     output_kind: what LLM.stream yields; LLM.generate always returns finished outputs. stream_interval: tokens between
-        two outputs of a stream; the first and the last output come at once. The larger one of it and of the engine's
-        stream_interval is used.
+        two outputs of a stream; the first and the last output are sent at once. The maximum of this value and the
+        engine's stream_interval is used.
     repetition_detection: RepetitionDetectionParams, or a dict of its fields. A request that it ends has the finish
         reason "repetition".
-    logit_bias: {token id: number that is added to its logit}. allowed_token_ids: draw no other tokens. bad_words: do
+    logit_bias: {token id: number that is added to its logit}. allowed_token_ids: sample only these tokens. bad_words:
+    do
         not draw the token that would complete one of these words.
-    truncate_prompt_tokens: shorten the prompt to this many tokens; -1 shortens it so that max_tokens fit behind it.
+    truncate_prompt_tokens: shorten the prompt to this many tokens; -1 shortens it so that max_tokens fit after it.
         truncation_side: "left" (or None) removes tokens from the beginning, "right" from the end.
     skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached.
-    kv_compression: False keeps the whole KV cache of the prompt, {"ratio": 2} compresses it by another ratio than that
-        of the engine, which must have kv_compression.
-    structured_outputs: StructuredOutputsParams, or a dict of its fields: what the text must look like, behind the
-        model's thinking. thinking_token_budget: end the thinking after this many tokens; None or -1 for no limit.
+    kv_compression: False keeps the whole KV cache of the prompt, {"ratio": 2} compresses it by a different ratio than
+        the engine's, which must have kv_compression.
+    structured_outputs: StructuredOutputsParams, or a dict of its fields: a constraint on the text after the model's
+        thinking. thinking_token_budget: end the thinking after this many tokens; None or -1 for no limit.
     logits_processors: functions (output ids, logits) or (prompt ids, output ids, logits) -> logits, where logits are
         [vocab]; only where the model runs in the caller's process. extra_args: arguments for logits processor plugins.
     """
@@ -157,7 +158,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Tokens whose logprobs are returned at each place of the output, besides the output's own token."""
+        """Return how many logprobs are returned at each place of the output, in addition to the output's own token."""
         return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @property

@@ -1,7 +1,7 @@
 """A step as data: the scheduler's decisions, and the model runner's results.
 
-The messages contain only changes. A request is sent whole when it gets a row; later steps name it by its row. A run can
-be replayed from its recorded SchedulerOutputs.
+The messages contain only changes. A complete request is sent when it gets a row; later steps refer to the row. A run
+can be replayed from its recorded SchedulerOutputs.
 """
 
 import msgspec
@@ -12,18 +12,18 @@ from quire.messages.sampling_params import SamplingParams
 
 
 class AdapterPlace(msgspec.Struct, array_like=True, frozen=True):
-    """Where a request's adapter is to be: the adapter `key`, which has been loaded, in the slot `slot`. Requests in
-    submitted steps that use the slot have the same adapter."""
+    """The required place of a request's adapter: the loaded adapter `key` in the slot `slot`. All requests in submitted
+    steps that use the slot have the same adapter."""
 
     slot: int
     key: str
 
 
 class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True):
-    """A whole request that enters the batch, for the first time or again after a preemption.
+    """A complete request that enters the batch, for the first time or again after a preemption.
 
-    num_computed_tokens: the first tokens of token_ids whose keys and values are in the cache already (a prefix-cache
-    hit). rotary_positions: int32 [axes, prompt tokens], if they are not those of the tokens; see RotaryEmbedding.
+    num_computed_tokens: the first tokens of token_ids whose keys and values are already in the cache (a prefix-cache
+    hit). rotary_positions: int32 [axes, prompt tokens], if they differ from the token positions; see RotaryEmbedding.
     """
 
     request_id: str
@@ -33,7 +33,7 @@ class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     num_computed_tokens: int
     sampling_params: SamplingParams | None
     seed: int
-    stop_token_ids: list[int] = []  # all tokens that would end the request: not drawn before min_tokens
+    stop_token_ids: list[int] = []  # all tokens that would end the request: not sampled before min_tokens
     bad_words: list[list[int]] = []  # token ids of each form of each bad word
     pooling_params: PoolingParams | None = None
     adapter: AdapterPlace | None = None
@@ -42,7 +42,7 @@ class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True):
 
     @property
     def sampling(self) -> SamplingParams:
-        """The sampling parameters of a request that samples."""
+        """Return the sampling parameters of a request that samples."""
         assert self.sampling_params is not None
         return self.sampling_params
 
@@ -70,20 +70,20 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
 
     A row samples if the keys and values of all its tokens, including those sampled by earlier steps, are computed after
     this step. Scheduler and model runner both derive that from their own counts. The row then samples one token at each
-    of its places, which are behind its last 1 + num_draft_tokens[i] tokens.
+    of its places, which follow its last 1 + num_draft_tokens[i] tokens.
 
-    epoch: once a request of a step has been refused, the worker skips all later steps of the same epoch.
+    epoch: once a request of a step was refused, the worker skips all later steps of the same epoch.
     num_draft_tokens: how many of the last tokens of rows[i] are drafts; an empty list if no row has any.
     draft_tokens: these drafts.
-    num_next_drafts: how many drafts the drafter on the device makes for rows[i] behind this step; an empty list if none
-        for any row. The row has cache slots for so many tokens behind those of the step.
+    num_next_drafts: how many drafts the device's drafter generates for rows[i] after this step; an empty list if no row
+        has any. The row has cache slots for this many tokens after those of the step.
     compressions: (i, blocks, again) for each rows[i] whose text up to the end of this step is compressed: its KV heads
-        keep so many full blocks each on average. They are its first blocks then, followed by the last one if that is
+        keep this many full blocks each on average. These become its first blocks, followed by the last one if that is
         not full. The first `again` of the row's tokens have been computed before.
-    known_tokens: tokens of rows of this step that were not sampled: those that a grammar forces. No earlier step of
-        such a row is in flight.
-    encode, forget: media that are encoded before the step, and keys of those that are dropped from the cache of
-        embeddings before that. forgets_all: all are dropped first.
+    known_tokens: tokens of this step's rows that a grammar forced instead of sampling. Such a row has no earlier step
+        in flight.
+    encode: media to encode before the step.
+    forget: keys to drop from the embedding cache before encoding. forgets_all: drop all keys first.
     """
 
     step_id: int
@@ -103,10 +103,10 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
 
 
 class StepCosts(msgspec.Struct, array_like=True, frozen=True):
-    """How many seconds steps and drafts take, measured at start if the number of drafts depends on it.
+    """How many seconds steps and drafts take. Measured at start if the number of drafts depends on it.
 
-    steps: by the number of tokens. first_draft, next_draft: by the number of requests: for the first draft of each
-    request, and for each further one.
+    steps: by number of tokens. first_draft, next_draft: by number of requests, for each request's first draft and for
+    each further one.
     """
 
     steps: dict[int, float] = {}
@@ -137,7 +137,7 @@ class Logprobs(msgspec.Struct, array_like=True):
 
 
 class Pooled(msgspec.Struct, array_like=True):
-    """What a text was pooled to: an embedding or scores, [out], or those of each token, [tokens, out]."""
+    """The result of pooling a text: an embedding or scores, [out], or one per token, [tokens, out]."""
 
     shape: list[int]
     data: bytes  # float32
@@ -146,14 +146,14 @@ class Pooled(msgspec.Struct, array_like=True):
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """The results of a step. The dicts are keyed by i, the index of a row in the step's `rows`.
 
-    sampled_token_ids: for each row, in the step's order, the tokens that follow its text: one without drafts, else the
-        drafts that were accepted and one more. The list of a row that did not sample is empty.
-    logprobs: of the sampled tokens, for the rows that asked for them.
+    sampled_token_ids: for each row, in the step's order, the tokens that follow its text: one without drafts, otherwise
+        the accepted drafts and one more. The list of a row that did not sample is empty.
+    logprobs: of the sampled tokens, for the rows that requested them.
     prompt_logprobs: of a whole prompt except its first token, when its row samples for the first time.
-    refusals: why a request cannot be run, or why its results cannot be used. It fails.
+    refusals: why a request cannot be run, or why its results cannot be used. The request fails.
     was_skipped: the step was not run, because of its own refusals or those of an earlier step of its epoch.
-    draft_token_ids: for each row, the drafts behind its sampled tokens; an empty list if the step asked for none.
-    pooled: the results of rows that pool, which end with this step.
+    draft_token_ids: for each row, the drafts after its sampled tokens; an empty list if the step requested none.
+    pooled: the results of pooling rows, which end with this step.
     """
 
     step_id: int

@@ -1,4 +1,4 @@
-"""What the output of a request must look like: vLLM's StructuredOutputsParams, and where an answer's thinking ends."""
+"""Constraints on a request's output: vLLM's StructuredOutputsParams, and the limits of its thinking."""
 
 import json
 from typing import Any, Self
@@ -16,10 +16,10 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
     json: a JSON schema, as a dict or as JSON text (a dict is stored as text). json_object: any JSON object.
     regex: a regular expression for the whole text. choice: the text is one of these.
     grammar: a context-free grammar in Lark's syntax, or in EBNF as llama.cpp writes it (GBNF).
-    structural_tag: JSON text that says which tags may occur in free text, and what they contain.
-    disable_any_whitespace: JSON without any whitespace. disable_additional_properties: objects of a JSON schema have no
-        other properties than those that the schema lists. whitespace_pattern: a regular expression for the whitespace
-        between the elements of JSON.
+    structural_tag: JSON text that defines which tags may occur in free text, and their contents.
+    disable_any_whitespace: JSON without any whitespace. disable_additional_properties: objects of a JSON schema have
+        only the properties that the schema lists. whitespace_pattern: a regular expression for the whitespace between
+        the elements of JSON.
     """
 
     json: str | dict[str, Any] | None = None
@@ -34,7 +34,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
 
     @classmethod
     def create(cls, fields: dict[str, Any]) -> Self:
-        """From a dict of the fields. Raises ValueError or TypeError."""
+        """Create from a dict of the fields. Raises ValueError or TypeError."""
         unknown = sorted(fields.keys() - set(cls.__struct_fields__))
         if unknown:
             message = f"structured_outputs has no field {unknown[0]!r}; it has {', '.join(cls.__struct_fields__)}"
@@ -73,7 +73,7 @@ def _check_text(name: str, text: object, optional: bool = False) -> None:
 
 
 def _schema_text(schema: object) -> str:
-    """A JSON schema as JSON text. Raises ValueError or TypeError unless it is an object, or one of true and false."""
+    """Return a JSON schema as JSON text. Raises ValueError or TypeError unless it is an object, true or false."""
     try:
         if isinstance(schema, str):
             _check_text("json", schema)
@@ -90,11 +90,12 @@ def _schema_text(schema: object) -> str:
 
 
 class ThinkingLimits(msgspec.Struct, array_like=True, omit_defaults=True):
-    """Where the thinking of an answer begins and ends, and how long it may be.
+    """Where an output's thinking begins and ends, and how long it may be.
 
     end_ids, start_ids: the tokens of the markers. is_open: the output begins inside the thinking. budget: the number of
     tokens of thinking after which it is closed; None for no limit. closing_ids: the tokens that close it, which end
-    with end_ids; [] for end_ids alone. call_ids: of each text with which a tool call begins, and which ends it, too.
+    with end_ids; [] for end_ids alone. call_ids: token ids of each text that begins a tool call, which also ends the
+    thinking.
     """
 
     end_ids: list[int]

@@ -1,4 +1,4 @@
-"""Orders to move blocks between the pool and what lies beyond it."""
+"""Orders to move blocks between the pool and other tiers or engines."""
 
 import msgspec
 
@@ -6,8 +6,8 @@ BlockKey = tuple[int, bytes]  # the KV group and the hash of a block: equal keys
 
 
 class Peer(msgspec.Struct, frozen=True, array_like=True):
-    """An engine that lets this one read its blocks. name: another one after each start. host: an address of its
-    machine. ports: one for each rank of its replica."""
+    """An engine that lets this one read its blocks. name: different after each start. host: an address of its machine.
+    ports: one for each rank of its replica."""
 
     name: str
     host: str
@@ -31,9 +31,9 @@ class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
 class Transfer(msgspec.Struct, array_like=True, tag=True):
     """Copy blocks to or from a tier, on every rank: block block_ids[i] has the key keys[i].
 
-    number: of the transfer. tier: the tier's index. slots: where the blocks are in the tier; an empty list if it finds
-    them by their keys. peer: whose blocks `slots` names, if they are those of another engine. step: of the peer, which
-    computes the last of them; 0 if they have been computed.
+    number: the transfer's number. tier: the tier's index. slots: the blocks' slots in the tier; an empty list if it
+    finds them by their keys. peer: the engine that owns the blocks in `slots`, if it is another one. step: the peer's
+    step that computes the last of them; 0 if they have been computed.
     """
 
     number: int

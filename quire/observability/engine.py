@@ -24,10 +24,10 @@ class EngineMetrics:
     """Counts requests, and the tokens and other results of steps. Times are taken in the process of the cores' client.
 
     prefix: the prefix of the metrics' names. enabled: False keeps and renders no statistics. max_loras: how many
-    adapters a batch may have; 0 without adapters. num_cores: each has metrics of its own, with its number as the label
-    `engine`. first_core: the number of the first. counts_cores: False if another client counts what cores do for all of
-    them. since_start: False if the cores have run before, for a process that this one replaces. buckets: the bounds of
-    histograms by family, in place of those of engine.toml.
+    adapters a batch may have; 0 without adapters. num_cores: each core has its own metrics, with its number as the
+    label `engine`. first_core: the number of the first. counts_cores: False if another client counts the cores'
+    activity for all clients. since_start: False if this process replaces another one whose cores have already run.
+    buckets: the bounds of histograms by family, which replace those in engine.toml.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class EngineMetrics:
         self._stats = [CoreStats() if since_start else None for _ in range(num_cores)]  # the last of each core
         self._cache_config: Gauge | None = None
         self._cache_labels: list[dict[str, str]] = []
-        # For each core its metrics by name, or by name and value of an additional label.
+        # For each core: its metrics by name, or by name and the value of an additional label.
         self._cores: list[dict[Any, Any]] = [{} for _ in range(num_cores)]
 
         def declare(kind: Any, name: str, text: str, **options: Any) -> None:
@@ -87,8 +87,8 @@ class EngineMetrics:
             self._max_loras, self._adapters = str(max_loras), Gauge(name, text, names, registry=self.registry)
 
     def set_cache_config(self, configs: Sequence[Mapping[str, object]]) -> None:
-        """Report options and size of the cores' KV caches as labels of a gauge that is 1. The names must always be the
-        same."""
+        """Report the options and sizes of the cores' KV caches as labels of a gauge that is 1. The label names must
+        never change."""
         labels = [
             {**{n: str(v) for n, v in c.items()}, "engine": str(rank)}
             for rank, c in enumerate(configs, self._first_core)
@@ -104,9 +104,9 @@ class EngineMetrics:
             self._cache_config.labels(**of_core).set(1)
 
     def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         if self._adapters is not None:
-            found: tuple[set[str], set[str]] = set(), set()  # of sequences that wait for their first token, of others
+            found: tuple[set[str], set[str]] = set(), set()  # before the first token, after it
             for sequence in self._sequences.values():
                 found[bool(sequence.first_token_at)].add(sequence.adapter)
             self._adapters.clear()
@@ -117,7 +117,8 @@ class EngineMetrics:
     # ---- events
 
     def add(self, sequences: list[EngineCoreRequest], core_of: Callable[[str], int] = lambda request_id: 0) -> None:
-        """A request arrived. It has one core request for each of its n sequences. core_of: which core gets it."""
+        """Record a new request. It has one core request for each of its n sequences. core_of: returns the core of a
+        request."""
         if not self.enabled:
             return
         if not self._sequences:
@@ -134,17 +135,17 @@ class EngineMetrics:
             )
 
     def abort(self, request_ids: list[str]) -> None:
-        """The client aborted these core requests."""
+        """Record that the client aborted these core requests."""
         for request_id in request_ids:
             self._finish(request_id, "abort")
 
     def stop(self, request_ids: list[str]) -> None:
-        """A stop string ended these core requests."""
+        """Record that a stop string ended these core requests."""
         for request_id in request_ids:
             self._finish(request_id, "stop")
 
     def step(self, outputs: list[EngineCoreOutput], stats: CoreStats, core: int = 0) -> None:
-        """A core has finished a step. stats: its state right after the step."""
+        """Record a core's finished step. stats: its state right after the step."""
         if not self.enabled:
             return
         now = time.monotonic()
@@ -164,7 +165,7 @@ class EngineMetrics:
         self._count(core, stats, generated, first_tokens)
 
     def count_restart(self, core: int) -> None:
-        """A core replaces a lost one."""
+        """Record that a new core replaces a lost one."""
         if self._counts_cores:
             self._cores[core]["engine_restarts"].inc()
 
@@ -223,7 +224,7 @@ class EngineMetrics:
             metrics["request_max_num_generation_tokens"].observe(request.longest)
 
     def _count(self, core: int, stats: CoreStats, generated: int, first_tokens: int) -> None:
-        """Add the changes since the last step. A new core counts from zero, and the metrics continue."""
+        """Add the changes since the last step. A new core counts from zero, but the metrics continue."""
         metrics = self._cores[core]
         before = self._stats[core] or stats
         metrics["generation_tokens"].inc(generated)
@@ -233,7 +234,7 @@ class EngineMetrics:
             before = CoreStats()
         queries = stats.prefix_queries - before.prefix_queries
         hits = stats.prefix_hits - before.prefix_hits
-        # A sequence's last token is generated but never computed, so a sequence has one token more than were computed.
+        # A sequence's last token is generated but never computed, so a sequence has one more token than were computed.
         step_tokens = stats.computed_tokens - before.computed_tokens + first_tokens
         if step_tokens:
             metrics["iteration_tokens_total"].observe(step_tokens)
@@ -251,7 +252,7 @@ class EngineMetrics:
         self._stats[core] = stats
         total = CoreStats.total([stats or CoreStats() for stats in self._stats])
         is_busy = total.num_running + total.num_waiting > 0
-        if are_shared() and is_busy:  # with requests that this process does not see
+        if are_shared() and is_busy:  # with requests of other processes
             self._throughput.begin_work()
         generated = stats.generated_tokens - before.generated_tokens  # for all clients
         computed = max(0, step_tokens - generated)
@@ -262,7 +263,7 @@ class EngineMetrics:
 
 
 def _is_of_new_core(stats: CoreStats, before: CoreStats) -> bool:
-    """Whether a core has counted less than before, so that it must be another one."""
+    """Whether a core's counts are lower than before, so that it must be a new core."""
     drafts = stats.speculation
     earlier = before.speculation
     return (

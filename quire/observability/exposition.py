@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' text format. Those of several API processes are added up."""
+"""Metrics in Prometheus' text format. The metrics of several API processes are added."""
 
 import mmap
 import os
@@ -12,7 +12,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
 
-# The environment variable that makes prometheus_client keep the values in files, which all processes can read.
+# The environment variable that makes prometheus_client store the values in files, which all processes can read.
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -22,7 +22,7 @@ def are_shared() -> bool:
 
 
 def exposition(registry: CollectorRegistry) -> bytes:
-    """The metrics of a registry, or those of all registries of all processes."""
+    """Return the metrics of a registry, or those of all registries of all processes."""
     if are_shared():
         registry = CollectorRegistry()
         MultiProcessCollector(registry, os.environ[SHARED_FOLDER])  # type: ignore[no-untyped-call]
@@ -30,10 +30,11 @@ def exposition(registry: CollectorRegistry) -> bytes:
 
 
 class SharedValues(MmapedDict):
-    """The values of a process in a file whose blocks are reserved. Without them, a write to the mapped file of a full
-    disk ends the process (SIGBUS). A process that gets no more blocks counts on in memory, which is not shown."""
+    """The values of a process in a file whose disk blocks are reserved. Otherwise, a write to the mapped file on a full
+    disk would end the process (SIGBUS). A process that gets no more blocks continues to count in memory, without
+    showing it."""
 
-    _SIZE = 1 << 16  # bytes at the beginning
+    _SIZE = 1 << 16  # initial size in bytes
 
     def __init__(self, filename: str, read_mode: bool = False) -> None:
         if not read_mode:
@@ -41,7 +42,7 @@ class SharedValues(MmapedDict):
                 try:
                     os.posix_fallocate(file.fileno(), 0, self._SIZE)
                 except OSError as error:
-                    os.unlink(filename)  # others would read it
+                    os.unlink(filename)  # otherwise other processes would read it
                     filename = f"/proc/self/fd/{_memory(error)}"
         super().__init__(filename, read_mode)  # type: ignore[no-untyped-call]
 

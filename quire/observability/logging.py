@@ -1,4 +1,4 @@
-"""The log on standard error: readable lines such as `12:03:44 INFO    KV cache: ...`, or a JSON object a line."""
+"""The log on standard error: readable lines such as `12:03:44 INFO    KV cache: ...`, or one JSON object per line."""
 
 import io
 import json
@@ -21,8 +21,8 @@ class LogOptions(NamedTuple):
 def configure_logging(level: str = "INFO", format: str = "text") -> None:
     """Send Quire's log to standard error. For the command line: a program that imports Quire configures logging itself.
 
-    With "json", whatever Python code prints on standard error becomes a part of the log, too. Further calls change the
-    level and the format.
+    With "json", everything that Python code prints on standard error becomes part of the log, too. Further calls change
+    the level and the format.
     """
     if not logger.handlers:
         logger.addHandler(logging.StreamHandler(sys.stderr))
@@ -35,19 +35,21 @@ def configure_logging(level: str = "INFO", format: str = "text") -> None:
 
 
 def log_options() -> LogOptions:
-    """Those of this process, for the processes that it starts."""
+    """Return the options of this process, for the processes that it starts."""
     is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in logger.handlers)
     return LogOptions(logging.getLevelName(logger.getEffectiveLevel()), "json" if is_json else "text")
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """Text from a client, made safe for the log: cut after `limit` characters, and control characters escaped."""
+    """Return a client's text in a form that is safe for the log: cut after `limit` characters, with control characters
+    escaped."""
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:limit])
     return f"{shown}... ({len(text):,} characters)" if limit is not None and len(text) > limit else shown
 
 
 class _TextFormatter(logging.Formatter):
-    """Control characters are escaped, and further lines of a message are indented: none can look like another one."""
+    """Escapes control characters, and indents further lines of a message, so that no message can imitate another
+    one."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
@@ -76,7 +78,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _Stderr(io.TextIOBase):
-    """Stands for standard error. Each line that is printed there becomes an entry of the log."""
+    """Replaces standard error. Each line printed there becomes a log entry."""
 
     def __init__(self, handler: "logging.StreamHandler[Any]") -> None:
         self._handler = handler
@@ -86,7 +88,7 @@ class _Stderr(io.TextIOBase):
         *lines, self._rest = (self._rest + text).split("\n")
         for line in filter(str.strip, lines):
             record = logging.LogRecord("stderr", logging.INFO, "", 0, line, None, None)
-            # Not by the handler: it prints its own errors here.
+            # Not through the handler, which prints its own errors here.
             self._handler.stream.write(self._handler.format(record) + "\n")
         return len(text)
 
@@ -95,7 +97,7 @@ class _Stderr(io.TextIOBase):
 
 
 def _take_over(handler: "logging.StreamHandler[Any]") -> None:
-    """Let a handler have what other libraries log, warnings, the tracebacks of this process, and what it prints."""
+    """Send other libraries' logs, warnings, and the tracebacks and output of this process to a handler."""
 
     def unhandled(exception: Any) -> None:
         logger.critical("An exception was not handled", exc_info=exception)

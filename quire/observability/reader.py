@@ -37,8 +37,8 @@ class Gauge(Metric):
 
 @dataclass
 class Histogram(Metric):
-    """The number and the sum of the observed values. buckets: upper limit, up to "+Inf" → number of values at most that
-    large."""
+    """The number and the sum of the observed values. buckets: upper limit, up to "+Inf" → number of values up to this
+    limit."""
 
     count: int
     sum: float
@@ -46,7 +46,7 @@ class Histogram(Metric):
 
 
 def snapshot(registry: CollectorRegistry) -> list[Metric]:
-    """The counters, gauges and histograms of a registry as they are now."""
+    """Return the current counters, gauges and histograms of a registry."""
     return [metric for family in registry.collect() for metric in _metrics(family)]
 
 
@@ -62,7 +62,7 @@ def _metrics(family: Family) -> list[Metric]:
 
 
 def _histograms(family: Family) -> list[Metric]:
-    """One histogram for each set of labels, without the label `le`, which is a bucket's limit."""
+    """Return one histogram for each set of labels, without the label `le`, which is a bucket's limit."""
     found: dict[tuple[tuple[str, str], ...], Histogram] = {}
     for sample in family.samples:
         labels = {name: value for name, value in sample.labels.items() if name != "le"}

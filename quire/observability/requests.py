@@ -1,4 +1,4 @@
-"""What is recorded of requests for the metrics."""
+"""The records of requests for the metrics."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class SequenceRecord:
     max_tokens: int
     arrived_at: float
     adapter: str = ""
-    core: int = 0  # the number of the core that runs it
+    core: int = 0  # number of the core that runs it
     scheduled_at: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0

@@ -12,12 +12,12 @@ LOG_SECONDS = 10.0
 class ThroughputLog:
     """Logs a line when LOG_SECONDS have passed since the last one, or since work began after a pause.
 
-    Rates are means over the time in which there was work: idle time neither counts nor leads to a line.
+    Rates are averages over the time with work: idle time is not counted and produces no lines.
     """
 
     def __init__(self) -> None:
         self._working_since: float | None = None
-        self._logged = SpeculationStats()  # up to the last line
+        self._logged = SpeculationStats()  # stats up to the last line
         self._reset(0.0)
 
     def _reset(self, now: float) -> None:
@@ -26,7 +26,7 @@ class ThroughputLog:
         self._prompt_tokens = self._generated = self._queries = self._hits = self._preemptions = 0
 
     def begin_work(self) -> None:
-        """The first request arrived at an idle engine. Nothing changes if it has work already."""
+        """Record that an idle engine received a request. Has no effect if the engine already has work."""
         if self._working_since is not None:
             return
         self._working_since = time.monotonic()
@@ -34,7 +34,7 @@ class ThroughputLog:
             self._reset(self._working_since)
 
     def end_work(self) -> None:
-        """The last request ended."""
+        """Record that the last request has ended."""
         if self._working_since is not None:
             self._work_seconds += time.monotonic() - self._working_since
             self._working_since = None
@@ -42,8 +42,8 @@ class ThroughputLog:
     def step(
         self, stats: CoreStats, prompt_tokens: int, generated: int, queries: int, hits: int, preemptions: int = 0
     ) -> None:
-        """A step has finished. The numbers count tokens; queries and hits are those of the prefix cache. preemptions:
-        of requests."""
+        """Record a finished step. The numbers count tokens; queries and hits refer to the prefix cache. preemptions:
+        preempted requests."""
         self._prompt_tokens += prompt_tokens
         self._generated += generated
         self._queries += queries
@@ -73,7 +73,7 @@ class ThroughputLog:
             self._working_since = now
 
     def _speculation(self, stats: CoreStats) -> str:
-        """What the line says of drafts; nothing if there were none."""
+        """Return the line's part about drafts; empty if there were none."""
         now = stats.speculation or SpeculationStats()
         before = self._logged
         self._logged = now

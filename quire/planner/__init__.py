@@ -1,1 +1,1 @@
-"""The capacity planner of `quire plan`: which layouts fit, how fast they answer a load, and what that costs."""
+"""The capacity planner of `quire plan`: which layouts fit, their latency under a load, and their cost."""

@@ -1,4 +1,4 @@
-"""The devices that a plan may use. devices.toml has their rates, and the source of each."""
+"""The devices that a plan may use. devices.toml lists their rates with sources."""
 
 import difflib
 import re
@@ -15,7 +15,7 @@ _RATES = ("bf16", "int8", "fp8")
 
 @dataclass(frozen=True)
 class Kind:
-    """What devices of a kind reach. The fields are described in devices.toml."""
+    """The achievable share of the peak rates for a kind of device. The fields are described in devices.toml."""
 
     memory_share: float
     weight_share: float
@@ -35,9 +35,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Device:
-    """A device, in bytes, seconds and operations. rates: operations a second of dense products, by the type of their
-    inputs. link: bytes a second in one direction to the other devices of the machine. All of them are peaks, and `kind`
-    says what share is reached."""
+    """A device, in bytes, seconds and operations. rates: operations per second of dense products, by input type. link:
+    bytes per second in one direction to the other devices of the machine. All rates are peaks; `kind` has the share
+    that is reached."""
 
     name: str
     memory: float
@@ -52,16 +52,16 @@ class Device:
 
     @property
     def weight_bandwidth(self) -> float:
-        """Bytes of weights a second that products with few rows read."""
+        """Return the bytes of weights per second that products with few rows read."""
         return self.bandwidth * self.kind.weight_share
 
     def products(self, dtype: str) -> float:
-        """Operations a second that products with inputs of a type reach."""
+        """Return the operations per second that products with inputs of a type reach."""
         return self.rates.get(dtype, self.rates["bf16"]) * self.kind.product_share
 
     @property
     def attention(self) -> float:
-        """Operations a second that attention to prompts reaches."""
+        """Return the operations per second that attention reaches in prefill."""
         return self.rates["bf16"] * self.kind.attention_share
 
 

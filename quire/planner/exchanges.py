@@ -1,8 +1,9 @@
-"""What ranks send to each other, for each axis of a layout.
+"""The communication between ranks, for each axis of a layout.
 
-`layer`, `boundary` and `ends` are formulas, which tests hold against what is counted in real layers
-(benchmarks/bytes_of_axes.py). Numbers are elements that a rank sends in a ring: of a tensor of n elements and N ranks,
-n (N - 1) / N in a reduce-scatter or an all-gather, twice as many in an all-reduce, and n if it is sent to one rank.
+`layer`, `boundary` and `ends` are formulas, which tests compare with counts in real layers
+(benchmarks/bytes_of_axes.py). Numbers are the elements that a rank sends in a ring. For a tensor of n elements and N
+ranks, these are n (N - 1) / N in a reduce-scatter or an all-gather, twice as many in an all-reduce, and n if it is sent
+to one rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from quire.models.spec import DecoderSpec
 
 @dataclass(frozen=True)
 class Sent:
-    """calls: how often a rank exchanges something. values: elements that it sends, all calls together."""
+    """calls: the number of exchanges of a rank. values: the total number of elements that it sends."""
 
     calls: int = 0
     values: float = 0.0
@@ -30,7 +31,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Axes:
-    """tp: ranks that divide each layer. divides_tokens: --enable-sequence-parallel. pp: stages."""
+    """tp: ranks that share each layer. divides_tokens: --enable-sequence-parallel. pp: stages."""
 
     tp: int = 1
     divides_tokens: bool = False
@@ -38,7 +39,7 @@ class Axes:
 
 
 def layer(spec: DecoderSpec, index: int, axes: Axes) -> Sent:
-    """What a rank sends for each token in a layer."""
+    """Return what a rank sends for each token in a layer."""
     if axes.tp == 1:
         return Sent()
     mixer = spec.mixers[index]
@@ -47,7 +48,7 @@ def layer(spec: DecoderSpec, index: int, axes: Axes) -> Sent:
     sums = 1 if parallel else 2
     inputs = (
         2 if parallel and spec.names.get("mlp_norm") is not None else sums
-    )  # that are gathered if tokens are divided
+    )  # gathered if tokens are divided among ranks
     out = Sent(sums, 2 * sums * spec.hidden_size * part)
     if axes.divides_tokens:
         out = Sent(sums + inputs, (sums + inputs) * spec.hidden_size * part)
@@ -57,7 +58,7 @@ def layer(spec: DecoderSpec, index: int, axes: Axes) -> Sent:
 
 
 def boundary(spec: DecoderSpec, axes: Axes) -> Sent:
-    """What a rank sends for each token to the next stage, and to its tensor group there, which joins the parts."""
+    """Return what a rank sends per token to the next stage, and to its tensor group there, which combines the parts."""
     if axes.pp == 1:
         return Sent()
     joins = axes.tp > 1 and not axes.divides_tokens
@@ -65,7 +66,7 @@ def boundary(spec: DecoderSpec, axes: Axes) -> Sent:
 
 
 def ends(spec: DecoderSpec, axes: Axes) -> Sent:
-    """What a rank sends for each token at the embedding, and for each sampled token at the head."""
+    """Return what a rank sends for each token at the embedding, and for each sampled token at the head."""
     if axes.tp == 1:
         return Sent()
     part = (axes.tp - 1) / axes.tp
@@ -74,13 +75,13 @@ def ends(spec: DecoderSpec, axes: Axes) -> Sent:
 
 
 def exchange(mlp: MoESpec, hidden: int, ranks: float, elsewhere: float) -> Sent:
-    """What a replica sends for each token in a layer with experts that replicas share: the token with the numbers of
-    its experts, to each of `ranks` other replicas, and as many results as come back for it, from `elsewhere` choices.
-    The numbers of rows, which are exchanged first, are not counted by token."""
+    """Return what a replica sends per token in an MoE layer whose experts are distributed over replicas. It sends the
+    token with its expert numbers to each of `ranks` other replicas, and results for `elsewhere` choices. The row
+    counts, which are exchanged first, do not depend on the token and are left out."""
     return Sent(3, ranks * (hidden + mlp.top_k) + elsewhere * hidden)
 
 
 def expected_exchange(mlp: MoESpec, hidden: int, replicas: int) -> Sent:
-    """The same for tokens whose choices are independent, and equally likely on each replica."""
-    there = 1 - (1 - 1 / replicas) ** mlp.top_k  # probability that a replica has some of a token's experts
+    """Return the expected exchange for tokens whose choices are independent and equally likely on each replica."""
+    there = 1 - (1 - 1 / replicas) ** mlp.top_k  # probability that a replica has any of a token's experts
     return exchange(mlp, hidden, (replicas - 1) * there, mlp.top_k * (replicas - 1) / replicas)

@@ -1,8 +1,8 @@
-"""The time of a step, fitted: measured steps of a model on a machine, and a function that is nearest to them.
+"""Fitted step times: measured steps of a model on a machine, and the best-fitting function.
 
-The function is a sum with coefficients that are not negative: a piecewise linear function of the step's tokens, and
-terms in proportion to its requests, places, cached keys and pairs of queries and keys. Coefficients minimize the sum of
-relative errors (least absolute deviations, by iteratively reweighted least squares).
+The function is a sum with nonnegative coefficients: a piecewise linear function of the step's tokens, and terms
+proportional to its requests, places, cached keys and query-key pairs. Coefficients minimize the sum of relative errors
+(least absolute deviations, by iteratively reweighted least squares).
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from quire.planner.sizes import Footprint
 from quire.planner.work import StepWork, Window
 
 VERSION = 1
-_ROUNDS, _SWEEPS = 12, 400  # of reweighting; of coordinate descent in each
-_SMALL_ERROR = 0.01  # relative errors below this count alike
+_ROUNDS, _SWEEPS = 12, 400  # rounds of reweighting; sweeps of coordinate descent in each
+_SMALL_ERROR = 0.01  # relative errors below this get equal weight
 _Array = NDArray[np.float64]
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A measured step. seconds: of one run or, for one that was repeated, the median."""
+    """A measured step. seconds: of one run, or the median if the step was repeated."""
 
     work: StepWork
     seconds: float
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """Measured steps of a model on a machine: what `quire plan measure` writes.
+    """Measured steps of a model on a machine: the output of `quire plan measure`.
 
-    shape: of the model, see `shape_of`. entries, operations: for each window of its layers, bytes that they cache of a
-    token, and operations of their scores, which weigh the windows against each other. blocks: of the engine's KV cache.
+    shape: the model's shape, see `shape_of`. entries, operations: for each attention window, the bytes that its layers
+    cache per token, and the operations of their scores; these are the weights of the windows. blocks: number of blocks
+    of the engine's KV cache.
     """
 
     version: int
@@ -55,7 +56,7 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 class Fitted:
-    """Step times that are fitted to samples. There is one stage, and the host's time is part of the step."""
+    """Step times fitted to samples. There is one stage, and the host's time is part of the step."""
 
     def __init__(self, fit: Fit) -> None:
         self.windows = fit.windows
@@ -75,7 +76,8 @@ class Fitted:
         return 0.0
 
     def _features(self, work: StepWork) -> _Array:
-        """The terms of the sum. Behind the last knot, the function of the tokens goes on in proportion to them."""
+        """Return the terms of the sum. Beyond the last knot, the function of the tokens grows proportionally to
+        them."""
         knots = self._knots
         tokens = work.tokens
         hats = np.zeros(len(knots))
@@ -101,7 +103,7 @@ class Fitted:
 
 
 def shape_of(footprint: Footprint) -> str:
-    """What the times of a model depend on: its sizes, and the bytes of its weights."""
+    """Return the properties that step times depend on: the model's sizes, and the bytes of its weights."""
     spec = footprint.spec
     p = footprint.parameters
     return (
@@ -115,7 +117,7 @@ def write_fit(path: Path, fit: Fit) -> None:
 
 
 def read_fit(path: Path, footprint: Footprint, quantization: str | None) -> Fit:
-    """Raises ValueError for a file that is none of these, or that is of another model, and OSError."""
+    """Read a Fit from a file. Raises OSError, and ValueError for an invalid file or one of another model."""
     try:
         fit = msgspec.json.decode(path.read_bytes(), type=Fit)
     except msgspec.MsgspecError as error:
@@ -134,7 +136,7 @@ def read_fit(path: Path, footprint: Footprint, quantization: str | None) -> Fit:
 
 
 def _knots(sizes: Any) -> list[int]:
-    """1, 2, 4, ... tokens, as far as steps were measured there, and the largest step."""
+    """Return 1, 2, 4, ... tokens, up to the largest measured step, and this step itself."""
     knots = []
     size = 1
     largest = max(sizes)
@@ -146,7 +148,7 @@ def _knots(sizes: Any) -> list[int]:
 
 
 def _fit(features: _Array, seconds: _Array) -> _Array:
-    """Coefficients, none negative, with the smallest sum of relative errors. features: [samples, terms]"""
+    """Return the nonnegative coefficients with the smallest sum of relative errors. features: [samples, terms]"""
     relative = features / seconds[:, None]
     scales = np.maximum(np.abs(relative).max(0), 1e-300)
     relative = relative / scales
@@ -161,7 +163,7 @@ def _fit(features: _Array, seconds: _Array) -> _Array:
 
 
 def _nonnegative_least_squares(gram: _Array, target: _Array, start: _Array) -> _Array:
-    """The x >= 0 that minimizes x gram x / 2 - target x, by coordinate descent."""
+    """Return the x >= 0 that minimizes x gram x / 2 - target x, by coordinate descent."""
     x = start.copy()
     slack = gram.diagonal() + 1e-12
     for _ in range(_SWEEPS):

@@ -1,4 +1,4 @@
-"""Layouts: how the ranks of a plan divide a model and its requests among them."""
+"""Layouts: how a model and its requests are distributed across the ranks of a plan."""
 
 import re
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from quire.planner.sizes import Footprint
 
 @dataclass(frozen=True)
 class Layout:
-    """tp, pp, dp: ranks that divide each layer, stages, and replicas. ep: the experts are dealt to the ranks as wholes:
-    to the tp ranks of all replicas of a stage."""
+    """tp, pp, dp: ranks that share each layer, stages, and replicas. ep: whole experts are distributed across the tp
+    ranks of all replicas of a stage."""
 
     tp: int = 1
     pp: int = 1
@@ -27,7 +27,7 @@ class Layout:
 
     @property
     def shares_experts(self) -> bool:
-        """Whether replicas share experts, and so run their steps together."""
+        """Whether replicas share experts, and therefore run their steps together."""
         return self.ep and self.dp > 1
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Layout:
 
     @property
     def flags(self) -> str:
-        """The options of `quire serve`."""
+        """Return the layout as options of `quire serve`."""
         sizes = {"-tp": self.tp, "-pp": self.pp, "-dp": self.dp}
         return " ".join(
             [*(f"{flag} {size}" for flag, size in sizes.items() if size > 1), *(["-ep"] if self.ep else [])]
@@ -44,7 +44,7 @@ class Layout:
 
 
 def layouts(ranks: int, spec: DecoderSpec) -> list[Layout]:
-    """All layouts of so many ranks that the model allows, those with the fewest ranks for a replica first."""
+    """Return all layouts of this many ranks that the model allows, those with the fewest ranks per replica first."""
     has_experts = any(isinstance(mlp, MoESpec) for mlp in spec.mlps)
     heads = min(part.num_heads for _, part in spec.cached)
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
@@ -73,16 +73,15 @@ def parse_layout(text: str) -> Layout:
 
 @dataclass(frozen=True)
 class Stages:
-    """The parts that the ranks of a layout have of a model: one for each stage, since the ranks of a stage have equally
-    large ones."""
+    """The model parts of a layout's ranks: one per stage, since all ranks of a stage have equally large parts."""
 
     footprint: Footprint
     layout: Layout
 
     @cached_property
     def parts(self) -> list[Footprint]:
-        """Divided like quire/models/stages.py does: the slowest stage reads as few bytes as possible, and half of the
-        head counts."""
+        """Split the model like quire/models/stages.py: the slowest stage reads as few bytes as possible, and half of
+        the head's bytes are counted."""
         spec = self.footprint.spec
         layout = self.layout
         experts = layout.tp * layout.dp if layout.ep else 1

@@ -1,4 +1,4 @@
-"""Measures steps of a model on this machine, in a real engine, for step times that are fitted."""
+"""Measures a model's steps on this machine, in a real engine, as samples for fitted step times."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from quire.platform.limits import processors
 from quire.scheduler.request import Request
 
 _GREEDY = SamplingParams(temperature=0.0)
-_STEPS = 6  # that requests decode before and after a prompt joins them
-_CONTEXTS = (24, 200, 800)  # tokens of prompts of requests that decode
-_PROMPTS = (6, 16, 40, 96, 200, 400, 900)  # tokens of a prompt that joins them
+_STEPS = 6  # decode steps before and after a prompt joins
+_CONTEXTS = (24, 200, 800)  # prompt tokens of the decoding requests
+_PROMPTS = (6, 16, 40, 96, 200, 400, 900)  # tokens of the joining prompt
 
 
 @dataclass(frozen=True)
 class Case:
-    """So many streams with contexts of so many tokens decode, then a prompt of so many tokens joins them."""
+    """`streams` requests with contexts of `context` tokens decode, then a prompt of `prompt` tokens joins them."""
 
     streams: int
     context: int
@@ -41,7 +41,7 @@ class Case:
 
 
 class StepClock:
-    """Runs steps of an engine, and notes what each computes and how long it takes. now: a clock, in seconds."""
+    """Runs steps of an engine, and records the work and the time of each. now: a clock, in seconds."""
 
     def __init__(self, llm: LLM, windows: tuple[Window, ...], now: Callable[[], float] = time.perf_counter) -> None:
         self.core = llm.core
@@ -61,7 +61,7 @@ class StepClock:
         self.core.add_request(EngineCoreRequest(f"measured {self._number}", tokens, _GREEDY, seed=0, max_tokens=output))
 
     def steps(self, most: int | None = None) -> Iterator[Sample]:
-        """Run up to so many steps, or until all requests have ended."""
+        """Run up to `most` steps, or until all requests have ended."""
         count = 0
         while self.core.has_unfinished and (most is None or count < most):
             self._works.clear()
@@ -88,7 +88,8 @@ class StepClock:
 
 
 def cases(most_streams: int, longest: int, most_tokens: int) -> list[Case]:
-    """Cases that cover the steps of an engine. longest: of a request. most_tokens: of all requests together."""
+    """Return cases that cover the steps of an engine. longest: tokens of a request. most_tokens: tokens of all requests
+    together."""
     found = []
     streams = 1
     while streams <= most_streams:
@@ -104,7 +105,7 @@ def cases(most_streams: int, longest: int, most_tokens: int) -> list[Case]:
 def measure(
     llm: LLM, windows: tuple[Window, ...], seconds: float, now: Callable[[], float] = time.perf_counter, seed: int = 0
 ) -> list[Sample]:
-    """Steps of an engine with one step in flight, for about so many seconds; at least one case for each number of
+    """Measure steps of an engine with one step in flight for about `seconds`, with at least one case for each number of
     streams. Its prefix cache must be off. Raises ValueError for an engine that is too small."""
     limits = llm.core.scheduler.limits
     kv = llm.core.scheduler.kv
@@ -117,7 +118,7 @@ def measure(
     clock = StepClock(llm, windows, now)
     began = time.perf_counter()
     is_first = True
-    list(_run(clock, Case(1, _CONTEXTS[0], _PROMPTS[0]), rng))  # the first steps are recorded, and take longer
+    list(_run(clock, Case(1, _CONTEXTS[0], _PROMPTS[0]), rng))  # the first steps are traced, and take longer
     while is_first or time.perf_counter() - began < seconds:
         for of_streams in by_streams.values():
             samples += _run(clock, rng.choice(of_streams), rng)
@@ -143,7 +144,7 @@ def measured_fit(model: str | None, options: dict[str, Any], footprint: Footprin
     try:
         times = RooflineTimes(
             footprint, Layout(), DEVICES["H100"]
-        )  # counts what the fit weighs, which no device matters to
+        )  # counts for the fit, which do not depend on the device
         samples = measure(llm, times.windows, seconds)
         limits = llm.core.scheduler.limits
         kv = llm.core.scheduler.kv
@@ -167,7 +168,7 @@ def measured_fit(model: str | None, options: dict[str, Any], footprint: Footprin
 
 
 def machine_name() -> str:
-    """The processor, and how many of them this process may use."""
+    """Return the processor's name, and how many cores this process may use."""
     name = "a CPU"
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -178,7 +179,7 @@ def machine_name() -> str:
 
 
 def table(fit: Fit, fitted: Fitted) -> str:
-    """How near the fitted times are to the measured ones."""
+    """Return a table that compares fitted and measured times."""
     errors = np.array([abs(fitted.seconds(sample.work) / sample.seconds - 1) for sample in fit.samples])
     sizes = sorted({sample.work.tokens for sample in fit.samples})
     return (

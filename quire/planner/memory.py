@@ -1,4 +1,4 @@
-"""What fits: the memory of a rank, with a layout on a device."""
+"""The memory of a rank, for a layout on a device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,27 +10,28 @@ from quire.planner.devices import Device
 from quire.planner.layout import Layout, Stages
 from quire.planner.sizes import Footprint
 
-_CONTEXT = 0.6e9  # bytes of a process on a GPU: its context, kernels and buffers of its libraries; an estimate
-_CAPTURED = 1.25  # CUDA graphs take a quarter of what the largest step takes, as in quire/worker/memory.py
-_CPU_SHARE = 0.5  # of the free memory of a CPU that the KV cache takes, as in quire/worker/memory.py
+_CONTEXT = 0.6e9  # estimated bytes of a process on a GPU: its context, kernels and library buffers
+_CAPTURED = 1.25  # CUDA graphs add a quarter of the largest step's memory, as in quire/worker/memory.py
+_CPU_SHARE = 0.5  # share of a CPU's free memory for the KV cache, as in quire/worker/memory.py
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The options of `quire serve` that a plan depends on, with their names there."""
+    """The options of `quire serve` that affect a plan, under the same names."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
-    kv_element_bytes: int | None = None  # None for the model's own type
+    kv_element_bytes: int | None = None  # None for the model's dtype
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the rank with the largest share of the weights. largest: all that it may use. step: what the largest
-    step takes. blocks: of the KV cache of a replica, 0 if the weights do not fit. tokens: those in them."""
+    """The memory of the rank with the largest share of the weights, in bytes. largest: the limit. step: memory of the
+    largest step. blocks: blocks of a replica's KV cache, 0 if the weights do not fit. tokens: capacity of these blocks
+    in tokens."""
 
     largest: int
     weights: int
@@ -44,12 +45,12 @@ class Memory:
         return self.blocks > 0
 
     def with_blocks(self, blocks: int) -> Self:
-        """The same with the number of blocks that an engine had."""
+        """Return a copy with the number of blocks of a real engine."""
         return replace(self, blocks=blocks, tokens=self.tokens * blocks // max(self.blocks, 1))
 
 
 def kv_groups(footprint: Footprint, max_model_len: int) -> list[ModelKVSpec]:
-    """The groups of the KV cache, as a worker with this share of the model makes them."""
+    """Return the groups of the KV cache, as created by a worker with this share of the model."""
     spec = footprint.spec
     shapes = [part.cache_shape(footprint.share.group) for _, part in spec.cached]
     kept = [part.kv_spec(layer, spec.windows[layer]) for layer, part in spec.cached]
@@ -59,7 +60,7 @@ def kv_groups(footprint: Footprint, max_model_len: int) -> list[ModelKVSpec]:
 def memory_of(
     footprint: Footprint, layout: Layout, device: Device, options: EngineOptions, quantization: str | None
 ) -> Memory:
-    """What a layout leaves for the KV cache. The stage that leaves the fewest blocks decides."""
+    """Return the memory of a layout. The stage with the least room for KV blocks is decisive."""
     parts = Stages(footprint, layout).parts
     return min((_of_part(part, device, options, quantization) for part in parts), key=lambda memory: memory.blocks)
 
@@ -75,7 +76,7 @@ def _of_part(part: Footprint, device: Device, options: EngineOptions, quantizati
         room = int((largest - weights - step) * _CPU_SHARE)
     groups = kv_groups(part, options.max_model_len)
     block_bytes = max(_block_bytes(part, groups, options), 1)
-    blocks = max(0, room // block_bytes - 1)  # block 0 belongs to nobody
+    blocks = max(0, room // block_bytes - 1)  # block 0 is reserved
     longest = options.max_model_len
     chunk = options.max_num_batched_tokens
     held = sum(spec.max_blocks(longest, chunk, options.block_size) for spec in groups)
@@ -91,7 +92,7 @@ def _block_bytes(part: Footprint, groups: Sequence[ModelKVSpec], options: Engine
 
 
 def _step_bytes(part: Footprint, options: EngineOptions) -> float:
-    """What the largest step takes: hidden states and results of the widest layer, logits in float32."""
+    """Return the memory of the largest step: hidden states and results of the widest layer, and logits in float32."""
     spec = part.spec
     tokens = options.max_num_batched_tokens
     widest = max(

@@ -1,4 +1,4 @@
-"""A plan: for each layout what fits, how a traffic is answered, which load breaks the objectives, and the cost."""
+"""A plan: each layout's memory, latencies under a traffic, maximum load within the objectives, and cost."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from quire.planner.traffic import Traffic
 from quire.scheduler.limits import SchedulerLimits
 
 PERCENTILES = (50.0, 90.0, 99.0)
-SEARCHED = 1000  # requests of the traffic with which the breaking load is searched
-FACTORS = 1 / 1024, 1024  # of the traffic's rate: where the search ends
-_ROUNDS = 5  # of bisection: the load is found to within 2 %
-_HOPELESS = 10.0  # a request that waits for so many times the limit of TTFT ends a run of the search
+SEARCHED = 1000  # requests of the traffic in the search for the breaking load
+FACTORS = 1 / 1024, 1024  # limits of the search, relative to the traffic's rate
+_ROUNDS = 5  # bisection rounds; the load is found to within 2 %
+_HOPELESS = 10.0  # a request that waits for this multiple of the TTFT limit ends a run of the search
 
 
 @dataclass(frozen=True)
 class Latencies:
-    """Percentiles of each metric in seconds: metric -> percentile -> seconds. share: of requests that are good: whose
-    own times exceed no limit, where the limit of ITL is for the same percentile of their own gaps."""
+    """Percentiles of each metric in seconds: metric -> percentile -> seconds. share: the share of good requests, whose
+    own times exceed no limit. The ITL limit applies to the same percentile of a request's own gaps."""
 
     percentiles: dict[str, dict[float, float]]
     good_share: float
@@ -42,8 +42,8 @@ class Latencies:
 
 @dataclass(frozen=True)
 class Load:
-    """How requests are answered that arrive at a rate. rate: a second, infinite if all arrive at once. Throughputs are
-    a second of the run. busy: the share of the time in which a stage computes. usage: of the KV cache, at most."""
+    """The result of serving requests at a rate. rate: requests per second, infinite if all arrive at once. Throughputs
+    are per second of the run. busy: the share of time in which a stage computes. usage: peak usage of the KV cache."""
 
     rate: float
     seconds: float
@@ -65,7 +65,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Cost:
-    """In the unit of the price. tokens: of a million input and output tokens together."""
+    """Cost in the unit of the price. tokens: per million tokens, input and output together."""
 
     per_hour: float
     per_million_output_tokens: float
@@ -74,9 +74,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Result:
-    """What a layout does. load, breaking: None if the model does not fit. breaking: the highest load found that meets
-    the objectives, None also if there are none, or no load meets them. needed: replicas for the traffic, if replicas
-    are independent, by proportion."""
+    """The results of a layout. load, breaking: None if the model does not fit. breaking: the highest load found that
+    meets the objectives; also None if there are no objectives or no load meets them. needed: replicas needed for the
+    traffic, by proportion, if replicas are independent."""
 
     layout: Layout
     memory: Memory
@@ -89,8 +89,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Task:
-    """All that the simulation of a layout depends on. fitted: measured step times instead of counted ones, with the
-    number of blocks that the engine had."""
+    """The inputs of a layout's simulation. fitted: measured step times instead of counted ones, with the number of
+    blocks of the measured engine."""
 
     footprint: Footprint
     device: Device
@@ -123,7 +123,7 @@ class Task:
 
 
 def plan(task: Task, layouts: Sequence[Layout], processes: int = 1) -> Iterator[Result]:
-    """A result for each layout, in this order, as they become known."""
+    """Yield a result for each layout, in the given order, as they become available."""
     if processes == 1 or len(layouts) == 1:
         yield from (result_of(task, layout) for layout in layouts)
         return
@@ -132,7 +132,7 @@ def plan(task: Task, layouts: Sequence[Layout], processes: int = 1) -> Iterator[
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent has ended: after a SIGKILL, nobody else tells it."""
+    """End this process when its parent has ended. After a SIGKILL, there is no other notification."""
     parent = parent_process()
     assert parent is not None
 
@@ -167,7 +167,8 @@ def result_of(task: Task, layout: Layout) -> Result:
 
 
 def breaking_load(traffic: Traffic, limits: Sequence[Limit], run: Callable[[Traffic, float], Load]) -> Load | None:
-    """The highest load that meets the limits, by bisection of the rate. None if no rate down to a thousandth does."""
+    """Return the highest load that meets the limits, by bisection of the rate. None if even a thousandth of the rate
+    fails."""
     first = [limit.seconds for limit in limits if limit.metric == "ttft" and limit.percentile >= 90]
     latest = _HOPELESS * min(first, default=math.inf)
 
@@ -201,7 +202,7 @@ def breaking_load(traffic: Traffic, limits: Sequence[Limit], run: Callable[[Traf
 
 
 def load_of(run: Run, traffic: Traffic, limits: Sequence[Limit], layout: Layout) -> Load:
-    """The statistics of a run. A run that was given up misses the limits."""
+    """Return the statistics of a run. A run that was given up misses the limits."""
     seconds = max(run.seconds, 1e-9)
     done = [request for request in run.requests if request.tokens]
     latencies = latencies_of(run, limits)
@@ -257,7 +258,7 @@ def latencies_of(run: Run, limits: Sequence[Limit]) -> Latencies:
 
 
 def cost_of(price: float | None, layout: Layout, load: Load | None) -> Cost | None:
-    """price: of a device for an hour."""
+    """price: per device and hour."""
     if price is None or load is None:
         return None
     hour = price * layout.ranks
@@ -267,9 +268,9 @@ def cost_of(price: float | None, layout: Layout, load: Load | None) -> Cost | No
 
 
 def best_of(results: Sequence[Result], limits: Sequence[Limit]) -> Result | None:
-    """The layout to take: among those that meet the objectives, the one that bears the highest load, which has the
-    lowest price of a token. If none meets them, the one with the most good requests. Without limits, the one with the
-    lowest median of the end-to-end latency."""
+    """Return the recommended layout: among those that meet the objectives, the one with the highest load and thus the
+    lowest price per token. If none meets them, return the one with the most good requests. Without limits, return the
+    one with the lowest median end-to-end latency."""
     fitting = [(result, result.load) for result in results if result.load is not None]
     if not fitting:
         return None

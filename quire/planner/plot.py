@@ -1,4 +1,4 @@
-"""The plot of `quire plan --plot`: latencies of each layout at the traffic, and the loads that they bear."""
+"""The plot of `quire plan --plot`: each layout's latencies under the traffic, and its maximum load."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ def plot(path: Path, title: str, task: Task, results: Sequence[Result]) -> None:
 
 
 def _latencies(axis: Axes, metric: str, task: Task, loads: Sequence[Load]) -> None:
-    """A line from the median to p99 for each layout, and the limits."""
+    """Draw a line from the median to p99 for each layout, and the limits."""
     for row, load in enumerate(loads):
         low, middle, high = (1e3 * load.latencies.percentiles[metric][p] for p in PERCENTILES)
         limits = [limit for limit in task.limits if limit.metric == metric]
@@ -63,7 +63,7 @@ def _latencies(axis: Axes, metric: str, task: Task, loads: Sequence[Load]) -> No
 
 
 def _loads(axis: Axes, task: Task, results: Sequence[Result], best: Result | None) -> None:
-    """The highest load of each layout that meets the limits, beside the traffic's."""
+    """Draw the highest load of each layout that meets the limits, next to the traffic's."""
     for row, result in enumerate(results):
         if result.breaking is None:
             axis.text(0, row, " none", va="center", fontsize=8, color=_RED)

@@ -12,7 +12,7 @@ from quire.planner.plan import FACTORS, PERCENTILES, Cost, Load, Result, Task, b
 
 
 def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
-    """Rows as lines with columns of equal width."""
+    """Return the rows as lines with columns of equal width."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
@@ -20,7 +20,7 @@ def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
 
 
 def text(task: Task, results: Sequence[Result]) -> str:
-    """The tables, and what to take."""
+    """Return the tables and the recommendation."""
     parts = [_memory_table(task, results)]
     if any(result.load for result in results):
         parts.append(_load_table(task, results))
@@ -30,7 +30,7 @@ def text(task: Task, results: Sequence[Result]) -> str:
 
 
 def memory_by_quantization(task: Task, results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """For each layout and quantization, the weights of a rank and the tokens of a replica's KV cache."""
+    """Return for each layout and quantization the weights of a rank and the tokens of a replica's KV cache."""
     kinds = task.footprint.quantizations if task.fitted is None else [task.quantization]
     if task.quantization not in kinds:
         kinds = [*kinds, task.quantization]
@@ -107,7 +107,7 @@ def _breaking_table(task: Task, results: Sequence[Result]) -> str:
 
 
 def _limit_of(load: Load, task: Task) -> str:
-    """What is used up most at the highest load."""
+    """Return the most heavily used resource at the highest load."""
     if load.rate > 0.99 * FACTORS[1] * task.traffic.rate:
         return "none up to here"
 
@@ -156,7 +156,7 @@ def _cost_text(best: Result, cost: Cost) -> str:
 
 
 def as_json(task: Task, results: Sequence[Result]) -> dict[str, Any]:
-    """All of it as data: bytes, seconds and requests a second."""
+    """Return the whole plan as data, in bytes, seconds and requests per second."""
     best = best_of(results, task.limits)
     return {
         "device": task.device.name,

@@ -1,7 +1,7 @@
-"""The time of a step, counted: operations, bytes, exchanges and launches, against the rates of a device.
+"""Step times by counting: operations, bytes, exchanges and launches, divided by the rates of a device.
 
-Each part of a step takes as long as its operations or its bytes need, whichever is longer (the roofline model, Williams
-et al., 2009), and the parts follow each other. devices.toml says which share of a data sheet's rates is assumed.
+Each part of a step takes the longer of the times for its operations and its bytes (the roofline model, Williams et al.,
+2009). The parts run one after another. devices.toml has the assumed share of a data sheet's rates.
 """
 
 from collections.abc import Sequence
@@ -16,46 +16,47 @@ from quire.planner.layout import Layout, Stages
 from quire.planner.sizes import Footprint
 from quire.planner.work import StepWork, Window
 
-ACTIVATION_BYTES = 2  # of an element of the hidden state
+ACTIVATION_BYTES = 2  # per element of the hidden state
 LARGEST_GRAPH = 1024  # tokens, as in quire/worker/graphs.py
 _RATE_OF = {None: "bf16", "int8": "int8", "int4": "bf16", "fp8": "fp8"}  # the type of a product, by --quantization
 
 
 class StepTimes(Protocol):
-    """A model of the time of steps. windows: what step_work is to count. Two times of a step may overlap, if the engine
-    has several steps in flight: what its devices do, and what the host does before."""
+    """A model of step times. windows: the attention windows for step_work. With several steps in flight, the devices'
+    time for one step may overlap with the host's time for another."""
 
     windows: tuple[Window, ...]
 
     def stages(self, works: Sequence[StepWork]) -> list[float]:
-        """Seconds of a step on each stage. works: those of the replicas that run their steps together."""
+        """Return the seconds of a step on each stage. works: the work of each replica that runs its steps together with
+        the others."""
 
     def host(self, works: Sequence[StepWork]) -> float:
-        """Seconds of the host for the step."""
+        """Return the host's seconds for the step."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank of a stage does, counted per token, request or place, and the layers that it has for each window."""
+    """The work of a rank of a stage, counted per token, request or place, and its layers for each window."""
 
     linear: int  # parameters that each token uses, without the output layer and the experts
     linear_bytes: float
     output: int  # parameters of the output layer
     output_bytes: float
-    expert: float  # parameters of one expert, in all layers of the stage, as far as the rank has it
-    experts: int  # of a layer, on the rank
-    expert_bytes: float  # of a parameter
-    entries: tuple[float, ...]  # bytes that are cached of a token in the layers with each window
-    score_operations: tuple[float, ...]  # operations for a pair of a query and a key in these layers
-    moved: float  # bytes of activations that are read or written for a token
+    expert: float  # the rank's parameters of one expert, in all layers of the stage
+    experts: int  # experts per layer on the rank
+    expert_bytes: float  # bytes per parameter
+    entries: tuple[float, ...]  # bytes cached per token in the layers with each window
+    score_operations: tuple[float, ...]  # operations per query-key pair in these layers
+    moved: float  # bytes of activations read or written per token
     kernels: int
-    sent: Sent  # for a token in the tensor group, and to the next stage
-    sent_at_ends: Sent  # for a place
-    exchanged: Sent  # for a token, to ranks of other replicas
+    sent: Sent  # per token, within the tensor group and to the next stage
+    sent_at_ends: Sent  # per place
+    exchanged: Sent  # per token, to ranks of other replicas
 
 
 class RooflineTimes:
-    """Counted step times of a layout on a device."""
+    """Step times of a layout on a device, by counting."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class RooflineTimes:
         exchanged = Sent()
         for i in part.layers:
             of_layer = layer(spec, i, axes)
-            if layout.shares_experts and i in mixtures and layout.tp > 1:  # its results are exchanged instead of summed
+            if layout.shares_experts and i in mixtures and layout.tp > 1:  # results are exchanged instead of summed
                 of_layer = Sent(of_layer.calls // 2, of_layer.values / 2)
             sent += of_layer
             mlp = spec.mlps[i]
@@ -116,28 +117,28 @@ class RooflineTimes:
 
     @property
     def entries(self) -> tuple[float, ...]:
-        """Bytes that a rank of the first stage caches of a token in the layers with each window."""
+        """Return the bytes that a rank of the first stage caches per token in the layers with each window."""
         return self._parts[0].entries
 
     @property
     def score_operations(self) -> tuple[float, ...]:
-        """Operations for a pair of a query and a key in these layers."""
+        """Return the operations per query-key pair in these layers."""
         return self._parts[0].score_operations
 
     def stages(self, works: Sequence[StepWork]) -> list[float]:
-        everywhere = sum(work.tokens for work in works)  # tokens whose experts may be on any of these replicas
+        everywhere = sum(work.tokens for work in works)  # tokens whose experts may be on any of the replicas
         return [max(sum(self._times(part, work, everywhere).values()) for work in works) for part in self._parts]
 
     def host(self, works: Sequence[StepWork]) -> float:
         kind = self.device.kind
         if not kind.is_gpu:
-            return 0.0  # it runs the step itself
+            return 0.0  # the host runs the step itself
         is_captured = not self.layout.shares_experts and max(work.tokens for work in works) <= LARGEST_GRAPH
         launches = kind.graph if is_captured else self._num_kernels / len(self._parts) * kind.launch
         return kind.step + kind.request * max(work.requests for work in works) + launches
 
     def explain(self, work: StepWork) -> dict[str, float]:
-        """Seconds of each part of a step of one replica, all stages together."""
+        """Return the seconds of each part of a step of one replica, over all stages."""
         times = [self._times(part, work, work.tokens) for part in self._parts]
         return {name: sum(of_part[name] for of_part in times) for name in times[0]}
 
@@ -170,7 +171,9 @@ class RooflineTimes:
         return times
 
     def _experts(self, part: _Part, work: StepWork, everywhere: int) -> float:
-        """Each token chooses experts independently, all equally likely: the balance that --enable-eplb aims at."""
+        """Return the time of the experts in seconds. Each token chooses them independently and with equal probability,
+        which
+        --enable-eplb aims at."""
         mlp = self._mixture
         ranks = self.layout.tp * self.layout.dp if self.layout.ep else 1
         if mlp is None or not part.experts:
@@ -182,19 +185,20 @@ class RooflineTimes:
 
 
 def _dtype(footprint: Footprint) -> str:
-    """The type of the products of a checkpoint as it is: one of about 8 bits a weight is multiplied in fp8."""
+    """Return the type of the products for an unquantized run of the checkpoint; with about 8 bits per weight, it is
+    fp8."""
     return "fp8" if 0.9 < footprint.linear < 1.2 else "bf16"
 
 
 def _attention(part: Footprint, index: int) -> AttentionSpec | LatentAttentionSpec:
-    """Plans are not made for models with recurrent layers."""
+    """Return the attention of a layer. Models with recurrent layers cannot be planned."""
     mixer = part.spec.mixers[index]
     assert isinstance(mixer, AttentionSpec | LatentAttentionSpec)
     return mixer
 
 
 def _score_operations(part: Footprint, index: int) -> float:
-    """Operations for a pair of a query and a key in a layer: a product for the score, and one with the value."""
+    """Return the operations per query-key pair in a layer: a product for the score, and one with the value."""
     mixer = _attention(part, index)
     shape = mixer.cache_shape(part.share.group)
     if isinstance(mixer, AttentionSpec):
@@ -203,8 +207,8 @@ def _score_operations(part: Footprint, index: int) -> float:
 
 
 def _moved(part: Footprint, index: int) -> float:
-    """Elements that a layer reads or writes for a token besides weights and cache: the residual and two norms, queries,
-    keys and values, results of attention, and those of the MLP before and after its activation."""
+    """Return the elements that a layer reads or writes per token, excluding weights and cache: the residual and two
+    norms, queries, keys and values, attention results, and MLP results before and after the activation."""
     spec = part.spec
     mixer = _attention(part, index)
     mlp = part.spec.mlps[index]

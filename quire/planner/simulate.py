@@ -1,4 +1,4 @@
-"""Runs the real scheduler over a traffic, with a clock that a model of step times sets."""
+"""Runs the real scheduler on a traffic, with a clock driven by a model of step times."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
 
-_SAMPLED: list[int] = [0]  # what a row of a step samples; nobody reads the tokens
+_SAMPLED: list[int] = [0]  # the sampled tokens of a row, which are never read
 _NOTHING: list[int] = []
 _PARAMETERS = SamplingParams()
 
 
 @dataclass(frozen=True)
 class Replica:
-    """What replicas are made of: all have the same."""
+    """The components that all replicas have in common."""
 
     limits: SchedulerLimits
     num_blocks: int
@@ -36,8 +36,8 @@ class Replica:
     block_size: int
 
     def simulated_blocks(self, traffic: Traffic) -> int:
-        """Those that this traffic can tell from fewer. A small model has millions of others, which would take most of
-        the time to make."""
+        """Return the number of blocks that this traffic can use at most. A small model has millions more, whose
+        creation would take most of the time."""
         # A request of max_model_len tokens must fit, whatever the traffic.
         lengths = [self.limits.max_model_len, *(arrival.prompt + arrival.output for arrival in traffic.arrivals)]
         most = len(self.groups) * sum(length // self.block_size + 2 for length in lengths)
@@ -46,8 +46,8 @@ class Replica:
 
 @dataclass
 class Served:
-    """A request's times, in seconds since the start. tokens: when each was known. cached: tokens of the prompt that
-    were found in the prefix cache."""
+    """A request's times, in seconds since the start. tokens: the time of each token. cached: prompt tokens that were
+    found in the prefix cache."""
 
     arrival: float
     prompt: int
@@ -58,8 +58,8 @@ class Served:
 
 @dataclass
 class Run:
-    """A simulated run. seconds: until the last token. busy: seconds of steps, all stages of all replicas together.
-    usage: largest share of the KV cache that requests held at once."""
+    """A simulated run. seconds: until the last token. busy: total seconds of steps, over all stages of all replicas.
+    usage: the peak share of the KV cache in use."""
 
     requests: list[Served]
     seconds: float = 0.0
@@ -70,15 +70,15 @@ class Run:
 
 
 class _Flight(NamedTuple):
-    """A step of a group of replicas. results: those of the replicas that have requests in it, with their schedulers.
-    done: when they are known."""
+    """A step of a group of replicas. results: the results of the replicas with requests in it, with their schedulers.
+    done: when the results are available."""
 
     results: list[tuple[Scheduler, ModelRunnerOutput]]
     done: float
 
 
 class _Group:
-    """Replicas that run their steps together: those that share experts, or one alone."""
+    """Replicas that run their steps together: replicas that share experts, or a single replica."""
 
     def __init__(self, replica: Replica, count: int, times: StepTimes, run: Run, traffic: Traffic) -> None:
         self.times = times
@@ -92,14 +92,14 @@ class _Group:
         ]
         self._rows: list[dict[int, Request]] = [{} for _ in range(count)]
         self._flights: deque[_Flight] = deque()
-        self._stage_free: list[float] = []  # when each stage has done what it was given
+        self._stage_free: list[float] = []  # when each stage has finished its work
         self._host_free = 0.0
         self.received = [0] * count
         self.is_idle = True
 
     def turn(self, now: float) -> float | None:
-        """A turn of the loop of the engine's core (quire/engine/core.py): retire the step whose results are known now,
-        and fill the queue of submitted steps. Returns when the next results are known, None if nothing is left."""
+        """Run one iteration of the core's loop (quire/engine/core.py): retire the step whose results are available now,
+        and fill the queue of submitted steps. Returns when the next results are available, None if nothing is left."""
         if self._flights and self._flights[0].done <= now:
             self._retire(self._flights.popleft(), now)
         while len(self._flights) < self.depth and self._launch(now):
@@ -116,9 +116,9 @@ class _Group:
                 by_row[new.row] = scheduler.requests[new.request_id]
             requests = [by_row[row] for row in step.rows]
             if not requests:
-                works.append(step_work([1], [1], 0, self.times.windows))  # a dummy step, while others work
+                works.append(step_work([1], [1], 0, self.times.windows))  # a dummy step while other replicas work
                 continue
-            # A request that has a sample in flight samples in this step: it gets the next one when that is known.
+            # A request with a token in flight also samples in this step, and gets the token when the results arrive.
             sampled = [_SAMPLED if request.num_in_flight_samples else _NOTHING for request in requests]
             ends = [request.num_computed_tokens for request in requests]
             works.append(step_work(ends, step.num_tokens, len(requests) - sampled.count(_NOTHING), self.times.windows))
@@ -157,17 +157,17 @@ def simulate(
     together: bool = False,
     latest: float = float("inf"),
 ) -> Run:
-    """Answer all requests. together: replicas run their steps together.
+    """Simulate all requests. together: replicas run their steps together.
 
-    latest: give up when a request has waited for longer than so many seconds for its first token; the requests behind
-    it have no tokens then.
+    latest: give up when a request has waited longer than this many seconds for its first token; later requests then
+    have no tokens.
     """
     run = Run([Served(arrival.time, arrival.prompt) for arrival in traffic.arrivals])
     num_groups, size = (1, replicas) if together else (replicas, 1)
     groups = [_Group(replica, size, times, run, traffic) for _ in range(num_groups)]
     router: Router[None] = Router(replicas)
     ready = range(replicas)
-    events: list[tuple[float, int]] = []  # when a group has its next turn, and its number
+    events: list[tuple[float, int]] = []  # (time of a group's next turn, the group's number)
     arrivals = iter(enumerate(traffic.arrivals))
     upcoming = next(arrivals, None)
     while upcoming is not None or events:

@@ -1,5 +1,5 @@
-"""How much memory the parameters of a DecoderSpec and the KV cache take, without building the model: of the whole
-model, or of what a rank has."""
+"""The memory of a DecoderSpec's parameters and KV cache, without building the model: for the whole model or for a
+rank's share."""
 
 from dataclasses import dataclass, replace
 
@@ -9,17 +9,17 @@ from quire.models.parameters import WHOLE, Parameters, Share
 from quire.models.parameters import parameters_of as parameters_of
 from quire.models.spec import DecoderSpec
 
-FULL, HALF = 4, 2  # bytes of a parameter in float32 and in bfloat16
+FULL, HALF = 4, 2  # bytes per parameter in float32 and bfloat16
 _QUANTIZED = {"int8": 1.0, "int4": 0.5 + 4 / 128}  # with --quantization; in int4, groups of 128 have a scale in float32
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory that a model takes.
+    """The memory of a model.
 
-    linear, table, head: bytes of a parameter as the checkpoint has it, of linear layers, of the table of token vectors
-    and of the output layer. element_bytes: of the KV cache. is_dense: whether --quantization can make the weights
-    smaller. generates: False for a model that makes embeddings or scores. share: what a rank has of the model.
+    linear, table, head: bytes per parameter in the checkpoint, for linear layers, the embedding table and the output
+    layer. element_bytes: bytes per element of the KV cache. is_dense: whether --quantization can shrink the weights.
+    generates: False for a model that computes embeddings or scores. share: the rank's share of the model.
     """
 
     spec: DecoderSpec
@@ -33,7 +33,7 @@ class Footprint:
     share: Share = WHOLE
 
     def of(self, share: Share) -> "Footprint":
-        """What a rank with this share needs."""
+        """Return the footprint of a rank with this share."""
         return replace(self, parameters=parameters_of(self.spec, share), share=share)
 
     @property
@@ -42,25 +42,25 @@ class Footprint:
 
     @property
     def quantizations(self) -> list[str | None]:
-        """The values of --quantization with which the model can be run. None stands for the weights as they are."""
+        """Return the values of --quantization that the model supports. None means unchanged weights."""
         return [None, *_QUANTIZED] if self.is_dense and self.generates else [None]
 
     def weights(self, quantization: str | None) -> tuple[float, float]:
-        """Bytes of all weights in memory, and of those that are read for each token."""
+        """Return the bytes of all weights in memory, and of those that are read for each token."""
         p, (linear, table, head) = self.parameters, self.bytes_of_a_parameter(quantization)
         tables = table * p.embedding
         output = table * p.embedding if p.tied else head * p.head
         return linear * (p.experts + p.rest) + tables + head * p.head, linear * (p.chosen + p.rest) + output
 
     def bytes_of_a_parameter(self, quantization: str | None) -> tuple[float, float, float]:
-        """Of linear layers, the table and the head, in memory."""
+        """Return the bytes per parameter in memory for linear layers, the table and the head."""
         if quantization is None:
             return self.linear, self.table, self.head
         head = _QUANTIZED["int8"]
         return _QUANTIZED[quantization], head if self.parameters.tied else self.table, head
 
     def entry(self, layer: int) -> int:
-        """Bytes that a layer caches of a token."""
+        """Return the bytes that a layer caches per token."""
         total = 0
         for part in self.spec.cached_in(layer):
             shape = part.cache_shape(self.share.group)
@@ -72,13 +72,13 @@ class Footprint:
         return total
 
     def state(self, layer: int) -> int:
-        """Bytes of the state that a layer caches of a request, however long it is."""
+        """Return the bytes of the state that a layer caches per request, regardless of its length."""
         shapes = (part.cache_shape(self.share.group) for part in self.spec.cached_in(layer))
         return sum(FULL * shape.page_numbers(drafts=0) for shape in shapes if isinstance(shape, StateShape))
 
     def cache(self, num_tokens: int) -> int:
-        """Bytes of the KV cache of one request of so many tokens. A layer with a window keeps no more than that, and a
-        recurrent layer one state."""
+        """Return the bytes of the KV cache for one request of `num_tokens` tokens. A layer with a window keeps at most
+        the window, and a recurrent layer one state."""
         if self.spec.is_encoder:
             return 0
         windows = ((layer, self.spec.windows[layer]) for layer in self.layers)

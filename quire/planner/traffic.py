@@ -1,4 +1,4 @@
-"""The traffic of a plan: when requests arrive, how long they are, and which prompts begin alike."""
+"""The traffic of a plan: when requests arrive, how long they are, and which prompts share prefixes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from quire.bench.datasets import arrival_times, read_lines
 
-PIECE = 512  # tokens of a piece that prompts may have in common, as in Mooncake's traces
-_CHARACTERS = 4 * PIECE  # of a piece of text: English has about four characters a token
+PIECE = 512  # tokens per piece that prompts may share, as in Mooncake's traces
+_CHARACTERS = 4 * PIECE  # characters per piece of text: English has about four per token
 _DEFAULT_REQUESTS = 1000
 _LENGTHS = ("output_length", "output_tokens", "max_tokens", "max_completion_tokens")
 _SHORT = {
@@ -33,7 +33,7 @@ _SHORT = {
 @dataclass(frozen=True)
 class Arrival:
     """A request. time: seconds since the start. prompt, output: tokens. pieces: numbers of the pieces of PIECE tokens
-    with which the prompt begins; equal numbers are equal tokens."""
+    at the start of the prompt; equal numbers mean equal tokens."""
 
     time: float
     prompt: int
@@ -41,20 +41,20 @@ class Arrival:
     pieces: tuple[int, ...] = ()
 
     def tokens(self, number: int) -> list[int]:
-        """The prompt's tokens. number: of the request, which no other request has."""
+        """Return the prompt's tokens. number: the request's unique number."""
         rest = [-1 - number] * (self.prompt - PIECE * len(self.pieces))
         return [token for piece in self.pieces for token in [piece] * PIECE] + rest if self.pieces else rest
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests in the order of their arrival."""
+    """Requests in order of arrival."""
 
     arrivals: Sequence[Arrival]
 
     @property
     def rate(self) -> float:
-        """Requests a second. Infinite if all arrive at once."""
+        """Return the requests per second. Infinite if all arrive at once."""
         last = self.arrivals[-1].time
         return len(self.arrivals) / last if last > 0 else math.inf
 
@@ -67,7 +67,7 @@ class Traffic:
         return any(arrival.pieces for arrival in self.arrivals)
 
     def at_rate(self, rate: float) -> Traffic:
-        """The same requests, so many a second. The gaps between them keep their proportions."""
+        """Return the same requests at a rate per second. The gaps between them keep their proportions."""
         return self.faster(rate / self.rate)
 
     def faster(self, factor: float) -> Traffic:
@@ -78,8 +78,8 @@ class Traffic:
 
 
 def read_traffic(text: str) -> Traffic:
-    """The traffic of `--traffic`: a file, or a description like "rate=10,input=1024,output=256". A file may be followed
-    by ",rate=10", which replaces the times in it. Raises ValueError and OSError."""
+    """Parse `--traffic`: a file, or a description like "rate=10,input=1024,output=256". A file may be followed by
+    ",rate=10", which replaces its times. Raises ValueError and OSError."""
     name, _, options = text.partition(",")
     if "=" in name:
         return _generated(text)
@@ -154,7 +154,7 @@ def _at_times(arrivals: Sequence[Arrival], fields: dict[str, Any]) -> list[Arriv
 
 
 def _arrival(fields: Any) -> Arrival:
-    """A line of a file, with the fields of quire bench serve's traces (quire/bench/datasets.py)."""
+    """Parse a line of a file, with the fields of quire bench serve's traces (quire/bench/datasets.py)."""
     if not isinstance(fields, dict):
         raise TypeError(f"must be a JSON object, got {fields!r}")
     time = math.nan
@@ -170,7 +170,7 @@ def _arrival(fields: Any) -> Arrival:
     if isinstance(prompt, list):
         prompt, ids = None, prompt
     if isinstance(prompt, str) and prompt:
-        whole = range(0, len(prompt) - _CHARACTERS, _CHARACTERS)  # the last token is computed anyway
+        whole = range(0, len(prompt) - _CHARACTERS, _CHARACTERS)  # the last token is always computed
         pieces = [hash(prompt[start : start + _CHARACTERS]) for start in whole]
         return Arrival(time, max(PIECE * len(pieces) + 1, -(-len(prompt) // 4)), output, _numbers(pieces))
     if isinstance(ids, list) and ids:

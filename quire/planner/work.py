@@ -1,20 +1,20 @@
-"""What a step computes, as far as its time depends on it: plain numbers of a step of the scheduler."""
+"""The work of a step that determines its time, as plain numbers."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-Window = int | None  # the number of tokens that a query sees, None for all
+Window = int | None  # the number of tokens that a query attends to, None for all
 
 
 class StepWork(NamedTuple):
     """The work of a step.
 
-    tokens: computed. requests: with tokens. places: at which a token is sampled. read: for each window of the model's
-    layers, the cached tokens that requests with one token read, those tokens included. prompts: requests with several
-    tokens. pairs: for each window, pairs of a query of such a request and a key that it sees. keys: for each window,
-    the keys that at least one of its queries sees.
+    tokens: computed tokens. requests: requests with tokens. places: places at which a token is sampled. read: for each
+    window of the model's layers, the cached tokens read by requests with one token, including that token. prompts:
+    requests with several tokens. pairs: for each window, the query-key pairs of such requests. keys: for each window,
+    the keys that at least one of their queries attends to.
     """
 
     tokens: int
@@ -27,10 +27,10 @@ class StepWork(NamedTuple):
 
 
 def step_work(ends: Sequence[int], counts: Sequence[int], places: int, windows: Sequence[Window]) -> StepWork:
-    """ends: of each request, its tokens that are computed when the step has ended. counts: those of the step."""
+    """ends: each request's computed tokens after the step. counts: each request's tokens in the step."""
     tokens = sum(counts)
     requests = len(counts)
-    if tokens == requests:  # each has one
+    if tokens == requests:  # each request has one token
         read = tuple(sum(ends) if window is None else _seen(ends, window) for window in windows)
         none = (0,) * len(windows)
         return StepWork(tokens, requests, places, read, 0, none, none)
@@ -50,7 +50,8 @@ def step_work(ends: Sequence[int], counts: Sequence[int], places: int, windows: 
 
 
 def pairs(start: int, count: int, window: Window) -> int:
-    """Pairs of a query at positions start, ..., start + count - 1 and a key that it sees, with a window or without."""
+    """Return the number of query-key pairs for queries at positions start, ..., start + count - 1, with or without a
+    window."""
     rising = count if window is None else max(0, min(count, window - start))  # queries that see all before them
     return rising * start + rising * (rising + 1) // 2 + (count - rising) * (window or 0)
 

@@ -9,13 +9,13 @@ from torch import Tensor
 class BatchState:
     """Tokens, counters and block tables of the running requests, on the device that samples. A request has one row.
 
-    A device may work late. Then the host cannot know these values without waiting, but the kernels that it launches
-    read and write them in the order of the launches. In that order, for the rows of a step:
+    A device may run asynchronously. Then the host cannot read these values without waiting, but the kernels that it
+    launches read and write them in launch order. In that order, for the rows of a step:
 
-    - When the step samples, `token_ids[row, :num_tokens[row]]` are the prompt and what earlier steps sampled. The
-      row's drafts follow, if it has any. `num_computed[row]` already includes the step's own tokens.
-    - Then the tokens that were sampled are written behind the tokens of their places, and `num_tokens[row]` includes
-      those that are kept. `num_computed[row]` no longer includes drafts that were not accepted.
+    - When the step samples, `token_ids[row, :num_tokens[row]]` are the prompt and the tokens sampled by earlier steps.
+      The row's drafts follow, if it has any. `num_computed[row]` already includes the step's own tokens.
+    - Then each sampled token is written after the tokens of its place, and `num_tokens[row]` includes the kept ones.
+      `num_computed[row]` no longer includes drafts that were not accepted.
     - Cells past `num_tokens[row]`, and all cells of a row without a request, are arbitrary.
 
     Only the worker writes these tensors. On a CPU they are views of the arrays of InputBatch.

@@ -18,8 +18,8 @@ processors and plugins use it alike.
 
     LLM(logits_processors=["my_package.hurry:Hurry"])
 
-vLLM's plugins differ in two points. They are told of rows that move, but Quire's rows never move. They get one line of
-logits for each row of the batch, but a step of Quire samples at places: some rows have none, others have several.
+vLLM's plugins differ in two points. They are notified of moved rows, but Quire's rows never move. They get one row of
+logits per row of the batch, but a step of Quire samples at places: some rows have none, others have several.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +47,7 @@ class SamplingPlaces:
     """Places at which tokens are about to be sampled. Place i comes after the first lengths[i] tokens of row rows[i] of
     the batch, and its logits are logits[index[i]]. A row may have several places, one after the other.
 
-    On a device that works late, only the device may know the tokens before a place. `state` and `lengths` are exact
+    On an asynchronous device, the tokens before a place may exist only on the device. `state` and `lengths` are exact
     there, and reading them on the host would wait. num_tokens and all_token_ids are on the host. They are exact for a
     processor with needs_host_tokens; for others, num_tokens is an upper bound of `lengths`.
     """
@@ -65,7 +65,7 @@ class SamplingPlaces:
         return self.num_tokens - self.num_prompt
 
     def token_ids(self, place: int) -> tuple[list[int], list[int]]:
-        """The token ids of the prompt, and those of the output before one place."""
+        """Return the token ids of the prompt, and those of the output before one place."""
         known = self.all_token_ids[self.rows[place], : self.num_tokens[place]].tolist()
         return known[: self.num_prompt[place]], known[self.num_prompt[place] :]
 
@@ -78,10 +78,10 @@ class SamplingPlaces:
 
 
 class LogitsProcessor:
-    """Changes logits for the requests that ask for it. Each process that holds a part of the model makes one instance.
+    """Changes logits for the requests that use it. Each process with a part of the model creates one instance.
 
-    needs_host_tokens: whether `apply` reads tokens or lengths on the host. If so, each step with a request that asks
-    for the processor waits for a device that works late. False promises that `apply` reads only `state` and `lengths`.
+    needs_host_tokens: whether `apply` reads tokens or lengths on the host. If so, each step with a request that uses
+    the processor waits for an asynchronous device. False promises that `apply` reads only `state` and `lengths`.
     """
 
     needs_host_tokens: ClassVar[bool] = True
@@ -90,16 +90,16 @@ class LogitsProcessor:
         self.device = device
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """The array on the device. Unlike `Tensor.to`, it does not wait for the work of a GPU."""
+        """Copy the array to the device. Unlike `Tensor.to`, this does not wait for the GPU's work."""
         return upload(array, self.device)
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
-        """Raise ValueError for parameters that are wrong, before the request is queued."""
+        """Raise ValueError for invalid parameters, before the request is queued."""
 
     def add(self, row: int, request: NewRequest) -> bool:
-        """Take note of a new request in row `row` (< max_num_seqs), which replaces the row's earlier request. Returns
-        whether the request asks for this processor.
+        """Register a new request in row `row` (< max_num_seqs), which replaces the row's earlier request. Returns
+        whether the request uses this processor.
 
         A preempted request is added again. Its token_ids are then its prompt followed by its output so far.
         """
@@ -107,7 +107,7 @@ class LogitsProcessor:
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         """Change `logits` [all places, vocab], float32, in place, at the places `at`. There is at least one place, and
-        all places belong to requests that asked for this processor."""
+        all places belong to requests that use this processor."""
         raise NotImplementedError
 
 
@@ -115,7 +115,7 @@ MakeProcessor = Callable[[EngineConfig, torch.device], LogitsProcessor]
 
 
 class LogitsProcessors:
-    """All logits processors, in their order. A step whose rows ask for none costs one lookup in a table."""
+    """All logits processors, in order. A step whose rows use none costs one table lookup."""
 
     def __init__(self, processors: Sequence[LogitsProcessor], max_rows: int) -> None:
         self.processors = processors
@@ -126,11 +126,11 @@ class LogitsProcessors:
         self._asks[:, row] = [processor.add(row, request) for processor in self.processors]
 
     def ask(self, rows: Ints) -> bool:
-        """Whether any of the rows asks for a processor."""
-        return bool(self._asks.any() and self._asks[:, rows].any())  # first the common case: no request asks
+        """Whether any of the rows uses a processor."""
+        return bool(self._asks.any() and self._asks[:, rows].any())  # first the common case: no request uses one
 
     def need_host_tokens(self, rows: Ints) -> bool:
-        """Whether any of the rows asks for a processor with needs_host_tokens."""
+        """Whether any of the rows uses a processor with needs_host_tokens."""
         return bool(self._asks[self._host_readers][:, rows].any())
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> Tensor:
@@ -145,8 +145,8 @@ class LogitsProcessors:
 
 
 def load_plugins(plugins: Iterable[str | type]) -> list[type[LogitsProcessor]]:
-    """The classes of the plugins, which are given as classes or as "package.module:Class". Raises ConfigError for one
-    that cannot be imported or is not a LogitsProcessor."""
+    """Return the classes of the plugins, which are given as classes or as "package.module:Class". Raises ConfigError
+    for one that cannot be imported or is not a LogitsProcessor."""
     return [_load(plugin) for plugin in plugins]
 
 

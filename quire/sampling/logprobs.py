@@ -21,10 +21,10 @@ class TopLogprobs:
 
     @classmethod
     def of(cls, scores: Tensor, tokens: Tensor, count: int, named: Tensor | None = None) -> Self:
-        """Pick `count` logprobs at each place, besides that of its own token.
+        """Return `count` logprobs at each place, in addition to that of the place's own token.
 
         scores: float32 [places, vocab]. tokens: int64 [places], the places' own tokens. named: int64 [places, at most
-        count], token ids to report instead of the likeliest ones; -1 stands for a likeliest one.
+        count], token ids to report instead of the likeliest ones; -1 selects a likeliest one.
         """
         own = scores.gather(1, tokens[:, None])
         best, ids = scores.topk(count, dim=-1)
@@ -42,7 +42,7 @@ class TopLogprobs:
         return cls(*(torch.cat(column) for column in columns))
 
     def slice(self, start: int, stop: int, width: int) -> Self:
-        """The first `width` columns of the places from `start` to `stop` - 1."""
+        """Return the first `width` columns of the places from `start` to `stop` - 1."""
         places = slice(start, stop)
         return type(self)(self.token_ids[places, :width], self.logprobs[places, :width], self.ranks[places])
 

@@ -1,4 +1,4 @@
-"""Presence, frequency and repetition penalties. Only the logits of tokens that occur in the text are touched."""
+"""Presence, frequency and repetition penalties. Only the logits of tokens that occur in the text are changed."""
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ class Penalties(LogitsProcessor):
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)
-        self._penalties = torch.zeros(config.scheduler.max_num_seqs, 3, device=device)  # valid for rows that ask
+        self._penalties = torch.zeros(config.scheduler.max_num_seqs, 3, device=device)  # for rows that use them
         self._counts = torch.empty(0, 0, device=device)  # [places, vocab], scratch memory, allocated on first use
 
     def add(self, row: int, request: NewRequest) -> bool:
@@ -41,7 +41,7 @@ class Penalties(LogitsProcessor):
         token_ids = at.state.token_ids[:, : at.num_tokens.max()].index_select(0, rows)
         position = torch.arange(token_ids.shape[1], device=self.device)
         known = position < at.lengths[:, None]
-        # Cells past the end of a text repeat its first token, so that every cell has a token that occurs.
+        # Cells past the end of a text repeat its first token, so that every cell has a token of the text.
         token_ids = torch.where(known, token_ids, token_ids[:, :1]).long()
         is_output = known & (position >= at.state.num_prompt[rows][:, None])
         if len(self._counts) < len(rows):

@@ -20,7 +20,7 @@ from quire.sampling.token_rules import AllowedTokenIds, BadWords, LogitBias, Min
 
 @dataclass
 class Proposals:
-    """Drafts that are accepted or resampled by a rule, see the op accept_or_resample.
+    """Drafts to be accepted or resampled; see the op accept_or_resample.
 
     places: their indices among the places that are not greedy. logits: [drafts, vocab], from which they were drawn.
     """
@@ -32,8 +32,8 @@ class Proposals:
 
 @dataclass
 class SamplingBatch:
-    """The sampling parameters of a step. The tensors have one element for each place that is not greedy. A parameter
-    that no place uses is None.
+    """The sampling parameters of a step. The tensors have one element per non-greedy place. A parameter that no place
+    uses is None.
 
     num_logprobs, named_tokens, places and proposals describe all places.
     """
@@ -69,7 +69,7 @@ class Sampler:
     def __init__(
         self, kernels: Kernels, config: EngineConfig, device: torch.device, own: MakeProcessor | None = None
     ) -> None:
-        """own: makes a logits processor of the model's own. Raises ConfigError for a plugin that cannot be loaded."""
+        """own: creates the model's own logits processor. Raises ConfigError for a plugin that cannot be loaded."""
         self.argmax = kernels.argmax
         self.log_softmax = kernels.log_softmax
         self.sample_gumbel = kernels.sample_gumbel
@@ -83,7 +83,7 @@ class Sampler:
         self.processors = LogitsProcessors([kind(config, device) for kind in kinds], config.scheduler.max_num_seqs)
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, TopLogprobs | None]:
-        """Returns token ids [places], int64, and the logprobs of the places that ask for some, in their order.
+        """Return token ids [places], int64, and the logprobs of the places that request them, in order.
 
         logits: [places, vocab], of any float type. They may be overwritten.
         """
@@ -106,22 +106,22 @@ class Sampler:
         return tokens, TopLogprobs.of(scores, tokens[asks], int(batch.num_logprobs.max()), named)
 
     def score(self, logits: Tensor) -> Tensor:
-        """The scores to report for logits [places, vocab], as a copy: log-probabilities, or the logits themselves if
-        logprobs_mode says so."""
+        """Return a copy of the scores to report for logits [places, vocab]: log-probabilities or, depending on
+        logprobs_mode, the logits themselves."""
         if self._scores_are_logits:
             return logits.to(torch.float32, copy=True)
         scores: Tensor = self.log_softmax(logits)
         return scores
 
     def draw_limited(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """The sampled tokens, and the logits from which those of the places that are not greedy were drawn: divided by
-        the temperature, -inf for the tokens that min-p, top-k and top-p exclude."""
+        """Return the sampled tokens, and the logits from which the tokens of non-greedy places were drawn: divided by
+        the temperature, and -inf for tokens that min-p, top-k and top-p exclude."""
         limited = self._limited(logits if batch.random is None else logits[batch.random], batch)
         drawn: Tensor = self.sample_gumbel(limited, batch.seeds, batch.output_positions)
         return self._with_greedy(logits, batch, drawn), limited
 
     def _limited(self, chosen: Tensor, batch: SamplingBatch, rows: Tensor | None = None) -> Tensor:
-        """chosen: the logits of the places that are not greedy, or only of those with the indices `rows`."""
+        """chosen: the logits of the non-greedy places, or only of those with the indices `rows`."""
         columns = batch.temperature, batch.min_p, batch.top_k, batch.top_p
         temperature, min_p, top_k, top_p = (c if c is None or rows is None else c[rows] for c in columns)
         chosen = scale(chosen, temperature, min_p)
@@ -130,7 +130,7 @@ class Sampler:
         return chosen
 
     def _draw(self, logits: Tensor, batch: SamplingBatch, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        """The sampled tokens, and the logits they were drawn from, for processed logprobs."""
+        """Return the sampled tokens, and the logits they were drawn from, for processed logprobs."""
         random = batch.random
         proposals = batch.proposals
         chosen = logits if random is None else logits[random]
@@ -158,7 +158,7 @@ class Sampler:
         return self._with_greedy(logits, batch, drawn), chosen if random is None else logits
 
     def _with_greedy(self, logits: Tensor, batch: SamplingBatch, drawn: Tensor) -> Tensor:
-        """The tokens of all places, from those that were drawn at the places that are not greedy."""
+        """Return the tokens of all places. drawn: the tokens of the non-greedy places."""
         if batch.random is None:
             return drawn
         tokens: Tensor = self.argmax(logits)

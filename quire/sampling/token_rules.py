@@ -1,4 +1,4 @@
-"""Built-in logits processors for options of SamplingParams: they forbid tokens, or change their logits."""
+"""Built-in logits processors for options of SamplingParams. They forbid tokens or change their logits."""
 
 import inspect
 from collections.abc import Callable
@@ -19,19 +19,19 @@ _NEVER = float("-inf")
 
 @dataclass(frozen=True)
 class _Lines:
-    """The joined table lines of some places, on the device. A line is about one token id at one place."""
+    """The concatenated table lines of some places, on the device. A line concerns one token id at one place."""
 
     index: Tensor  # [places]: index of each place's logits
-    place: Tensor  # [lines]: the place of each line
+    place: Tensor  # [lines]: each line's place
     cells: tuple[Tensor, Tensor]  # index and token id of each line: its cell in the logits
     rows: Tensor  # [lines]: the batch row of each line's place
     columns: list[Tensor]  # the tables' further columns, [lines, ...] each
 
 
 class _TableRule(LogitsProcessor):
-    """Keeps a table for each row that asks for the rule. A table is a list of columns; the first one has token ids.
+    """Stores a table for each row that uses the rule. A table is a list of columns; the first one has token ids.
 
-    The tables of a step's places are joined. The joined table stays on the device until the places are in other rows.
+    The tables of a step's places are concatenated. The result stays on the device until the rows of the places change.
     """
 
     needs_host_tokens = False
@@ -44,15 +44,15 @@ class _TableRule(LogitsProcessor):
         self._never, self._zero = torch.full((), _NEVER, device=device), torch.zeros((), device=device)
 
     def keep(self, row: int, *columns: npt.NDArray[Any]) -> bool:
-        """Keep the row's table, unless it is empty. Returns whether it was kept."""
+        """Store the row's table, unless it is empty. Returns whether it was stored."""
         if not len(columns[0]):
             return False
         self._tables[row], self._joined = columns, None
         return True
 
     def lines(self, logits: Tensor, at: SamplingPlaces) -> _Lines:
-        """The joined lines of the places `at`. Lines whose token id has no logit are left out, since a stop token may
-        be outside the model's vocabulary."""
+        """Return the concatenated lines of the places `at`. Lines whose token id has no logit are left out, since a
+        stop token may be outside the model's vocabulary."""
         key = at.rows.tobytes() + at.index.tobytes()
         if self._joined is None or self._joined[0] != key:
             tables = [self._tables[row] for row in at.rows.tolist()]
@@ -92,7 +92,7 @@ class BadWords(_TableRule):
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)
-        self._longest = 0  # the most tokens that any sequence has before its last one
+        self._longest = 0  # the longest sequence, without its last token
 
     def add(self, row: int, request: NewRequest) -> bool:
         if not request.bad_words:
@@ -126,7 +126,7 @@ class MinTokens(_TableRule):
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         lines = self.lines(logits, at)
-        [first_end] = lines.columns  # the length of prompt and output from which the request may end
+        [first_end] = lines.columns  # the minimum length of prompt and output
         self.forbid(logits, lines, at.lengths[lines.place] < first_end)
 
 
@@ -147,7 +147,7 @@ class RequestFunctions(LogitsProcessor):
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)
-        self._functions: dict[int, list[tuple[Callable[..., Tensor], bool]]] = {}  # bool: the function takes the prompt
+        self._functions: dict[int, list[tuple[Callable[..., Tensor], bool]]] = {}  # bool: whether it takes the prompt
 
     def add(self, row: int, request: NewRequest) -> bool:
         functions = request.sampling.logits_processors or []

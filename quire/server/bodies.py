@@ -76,7 +76,7 @@ class HeldBody:
 
     def grow_to_prompt(self, size: int) -> None:
         """Count the prompt that was rendered from the body, with `size` characters, if it is larger than the body. A
-        template can make a large prompt of a small body, which is then processed as large bodies are."""
+        template can expand a small body into a large prompt, which is then processed like a large body."""
         growth = max(0, size - self._size)
         self._bodies.in_hand += growth
         self._size += growth
@@ -84,7 +84,7 @@ class HeldBody:
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that works on the body. For a large body it runs in a thread, after waiting for a turn.
 
-        The turn is kept until `pause` or `release`, since what was made of the body takes memory. Raises ApiError if
+        The turn lasts until `pause` or `release`, since the parsed body takes memory. Raises ApiError if
         the client disconnects before.
         """
         if self._size < self._bodies.large:
@@ -152,7 +152,7 @@ class BodyLimit:
         self.in_hand = 0
         self.preparing = preparing
         self.large = large
-        # Parsing and tokenizing a large body takes much memory and a core, so few are worked on at a time.
+        # Parsing and tokenizing a large body uses much memory and a core, so few are processed at a time.
         self.turns = asyncio.Semaphore(max(2, (os.cpu_count() or 1) // 4))
         self._trimming: asyncio.TimerHandle | None = None
 

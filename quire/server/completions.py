@@ -144,7 +144,7 @@ class _Choices:
         token_ids: list[int] = completion.token_ids
         places: list[Any] = completion.logprobs
         if echo:
-            of_prompt = output.prompt_logprobs or []  # of an aborted request, not those of all of its tokens
+            of_prompt = output.prompt_logprobs or []  # incomplete for an aborted request
             token_ids = output.prompt_token_ids[: len(of_prompt)] + token_ids
             places = of_prompt + places
         as_ids = self.call.tokens_as_ids

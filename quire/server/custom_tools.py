@@ -1,4 +1,4 @@
-"""Custom tools: those whose input is free text, or text that a grammar describes, instead of a JSON object.
+"""Custom tools: their input is free text, or text that follows a grammar, instead of a JSON object.
 
 The chat template shows a function with one parameter, `input`, and the model calls it in its own format. The server
 decodes the JSON text of the arguments as it arrives. If the request names the tool, the whole response is the input.

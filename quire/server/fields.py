@@ -88,7 +88,7 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's field for JSON answers, with vLLM's type structural_tag."""
+    """OpenAI's field for JSON output, with vLLM's type structural_tag."""
 
     model_config = ConfigDict(extra="allow")
 

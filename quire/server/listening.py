@@ -61,7 +61,7 @@ def listening_socket(config: ServerConfig) -> socket.socket:
         unix = socket.socket(socket.AF_UNIX)
         try:
             with contextlib.suppress(FileNotFoundError):
-                if stat.S_ISSOCK(os.stat(config.uds).st_mode):  # left behind by a server that has ended
+                if stat.S_ISSOCK(os.stat(config.uds).st_mode):  # left by a server that has ended
                     os.unlink(config.uds)
             unix.bind(config.uds)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Logprobs in the formats of the endpoints. JSON has no infinity: -9999 stands for it, as in vLLM."""
+"""Logprobs in the formats of the endpoints. JSON has no infinity, so -9999 replaces it, as in vLLM."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

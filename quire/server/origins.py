@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.server.errors import ApiError, error_response
 from quire.server.middleware import header
 
-_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # they change nothing, and browsers hide the answer from other origins
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # they change nothing, and browsers hide the response from other origins
 _PORTS = {"http": ":80", "https": ":443"}
 
 

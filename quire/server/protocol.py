@@ -90,7 +90,7 @@ class PromptBody(Body):
 
 
 class Generation(PromptBody):
-    """The common fields of completions and chats: how to sample, what to return. null is treated as omitted."""
+    """The common fields of completions and chats: sampling and response options. null is treated as omitted."""
 
     @model_validator(mode="before")
     @classmethod
@@ -185,7 +185,7 @@ class Generation(PromptBody):
 
     @property
     def constraint(self) -> StructuredOutputsParams | None:
-        """What the text must look like."""
+        """Return the constraint on the text."""
         if self.structured_outputs is not None:
             return StructuredOutputsParams.create(self.structured_outputs)
         return None if self.response_format is None else self.response_format.constraint

@@ -48,8 +48,7 @@ async def render(
 
 
 def _is_of_template(frontend: Frontend, error: BaseException) -> bool:
-    """Whether the text of a template's error is a constant of the server's template, and thus not part of the
-    conversation."""
+    """Whether a template's error text is a constant in the server's template, and thus not from the conversation."""
     templates = (frontend.given_chat_template, *frontend.tokenizer.chat_templates.values())
     return any(error_text(error) in template for template in templates if template is not None)
 

@@ -31,7 +31,7 @@ LOCK_SECONDS = 10  # time for another server to finish its write
 _BATCH = 64  # rows that are deleted at once
 
 _TABLES = Path(__file__).with_name("response_tables.sql").read_text(encoding="utf-8")
-_CHAIN = Path(__file__).with_name("response_chain.sql").read_text(encoding="utf-8")  # a response and those before it
+_CHAIN = Path(__file__).with_name("response_chain.sql").read_text(encoding="utf-8")  # a response and its predecessors
 
 T = TypeVar("T")
 

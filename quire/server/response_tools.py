@@ -13,7 +13,7 @@ from quire.server.errors import ApiError
 from quire.server.fields import TABLES, FunctionName
 
 SEPARATOR = "__"  # between namespace and tool in a combined name
-LOCAL_SHELL: dict[str, Any] = TABLES["responses"]["local_shell"]  # the function that the model sees
+LOCAL_SHELL: dict[str, Any] = TABLES["responses"]["local_shell"]  # the function that is shown to the model
 
 
 class _Object(BaseModel):

@@ -41,7 +41,7 @@ class ResponseStream(EventStream):
 
 
 class Responses:
-    """The stored responses, and those that this server generates in the background."""
+    """The stored responses, and the responses that this server generates in the background."""
 
     def __init__(self, config: ServerConfig) -> None:
         """Raises ConfigError."""

@@ -192,7 +192,7 @@ class RunningChat:
         prompts: list[Prompt] = [prompt if media is None else media.prompt(prompt)]
         if before:
             prompts = [[*before, *await request.state.body.run(server.llm.get_tokenizer().encode, prompt, special)]]
-        del prompt  # with truncate_prompt_tokens it can be much longer than what remains of it
+        del prompt  # with truncate_prompt_tokens, it can be much longer than the tokens
         await call.process(prompts, default, special, "messages", field, **changes)
         begins_at_marker = is_constrained or (strict is not None and choice is not None)
         make = partial(

@@ -1,5 +1,5 @@
-"""How profiles of all cores are started and stopped. Which profile runs is known to the cores alone, so any process of
-the API may start it, and any other stop it."""
+"""Starts and stops profiles in all cores. Only the cores store which profile runs, so one API process may start it and
+another may stop it."""
 
 import asyncio
 import time
@@ -14,14 +14,14 @@ from quire.config.profiler import ProfilerConfig
 from quire.messages.changes import Profile
 from quire.observability.logging import logger
 
-if TYPE_CHECKING:  # imports zmq, which an LLM does not need
+if TYPE_CHECKING:  # imports zmq, which LLM does not need
     from quire.engine.core_client import CoreClient
 
 
 def start_order(config: EngineConfig, prefix: str | None) -> Profile:
-    """The order that starts a profile. prefix: of the names of its files; the time if it is None.
+    """Return the order that starts a profile. prefix: the prefix of its file names; None for the current time.
 
-    Raises ValueError if the options name no profiler, or for a prefix that is no part of a file's name.
+    Raises ValueError if the options name no profiler, or for a prefix that cannot be part of a file name.
     """
     options = ProfilerConfig.read(config.profile.profiler_config)
     if options.profiler is None:
@@ -32,13 +32,13 @@ def start_order(config: EngineConfig, prefix: str | None) -> Profile:
     name = f"{prefix or time.strftime('%Y%m%d-%H%M%S')}-{token_hex(2)}"
     if prefix and not prefix.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise ValueError(f"profile_prefix must consist of letters, digits, '-', '_' and '.', got {prefix!r}")
-    # With ranks on other machines, the core's process has to answer these in time, which it cannot while it writes.
+    # With ranks on other machines, the core's process must respond to them in time, which it cannot do while it writes.
     has_core = config.parallel.ranks > 1 and config.layout.machines == 1 and not config.cluster.uses_ray
     return Profile("start", name, has_core=has_core, options=asdict(options))
 
 
 def stop_order() -> Profile:
-    """The order that stops whatever profile runs."""
+    """Return the order that stops the running profile."""
     return Profile("stop")
 
 
@@ -53,8 +53,7 @@ async def start(client: "CoreClient", prefix: str | None) -> None:
 
 async def stop(client: "CoreClient") -> int:
     """Stop the profile in all cores. Returns how many of them have written their traces. Raises ValueError if none has.
-
-    Cores that were lost have lost their part of the profile, which is logged."""
+    Parts of the profile that were lost with a core are logged."""
     restarts = client.restarts
     ready = len(client.ready)
     problems = await _tell(client, stop_order())
@@ -68,7 +67,7 @@ async def stop(client: "CoreClient") -> int:
 
 
 async def _tell(client: "CoreClient", order: Profile) -> list[str]:
-    """Have all cores carry out an order. Returns the problems."""
+    """Let all cores execute an order. Returns the problems."""
     client.check()
     if not client.ready:
         raise ValueError("no engine core is ready; try again when one is")

@@ -1,4 +1,4 @@
-"""The part of a profile that a core has: it counts steps, and tells its ranks when to record."""
+"""A core's part of a profile: it counts steps, and tells its ranks when to record."""
 
 from collections import deque
 from collections.abc import Callable
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class _Running:
-    """A profile that was started and not stopped. plan: what is still to happen, and before which step. problem: why
-    its traces could not be written when the plan had them written. is_written: whether they have been."""
+    """A running profile. plan: the remaining actions, each with the step that it precedes. problem: why the traces
+    could not be written at the planned time. is_written: whether they have been written."""
 
     def __init__(self, order: Profile, options: ProfilerConfig) -> None:
         self.order = order
         self.plan = deque(options.plan)
         self.num_steps = 0
         self.is_recording = self.is_written = False
-        self.trace: Trace | None = None  # of the core's own process
-        self.ends: list[Callable[[], None]] = []  # of the marks of its stages
+        self.trace: Trace | None = None  # trace of the core's own process
+        self.ends: list[Callable[[], None]] = []  # functions that remove the marks of its stages
         self.problem = ""
 
 
 class CoreProfiler:
-    """Carries out the orders about profiles in a core. If the core's only rank is in the same process, there is one
+    """Executes profile orders in a core. If the core's only rank is in the same process, there is one
     trace for both."""
 
     def __init__(self, core: "EngineCore") -> None:
@@ -59,7 +59,7 @@ class CoreProfiler:
 
     def _start(self, order: Profile) -> None:
         options = ProfilerConfig(**order.options)
-        check_folder(options)  # now, even if the first steps are not recorded
+        check_folder(options)  # check now, even if the first steps are not recorded
         running = _Running(order, options)
         self._follow_plan(running)
         self._running = running
@@ -83,7 +83,7 @@ class CoreProfiler:
         self._stop_counting = lambda: None
 
     def _count(self, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
-        """Called in place of `schedule`."""
+        """Count a step. Called instead of `schedule`."""
         running = self._running
         if running is not None:
             try:
@@ -129,9 +129,9 @@ class CoreProfiler:
         running.trace = None
         running.ends = []
         running.is_recording = False
-        self._core.busy(PROFILE_SECONDS)  # no thread of this process may be able to send heartbeats meanwhile
+        self._core.busy(PROFILE_SECONDS)  # in this time, no thread of this process may be able to send heartbeats
         try:
-            # The ranks are still patient with this process, since they record.
+            # The ranks still wait longer for this process, since they record.
             _stop_both(trace, lambda: self._core.executor.change(_told(running.order, write)), write)
         finally:
             self._core.busy(0)
@@ -139,7 +139,7 @@ class CoreProfiler:
 
 
 def _stop_both(trace: Trace | None, stop_ranks: Callable[[], None], write: bool) -> None:
-    """Stop the recordings of a core and of its ranks, also if one of them fails."""
+    """Stop the recordings of a core and of its ranks, even if one of them fails."""
     try:
         if trace is not None:
             trace.stop(write)

@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.observability.profiling.watched_calls import core_calls, mark, rank_calls
 
-DOMAIN = "quire"  # under which Nsight shows the ranges
+DOMAIN = "quire"  # the domain under which Nsight shows the ranges
 
 
 def _range(name: str) -> Any:
@@ -20,12 +20,13 @@ def mark_core(scheduler: Any) -> None:
 
 
 def mark_rank(runner: Any, compiled: bool) -> None:
-    """The same for a rank. compiled: whether torch.compile takes the layers together, so that none can be marked."""
-    mark(rank_calls(runner, lambda step: "step"), _range)  # NVTX keeps each name that it has seen
+    """Mark the stages of a rank. compiled: whether torch.compile fuses the layers, so that none can be marked."""
+    mark(rank_calls(runner, lambda step: "step"), _range)  # a constant name, since NVTX stores each name
     model = runner.model
     for number, layer in enumerate(() if compiled else getattr(model, "layers", ()), getattr(model, "first_layer", 0)):
         kind = type(layer)
-        # Python looks up __call__ in the class. The name of the module tells others of which kind the layer is.
+        # Python looks up __call__ in the class. Name and __module__ stay the same, so the layer's type remains
+        # recognizable.
         layer.__class__ = type(
             kind.__name__,
             (kind,),

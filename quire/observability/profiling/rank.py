@@ -1,4 +1,4 @@
-"""The part of a profile that a rank has."""
+"""A rank's part of a profile."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +12,16 @@ from quire.observability.profiling.watched_calls import mark, rank_calls
 
 
 class RankProfiler:
-    """Records the steps of a rank between the orders of its core, which counts them."""
+    """Records the steps of a rank between the orders of its core, which counts the steps."""
 
     def __init__(self, runner: Any, rank: int) -> None:
         self._runner = runner
         self._rank = rank
         self._trace: Trace | None = None
-        self._ends: list[Callable[[], None]] = []  # of the stages' marks
+        self._ends: list[Callable[[], None]] = []  # functions that remove the marks of stages
 
     def obey(self, order: Profile) -> None:
-        """Raises ValueError or OSError. What was recorded before a "start" is dropped."""
+        """Execute an order. A "start" drops earlier recordings. Raises ValueError or OSError."""
         self._end(write=order.step == "stop")
         if order.step == "start":
             trace = make_trace(ProfilerConfig(**order.options), rank_name(order, self._rank))

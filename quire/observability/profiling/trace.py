@@ -1,4 +1,4 @@
-"""The recording of one process: a trace of torch's profiler, or what Nsight Systems records meanwhile."""
+"""The recording of one process: a trace of torch's profiler, or a recording by Nsight Systems."""
 
 import gzip
 import os
@@ -16,7 +16,7 @@ from quire.observability.logging import logger
 
 
 def check_folder(options: ProfilerConfig) -> None:
-    """Make the folder for traces, if it is missing. Raises ValueError if no file can be written there."""
+    """Create the folder for traces, if it is missing. Raises ValueError if no file can be written there."""
     if not options.torch_profiler_dir:
         return
     try:
@@ -30,17 +30,17 @@ def check_folder(options: ProfilerConfig) -> None:
 
 
 class TorchTrace:
-    """Records the calls of one thread, and of the GPU. `start` and `stop` are called on this thread."""
+    """Records the calls of one thread and the GPU's work. `start` and `stop` are called on this thread."""
 
     def __init__(self, options: ProfilerConfig, name: str) -> None:
-        """name: of the file, without its ending. Raises ValueError if the folder cannot be written."""
+        """name: the file name without its suffix. Raises ValueError if the folder cannot be written."""
         check_folder(options)
         self._options = options
         self._name = name
         self._profile: profile | None = None
 
     def start(self) -> None:
-        """Raises ValueError if somebody else records this process."""
+        """Start recording. Raises ValueError if another profiler records this process."""
         if torch._C._autograd._profiler_enabled():
             raise ValueError("another profiler of torch's records this process")
         options = self._options
@@ -54,8 +54,8 @@ class TorchTrace:
         self._profile.start()
 
     def stop(self, write: bool) -> None:
-        """Raises OSError if the trace cannot be written. While it is made, the threads of this process stand still for
-        seconds."""
+        """Stop recording. Creating the trace blocks all threads of this process for seconds. Raises OSError if it
+        cannot be written."""
         recorded = self._profile
         self._profile = None
         if recorded is None:
@@ -65,13 +65,13 @@ class TorchTrace:
         recorded.stop()
         if write:
             self._write(recorded)
-        # What was recorded is freed here. When the garbage collector did that later, Kineto crashed (torch 2.13).
+        # The recording is freed here. When the garbage collector freed it later, Kineto crashed (torch 2.13).
         recorded.profiler = None
 
     def _write(self, recorded: profile) -> None:
         folder = Path(self._options.torch_profiler_dir)
         file = folder / f"{self._name}.pt.trace.json{'.gz' if self._options.torch_profiler_use_gzip else ''}"
-        part = folder / f".{os.getpid()}-{file.name}"  # under its own name, a trace is complete
+        part = folder / f".{os.getpid()}-{file.name}"  # only complete traces get the final name
         plain = part.with_suffix(".tmp")
         try:
             recorded.export_chrome_trace(str(plain))
@@ -117,10 +117,10 @@ def make_trace(options: ProfilerConfig, name: str) -> Trace:
 
 
 def rank_name(order: Profile, rank: int) -> str:
-    """The name of a rank's trace."""
+    """Return the name of a rank's trace."""
     return f"{order.name}-replica{order.replica}-rank{rank}"
 
 
 def core_name(order: Profile) -> str:
-    """The name of a core's trace, if its ranks are other processes."""
+    """Return the name of a core's trace, if its ranks are other processes."""
     return f"{order.name}-replica{order.replica}-core"

@@ -1,16 +1,16 @@
-"""Calls of an object that are watched for a while. An attribute of the object hides the method of its class, so a call
-that nobody watches costs nothing."""
+"""Temporarily watches calls of an object's methods. An attribute of the object hides the method of its class, so an
+unwatched call costs nothing."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial, reduce
 from typing import Any
 
-Watcher = Callable[..., Any]  # is called with the method and its arguments, and calls it
+Watcher = Callable[..., Any]  # receives the method and its arguments, and calls it
 
 
 class _Chain:
-    """Takes the place of a method. The last watcher to come is called first."""
+    """Replaces a method. The watcher that was added last is called first."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name, self.hidden = owner, name, vars(owner).get(name)
@@ -39,7 +39,8 @@ class _Chain:
 
 
 def watch(owner: Any, name: str, watcher: Watcher) -> Callable[[], None]:
-    """Have a watcher called in place of a method. The result ends that; watchers may end in any order."""
+    """Call a watcher instead of a method. The returned function removes the watcher; watchers may be removed in any
+    order."""
     chain = vars(owner).get(name)
     if not isinstance(chain, _Chain):
         chain = _Chain(owner, name)
@@ -48,24 +49,24 @@ def watch(owner: Any, name: str, watcher: Watcher) -> Callable[[], None]:
     return partial(chain.remove, watcher)
 
 
-Range = Callable[[str], AbstractContextManager[Any]]  # makes a named range of a trace
+Range = Callable[[str], AbstractContextManager[Any]]  # creates a named range in a trace
 
 
 def core_calls(scheduler: Any) -> Iterator[tuple[Any, str, Callable[..., str]]]:
-    """The stages of a step in a core: an object, its method, and the name of a call."""
+    """Yield the stages of a step in a core: (object, name of its method, function that names a call)."""
     yield scheduler, "schedule", lambda *_: "schedule"
     yield scheduler, "update", lambda *_: "output"
 
 
 def name_of_step(step: Any) -> str:
-    """Of the argument of `submit`."""
+    """Return the name of a step, the argument of `submit`."""
     return f"step {step.step_id}: {len(step.rows)} requests, {sum(step.num_tokens)} tokens"
 
 
 def rank_calls(
     runner: Any, name_of_step: Callable[..., str] = name_of_step
 ) -> Iterator[tuple[Any, str, Callable[..., str]]]:
-    """The same for a rank. What `submit` does besides preparing and the forward belongs to the preparation, too."""
+    """Yield the stages of a step in a rank. All of `submit` except the forward pass counts as preparation."""
     yield runner, "submit", name_of_step
     yield runner.staging, "stage", lambda *_: "prepare"
     yield runner.forward, "run", lambda *_: "forward"
@@ -73,7 +74,7 @@ def rank_calls(
 
 
 def mark(stages: Iterator[tuple[Any, str, Callable[..., str]]], make_range: Range) -> list[Callable[[], None]]:
-    """Surround the stages' calls with ranges. Each function of the result ends that for one of them."""
+    """Wrap the stages' calls in ranges. Each returned function removes one of them."""
 
     def watcher(name: Callable[..., str]) -> Watcher:
         def call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -98,7 +98,7 @@ class KeptModel(NamedModel):
 
     @property
     def kept_seconds(self) -> float | None:
-        """None: forever, which is the default."""
+        """Return the seconds of keep_alive, or None for forever, which is the default."""
         return None if self.keep_alive is None else seconds_of(self.keep_alive)
 
     def accepted(self, request: Request) -> str:
