@@ -11,8 +11,8 @@ one KV head that keep 1 and 3 blocks:
 Layers are compressed one after the other, those that keep the least first, and slices are assigned in that order: all
 slices of the first of these layers, then all of the second. So a layer's tokens are moved into its own slices or those
 of already compressed layers, and need no extra memory. The slices of later tokens are where they would be without
-compression: only attention depends on the assignment. When a request is compressed again, layers have slices in each
-other's blocks, so all kept tokens are read before any are written.
+compression: only attention depends on the assignment. When a request is compressed again, layers may use slices of
+other layers, so all kept tokens are read before any are written.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,9 +70,7 @@ class CompressedRows:
         self.num_kept = np.zeros(rows, np.int64)  # blocks; 0 for a row that is not compressed
         self.num_removed = np.zeros(rows, np.int64)  # tokens
         self.most_kept = np.zeros(rows, np.int64)  # an upper bound of the blocks that a head keeps
-        self.reads: dict[
-            int, Callable[[], list[Tensor]]
-        ] = {}  # by row: reads the exact number once it has been computed
+        self.reads: dict[int, Callable[[], list[Tensor]]] = {}  # by row: reads the exact number once computed
         by_layer = torch.zeros(rows, num_layers, dtype=torch.int64, device=device.torch_device)
         by_head = by_layer[..., None].repeat(1, 1, self.kv_heads)
         self.order = by_layer

@@ -49,9 +49,7 @@ class ModelDrafter(Drafter):
         self._is_current = np.zeros(rows, bool)  # it has computed all tokens known after the previous step
         self._num_forced = np.zeros(rows, np.int64)  # tokens added since then without being sampled
         self._is_new = np.zeros(rows, bool)  # the row's first tokens may come from the prefix cache
-        self._is_complete = np.ones(
-            1, bool
-        )  # by block: whether all its tokens were computed; block 0 is the null block
+        self._is_complete = np.ones(1, bool)  # by block: whether all tokens were computed; block 0 is null
 
     def install(self, new: NewRequest) -> None:
         self._covered[new.row], self._is_current[new.row] = new.num_computed_tokens, False

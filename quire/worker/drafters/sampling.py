@@ -26,9 +26,7 @@ class DraftSampling:
         self.sampler = sampler
         self.staging = staging
         self.token_ids = token_ids
-        self._place = np.full(
-            len(staging.batch.num_tokens), -1, np.int64
-        )  # index of a row in _logits, -1 if it has none
+        self._place = np.full(len(staging.batch.num_tokens), -1, np.int64)  # index of a row in _logits, or -1
         self._logits: list[Tensor] = []  # by number of the draft, [requests that are verified by the rule, vocab]
         self._first: Tensor | None = None  # the position of the first draft of these requests
 
