@@ -121,9 +121,9 @@ class InputBatch:
         self.min_p = np.zeros(rows, np.float32)
         self.seed = np.zeros(rows, np.int64)
         self.has_seed = np.zeros(rows, bool)  # whether the request itself gave it
-        self.num_logprobs = np.full(rows, -1, np.int64)  # -1 where none are asked for
+        self.num_logprobs = np.full(rows, -1, np.int64)  # -1 where none are requested
         self.logprob_token_ids: dict[int, list[int]] = {}  # by row, for requests that name the tokens
-        self.num_prompt_logprobs = np.full(rows, -1, np.int64)  # -1 where none are asked for, or once reported
+        self.num_prompt_logprobs = np.full(rows, -1, np.int64)  # -1 where none are requested, or once reported
         self.adapters = np.full(rows, -1, np.int64)  # the slot of the row's adapter, -1 for none
 
     def install(self, new: NewRequest) -> None:

@@ -70,7 +70,7 @@ class MediaInputs(NoMedia):
         self._behind = np.zeros(len(batch.num_tokens), np.int64)  # by row: the offset after the prompt
         self._crossed = np.ones(
             len(batch.num_tokens), np.int32
-        )  # by row: the number of tokens that cross-attention reads
+        )  # by row: number of tokens that cross-attention reads
 
     def rehearse(self, limits: EncoderLimits) -> int:
         width = self.hidden_size
