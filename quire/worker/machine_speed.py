@@ -154,9 +154,7 @@ class KernelProbe:
     def __init__(self) -> None:
         self._kernels = Kernels(Target(torch.device("cpu"), torch.bfloat16))
         self.compiled = library() is not None
-        self.kinds = (
-            tuple(KINDS) if self.compiled else ("dense",)
-        )  # torch would dequantize others in each product
+        self.kinds = tuple(KINDS) if self.compiled else ("dense",)  # torch would dequantize others in each product
         self._x = torch.randn(ROWS[-1], _IN, generator=_generator()).to(torch.bfloat16)
         self._weights = cache(self._made)
         self._next: dict[str, int] = {}

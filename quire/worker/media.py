@@ -68,9 +68,7 @@ class MediaInputs(NoMedia):
         self._places: dict[int, list[MediaPlace]] = {}  # by row, while the prompt is computed
         self._offsets: dict[int, Array] = {}  # likewise: rotary positions, [axes, prompt tokens]
         self._behind = np.zeros(len(batch.num_tokens), np.int64)  # by row: the offset after the prompt
-        self._crossed = np.ones(
-            len(batch.num_tokens), np.int32
-        )  # by row: number of tokens that cross-attention reads
+        self._crossed = np.ones(len(batch.num_tokens), np.int32)  # by row: number of tokens that cross-attention reads
 
     def rehearse(self, limits: EncoderLimits) -> int:
         width = self.hidden_size
