@@ -55,7 +55,7 @@ class TrialGate:
             self._wake()
 
     def _is_new(self, request_id: str) -> bool:
-        """Whether a request has passed but has not yet had an output."""
+        """Whether a request has passed but has not yet shown that it can run."""
         request = self._requests.get(request_id)
         if request is None or request_id in self._held:
             return False

@@ -1,4 +1,4 @@
-"""The agent of a machine that has some ranks of an executor on another machine: `quire serve --headless`."""
+"""The agent of a machine that runs some ranks of another machine's executor: `quire serve --headless`."""
 
 import secrets
 import signal
@@ -27,13 +27,13 @@ _order = msgspec.msgpack.Decoder(messages.Order)
 
 
 class Agent:
-    """Joins the executor at an address. In each session with it, it starts the ranks with the given numbers, and passes
+    """Joins the executor at an address. In each session, it starts the ranks with the given numbers, and forwards
     messages between them and the executor."""
 
     def __init__(
         self, config: EngineConfig, directory: Path, numbers: range, secret: ClusterSecret, address: str, host: str
     ) -> None:
-        """directory: the model's on this machine. host: the executor's, or any address that leads there."""
+        """directory: the model's on this machine. host: the executor's address, or any address that leads to it."""
         self._config = config
         self._directory = directory
         self._numbers = numbers
@@ -54,7 +54,7 @@ class Agent:
         self._session: _Session | None = None
 
     def run(self) -> None:
-        """Take part until `stop` is called. Raises ConfigError if the executor refuses."""
+        """Run until `stop` is called. Raises ConfigError if the executor rejects this machine."""
         self._node.run(self)
 
     def stop(self) -> None:
@@ -112,7 +112,7 @@ class _Session:
             except Exception as error:
                 self.failed(error)
 
-        # On a thread, since the head must hear heartbeats meanwhile.
+        # On another thread, since the head must keep receiving heartbeats.
         self._starter = threading.Thread(target=work, name="start ranks", daemon=True)
         self._starter.start()
 
@@ -130,13 +130,13 @@ class _Session:
         self._has_ended = True
         self.ranks.end(END_SECONDS[self._has_failed])
         self._starter.join()
-        self.ranks.end(0)  # those that it has started meanwhile
+        self.ranks.end(0)  # those started in the meantime
 
 
 def run_agent(config: EngineConfig, directory: Path) -> int:
     """The main function of a headless machine that has ranks of a replica. Returns the exit status of the process.
 
-    Raises ConfigError if the executor refuses it.
+    Raises ConfigError if the executor rejects it.
     """
     options = config.cluster
     layout = config.layout

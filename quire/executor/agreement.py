@@ -1,4 +1,4 @@
-"""What the machines of a cluster must agree on before they work together, as texts that are compared."""
+"""The settings that must be equal on all machines of a cluster, as strings to compare."""
 
 import hashlib
 import os
@@ -15,20 +15,20 @@ from quire.config.cluster import ClusterConfig
 from quire.config.engine import GROUPS, OPTIONS, EngineConfig
 from quire.executor.messages import as_data
 
-# Options that each machine has for itself. All others must be the same.
+# Options that each machine sets for itself. All others must be the same.
 _OWN = {
     *OPTIONS[ClusterConfig], "model", "tokenizer", "download_dir", "hf_token", "chat_template",
     "kv_cache_memory_bytes", "gpu_memory_utilization", "kv_cache_pretouch", "cpu_isa", "speculative_config",
     "weight_cache", "weight_cache_size", "threads",
 }  # fmt: skip
-_PIECES, _PIECE_BYTES = 256, 4096  # of a model's weights, which are read
+_PIECES, _PIECE_BYTES = 256, 4096  # of a model's weights that are read
 _LONGEST_TEXT = 200
 
 
 def facts(config: EngineConfig, directory: Path) -> dict[str, str]:
-    """What must be the same, by name. directory: of the model, which may be another one on each machine.
+    """Return the settings that must be the same, by name. directory: of the model; it may differ between machines.
 
-    config: as it is behind `with_files`.
+    config: the result of `with_files`.
     """
     drafter = dict(config.scheduler.speculative_config)
     own = drafter.pop("model", None)
@@ -49,7 +49,7 @@ def facts(config: EngineConfig, directory: Path) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of packages that should be the same."""
+    """Return the versions of packages that should be the same."""
     found = {}
     for package in ("torch", "triton", "numpy"):
         try:
@@ -60,7 +60,7 @@ def versions() -> dict[str, str]:
 
 
 def weights_digest(directory: Path) -> str:
-    """Tells weights apart without reading them all: a hash of the files' names and sizes, and of pieces of them.
+    """Return a hash of the weight files' names and sizes, and of pieces of their content, without reading all of them.
 
     directory: of the model, or its GGUF file. Takes milliseconds for any size.
     """
@@ -80,6 +80,6 @@ def weights_digest(directory: Path) -> str:
 
 
 def _text(value: Any) -> str:
-    """The value as JSON, or its hash if that is long."""
+    """Return the value as JSON, or a hash of it if it is long."""
     text = msgspec.json.encode(value, order="deterministic", enc_hook=as_data)
     return text.decode() if len(text) <= _LONGEST_TEXT else hashlib.sha256(text).hexdigest()[:16]

@@ -13,7 +13,7 @@ from quire.ops.cpu.background import Background
 class Executor(ABC):
     """Runs steps on all devices, in the order in which they are submitted. Results come in the same order.
 
-    The fault of a device or a process is raised by the first method that notices it, or by a result.
+    A device or process failure is raised by the first method that notices it, or by a result.
     """
 
     kv_cache: KVCacheSize
@@ -23,14 +23,14 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, step: SchedulerOutput) -> None:
-        """Launch the forward of a step on all devices. `sample` must have been called for the step before."""
+        """Launch the forward of a step on all devices. `sample` must have been called for the previous step."""
 
     @abstractmethod
     def sample(self, step_id: int, masks: TokenMasks | None = None) -> Future[ModelRunnerOutput]:
-        """Launch the sampling of the step that was submitted last. Its tokens feed the next step on the device.
+        """Launch the sampling of the last submitted step. Its tokens feed the next step on the device.
 
-        masks: which tokens may be sampled at some places of the step. The result says whether the workers skipped the
-        step, and which requests they refused.
+        masks: which tokens may be sampled at some places of the step. The result reports whether the workers skipped
+        the step, and which requests they refused.
         """
 
     @abstractmethod
@@ -40,37 +40,37 @@ class Executor(ABC):
 
     @abstractmethod
     def drop_adapter(self, key: str) -> None:
-        """Free an adapter in CPU memory. No later step will put it into a slot, unless it is loaded again."""
+        """Free an adapter in CPU memory. Later steps must not use it unless it is loaded again."""
 
     @abstractmethod
     def change(self, change: Change) -> None:
-        """Have all ranks change their memory. Blocks until they have. No step may be in flight.
+        """Apply a memory change on all ranks. Blocks until it is done. No step may be in flight.
 
         Raises ValueError if a rank cannot, for example because a checkpoint does not fit the model.
         """
 
     @abstractmethod
     def exchange(self, order: TrainerOrder) -> Future[None]:
-        """Have all ranks join a trainer's process group, or receive weights in it, while steps run. The result raises
-        ValueError if a rank cannot, or if the trainer does not answer in time."""
+        """Join a trainer's process group on all ranks, or receive weights through it, while steps run. The result
+        raises ValueError if a rank fails, or if the trainer does not respond in time."""
 
     @abstractmethod
     def transfer(self, order: Transfer) -> Future[list[int]]:
-        """Copy blocks between the KV cache and a tier on all ranks, while steps run. The result has the indices of the
-        blocks that some rank could not copy."""
+        """Copy blocks between the KV cache and a tier on all ranks, while steps run. The result contains the indices of
+        the blocks that a rank failed to copy."""
 
     def use_compiled(self) -> None:
-        """Load the model again for the kernels that `background` has compiled. No step may be in flight. The KV cache
-        keeps its size, and is empty. No later call may name what was installed before."""
+        """Reload the model for the kernels that `background` has compiled. No step may be in flight. The KV cache keeps
+        its size and is empty. Later calls must not refer to requests or adapters that were installed before."""
         raise NotImplementedError(f"{type(self).__name__} starts with compiled kernels only")
 
     def processes(self) -> dict[int, int]:
-        """The process ids of the ranks that are processes of this machine, by rank."""
+        """Return the process ids of the ranks on this machine, by rank."""
         return {}
 
     @abstractmethod
     def check(self) -> None:
-        """Raises what has broken the executor, perhaps while no result was awaited."""
+        """Raises the error that broke the executor, even if no result was awaited."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""Which executor runs the steps of a core."""
+"""Chooses the executor of a core."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from quire.worker.device import on_gpu
 
 
 def uses_gpu(config: EngineConfig) -> bool:
-    """Whether the steps of a core run on GPUs, on whatever machine. Raises ConfigError if it asks for a GPU and there
-    is none."""
+    """Whether the steps of a core run on GPUs, on any machine. Raises ConfigError if the options require a GPU and
+    there is none."""
     if config.cluster.distributed_executor_backend == "ray":
         from quire.executor.ray_cluster import RayCluster, uses_gpus
 
@@ -23,9 +23,9 @@ def uses_gpu(config: EngineConfig) -> bool:
 def make_executor(
     config: EngineConfig, directory: Path, max_model_len: int, place: RendezvousPlace | None = None
 ) -> Executor:
-    """The executor that the options ask for, with the model loaded. Raises ConfigError or ValueError.
+    """Return the executor for the options, with the model loaded. Raises ConfigError or ValueError.
 
-    place: where the replicas meet that share experts, None for a replica that shares none.
+    place: the rendezvous of replicas that share experts, None for a replica that shares none.
     """
     if config.cluster.distributed_executor_backend == "ray":
         from quire.executor.ray_executor import RayExecutor

@@ -20,8 +20,8 @@ class Link:
     """One end of a connection. Any thread may send; one thread receives."""
 
     def __init__(self, connected: socket.socket, key: bytes, role: bytes) -> None:
-        """role: that of this end, b"executor" or b"rank". Raises OSError (ConnectionError for a wrong key) if the other
-        end does not prove in time that it knows the key."""
+        """role: of this end, b"executor" or b"rank". Raises OSError (ConnectionError for a wrong key) if the other end
+        does not prove in time that it knows the key."""
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connected
         self._lock = threading.Lock()
@@ -52,15 +52,15 @@ class Link:
             self._socket.sendall(_LENGTH.pack(len(message)) + message)
 
     def receive(self, longest: int | None = None) -> bytes:
-        """The next message. Raises OSError if the other end has closed the connection, or if the message has more than
-        `longest` bytes."""
+        """Return the next message. Raises OSError if the other end has closed the connection, or if the message has
+        more than `longest` bytes."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         if longest is not None and length > longest:
             raise ConnectionError("a message is too long")
         return self._read(length)
 
     def is_closed(self) -> bool:
-        """Whether the other end has closed the connection. Drops what it has sent before."""
+        """Whether the other end has closed the connection. Drops any unread messages."""
         try:
             while self._socket.recv(1 << 16, socket.MSG_DONTWAIT):
                 pass

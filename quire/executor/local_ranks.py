@@ -23,16 +23,17 @@ from quire.platform.stacks import FOLDER_VARIABLE, collect_stacks
 
 HOST = "127.0.0.1"  # where the executor, or the agent of this machine, listens for its ranks
 RANK_PROGRAM = ("-m", "quire.executor.rank")
-SILENCE_SECONDS = 5.0  # a rank counts as stopped after so long without a heartbeat
+SILENCE_SECONDS = 5.0  # a rank counts as stopped after this time without a heartbeat
 SILENT_START_SECONDS = 60.0  # the same until a rank is ready: on a busy machine, imports block its threads for long
-END_SECONDS = (2.0, 0.2)  # time for ranks to end by themselves; for those of an executor that has failed
+END_SECONDS = (2.0, 0.2)  # time for ranks to end by themselves: normally, and after the executor has failed
 _replies = msgspec.msgpack.Decoder(messages.Reply)
 
 
 class LocalRanks(Ranks):
-    """Starts a process for each rank. One thread sends orders to them, and one for each rank receives its replies.
+    """Starts a process for each rank. One thread sends orders to all of them, and one thread per rank receives its
+    replies.
 
-    Ctrl-C interrupts only the main thread, so no message is ever cut off, or sent to some of the ranks only.
+    Ctrl-C interrupts only the main thread, so no message is ever cut off or sent to only some of the ranks.
     """
 
     def __init__(self, numbers: range, observer: Observer) -> None:
@@ -44,13 +45,13 @@ class LocalRanks(Ranks):
         self._is_ending = False
 
     def start(self, start: messages.Start, secret: bytes = b"", environment: Mapping[str, str] = {}) -> None:
-        """Start the processes, and wait until they have connected. Raises RuntimeError if one does not.
+        """Start the processes, and wait until they have connected. Raises RuntimeError if one does not connect.
 
         secret: of the cluster, if the ranks meet at its head. environment: variables for the processes.
         """
         key = secrets.token_bytes(32)
         first = messages.encode(start)
-        # All ranks log the same, so only rank 0 does.
+        # All ranks would log the same, so only rank 0 logs.
         quiet = messages.encode(msgspec.structs.replace(start, log=start.log._replace(level="ERROR")))
         with socket.create_server((HOST, 0)) as listener:
             for rank in self.numbers:
@@ -97,7 +98,7 @@ class LocalRanks(Ranks):
                 raise RuntimeError(f"the process of rank {rank} has not connected for {SILENT_START_SECONDS:.0f} s")
 
     def _send(self) -> None:
-        """Send orders to all ranks, and heartbeats while there are no orders."""
+        """Send orders to the ranks, and heartbeats while there are no orders."""
         beat = messages.encode(messages.Heartbeat()), self.numbers
         while True:
             try:
@@ -109,11 +110,11 @@ class LocalRanks(Ranks):
             message, ranks = order
             for rank, link in list(self._links.items()):
                 if rank in ranks:
-                    with contextlib.suppress(OSError):  # the rank has gone, which the thread in _listen reports
+                    with contextlib.suppress(OSError):  # the rank has disconnected, which the thread in _listen reports
                         link.send(message)
 
     def _listen(self, rank: int, link: Link) -> None:
-        """Receive the messages of a rank until it has gone."""
+        """Receive the messages of a rank until it disconnects."""
         silence = SILENT_START_SECONDS
         try:
             while True:
@@ -138,7 +139,7 @@ class LocalRanks(Ranks):
             self._observer.failed(RuntimeError(f"the process of rank {rank} ended unexpectedly"))
 
     def _log_stacks(self, rank: int) -> None:
-        """Log where a silent rank is, if it can still tell."""
+        """Log the stacks of a silent rank, if it can still report them."""
         folder = os.environ.get(FOLDER_VARIABLE)
         process = self.processes[self.numbers.index(rank)]
         for name, stacks in () if folder is None else collect_stacks(Path(folder), process.pid).items():

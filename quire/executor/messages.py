@@ -1,4 +1,4 @@
-"""What the executor and its ranks say to each other, in msgpack."""
+"""The messages between the executor and its ranks, in msgpack."""
 
 from typing import Any
 
@@ -23,12 +23,12 @@ class Heartbeat(msgspec.Struct, array_like=True, tag=True):
 
 
 class Start(msgspec.Struct, array_like=True, tag=True):
-    """The first message: which part of which model the rank loads.
+    """The first message: which part of which model the rank must load.
 
     directory, max_model_len: arguments of Worker. meeting: where the ranks meet: a ZeroMQ address of the cluster's
-    head, or "host:port" of a store of torch's. neighbours: the first of the ranks that see the same GPUs as this one,
-    and their number. machines: for each rank of the replica the number of its machine. replica: its number, if all
-    replicas meet. generation: see `connect_store`.
+    head, or "host:port" of a torch store. neighbours: the first rank of those that see the same GPUs as this one, and
+    their number. machines: the machine number of each rank of the replica. replica: its number, if all replicas meet.
+    generation: see `connect_store`.
     """
 
     config: EngineConfig
@@ -54,7 +54,7 @@ class Sample(msgspec.Struct, array_like=True, tag=True):
 
 
 class Take(msgspec.Struct, array_like=True, tag=True):
-    """What the last stage of a pipeline has sampled in a step, for the other stages: see StageRunner.take."""
+    """The tokens that the last pipeline stage has sampled in a step, for the other stages: see StageRunner.take."""
 
     step_id: int
     sampled_token_ids: list[list[int]]
@@ -89,15 +89,15 @@ class Ready(msgspec.Struct, array_like=True, tag=True):
 
 
 class Result(msgspec.Struct, array_like=True, tag=True):
-    """The result of a sampled step. Only the first rank of the last stage sends it, since all its ranks have the
-    same."""
+    """The result of a sampled step. Only the first rank of the last stage sends it, since all ranks of that stage have
+    the same result."""
 
     output: ModelRunnerOutput
 
 
 class Loaded(msgspec.Struct, array_like=True, tag=True):
-    """The rank has carried out an order with a key while steps ran, or cannot, for the given reason. is_busy: it can
-    later."""
+    """The rank has carried out a keyed order while steps ran, or cannot, for the given reason. is_busy: whether it may
+    succeed later."""
 
     key: str
     problem: str | None = None
@@ -122,7 +122,8 @@ class Transferred(msgspec.Struct, array_like=True, tag=True):
 
 
 class Broken(msgspec.Struct, array_like=True, tag=True):
-    """The last message of a rank that fails. by_user: whether an option or the model is wrong; `reason` says which."""
+    """The last message of a rank that fails. by_user: whether a wrong option or model is the cause; `reason` names
+    it."""
 
     reason: str
     by_user: bool = False
@@ -131,11 +132,11 @@ class Broken(msgspec.Struct, array_like=True, tag=True):
 Reply = Hello | Ready | Result | Loaded | Busy | Changed | Transferred | Broken | Heartbeat
 
 
-# ---- between the executor and the agent of another machine, which passes orders on to its ranks, and replies back
+# ---- between the executor and the agent of another machine, which forwards orders to its ranks and replies back
 
 
 class Begin(msgspec.Struct, array_like=True, tag=True):
-    """What an agent is told when it joins: the fields of Start that are the same on all machines."""
+    """Sent to an agent when it joins: the fields of Start that are the same on all machines."""
 
     max_model_len: int
     sizes: MeshSizes
@@ -157,7 +158,7 @@ class FromRank(msgspec.Struct, array_like=True, tag=True):
 
 
 class Failed(msgspec.Struct, array_like=True, tag=True):
-    """The ranks of the agent cannot go on. by_user: see Broken."""
+    """The ranks of the agent cannot continue. by_user: see Broken."""
 
     reason: str
     by_user: bool = False
@@ -167,12 +168,12 @@ AgentReport = FromRank | Failed
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """The message as msgpack. Raises ConfigError for an option whose value cannot be sent to another process."""
+    """Return the message as msgpack. Raises ConfigError for an option whose value cannot be sent to another process."""
     return msgspec.msgpack.encode(message, enc_hook=as_data)
 
 
 def as_data(value: Any) -> str:
-    """Classes (of logits processors) are sent by name, as "package.module:Class"."""
+    """Return a class (of logits processors) by name, as "package.module:Class"."""
     if not isinstance(value, type):
         raise ConfigError(f"{value!r} cannot be sent to the processes that share the model; give it as plain data")
     if value.__module__ == "__main__" or "<locals>" in value.__qualname__:

@@ -1,5 +1,5 @@
-"""The executor of several ranks. Each is a process that has its part of the model and executes every step: some of the
-layers (pipeline parallelism), of each layer a share (tensor parallelism), and of each step some tokens (context
+"""The executor of several ranks. Each rank is a process that has a part of the model and executes every step: some of
+the layers (pipeline parallelism), a share of each layer (tensor parallelism), or some tokens of each step (context
 parallelism)."""
 
 import threading
@@ -28,8 +28,9 @@ from quire.platform.untrusted.limits import BusyError
 
 
 class MultiprocExecutor(Executor):
-    """Starts a process for each rank, and sends each of them every step. The ranks of the last stage sample; what they
-    sampled goes to the other stages before the result is known here, so before any later step that needs it.
+    """Starts a process for each rank, and sends every step to all of them. The ranks of the last stage sample. The
+    sampled tokens are sent to the other stages before the result is known here, and so before any later step that needs
+    them.
 
     If a rank fails, ends or falls silent, the executor is broken: all pending and later results raise a RuntimeError
     that names the rank.
@@ -38,8 +39,8 @@ class MultiprocExecutor(Executor):
     def __init__(
         self, config: EngineConfig, directory: Path, max_model_len: int, place: RendezvousPlace | None = None
     ) -> None:
-        """place: where the replicas meet that share experts, None for a replica that shares none. Raises ValueError if
-        the options do not fit the model, RuntimeError if a rank fails otherwise."""
+        """place: the rendezvous of replicas that share experts, None for a replica that shares none. Raises ValueError
+        if the options do not fit the model, RuntimeError if a rank fails for another reason."""
         sizes = MeshSizes.of(config.parallel)
         self._place = place
         self._ranks = _Ranks(sizes)
@@ -55,7 +56,7 @@ class MultiprocExecutor(Executor):
             raise
 
     def _start(self, config: EngineConfig, directory: Path, max_model_len: int, sizes: MeshSizes) -> Any:
-        """Start the ranks. Returns what must exist until they are ready."""
+        """Start the ranks. Returns an object that must exist until they are ready."""
         everyone = self._ranks.all
         place = self._place
         store = None
@@ -117,7 +118,7 @@ class MultiprocExecutor(Executor):
 
 
 class _Ranks:
-    """All ranks, on whatever machine, and what they are asked and have answered. An Observer of theirs.
+    """All ranks on all machines, with their pending orders and replies. Observes the ranks.
 
     groups: the ranks by machine.
     """
@@ -131,7 +132,7 @@ class _Ranks:
         self.groups: list[Ranks] = []
         self._closing: list[Callable[[], None]] = []
         self._results: dict[int, Future[ModelRunnerOutput]] = {}  # by step
-        # Adapters, and exchanges with trainers, by key, with the ranks' replies.
+        # Adapter loads and exchanges with trainers, by key, with the ranks' replies.
         self._loading: dict[str, tuple[Future[None], list[messages.Loaded]]] = {}
         self._changing: tuple[Future[None], list[messages.Changed]] = Future(), []  # the last change, with the replies
         self._changing[0].set_result(None)
@@ -183,7 +184,7 @@ class _Ranks:
         return moved
 
     def check(self) -> None:
-        """Raises what has made a rank fail."""
+        """Raises the error that made a rank fail."""
         if self._problem is not None:
             raise self._problem
 
@@ -195,7 +196,7 @@ class _Ranks:
             group.end(END_SECONDS[self._problem is not None])
 
     def at_end(self, close: Callable[[], None]) -> None:
-        """Have a function called when the ranks end, before those of earlier calls."""
+        """Register a function to call when the ranks end, before those registered earlier."""
         self._closing.append(close)
 
     # ---- on the threads of the groups
@@ -241,7 +242,7 @@ class _Ranks:
     def _take(self, output: ModelRunnerOutput) -> None:
         with self._lock:
             result = self._results.pop(output.step_id, None)
-            if result is not None:  # None if `expect` did not keep it: Ctrl-C came, or the executor had failed
+            if result is not None:  # None if `expect` did not store it: Ctrl-C, or the executor had failed
                 result.set_result(output)
 
     def _note_transferred(self, reply: messages.Transferred) -> None:

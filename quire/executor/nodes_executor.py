@@ -1,4 +1,4 @@
-"""The executor of a replica that several machines share."""
+"""The executor of a replica that spans several machines."""
 
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from quire.parallel.sizes import MeshSizes
 
 
 class NodesExecutor(MultiprocExecutor):
-    """The first of `nnodes` machines has this executor and an equal share of the ranks, and each other machine an agent
-    that has the next ones. The executor waits for the agents, and fails when one is lost."""
+    """The first of `nnodes` machines runs this executor and an equal share of the ranks. Each other machine runs an
+    agent with the next ranks. The executor waits for the agents, and fails when one is lost."""
 
     def _start(self, config: EngineConfig, directory: Path, max_model_len: int, sizes: MeshSizes) -> Any:
         ranks = self._ranks

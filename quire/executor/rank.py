@@ -1,8 +1,8 @@
 """The program of one rank: `python -m quire.executor.rank HOST PORT RANK` connects to the executor at HOST:PORT.
 
-The keys come on standard input, so that process lists do not show them: that of the connection, and the secret of the
-cluster if ranks of several machines meet. Everything else comes from the executor, or from the agent of this machine.
-A rank ends when its executor has gone or is silent, even in the middle of its work.
+The key of the connection, and the cluster's secret if ranks of several machines meet, are read from standard input so
+that process lists do not show them. Everything else comes from the executor, or from the agent of this machine. A rank
+ends when its executor disconnects or is silent, even in the middle of its work.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from quire.parallel.mesh import Mesh
     from quire.worker.worker import Worker
 
-SILENCE_SECONDS = 10.0  # the rank ends after so long without a message from the executor
+SILENCE_SECONDS = 10.0  # the rank ends after this time without a message from the executor
 _orders = msgspec.msgpack.Decoder(messages.Order)
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal; the executor ends the ranks if needed
+    for number in (signal.SIGINT, signal.SIGHUP):  # from a terminal; the executor ends the ranks if needed
         signal.signal(number, signal.SIG_IGN)
     host = sys.argv[1]
     port = int(sys.argv[2])
@@ -61,7 +61,7 @@ def main() -> None:
     try:
         _work(link, start, rank, secret)
     except Exception as error:
-        if link.is_closed():  # another rank has ended before this one, in whose step it was needed
+        if link.is_closed():  # the executor ended: another rank that this step needed has failed
             return
         by_user = isinstance(error, (ValueError, TypeError, OSError))
         with contextlib.suppress(OSError):
@@ -73,8 +73,8 @@ def main() -> None:
 
 
 def _work(link: Link, start: messages.Start, rank: int, secret: bytes) -> None:
-    """Load the model and execute steps until the executor has gone."""
-    with quick_imports():  # late, since they take seconds, during which heartbeats are sent already
+    """Load the model and execute steps until the executor disconnects."""
+    with quick_imports():  # late, since they take seconds; heartbeats are already being sent
         import torch
 
         from quire.worker.stage_runner import StageRunner
@@ -112,7 +112,7 @@ def _join(start: messages.Start, rank: int, secret: bytes) -> "Mesh":
     from quire.worker.device import on_gpu
 
     kind = "cuda" if on_gpu(start.config.kernels.device) else "cpu"
-    first = start.replica * start.sizes.replica  # the rank of this replica's first one in the mesh
+    first = start.replica * start.sizes.replica  # this replica's first rank in the mesh
     machine = frozenset(first + other for other, of in enumerate(start.machines) if of == start.machines[rank])
     start_of_neighbours, count = start.neighbours
     neighbours = range(first + start_of_neighbours, first + start_of_neighbours + count)
@@ -130,7 +130,7 @@ def _join(start: messages.Start, rank: int, secret: bytes) -> "Mesh":
 def _obey(link: Link, worker: "Worker", order: messages.Order) -> None:
     """Carry out an order that is not part of a step."""
     if isinstance(order, Change):
-        if isinstance(order, Profile):  # while a trace is written, no heartbeats may be sent, here or by the core
+        if isinstance(order, Profile):  # heartbeats may stop while a trace is written, here and in the core
             link.send(messages.encode(messages.Busy()))
             link.expect_within(PROFILE_SECONDS if order.step == "start" else SILENCE_SECONDS)
         link.send(messages.encode(messages.Changed(_change(worker, order))))
@@ -146,7 +146,7 @@ def _obey(link: Link, worker: "Worker", order: messages.Order) -> None:
 
 
 def _change(worker: "Worker", change: Change) -> str | None:
-    """Carry out a change. Returns what is wrong with it, if something is."""
+    """Carry out a change. Returns the error message if it fails."""
     try:
         worker.change(change)
     except (ValueError, OSError) as error:
@@ -155,7 +155,7 @@ def _change(worker: "Worker", change: Change) -> str | None:
 
 
 def _begin(link: Link, key: str, work: Callable[[], None]) -> None:
-    """Do what the order with the key asks for on a thread, and report that to the executor."""
+    """Carry out a keyed order on another thread, and report the result to the executor."""
 
     def run() -> None:
         loaded = messages.Loaded(key)
@@ -175,7 +175,7 @@ def _report_transfer(link: Link, number: int, transfer: Future[list[int]]) -> No
 
 
 def _beat(link: Link) -> None:
-    """Send heartbeats to the executor. When it has gone, end this process."""
+    """Send heartbeats to the executor. End this process when the executor disconnects."""
     beat = messages.encode(messages.Heartbeat())
     with contextlib.suppress(OSError):
         while True:

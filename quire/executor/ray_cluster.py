@@ -1,5 +1,5 @@
-"""Places parts of an engine on the machines of a Ray cluster. Ray finds the machines and starts a process there, an
-actor; all else goes over Quire's own connections."""
+"""Places parts of an engine on the machines of a Ray cluster. Ray finds the machines and starts an actor process on
+each; everything else uses Quire's own connections."""
 
 import contextlib
 import os
@@ -21,13 +21,14 @@ from quire.models.heads.resolve import with_files
 from quire.observability.logging import LogOptions, configure_logging, log_options, logger
 from quire.platform.extras import install_command
 
-PLACE_SECONDS = 600.0  # within which the cluster must have what is asked for
-_LOOK_SECONDS = 1.0  # how often the actors are looked at
+PLACE_SECONDS = 600.0  # time limit for the cluster to provide the resources
+_LOOK_SECONDS = 1.0  # how often the actors are checked
 
 
 class RayCluster:
-    """The connection of this process to the Ray cluster that RAY_ADDRESS names or that runs on this machine, or else to
-    one that it starts. It lasts as long as the process. Raises ConfigError if Ray is missing or cannot be reached."""
+    """The connection of this process to the Ray cluster named by RAY_ADDRESS, or running on this machine, or otherwise
+    started by this process. It lasts as long as the process. Raises ConfigError if Ray is missing or cannot be
+    reached."""
 
     def __init__(self) -> None:
         try:
@@ -42,7 +43,7 @@ class RayCluster:
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise ConfigError(f"the Ray cluster cannot be reached: {error_text(error)}") from error
             if before is not None:
-                signal.signal(signal.SIGTERM, before)  # Ray has put its own in the place
+                signal.signal(signal.SIGTERM, before)  # Ray has replaced it with its own
         self.host = str(ray.util.get_node_ip_address())
 
     @property
@@ -51,7 +52,7 @@ class RayCluster:
 
 
 def uses_gpus(config: EngineConfig, cluster: RayCluster) -> bool:
-    """Whether the ranks are to have GPUs. The machine of the driver need not have one."""
+    """Whether the ranks should have GPUs. The driver's machine need not have one."""
     option = config.kernels.device
     if option == "cuda" and not cluster.has_gpus:
         raise ConfigError("device='cuda' was asked for, but the Ray cluster has no GPU")
@@ -59,7 +60,7 @@ def uses_gpus(config: EngineConfig, cluster: RayCluster) -> bool:
 
 
 def resources(gpu: bool, ranks: int = 1) -> dict[str, float]:
-    """What so many ranks need: a GPU each, or on CPUs OMP_NUM_THREADS processors each (1 without the variable)."""
+    """Return the resources of this many ranks: one GPU each, or OMP_NUM_THREADS processors each on CPUs (default 1)."""
     return {"GPU": ranks} if gpu else {"CPU": ranks * int(os.environ.get("OMP_NUM_THREADS", 1))}
 
 
@@ -67,8 +68,8 @@ class Actors:
     """Actors in a placement group, each of which runs a function. They end with this process."""
 
     def __init__(self, cluster: RayCluster, bundles: Sequence[dict[str, float]], strategy: str) -> None:
-        """bundles: the resources of each actor. Waits until the cluster has them. Raises RuntimeError if it has not got
-        them in time."""
+        """bundles: the resources of each actor. Waits until the cluster provides them. Raises RuntimeError if it does
+        not in time."""
         self._cluster = cluster
         self._ray = cluster.ray
         self._bundles = bundles
@@ -84,7 +85,7 @@ class Actors:
             raise
         nodes = util.placement_group_table(self._group)["bundles_to_node_id"]
         own = cluster.ray.get_runtime_context().get_node_id()
-        # Neighbouring numbers are on one machine, beginning with this one.
+        # Consecutive numbers are on the same machine, beginning with this one.
         self._order = sorted(nodes, key=lambda bundle: (nodes[bundle] != own, nodes[bundle], bundle))
         names = list(dict.fromkeys(nodes[bundle] for bundle in self._order))
         self.machines = [names.index(nodes[bundle]) for bundle in self._order]
@@ -103,7 +104,7 @@ class Actors:
                 raise RuntimeError(f"the Ray cluster has not got {self._bundles} for {PLACE_SECONDS:.0f} s")
 
     def run(self, number: int, function: Callable[..., None], *arguments: Any) -> None:
-        """Let an actor run a function, which must be in a module of Quire."""
+        """Run a function on an actor. It must be in a Quire module."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = self._order[number]
@@ -127,7 +128,7 @@ class Actors:
         threading.Thread(target=work, name="ray actors", daemon=True).start()
 
     def result(self, number: int) -> Exception:
-        """Wait until an actor has ended. Returns the reason: ValueError if it got a wrong option or model."""
+        """Wait until an actor has ended. Returns the reason: ValueError if an option or the model is wrong."""
         try:
             self._ray.get(self._runs[number])
         except ValueError as error:
@@ -137,9 +138,9 @@ class Actors:
         return RuntimeError("it was told to end")
 
     def close(self) -> None:
-        """End the actors, and give their resources back."""
+        """End the actors, and release their resources."""
         self._is_open = False
-        with contextlib.suppress(Exception):  # the cluster may have gone
+        with contextlib.suppress(Exception):  # the cluster may have ended
             for actor in self._actors:
                 self._ray.kill(actor)
             self._ray.util.remove_placement_group(self._group)
@@ -151,7 +152,8 @@ class _Actor:
 
 
 def portable(config: EngineConfig) -> bytes:
-    """The config for another machine, which finds its files itself. A drafter of the hub travels by its name."""
+    """Return the encoded config for another machine, which finds its files itself. A drafter from the hub is sent by
+    name."""
     given = config.scheduler.speculative_config
     if given.get("model") and (found := hub_name(Path(given["model"]))):
         given = {**given, "model": found[0], "revision": found[1]}
@@ -161,7 +163,7 @@ def portable(config: EngineConfig) -> bytes:
 
 
 def unpacked(config: bytes) -> tuple[EngineConfig, Path]:
-    """What `portable` has made, on the other machine: the config, and the directory of the model there."""
+    """Decode the result of `portable` on the other machine. Returns the config, and the model's directory there."""
     found = msgspec.msgpack.decode(config, type=_Config)
     configure_logging(*found.log)
     return with_files(found.config)

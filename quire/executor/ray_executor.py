@@ -17,10 +17,10 @@ from quire.parallel.sizes import MeshSizes
 
 
 class RayExecutor(MultiprocExecutor):
-    """Has an actor for each rank, which runs the agent of that rank. The actors of a replica are placed on as few
+    """Runs an actor for each rank, which runs the agent of that rank. The actors of a replica are placed on as few
     machines as possible.
 
-    When the executor fails, the next one of the core is placed anew, on machines that are still there.
+    When the executor fails, the core's next executor is placed again, on the remaining machines.
     """
 
     def _start(self, config: EngineConfig, directory: Path, max_model_len: int, sizes: MeshSizes) -> Any:
@@ -52,7 +52,7 @@ def _named(rank: int, problem: Exception) -> Exception:
 
 
 def run_rank(config: bytes, rank: int, secret: bytes, address: str, host: str) -> None:
-    """What an actor runs: the agent of one rank."""
+    """The function that an actor runs: the agent of one rank."""
     from quire.executor.agent import Agent
 
     Agent(*unpacked(config), range(rank, rank + 1), ClusterSecret(secret), address, host).run()

@@ -1,4 +1,4 @@
-"""Ranks on other machines, each of which has an agent that starts them (executor/agent.py)."""
+"""Ranks on other machines, where agents start them (executor/agent.py)."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from quire.executor.ranks import Observer, Ranks
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
 
-JOIN_SECONDS = 600.0  # within which all agents must have joined
+JOIN_SECONDS = 600.0  # time limit for all agents to join
 _reports = msgspec.msgpack.Decoder(messages.AgentReport)
 
 
@@ -31,11 +31,11 @@ class RemoteRanks(Ranks):
             self._agents.send(self.numbers, messages.encode(messages.ForRanks(first, stop, order)))
 
     def end(self, patience: float) -> None:
-        """The agents end them when the head ends."""
+        """Do nothing: the agents end the ranks when the head ends."""
 
 
 class Agents:
-    """The agents of an executor's machines. They join here, begin with their ranks at once, and pass on what those say.
+    """The agents of an executor's machines. They join here, start their ranks at once, and forward the ranks' messages.
 
     The executor has failed when one of them is lost.
     """
@@ -50,8 +50,8 @@ class Agents:
         begin: messages.Begin,
         observer: Observer,
     ) -> None:
-        """members: the numbers of all ranks on other machines. facts: see `agreement.facts`. Raises ConfigError if it
-        cannot listen on host:port."""
+        """members: the numbers of all ranks on other machines. facts: see `agreement.facts`. Raises ConfigError if
+        listening on host:port fails."""
         self._begin = messages.encode(begin)
         self._observer = observer
         self._head = Head(secret, host, port, members, "rank", facts, versions())
@@ -63,8 +63,8 @@ class Agents:
         self._head.start(self)
 
     def wait(self, machines: Sequence[range], check: Callable[[], None]) -> None:
-        """Wait until all agents have joined. machines: the ranks of each. check: is called again and again, and may
-        raise. Raises RuntimeError if one has not joined in time."""
+        """Wait until all agents have joined. machines: the ranks of each machine. check: called repeatedly, and may
+        raise. Raises RuntimeError if an agent does not join in time."""
         deadline = time.monotonic() + JOIN_SECONDS
         waiting_for = None
         while missing := self._head.missing():

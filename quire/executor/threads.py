@@ -1,4 +1,4 @@
-"""How many threads torch uses in the processes that share a machine."""
+"""Chooses how many threads torch uses in processes that share a machine."""
 
 import os
 
@@ -14,10 +14,10 @@ def are_given(option: int | None) -> bool:
 
 
 def choose_threads(sharing: int, option: int | None = None, best: int | None = None) -> int:
-    """The threads of each of so many processes: they divide the processors that may run at once.
+    """Return the number of threads for each of `sharing` processes, which divide the available processors.
 
     torch respects the affinity of the process, but not a cgroup's quota. option: the number that the user has chosen
-    for all of these processes. best: the number with which this machine is fastest, if that is known.
+    for all of these processes. best: the fastest number on this machine, if known.
     """
     if option is not None:
         return max(1, option // sharing)
@@ -38,6 +38,6 @@ def limit_threads(sharing: int, option: int | None = None, best: int | None = No
 
 
 def use_threads(number: int) -> None:
-    """Have torch use so many threads in this process."""
+    """Set the number of torch threads in this process."""
     if number != torch.get_num_threads():
         torch.set_num_threads(number)

@@ -1,4 +1,4 @@
-"""The executor of a single device. The worker runs in this process."""
+"""The executor of a single device, whose worker runs in this process."""
 
 import gc
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class UniprocExecutor(Executor):
     def __init__(
         self, config: EngineConfig, directory: Path, max_model_len: int, place: RendezvousPlace | None = None
     ) -> None:
-        """place: where the replicas meet that share experts, None for a replica that shares none."""
+        """place: the rendezvous of replicas that share experts, None for a replica that shares none."""
         mesh = Mesh()
         if place is not None:
             kind = "cuda" if on_gpu(config.kernels.device) else "cpu"
@@ -63,7 +63,7 @@ class UniprocExecutor(Executor):
 
     def use_compiled(self) -> None:
         size = self.kv_cache
-        del self._worker, self.runner  # memory for the old and the new model at once need not be there
+        del self._worker, self.runner  # memory may not suffice for both models
         gc.collect()
         cache = replace(self._config.cache, num_gpu_blocks_override=size.num_blocks)
         self._take(self._make_worker(replace(self._config, cache=cache)))
@@ -93,7 +93,7 @@ class UniprocExecutor(Executor):
         return self._transfers.submit(order)
 
     def check(self) -> None:
-        """Faults are raised by the other methods."""
+        """Do nothing: failures are raised by the other methods."""
 
     def shutdown(self) -> None:
         self._loader.shutdown(wait=False, cancel_futures=True)

@@ -212,7 +212,7 @@ class CrossAttentionSpec(KVCacheSpec, frozen=True, tag=True):
         return 0, []
 
     def slots(self, tables: Ints, rows: Ints, positions: Ints, block_size: int) -> Ints:
-        """Return null slots, because nothing is stored for the decoder's tokens."""
+        """Return -1 for each token, because nothing is stored for the decoder's tokens."""
         return positions * 0 - 1
 
 

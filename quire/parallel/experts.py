@@ -1,4 +1,4 @@
-"""Expert parallelism as data: which rank has which experts of a layer, and how they are divided by their loads."""
+"""Expert parallelism as data: which rank has which experts of a layer, and how they are balanced by load."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from quire.parallel.step_halves import WholeStep
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks to which the experts of a layer are dealt.
+    """The ranks among which the experts of a layer are distributed.
 
-    replicated: all ranks have the same tokens in a step. Otherwise they exchange them. redundant: how many experts
-    have a second copy. measures: whether the layers count the tokens of each expert. turns: between two halves of a
-    step that exchange tokens by turns. buffer: DeepEP's, if its kernels exchange tokens.
+    replicated: whether all ranks have the same tokens in a step; otherwise they exchange them. redundant: how many
+    experts have a second copy. measures: whether the layers count the tokens of each expert. turns: the turns of two
+    half steps that exchange tokens alternately. buffer: DeepEP's, if its kernels exchange tokens.
     """
 
     group: Communicator
@@ -26,14 +26,14 @@ class ExpertRanks:
     buffer: Any = None
 
     def first_slots(self, experts: int) -> list[int]:
-        """The expert in each slot, at first. Slots are numbered over all ranks, and each rank has equally many. The
-        experts come in their order, followed by second copies in the slots that are left over."""
+        """Return the initial expert of each slot. Slots are numbered across all ranks, and each rank has equally many.
+        The experts come in order, followed by second copies in the remaining slots."""
         size = -(-(experts + self.redundant) // self.group.size)
         return [slot % experts for slot in range(size * self.group.size)]
 
 
 def loads_of_ranks(loads: Sequence[float], slots: Sequence[int], ranks: int) -> list[float]:
-    """The load of each rank, if the copies of an expert share its load equally. The arguments are those of
+    """Return the load of each rank if the copies of an expert share its load equally. The arguments are those of
     `balanced_slots`."""
     size = len(slots) // ranks
     copies = Counter(slots)
@@ -42,11 +42,11 @@ def loads_of_ranks(loads: Sequence[float], slots: Sequence[int], ranks: int) -> 
 
 
 def balanced_slots(loads: Sequence[float], slots: Sequence[int], ranks: int, gain: float = 0.03) -> list[int]:
-    """The expert for each slot so that all ranks have about equal loads. It is the given one if the largest load of a
-    rank would not fall by the share `gain` at least.
+    """Return the expert for each slot such that all ranks have about equal loads. Returns `slots` unchanged if the
+    largest load of a rank would not fall by at least the fraction `gain`.
 
-    loads: of each expert. slots: the expert in each slot now. Each expert gets a slot; of the other slots, each goes to
-    the expert whose copies have the highest load. Then the copies are dealt to the ranks, the heaviest first, each to
+    loads: of each expert. slots: the current expert in each slot. Each expert gets one slot; each remaining slot goes
+    to the expert whose copies have the highest load. Then the copies are assigned to ranks, the heaviest first, each to
     the rank with the lowest load that has a free slot. A copy stays in its slot if its rank has the same expert
     already. DeepSeek's load balancer (github.com/deepseek-ai/EPLB) has the same two steps.
     """
@@ -60,7 +60,7 @@ def balanced_slots(loads: Sequence[float], slots: Sequence[int], ranks: int, gai
     dealt = [list[int]() for _ in range(ranks)]
     for load, expert in shares:
         free = [rank for rank in range(ranks) if len(dealt[rank]) < size]
-        # a rank with two copies of an expert could as well have one
+        # two copies of an expert on one rank are no better than one
         rank = min(free, key=lambda r: (expert in dealt[r], sums[r], expert not in slots[r * size : (r + 1) * size]))
         dealt[rank].append(expert)
         sums[rank] += load

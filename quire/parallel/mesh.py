@@ -14,38 +14,38 @@ from quire.parallel.sizes import AXES, MeshSizes
 
 @dataclass
 class Exchange:
-    """An all-to-all under way. out: what this rank receives, valid after `wait`."""
+    """An all-to-all in progress. out: the tensor that this rank receives, valid after `wait`."""
 
     out: Tensor
     work: dist.Work | None = None
 
     def wait(self) -> Tensor:
-        """The received tensor. Waits for it on a CPU; on a GPU, later work waits."""
+        """Return the received tensor. Waits for it on a CPU; on a GPU, later work waits."""
         if self.work is not None:
             self.work.wait()
         return self.out
 
 
 class Shortcut:
-    """A faster way to exchange some tensors than torch's collectives. Each method returns False for tensors that it
-    does not take, in which all ranks agree. The base class takes none."""
+    """Exchanges some tensors faster than torch's collectives. Each method returns False for tensors that it does not
+    support; all ranks return the same. The base class supports none."""
 
     def all_reduce(self, x: Tensor) -> bool:
         """Sum x over the ranks, in place."""
         return False
 
     def reduce_scatter(self, x: Tensor, out: Tensor) -> bool:
-        """Write this rank's share of the rows of the sum of x over the ranks to `out`."""
+        """Sum x over the ranks, and write this rank's share of the rows to `out`."""
         return False
 
     def all_gather(self, x: Tensor, out: Tensor) -> bool:
-        """Write the rows x of all ranks to `out`, of which x is this rank's share."""
+        """Write the rows of all ranks to `out`. x: this rank's rows."""
         return False
 
 
 @dataclass(frozen=True)
 class Passing:
-    """Two tensors under way, one to another rank and one from another rank. It keeps the one that is being sent."""
+    """Two tensors in transit, one to another rank and one from another rank. Keeps the sent tensor alive."""
 
     works: Sequence[dist.Work] = ()
     sent: Tensor | None = None
@@ -59,7 +59,7 @@ class Passing:
 @dataclass(frozen=True)
 class Communicator:
     """The collectives of one group of ranks. In a group of one, each is the identity. rank: this rank's number in the
-    group. capturable: whether recorded steps and CUDA graphs can hold sums and rows that are gathered."""
+    group. capturable: whether recorded steps and CUDA graphs can contain its sums and gathers."""
 
     rank: int = 0
     size: int = 1
@@ -68,7 +68,8 @@ class Communicator:
     shortcut: Shortcut = field(default=Shortcut(), kw_only=True)
 
     def share(self, total: int) -> tuple[int, int]:
-        """This rank's part [start, stop) of `total` items. Parts are equal, but the last ones may be short or empty."""
+        """Return this rank's part [start, stop) of `total` items. Parts are equal, except that the last ones may be
+        short or empty."""
         part = -(-total // self.size)
         return min(self.rank * part, total), min((self.rank + 1) * part, total)
 
@@ -79,7 +80,7 @@ class Communicator:
         return x
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This rank's share of the rows of the sum of x over the ranks. x: [rows, columns] -> [own rows, columns]"""
+        """Sum x over the ranks, and return this rank's share of the rows. x: [rows, columns] -> [own rows, columns]"""
         if self.size == 1:
             return x
         start, stop = self.share(len(x))
@@ -93,7 +94,7 @@ class Communicator:
         return out[: stop - start]
 
     def all_gather_rows(self, x: Tensor, total: int) -> Tensor:
-        """The rows of all ranks, of which x is this rank's share. x: [own rows, columns] -> [total, columns]"""
+        """Return the rows of all ranks. x: this rank's rows, [own rows, columns] -> [total, columns]"""
         if self.size == 1:
             return x
         out = x.new_empty(total, x.shape[1])
@@ -106,7 +107,7 @@ class Communicator:
         return out[:total]
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Overwrite x with that of rank 0."""
+        """Overwrite x with rank 0's x."""
         if self.size > 1:
             dist.broadcast(x, group_src=0, group=self.group)
         return x
@@ -124,8 +125,8 @@ class Communicator:
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Exchange:
         """Start to send the first sent[0] rows of x to rank 0, the next sent[1] rows to rank 1, and so on.
 
-        received: the number of rows that come from each rank, which stand in this order in the result. x must not
-        change until the exchange is completed.
+        received: the number of rows from each rank; the result contains them in this order. x must not change until the
+        exchange is completed.
         """
         if self.size == 1:
             return Exchange(x)
@@ -134,7 +135,7 @@ class Communicator:
         return Exchange(out, work)
 
     def pass_on(self, x: Tensor, to: int, out: Tensor, source: int) -> Passing:
-        """Start to send x to one rank, and to overwrite `out` with what another rank sends. Empty tensors are not sent.
+        """Start to send x to one rank, and to receive `out` from another rank. Empty tensors are not sent.
 
         All ranks of the group must call it for the same pairs in the same order: NCCL completes one call after another.
         """
@@ -144,15 +145,15 @@ class Communicator:
         return Passing(dist.batch_isend_irecv(operations) if operations else [], x)
 
     def minimum(self, value: int) -> int:
-        """The smallest of the ranks' values, so that all ranks decide alike."""
+        """Return the smallest of the ranks' values, so that all ranks make the same choice."""
         return self._agree(value, dist.ReduceOp.MIN)
 
     def total(self, value: int) -> int:
-        """The sum of the ranks' values."""
+        """Return the sum of the ranks' values."""
         return self._agree(value, dist.ReduceOp.SUM)
 
     def each(self, value: int) -> tuple[int, ...]:
-        """The value of each rank."""
+        """Return the value of each rank."""
         return tuple(self.total(value if rank == self.rank else 0) for rank in range(self.size))
 
     def _agree(self, value: int, operation: dist.ReduceOp.RedOpType) -> int:
@@ -169,12 +170,12 @@ class Communicator:
         return work
 
     def receive(self, x: Tensor, source: int) -> None:
-        """Overwrite x with what a rank of the group has sent. Waits for it on a CPU; on a GPU, later work waits."""
+        """Receive x from a rank of the group. Waits for it on a CPU; on a GPU, later work waits."""
         dist.recv(x, group=self.group, group_src=source)
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    """x with rows of zeros behind its own, contiguous."""
+    """Return x, contiguous, padded with rows of zeros."""
     return torch.nn.functional.pad(x, (0, 0, 0, rows - len(x))) if len(x) < rows else x.contiguous()
 
 
@@ -182,8 +183,8 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 class Mesh:
     """One rank's place among all ranks: its number, their number, and the rank's group along each axis.
 
-    neighbours: the ranks that see the same GPUs as this one; all, if it is None. machine: the ranks on this machine,
-    likewise.
+    neighbours: the ranks that see the same GPUs as this one; None for all. machine: the ranks on this machine; None for
+    all.
     """
 
     rank: int = 0
@@ -199,14 +200,14 @@ class Mesh:
     dcp: Communicator = Communicator()
 
     def device(self, kind: str) -> torch.device:
-        """The device of this rank, of the kind "cpu" or "cuda". The ranks of a machine take its GPUs in turn."""
+        """Return this rank's device. kind: "cpu" or "cuda". The GPUs of a machine are assigned to its ranks in turn."""
         if kind != "cuda":
             return torch.device(kind)
         number = self.rank if self.neighbours is None else self.neighbours.index(self.rank)
         return torch.device(kind, (torch.cuda.current_device() + number) % torch.cuda.device_count())
 
     def ranks_on_device(self, kind: str) -> int:
-        """The number of ranks that share the device of this rank."""
+        """Return the number of ranks that share this rank's device."""
         devices = torch.cuda.device_count() if kind == "cuda" else 1
         if self.neighbours is None:
             return len(range(self.rank % devices, self.size, devices))
@@ -218,9 +219,10 @@ class Mesh:
 
 
 def open_meeting(host: str, listener: socket.socket | None = None) -> TCPStore:
-    """A store at which ranks meet. It listens on the address `host` of this machine, at its attribute `port`.
+    """Open a store at which ranks meet. It listens on the address `host` of this machine; its attribute `port` is the
+    port.
 
-    listener: the socket on which it listens, if there is one already.
+    listener: the socket to listen on, if one already exists.
     """
     listener = listener or socket.create_server((host, 0))
     port = listener.getsockname()[1]
@@ -228,12 +230,12 @@ def open_meeting(host: str, listener: socket.socket | None = None) -> TCPStore:
 
 
 def connect_store(address: str, secret: bytes = b"", generation: int = 0) -> Store:
-    """The store at an address: one of torch's at host:port, or with a secret that of a cluster's head.
+    """Connect to the store at an address: a torch store at host:port or, with a secret, that of a cluster's head.
 
-    generation: of the ranks that meet at the head, whose keys nobody else sees.
+    generation: of the ranks that meet at the head; their keys are separate from those of other generations.
     """
     if secret:
-        from quire.parallel.rendezvous_store import RendezvousStore  # zmq need not be there without a cluster
+        from quire.parallel.rendezvous_store import RendezvousStore  # zmq is needed only with a cluster
 
         return RendezvousStore.at(address, secret, generation)
     host, _, port = address.rpartition(":")
@@ -241,10 +243,10 @@ def connect_store(address: str, secret: bytes = b"", generation: int = 0) -> Sto
 
 
 def backend(kind: str, ranks: int) -> str:
-    """The collectives that so many ranks use on devices of a kind, as torch names them.
+    """Return torch's name of the collectives that `ranks` ranks use on devices of this kind.
 
     If each rank has a GPU of its own, NCCL exchanges tensors between GPUs. It cannot share a GPU, so ranks on the same
-    GPU exchange tensors through the host, with Gloo. Numbers that ranks agree on are on CPUs, and always take Gloo.
+    GPU exchange tensors through the host, with Gloo. Numbers that the ranks agree on are on CPUs, and always use Gloo.
     """
     if kind == "cuda" and torch.cuda.device_count() >= ranks and dist.is_nccl_available():
         return "cpu:gloo,cuda:nccl"
@@ -261,9 +263,9 @@ def join(
     neighbours: range | None = None,
     machine: frozenset[int] | None = None,
 ) -> Mesh:
-    """Meet the other ranks at the store that listens on host:port. Returns when all ranks have connected.
+    """Join the other ranks at the store that listens on host:port. Returns when all ranks have connected.
 
-    kind: of the ranks' devices, "cpu" or "cuda". Groups of one rank need no process group. store: at which ranks of
+    kind: of the ranks' devices, "cpu" or "cuda". Groups of one rank need no process group. store: used when ranks of
     several machines meet. neighbours, machine: see Mesh.
     """
     if sizes.world == 1:

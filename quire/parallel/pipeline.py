@@ -10,13 +10,13 @@ from torch import Tensor
 from quire.parallel.mesh import Communicator
 from quire.parallel.residual_stream import ResidualStream
 
-_MOST_ON_THE_WAY = 8  # what was sent before has long arrived; waiting for it frees its memory
+_MOST_ON_THE_WAY = 8  # earlier tensors have long arrived; waiting for them frees their memory
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of a model that a rank has. The first stage has the embedding, and the last one the final norm and the
-    head. The last stage also has the embedding if its head or a drafter uses the same table."""
+    """The part of a model on a rank. The first stage has the embedding; the last one has the final norm and the head.
+    The last stage also has the embedding if its head or a drafter uses the same table."""
 
     layers: range
     has_embedding: bool = True
@@ -26,12 +26,12 @@ class Stage:
 class Pipe:
     """Passes the residual stream from stage to stage, on one rank.
 
-    Each rank of a tensor-parallel group sends its part of the stream to the rank with its own number in the next stage.
-    So each link carries every value once.
+    Each rank of a tensor-parallel group sends its part of the stream to the rank with the same number in the next
+    stage, so each value is sent only once.
     """
 
     def __init__(self, stages: Communicator, stream: ResidualStream, hidden_size: int) -> None:
-        """stages: the ranks to which this one sends, and from which it receives."""
+        """stages: the group of ranks with which this one exchanges the stream."""
         self.stages = stages
         self.stream = stream
         self.hidden_size = hidden_size
@@ -40,7 +40,7 @@ class Pipe:
         self._on_the_way: deque[tuple[dist.Work, Tensor]] = deque()
 
     def receive(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The stream of a step of so many tokens behind the stage before, [own tokens, hidden]."""
+        """Receive the previous stage's stream for a step of `tokens` tokens, [own tokens, hidden]."""
         shape = self.stream.part(self.stream.own(torch.empty(tokens, self.hidden_size, device="meta"))).shape
         part = torch.empty(shape, dtype=dtype, device=device)
         if part.numel():

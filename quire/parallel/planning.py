@@ -1,4 +1,4 @@
-"""The mesh of a first rank before any rank is started, to plan what it will execute."""
+"""The mesh of a first rank before any rank is started, used to plan what it will execute."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from quire.parallel.sizes import AXES, MeshSizes
 
 @dataclass(frozen=True)
 class PlannedGroup(Communicator):
-    """A group whose other ranks do not run: their values are assumed to equal those of this rank. It cannot exchange
+    """A group whose other ranks do not run. Their values are assumed to equal those of this rank. It cannot exchange
     tensors."""
 
     def _agree(self, value: int, operation: dist.ReduceOp.RedOpType) -> int:
@@ -19,10 +19,10 @@ class PlannedGroup(Communicator):
 
 
 def planned_mesh(sizes: MeshSizes, kind: str, can_share_memory: bool) -> Mesh:
-    """The mesh of rank 0.
+    """Return the mesh of rank 0.
 
     kind: of the devices, "cpu" or "cuda". can_share_memory: whether the tensor-parallel ranks are processes of one
-    machine whose kernels are compiled, see with_shared_sums.
+    machine with compiled kernels, see with_shared_sums.
     """
     has_nccl = kind == "cuda" and backend(kind, sizes.replica).endswith("nccl")
     groups: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The store at which ranks of several machines exchange their addresses: that of the cluster's head."""
+"""The store of the cluster's head, at which ranks of several machines exchange their addresses."""
 
 import threading
 from datetime import timedelta
@@ -14,11 +14,11 @@ _answers = msgspec.msgpack.Decoder(Answer)
 
 
 class RendezvousStore(Store):
-    """A store of torch's over a connection that only those who know the cluster's secret can make, which torch's own
-    TCPStore lacks. torch calls it from Python and from threads in C++. Values are awaited without a limit: a rank that
-    waits ends when its executor does. Keep a reference to it: torch's objects over it do not.
+    """A torch store over a connection that requires the cluster's secret; torch's own TCPStore has no such protection.
+    torch calls it from Python and from C++ threads. Waiting for values has no time limit: a waiting rank ends when its
+    executor does. Keep a reference to the store, since torch's objects on top of it do not.
 
-    generation: of the ranks that meet, whose keys nobody else sees.
+    generation: of the ranks that meet; their keys are separate from those of other generations.
     """
 
     def __init__(self, secret: ClusterSecret, address: str, generation: int = 0) -> None:

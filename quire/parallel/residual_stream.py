@@ -1,4 +1,4 @@
-"""How the ranks of a tensor group keep the residual stream: each has all tokens, or each has a part of them."""
+"""How the ranks of a tensor group store the residual stream: each has all tokens, or a part of them."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from quire.parallel.mesh import Communicator
 class ResidualStream:
     """Every rank has the stream of all tokens (Megatron-LM, arXiv:1909.08053).
 
-    A branch of a layer (attention, MLP) reads all tokens, and computes this rank's summand of its result:
+    A branch of a layer (attention, MLP) reads all tokens, and computes this rank's summand of the result:
 
         x = norm(stream)                 own tokens       [own tokens, hidden]
         summand = branch(whole(x))       all tokens       [tokens, hidden]
@@ -21,32 +21,34 @@ class ResidualStream:
         self.group = group
 
     def own(self, x: Tensor) -> Tensor:
-        """The rows of this rank's own tokens, as a view. x: [tokens, hidden]"""
+        """Return the rows of this rank's own tokens, as a view. x: [tokens, hidden]"""
         return x
 
     def whole(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """The rows of all tokens, of which each rank has its own: x. tokens: any tensor with a row for each."""
+        """Return the rows of all tokens. x: the rows of this rank's own tokens. tokens: any tensor with a row for each
+        token."""
         return x
 
     def sum(self, summand: Tensor) -> Tensor:
-        """The sum over the ranks, for the own tokens. summand: [tokens, hidden]; it may be overwritten."""
+        """Return the sum over the ranks, for this rank's own tokens. summand: [tokens, hidden]; it may be
+        overwritten."""
         return self.group.all_reduce(summand)
 
     def pick(self, x: Tensor, wanted: Tensor | None, tokens: Tensor) -> Tensor:
-        """The own ones of the tokens `wanted`; x itself for None. x, tokens: see `whole`."""
+        """Return the rows of this rank's own tokens among `wanted`; x itself for None. x, tokens: see `whole`."""
         return x if wanted is None else x.index_select(0, wanted)
 
     def complete(self, x: Tensor) -> None:
-        """Overwrite the rows of other ranks' tokens with theirs. x: [tokens, hidden]"""
+        """Fill in the rows of the other ranks' tokens. x: [tokens, hidden]"""
 
     def part(self, x: Tensor) -> Tensor:
-        """The part of the stream that this rank of a pipeline's stage sends to the next stage. Parts are disjoint, so
-        that each link carries every value once. x: [own tokens, hidden]"""
+        """Return the part of the stream that this rank sends to the next pipeline stage. Parts are disjoint, so each
+        value is sent only once. x: [own tokens, hidden]"""
         start, stop = self.group.share(x.shape[1])
         return x[:, start:stop]
 
     def join(self, part: Tensor, hidden: int) -> Tensor:
-        """The stream of the own tokens, of which each rank has received its part."""
+        """Return the stream of this rank's own tokens from the parts that the ranks have received."""
         return self.group.all_gather(part, hidden)
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of a mesh of ranks with named axes: which ranks form which group. It needs no torch.
+"""The arithmetic of a mesh of ranks with named axes: which ranks form which group. It does not import torch.
 
 Ranks are numbered with the last axis running fastest. dp=2 and tp=2 make four ranks:
 
@@ -6,8 +6,8 @@ Ranks are numbered with the last axis running fastest. dp=2 and tp=2 make four r
     dp 0    rank 0   rank 1
     dp 1    rank 2   rank 3
 
-Ranks 0 and 1 split every layer of one replica between them (tp). Ranks 0 and 2 hold the same part of two replicas (dp).
-All four may share out the experts of a layer (ep).
+Ranks 0 and 1 split every layer of one replica (tp). Ranks 0 and 2 hold the same part of two replicas (dp). The experts
+of a layer may be distributed over all four (ep).
 """
 
 import math
@@ -21,7 +21,7 @@ import numpy as np
 from quire.config.engine import ParallelConfig
 
 # For each kind of group, the axes along which the ranks of a group differ. Experts (ep) are distributed over all ranks
-# that hold the same layers. All ranks of a replica run the same steps. The groups dcp are parts of the groups tp.
+# that hold the same layers. All ranks of a replica run the same steps. The dcp groups are parts of the tp groups.
 AXES = {
     "dp": ("dp",),
     "pp": ("pp",),
@@ -34,13 +34,13 @@ AXES = {
 
 
 class MeshSizes(msgspec.Struct, frozen=True):
-    """The number of ranks along each axis, and of those that form a group dcp."""
+    """The number of ranks along each axis and in each dcp group."""
 
     dp: int = 1  # data parallel: replicas of the model
     pp: int = 1  # pipeline parallel: ranges of layers
     cp: int = 1  # context parallel: shares of the tokens of every sequence
     tp: int = 1  # tensor parallel: parts of every layer
-    dcp: int = 1  # decode context parallel: consecutive tensor-parallel ranks that share out the cached tokens
+    dcp: int = 1  # decode context parallel: consecutive tensor-parallel ranks that divide the cached tokens
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -49,7 +49,7 @@ class MeshSizes(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, options: ParallelConfig) -> Self:
-        """The mesh of one replica, or of all replicas if they share experts."""
+        """Return the mesh of one replica, or of all replicas if they share experts."""
         replicas = options.data_parallel_size if options.shares_experts else 1
         return cls(
             replicas,
@@ -61,7 +61,7 @@ class MeshSizes(msgspec.Struct, frozen=True):
 
     @property
     def world(self) -> int:
-        """The number of all ranks."""
+        """The total number of ranks."""
         return math.prod(self.shape)
 
     @property
@@ -70,7 +70,8 @@ class MeshSizes(msgspec.Struct, frozen=True):
         return self.world // self.dp
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The ranks of every group of a kind (dp, pp, cp, tp, ep, replica or dcp), in the order of their numbers in it.
+        """Return the ranks of every group of a kind (dp, pp, cp, tp, ep, replica or dcp), in the order of their numbers
+        in the group.
 
         MeshSizes(dp=2, tp=2).groups("dp") -> [[0, 2], [1, 3]]
         """
@@ -95,8 +96,8 @@ def balanced(costs: Sequence[int], stages: int) -> list[int]:
     sums = [0, *accumulate(costs)]
     if stages > count:
         raise ValueError(f"pipeline_parallel_size={stages} is too large: the model can have {count} stages")
-    # best[n]: the first n layers in so many stages as the loop has seen: (cost of the most expensive one, sum of the
-    # squares, layers of each)
+    # best[n]: the best division of the first n layers into the stages so far: (cost of the most expensive stage, sum of
+    # the squares, layers of each stage)
     best = [(sums[n], sums[n] ** 2, [n]) for n in range(count + 1)]
     for stage in range(1, stages):
         best = [

@@ -1,4 +1,4 @@
-"""Turns between two halves of a step: while one half waits for other ranks, the other one computes."""
+"""Alternates between two halves of a step: while one half waits for other ranks, the other one computes."""
 
 import threading
 from collections.abc import Callable
@@ -11,15 +11,15 @@ T = TypeVar("T")
 
 
 class WholeStep:
-    """The turns of steps that are never divided: there is no other half."""
+    """Turns for steps that are never divided: there is no other half."""
 
     def pass_on(self) -> None:
-        """Let the other half compute until it waits, too. Call it before waiting for other ranks."""
+        """Let the other half compute until it also waits. Call it before waiting for other ranks."""
 
 
 class Halves(WholeStep):
-    """Runs two functions that take turns: one at a time, until it calls `pass_on` or ends. The second one has a thread
-    of its own, so that functions of any depth may call `pass_on`."""
+    """Runs two functions alternately: one at a time, until it calls `pass_on` or ends. The second one has its own
+    thread, so that nested functions may call `pass_on`."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "second half")  # starts a thread when it is used
@@ -28,7 +28,7 @@ class Halves(WholeStep):
         self._second = -1  # the identifier of its thread
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
-        """The results of both. They end before this raises an exception of one of them."""
+        """Return the results of both. If one raises an exception, it is raised here after both have ended."""
         self._is_running = [True, True]
         later = self._pool.submit(self._run_second, second, torch.get_num_threads(), _stream())
         try:
@@ -45,7 +45,7 @@ class Halves(WholeStep):
             self._batons[this].acquire()
 
     def _run_second(self, work: Callable[[], T], threads: int, stream: "torch.cuda.Stream | None") -> T:
-        """threads, stream: those of the first half, which each thread has for itself."""
+        """threads, stream: settings of the first half's thread, which are per-thread and must be set again."""
         self._second = threading.get_ident()
         self._batons[1].acquire()
         try:

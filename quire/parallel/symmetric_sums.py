@@ -1,7 +1,7 @@
 """Sums over the GPUs of one machine in one kernel, through memory that all of them can read (torch's symmetric memory).
 
-Each rank copies its summand into its buffer, and adds up the buffers of all ranks in their order. That takes one
-exchange of signals, where a ring takes twice as many as there are ranks, so it is faster for small tensors.
+Each rank copies its summand into its buffer, and adds up the buffers of all ranks in rank order. This needs one
+exchange of signals, whereas a ring needs twice as many as there are ranks, so it is faster for small tensors.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ _ALIGNMENT = 16  # bytes
 
 
 class SymmetricSums(Shortcut):
-    """Takes contiguous tensors of the buffer's type and device, up to its size."""
+    """Supports contiguous tensors of the buffer's type and device, up to its size."""
 
     def __init__(self, buffer: Tensor, name: str) -> None:
         """name: of the process group whose ranks have exchanged the addresses of their buffers."""
@@ -36,12 +36,12 @@ class SymmetricSums(Shortcut):
 
 
 def with_symmetric_sums(group: Communicator, device: torch.device, dtype: torch.dtype) -> Communicator:
-    """The group, with small sums through symmetric memory. All ranks must have a GPU of this machine of their own.
+    """Return the group with small sums through symmetric memory. Each rank must have its own GPU on this machine.
 
-    The group stays as it was, with NCCL for all sums, if the GPUs cannot read each other's memory, if torch has no such
-    sums of this type, or if anything fails.
+    The group is returned unchanged, with NCCL for all sums, if the GPUs cannot read each other's memory, if torch does
+    not support the type, or if anything fails.
     """
-    if group.size == 1 or not group.capturable:  # only NCCL's sums are
+    if group.size == 1 or not group.capturable:  # only NCCL's sums are capturable
         return group
     buffer = None
     problem = "the GPUs cannot read each other's memory, or the type has no such sums"
@@ -58,7 +58,7 @@ def with_symmetric_sums(group: Communicator, device: torch.device, dtype: torch.
         sums = SymmetricSums(buffer, group.group.group_name)
         works = False
         try:
-            with torch.cuda.device(device):  # kernels are launched on the current one
+            with torch.cuda.device(device):  # kernels are launched on the current device
                 memory.rendezvous(buffer, group.group)
                 ones = torch.ones(_ALIGNMENT, dtype=dtype, device=device)
                 works = sums.all_reduce(ones) and bool((ones == group.size).all())

@@ -1,18 +1,18 @@
-"""KV compression in the worker: which slices of a request's blocks each KV head has (see attention/by_head.py).
+"""KV compression in the worker: assigns slices of a request's blocks to KV heads (see attention/by_head.py).
 
 A compressed request has the blocks of its kept tokens, then those of all later tokens. The scheduler grants the blocks,
-and the worker deals the slices of the first ones to layers and KV heads. With num_kept_blocks = 2, and 2 layers of one
-KV head that keep 1 and 3 blocks:
+and the worker assigns the slices of the first ones to layers and KV heads. With num_kept_blocks = 2, and 2 layers of
+one KV head that keep 1 and 3 blocks:
 
     block                  table[0]   table[1]   table[2]  ...
     slice of layer 0       layer 0    layer 1    layer 0
     slice of layer 1       layer 1    layer 1    layer 1
 
-Layers are compressed one after the other, those that keep the least first, and the slices are dealt in that order: all
-slices of the first of these layers, then all of the second. So a layer's tokens are moved into slices of its own or of
-layers that have been compressed already, and need no memory besides. The slices of later tokens are where they are
-without compression: only attention has to know of all this. When a request is compressed again, its layers have slices
-of each other, so what all of them keep is read before any of it is written.
+Layers are compressed one after the other, those that keep the least first, and slices are assigned in that order: all
+slices of the first of these layers, then all of the second. So a layer's tokens are moved into its own slices or those
+of already compressed layers, and need no extra memory. The slices of later tokens are where they would be without
+compression: only attention depends on the assignment. When a request is compressed again, layers may use slices of
+other layers, so all kept tokens are read before any are written.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,8 +42,9 @@ _NO_PARTS = ForwardParts()
 
 
 class CompressedRows:
-    """Which slices the KV heads of compressed requests have, by row. counts: how many blocks each head kept last.
-    firsts: the number of its first slice, as slices are dealt. order: the layers in which slices are dealt."""
+    """Which slices the KV heads of compressed requests have, by row. counts: how many blocks each head kept at the last
+    compression. firsts: the number of its first slice, in the order of assignment. order: the layers in the order of
+    assignment."""
 
     def __init__(
         self,
@@ -54,7 +55,8 @@ class CompressedRows:
         num_layers: int,
         tables: Tensor,
     ) -> None:
-        """num_layers: that keep keys and values. tables: the block tables on the device, [groups, rows, blocks]."""
+        """num_layers: of layers with keys and values. tables: the block tables on the device, [groups, rows,
+        blocks]."""
         self.batch = batch
         self.device = device
         self.backend = backend
@@ -67,8 +69,8 @@ class CompressedRows:
         rows = len(batch.num_tokens)
         self.num_kept = np.zeros(rows, np.int64)  # blocks; 0 for a row that is not compressed
         self.num_removed = np.zeros(rows, np.int64)  # tokens
-        self.most_kept = np.zeros(rows, np.int64)  # at least the most blocks that a head keeps
-        self.reads: dict[int, Callable[[], list[Tensor]]] = {}  # by row: the exact number, when it has been computed
+        self.most_kept = np.zeros(rows, np.int64)  # an upper bound of the blocks that a head keeps
+        self.reads: dict[int, Callable[[], list[Tensor]]] = {}  # by row: reads the exact number once computed
         by_layer = torch.zeros(rows, num_layers, dtype=torch.int64, device=device.torch_device)
         by_head = by_layer[..., None].repeat(1, 1, self.kv_heads)
         self.order = by_layer
@@ -76,18 +78,18 @@ class CompressedRows:
         self.firsts = by_head.clone()
 
     def forget(self, rows: Any) -> None:
-        """These rows are not compressed (any more)."""
+        """Mark these rows as not compressed."""
         for array in (self.num_kept, self.num_removed, self.most_kept):
             array[rows] = 0
         self.counts[rows] = 0
 
     def pretend(self, count: int) -> None:
-        """Take the first rows for compressed ones, in which each head keeps a block: for the steps of a warm-up."""
+        """For warm-up steps: treat the first rows as compressed, with one kept block per head."""
         self.num_kept[:count] = self.most_kept[:count] = 1
         self.counts[:count] = 1
 
     def prepare(self, flat: FlatBatch, inputs: StepInputs, step: SchedulerOutput) -> None:
-        """Complete the inputs of a step that has to do with compressed requests."""
+        """Complete the inputs of a step with compressed requests."""
         if fresh := [new.row for new in step.new_requests if self.num_kept[new.row]]:
             self.forget(fresh)
         if not step.compressions and not self.num_kept[flat.rows].any():
@@ -110,7 +112,7 @@ class CompressedRows:
         lengths = ends[:, None, None] + (counts - kept[:, None, None]) * self.block_size
         grown = -(-(flat.seq_lens - self.num_removed[flat.rows]) // self.block_size) - self.num_kept[flat.rows]
         width = int((self.most_kept[flat.rows] + grown).max())
-        numbers = torch.arange(-(-width // 16) * 16, device=device)  # Triton compiles anew for strides of other kinds
+        numbers = torch.arange(-(-width // 16) * 16, device=device)  # other kinds of strides make Triton recompile
         tables = self._tables(rows, table, kept, numbers)
         inputs.by_head.lengths = lengths.permute(1, 2, 0).flatten(1).int()
         inputs.by_head.tables = tables.permute(1, 2, 0, 3).flatten(1, 2).int()
@@ -120,7 +122,7 @@ class CompressedRows:
         row = int(flat.rows[index])
         window = self.eviction.options.window
         size = self.block_size
-        if again and self.num_kept[row] and row in self.reads:  # it has sampled since, so this does not wait
+        if again and self.num_kept[row] and row in self.reads:  # it has sampled since then, so this does not wait
             self.most_kept[row] = int(self.reads.pop(row)()[0].numpy()[0])
         num_tokens = int(flat.seq_lens[index] - self.num_removed[row])
         kept = int(self.num_kept[row])
@@ -137,8 +139,8 @@ class CompressedRows:
         )
 
     def _tables(self, rows: Tensor, table: Tensor, kept: Tensor, number: Tensor) -> Tensor:
-        """The slices with these numbers of all heads, [requests, layers, kv_heads, numbers]. table: block ids,
-        [requests, blocks]. kept: how many of these have been dealt, [requests]."""
+        """Return the slices with these numbers of all heads, [requests, layers, kv_heads, numbers]. table: block ids,
+        [requests, blocks]. kept: how many of these blocks have been assigned, [requests]."""
         counts = self.counts[rows][..., None]
         kept = kept[:, None, None, None]
         own = torch.arange(self.slices, device=table.device).view(1, self.layers, self.kv_heads, 1)
@@ -149,11 +151,11 @@ class CompressedRows:
         return blocks * self.slices + torch.where(dealt, place, own)
 
     def _dealt(self, order: Tensor, numbers: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the slices with these numbers are: (indices in the request's table, slices within the block).
+        """Return where the slices with these numbers are: (indices in the request's table, slices within the block).
 
         order: [requests, layers]. numbers: [requests, ...]. kept: like numbers, or one number for each request.
         """
-        size = (kept * self.kv_heads).clamp(min=1)  # dealt slices of a layer
+        size = (kept * self.kv_heads).clamp(min=1)  # assigned slices of a layer
         turn = numbers // size
         rest = numbers % size
         layer = order.gather(1, turn.clamp(max=self.layers - 1).flatten(1)).view_as(turn)
@@ -196,7 +198,7 @@ class CompressedRows:
             self.tables[0, row, kept] = self.tables[0, row, full]
 
     def _moves(self, text: EndingText, tokens: Tensor, full: int, kept: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """The keys and values that each layer keeps, and their new slots."""
+        """Yield the keys and values that each layer keeps, and their new slots."""
         size = self.block_size
         heads = torch.arange(self.kv_heads, device=tokens.device)
         device = tokens.device
@@ -215,7 +217,7 @@ class CompressedRows:
 
 
 class CompressingStaging(Staging):
-    """Completes the inputs of steps that have to do with compressed requests."""
+    """Completes the inputs of steps with compressed requests."""
 
     def __init__(
         self,
@@ -225,7 +227,7 @@ class CompressingStaging(Staging):
         most_tokens: int,
         make_rows: Callable[[Tensor], CompressedRows],
     ) -> None:
-        """make_rows: from the block tables on the device, see CompressedRows."""
+        """make_rows: creates the CompressedRows from the block tables on the device."""
         super().__init__(device, batch, kernels, most_tokens)
         self.rows = make_rows(self.state.block_tables)
 
@@ -241,8 +243,8 @@ class CompressingStaging(Staging):
 
 
 class CompressingForward(Forward):
-    """Compresses the texts that end with a step. It is eager, since attention by head is planned anew for each layer
-    of each step."""
+    """Compresses texts at the end of a step. It is eager, since attention by head is planned again for each layer of
+    each step."""
 
     def __init__(
         self, model: Model, backends: Sequence[CacheBackend], rows: CompressedRows, parts: ForwardParts = _NO_PARTS

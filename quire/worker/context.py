@@ -1,4 +1,4 @@
-"""Context parallelism in the worker: how contexts are divided, and the forward of a rank that has a share of a step."""
+"""Context parallelism in the worker: how contexts are divided, and the forward for a rank's share of a step."""
 
 from collections.abc import Sequence
 
@@ -33,10 +33,10 @@ def check_context(shapes: Sequence[Shape], options: ParallelConfig) -> None:
 
 
 def choose_context(mesh: Mesh, shapes: Sequence[Shape]) -> type[ContextAttention] | None:
-    """How the contexts of a model with caches of these shapes are divided; None if they are not.
+    """Choose how the contexts of a model with caches of these shapes are divided; None if they are not.
 
-    By heads, n ranks exchange about n times fewer bytes. That needs KV heads that can be divided. All ranks of a
-    replica make the same choice, and call this together.
+    If divided by heads, n ranks exchange about n times fewer bytes, but the number of KV heads must be divisible. All
+    ranks of a replica make the same choice, and call this together.
     """
     if mesh.cp.size == 1:
         return StripedAttention if mesh.dcp.size > 1 else None
@@ -47,8 +47,8 @@ def choose_context(mesh: Mesh, shapes: Sequence[Shape]) -> type[ContextAttention
 
 
 class ContextForward(Forward):
-    """The forward of a rank that computes a share of each step's tokens. At the end, the ranks put together the hidden
-    states that are wanted, so that all of them can sample."""
+    """The forward of a rank that computes a share of each step's tokens. At the end, the ranks gather the hidden states
+    that are needed, so that all of them can sample."""
 
     def __init__(
         self, model: Model, backends: Sequence[ContextAttention], group: Communicator, parts: ForwardParts
@@ -57,7 +57,7 @@ class ContextForward(Forward):
         super().__init__(model, backends, parts)
         self.group = group
         self.owners = backends[0].owners
-        # NCCL wants all ranks of a group to take part in the first thing that the group does.
+        # NCCL requires all ranks of a group to take part in its first operation.
         group.all_reduce(torch.zeros(1, device=model.kernels.target.device))
 
     def run(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
@@ -67,7 +67,7 @@ class ContextForward(Forward):
         places = np.full(len(owners), -1)  # of each token in this rank's share
         places[own] = np.arange(len(own))
         if not len(own):
-            own = np.zeros(1, np.int64)  # layers need at least one token; nobody reads what becomes of it
+            own = np.zeros(1, np.int64)  # layers need at least one token; its result is not used
         uploaded = upload(np.concatenate([own, places]), inputs.positions.device)
         tokens = uploaded[: len(own)]
         on_device = uploaded[len(own) :]

@@ -27,13 +27,13 @@ def on_gpu(option: str) -> bool:
 class Device:
     """The CPU. Work is done when a call returns, and arrays are used in place."""
 
-    is_async = False  # whether the host runs ahead: then it does not know yet which tokens were sampled last
+    is_async = False  # whether the host runs ahead, before it knows the last sampled tokens
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
 
     def upload(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-        """The arrays on the device, for the step that is launched next. The caller must not change them afterwards."""
+        """Copy the arrays to the device for the next step. The caller must not change them afterwards."""
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def download(self, *tensors: Tensor) -> Callable[[], list[Tensor]]:
@@ -48,7 +48,7 @@ class Device:
 
 
 class CudaDevice(Device):
-    """A GPU. All work goes through one stream. Pinned memory lets the host go on during copies."""
+    """A GPU. All work goes through one stream. With pinned memory, the host continues during copies."""
 
     is_async = True
 
@@ -58,7 +58,7 @@ class CudaDevice(Device):
         self._pool: Any = None  # memory that all captured graphs share, since only one runs at a time
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._turn = 0
-        # A step uploads its inputs, and then what masks and drafts need. An unused buffer has no memory.
+        # A step uploads its inputs, and then the data for masks and drafts. An unused buffer has no memory.
         self._buffers = [_Pinned() for _ in range(4 * steps_in_flight)]
 
     def upload(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ class CudaDevice(Device):
             try:
                 result = run()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # it says only that the capture failed
+                with contextlib.suppress(RuntimeError):  # it reports only that the capture failed
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -117,7 +117,7 @@ class _Pinned:
 
 
 def layout(arrays: Mapping[str, Array]) -> dict[str, int]:
-    """The end of each array, in bytes, in a buffer that holds the arrays one after the other."""
+    """Return the end of each array, in bytes, in a buffer that holds the arrays one after the other."""
     ends = {}
     end = 0
     for name, array in arrays.items():
@@ -134,7 +134,7 @@ def pack(arrays: Mapping[str, Array], ends: Mapping[str, int], memory: Array) ->
 
 
 def unpack(arrays: Mapping[str, Array], ends: Mapping[str, int], buffer: Tensor) -> dict[str, Tensor]:
-    """Views of the arrays in a buffer that `pack` filled."""
+    """Return views of the arrays in a buffer that `pack` filled."""
     tensors = {}
     start = 0
     for name, array in arrays.items():
@@ -145,7 +145,7 @@ def unpack(arrays: Mapping[str, Array], ends: Mapping[str, int], buffer: Tensor)
 
 
 def choose_device(option: str, mesh: Mesh) -> Device:
-    """The device of a rank, as the option `device` says. Raises ConfigError as `on_gpu` does."""
+    """Return the device of a rank for the option `device`. Raises ConfigError as `on_gpu` does."""
     if not on_gpu(option):
         return Device(mesh.device("cpu"))
     return CudaDevice(mesh.device("cuda"))

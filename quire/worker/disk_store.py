@@ -2,10 +2,9 @@
 
     header, 4096 bytes: magic, KV group, hash, number of bytes, checksum       the block's bytes, padded to 4096
 
-A file is written under another name, and then renamed. Its checksum tells whether it is whole, also after a loss of
-power: files are not synchronized, since what is lost is computed again. Files are read and written past the system's
-page cache (O_DIRECT) where the file system can do that: what was read once is in the KV cache, and memory is better
-used for it.
+A file is written under a temporary name, and then renamed. Its checksum shows whether it is complete, even after a
+power failure: files are not synced, since lost blocks are recomputed. Where the file system supports it, files bypass
+the system's page cache (O_DIRECT): blocks that were read are in the KV cache, which makes better use of the memory.
 """
 
 import contextlib
@@ -30,8 +29,8 @@ from quire.worker.kv_transfer import Rows, Store
 _PAGE = 4096
 _HEADER = struct.Struct("<8sq32sq16s")  # magic, KV group, hash, bytes of the block, checksum of them
 _MAGIC = b"quire-kv"
-_REST_SECONDS = 30.0  # how long nothing is saved after a disk has failed
-_SCANS = 16  # the folder is looked through when it may have grown by 1 / 16 of its limit
+_REST_SECONDS = 30.0  # how long saving stops after a disk failure
+_SCANS = 16  # the folder is scanned when it may have grown by 1 / 16 of its limit
 
 
 class DiskStore(Store):
@@ -40,8 +39,8 @@ class DiskStore(Store):
     def __init__(
         self, folder: Path, limit: int | None, block_bytes: int, rank: int, ranks: int, ranks_here: int, deletes: bool
     ) -> None:
-        """limit: bytes of all files in the folder. ranks_here: the ranks on this machine. deletes: whether this rank
-        deletes old files for all of them. Raises OSError if the folder cannot be used."""
+        """limit: maximum bytes of all files in the folder. ranks_here: the ranks on this machine. deletes: whether this
+        rank deletes old files for all of them. Raises OSError if the folder cannot be used."""
         self._folder = folder
         self._limit = limit
         self._deletes = deletes and limit is not None
@@ -83,7 +82,7 @@ class DiskStore(Store):
             path = self._path(key)
             try:
                 self._read(path, key)
-            except FileNotFoundError:  # another engine has deleted it, or this one
+            except FileNotFoundError:  # deleted by this or another engine
                 failed.append(index)
                 continue
             except (OSError, ValueError) as error:
@@ -120,12 +119,12 @@ class DiskStore(Store):
         self._written += self._file_bytes
 
     def _read(self, path: Path, key: BlockKey) -> None:
-        """Read a file into the buffer. Raises OSError, and ValueError if it is not the whole file of this block."""
+        """Read a file into the buffer. Raises OSError, or ValueError if it is not the complete file of this block."""
         handle = _open(path, os.O_RDONLY)
         try:
             size = os.preadv(handle, [self._from_disk.memory], 0)
             with contextlib.suppress(OSError):  # the disk may be read-only
-                os.utime(handle)  # it is the last to be deleted now
+                os.utime(handle)  # it will now be deleted last
         finally:
             os.close(handle)
         expected = _HEADER.pack(_MAGIC, *key, self._block_bytes, self._from_disk.checksum(self._block_bytes))
@@ -133,7 +132,7 @@ class DiskStore(Store):
             raise ValueError("its content was changed")
 
     def _make_room(self) -> None:
-        """Delete the oldest files if the folder is full, or may be because of other engines."""
+        """Delete the oldest files if the folder is full, or if other engines may have filled it."""
         if self._deletes and self._limit is not None:
             written = (self._written + self._file_bytes) * self._ranks_here
             if self._total + written > self._limit or written > self._limit // _SCANS:
@@ -142,8 +141,7 @@ class DiskStore(Store):
                     raise OSError("kv_offloading_disk_size is too small for a block")
 
     def _scan(self) -> None:
-        """Add up the files, and delete the oldest ones until the folder has room for what is written until the next
-        scan."""
+        """Add up the file sizes, and delete the oldest files until there is room for the writes until the next scan."""
         assert self._limit is not None
         files = sorted((info.st_mtime, info.st_size, path) for path, info in _files(self._folder))
         self._total = sum(size for _, size, _ in files)
@@ -158,7 +156,7 @@ class DiskStore(Store):
 
 
 class _Buffer:
-    """Memory that direct input and output can use: it begins at a page. The block begins behind the header."""
+    """Page-aligned memory for direct I/O. The block begins after the header."""
 
     def __init__(self, size: int) -> None:
         self.memory = mmap.mmap(-1, size)
@@ -177,7 +175,7 @@ def _open(path: Path, flags: int) -> int:
     except OSError as error:
         if isinstance(error, FileNotFoundError):
             raise
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)  # such as tmpfs: no direct access
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)  # without direct I/O, as on tmpfs
 
 
 def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
@@ -191,7 +189,7 @@ def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder, readable for this user only. Raises OSError if it cannot be used."""
+    """Create the folder, readable for this user only. Raises OSError if it cannot be used."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = folder.stat()
     if info.st_uid != os.geteuid():

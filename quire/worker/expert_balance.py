@@ -1,7 +1,8 @@
-"""Moves experts between ranks, so that all ranks have about equally much to do (--enable-eplb).
+"""Moves experts between ranks, so that all ranks have about the same load (--enable-eplb).
 
-Every `step_interval` steps, the ranks add up for how many tokens each expert was chosen, and each computes the same new
-places. Then the experts move, those of one layer behind each step, so no step waits for more than that.
+Every `step_interval` steps, the ranks sum up how many tokens each expert has received, and each rank computes the same
+new placement. Then the experts of one layer are moved after each step, so that no step has to wait for more than one
+layer.
 """
 
 from collections.abc import Sequence
@@ -21,27 +22,27 @@ from quire.parallel.experts import balanced_slots, loads_of_ranks
 
 
 class _Move(NamedTuple):
-    """The expert in one slot is copied into another one."""
+    """A copy of an expert from one slot to another."""
 
     source: int
     slot: int
 
 
 class NoBalancer:
-    """Of a model whose experts stay where they are."""
+    """For a model whose experts are not moved."""
 
     def count_step(self) -> None:
-        """Note a step. Call it behind the forward of each."""
+        """Count a step. Call it after the forward of each step."""
 
 
 class ExpertBalancer(NoBalancer):
-    """Counts steps, which all ranks that share experts run together, and moves experts behind some of them."""
+    """Counts steps, which all ranks that share experts run together, and moves experts after some of them."""
 
     def __init__(self, layers: Sequence[MoE], options: BalanceOptions) -> None:
         self.layers = layers
         self.options = options
         self._steps = 0
-        self._planned: list[tuple[MoE, list[int]]] = []  # layers, and the experts for their slots
+        self._planned: list[tuple[MoE, list[int]]] = []  # layers, and the new experts of their slots
 
     @torch.inference_mode()
     def count_step(self) -> None:
@@ -76,7 +77,7 @@ class ExpertBalancer(NoBalancer):
             )
 
     def _move(self, layer: MoE, slots: list[int]) -> None:
-        """Copy experts so that each slot has the given one. Slots are numbered over the ranks."""
+        """Copy experts so that each slot has the given one. Slots are numbered across the ranks."""
         dispatch = _dispatch(layer)
         group = dispatch.group
         count = dispatch.count
@@ -86,7 +87,7 @@ class ExpertBalancer(NoBalancer):
             for slot in range(len(slots))
             if slots[slot] != dispatch.slots.experts[slot]
         ]
-        sent = [move for move in moves if move.source // count == group.rank]  # sorted by the rank that gets them
+        sent = [move for move in moves if move.source // count == group.rank]  # sorted by the receiving rank
         received = sorted((m for m in moves if m.slot // count == group.rank), key=lambda m: m.source // count)
         rows = [_as_bytes(layer.expert(move.source - first)) for move in sent]
         size = sum(tensor.nbytes for tensor in layer.expert(0))
@@ -100,15 +101,16 @@ class ExpertBalancer(NoBalancer):
 
 
 def expert_balancer(model: Model, options: ParallelConfig) -> NoBalancer:
-    """The balancer for a rank's part of a model. It does nothing without --enable-eplb, or if this rank shares no
-    experts."""
+    """Return the balancer for a rank's part of a model. It does nothing without --enable-eplb, or if this rank shares
+    no experts."""
     mlps = [layer.mlp for layer in model.layers] if isinstance(model, Decoder) else []
     layers = [mlp for mlp in mlps if isinstance(mlp, MoE) and isinstance(mlp.dispatch, DealtExperts)]
     return ExpertBalancer(layers, options.balance) if options.enable_eplb and layers else NoBalancer()
 
 
 def _source(experts: list[int], slot: int, expert: int, count: int) -> int:
-    """The slot from which a slot gets an expert: one of the same rank, or else any one, in turn. count: of a rank."""
+    """Return the slot from which an expert is copied to `slot`: on the same rank if possible, otherwise any, in turn.
+    count: slots per rank."""
     holders = [holder for holder, of_holder in enumerate(experts) if of_holder == expert]
     return next((holder for holder in holders if holder // count == slot // count), holders[slot % len(holders)])
 
@@ -118,7 +120,7 @@ def _as_bytes(tensors: list[Tensor]) -> Tensor:
 
 
 def _fill(tensors: list[Tensor], row: Tensor) -> None:
-    """Overwrite tensors with the bytes of equal ones."""
+    """Overwrite the tensors with the bytes of `row`."""
     for tensor, part in zip(tensors, torch.split(row, [tensor.nbytes for tensor in tensors]), strict=True):
         tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
@@ -134,5 +136,5 @@ def _loads(layer: MoE) -> Tensor:
 
 
 def _balance(loads: list[list[float]]) -> float:
-    """The mean load of a rank as a share of the largest one, for all layers."""
+    """Return the mean load of the ranks as a fraction of the largest load, over all layers."""
     return sum(sum(of_layer) / len(of_layer) for of_layer in loads) / max(1.0, sum(map(max, loads)))

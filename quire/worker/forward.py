@@ -15,11 +15,11 @@ from quire.parallel.pipeline import Pipe
 
 @dataclass(frozen=True)
 class ForwardParts:
-    """What a forward may have beside a model and its backends.
+    """The optional parts of a forward, in addition to a model and its backends.
 
-    pipe: of a stage of a pipeline, None for a whole model. taps: the tensors that receive hidden states of chosen
-    layers, see Model.forward. layer_done: see ForwardState; what is recorded, captured or computed in halves does not
-    call it. compiled: the model's forward as torch.compile has made it, None for the model's own.
+    pipe: of a pipeline stage, None for a whole model. taps: the tensors that receive hidden states of chosen layers,
+    see Model.forward. layer_done: see ForwardState; recorded, captured and overlapped forwards do not call it.
+    compiled: the model's forward as compiled by torch.compile, None for the model's own.
     """
 
     pipe: Pipe | None = None
@@ -44,17 +44,17 @@ class Forward:
         self._compiled = parts.compiled
 
     def compute(self, x: Tensor, state: ForwardState, rows: Tensor | None, taps: Mapping[int, Tensor]) -> Tensor:
-        """The model's layers, see Model.forward; as torch.compile has compiled them, if it has."""
+        """Run the model's layers, see Model.forward; compiled by torch.compile if that is enabled."""
         return (self._compiled or self.model.forward)(x, state, rows, taps)
 
     def fit(self, size: StepSize) -> StepSize:
-        """The size to which a step of this size is padded."""
+        """Return the size to which a step of this size is padded."""
         return size
 
     def __call__(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
-        """Hidden states [tokens, hidden], or only those of the tokens `rows`. Valid until the next call.
+        """Return the hidden states [tokens, hidden], or only those of the tokens `rows`. Valid until the next call.
 
-        A stage of a pipeline takes what the stage before has sent, and sends its result to the next one.
+        A pipeline stage receives the result of the previous stage, and sends its own to the next one.
         """
         hidden = self.run(inputs, rows)
         if self.pipe is not None and not self.pipe.is_last:
@@ -62,16 +62,16 @@ class Forward:
         return hidden
 
     def run(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
-        """The same, without sending."""
+        """Like `__call__`, without sending."""
         return self.layers(self.embed(inputs), inputs, rows)
 
     def logits(self, hidden: Tensor, inputs: StepInputs, tokens: Tensor) -> Tensor:
-        """Logits of some hidden states of a step. tokens: their places among the tokens of the step."""
+        """Return the logits of some hidden states of a step. tokens: their indices among the tokens of the step."""
         slots = inputs.slots
         return self.model.logits(hidden, slots if slots is None else slots[tokens])
 
     def embed(self, inputs: StepInputs) -> Tensor:
-        """The input of the first layer, [own tokens, hidden]. Recorded steps and CUDA graphs start after it."""
+        """Return the input of the first layer, [own tokens, hidden]. Recorded steps and CUDA graphs start after it."""
         if self.pipe is None or self.pipe.is_first:
             x = self.model.embed(inputs.input_ids, inputs.positions, inputs.slots)
             return x if inputs.media is None else inputs.media.fill(x)
@@ -79,7 +79,7 @@ class Forward:
         return self.pipe.receive(inputs.size.tokens, target.dtype, target.device)
 
     def layers(self, x: Tensor, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
-        """Hidden states, as `__call__` returns them. x: the result of `embed`."""
+        """Return the hidden states, as `__call__` does. x: the result of `embed`."""
         state = self.state(inputs)
         state.layer_done = self.layer_done
         return self.compute(x, state, rows, self.taps)
@@ -89,6 +89,7 @@ class Forward:
         return ForwardState(inputs, rotary, self.plan(inputs), slots=inputs.slots)
 
     def plan(self, inputs: StepInputs, over: Sequence[Any] | None = None) -> list[Any]:
-        """The attention plan of each KV group. over: plans of another step of the same size, which are overwritten."""
+        """Return the attention plan of each KV group. over: plans of another step of the same size, to be
+        overwritten."""
         groups = zip(self.backends, inputs.layouts(), over or [None] * len(self.backends), strict=True)
         return [backend.plan(layout, plan) for backend, layout, plan in groups]

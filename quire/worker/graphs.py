@@ -55,7 +55,7 @@ class RecordedForward(Forward):
         calls = self._recorded.get(inputs.size)
         if calls is None:
             return pick(self._record(x, inputs), rows)
-        ctypes.memmove(calls.x.data_ptr(), x.data_ptr(), x.nbytes)  # copy_ would wake torch's threads
+        ctypes.memmove(calls.x.data_ptr(), x.data_ptr(), x.nbytes)  # copy_ would wake torch's thread pool
         state = calls.state
         state.inputs.copy_for_layers(inputs)
         for (cos, sin), table in zip(state.rotary, self.model.rotary, strict=True):
@@ -70,7 +70,7 @@ class RecordedForward(Forward):
         state = self.state(inputs)
         with Recording(self._arena) as recording:
             hidden = self.compute(x, state, None, self.taps)
-        state.first_values = None  # its memory is the arena's, for other recordings
+        state.first_values = None  # its memory belongs to the arena, which other recordings reuse
         if recording.obstacle is None:
             self._recorded[inputs.size] = _Calls(recording, x, state, hidden)
         else:
@@ -81,7 +81,7 @@ class RecordedForward(Forward):
 
 DECODE_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 1025, 16))  # requests, each with one token
 DRAFT_SIZES = (1, 2, 4, 8, 16, 32, 64)  # requests, each with one token and equally many drafts
-MOST_DRAFTS = 7  # of such a request; requests with more drafts take graphs of mixed sizes
+MOST_DRAFTS = 7  # per request; requests with more drafts use graphs of mixed sizes
 _DEFAULTS = KernelConfig()
 MIXED_SIZES = (32, 64, 128, 192, 256, 320, 384, 512, 768, 1024)  # tokens
 
@@ -89,9 +89,9 @@ MIXED_SIZES = (32, 64, 128, 192, 256, 320, 384, 512, 768, 1024)  # tokens
 def graph_sizes(
     options: KernelConfig, most_requests: int, most_tokens: int, most_per_request: int
 ) -> dict[int, list[StepSize]]:
-    """The sizes of steps to capture, in ascending order, by the tokens of each request: 1, 2, ... most_per_request; 0
-    for steps of mixed requests. Without the options, they are the constants above. With cudagraph_capture_sizes, they
-    have about these numbers of tokens, whatever their requests are."""
+    """Return the sizes of steps to capture, in ascending order, by the tokens of each request: 1, 2, ...
+    most_per_request; 0 for steps of mixed requests. By default, these are the constants above. With
+    cudagraph_capture_sizes, the steps have about these numbers of tokens, whatever their requests are."""
     given = sorted(set(options.cudagraph_capture_sizes))
     most = options.max_cudagraph_capture_size or sys.maxsize
     decoding = given or [*(n for n in DECODE_SIZES if n < most_requests), most_requests]
@@ -131,8 +131,8 @@ class CapturedForward(Forward):
         parts: ForwardParts = _NO_PARTS,
         options: KernelConfig = _DEFAULTS,
     ) -> None:
-        """most_per_request: steps of 1, 2, ... up to so many tokens of each request are captured. is_only_rank: if
-        False, a capture that fails is an error, since the other ranks' graphs wait for this rank's part of each
+        """most_per_request: steps with 1, 2, ... up to this many tokens per request are captured. is_only_rank: if
+        False, a failed capture is an error, since the other ranks' graphs wait for this rank's part of each
         all-reduce."""
         super().__init__(model, backends, parts)
         self.is_only_rank = is_only_rank

@@ -25,11 +25,11 @@ class Spans:
     token_rows: Ints  # [tokens]
     positions: Ints  # [tokens]
     query_start_loc: npt.NDArray[np.int32]  # [rows + 1]
-    seq_lens: Ints  # [rows]: where they end
+    seq_lens: Ints  # [rows]: the end of each span
 
     @classmethod
     def of(cls, rows: Ints, starts: Ints, counts: Ints) -> Self:
-        """counts[i] tokens of rows[i] from the position starts[i] on."""
+        """Create spans of counts[i] tokens of rows[i], from the position starts[i] on."""
         query_start_loc = np.zeros(len(rows) + 1, np.int32)
         query_start_loc[1:] = counts.cumsum()
         positions = np.arange(query_start_loc[-1]) - np.repeat(query_start_loc[:-1] - starts, counts)
@@ -40,8 +40,8 @@ class Spans:
 class FlatBatch:
     """The tokens that a step computes, request after request, and the places at which it samples.
 
-    On a device that works late, positions and lengths are upper bounds. The device computes the exact values from its
-    own counters.
+    On an asynchronous device, positions and lengths are upper bounds; the device computes the exact values from its own
+    counters.
     """
 
     rows: Ints  # [requests]
@@ -66,14 +66,14 @@ class FlatBatch:
 
     @property
     def inputs(self) -> dict[str, Array]:
-        """The inputs declared by StepInputs that the host knows."""
+        """Return the inputs declared by StepInputs that the host knows."""
         known: dict[str, Array] = {"positions": self.positions, "query_start_loc": self.query_start_loc}
         return {**known, "seq_lens": self.seq_lens, **self.extra_inputs}
 
     @property
     def longest_prompt(self) -> int:
-        """The length of the longest request if the step computes all tokens of each request, else 0. Also 0 if each
-        request has one token."""
+        """Return the length of the longest request if the step computes all tokens of each request, else 0. Also 0 if
+        each request has one token."""
         if self.tokens_per_request == 1:
             return 0
         counts = np.diff(self.query_start_loc)
@@ -81,7 +81,7 @@ class FlatBatch:
 
 
 class InputBatch:
-    """The requests that have a row, as the worker knows them. SchedulerOutput and the sampled tokens update it."""
+    """The worker's view of the requests that have a row. SchedulerOutput and the sampled tokens update it."""
 
     def __init__(
         self,
@@ -121,9 +121,9 @@ class InputBatch:
         self.min_p = np.zeros(rows, np.float32)
         self.seed = np.zeros(rows, np.int64)
         self.has_seed = np.zeros(rows, bool)  # whether the request itself gave it
-        self.num_logprobs = np.full(rows, -1, np.int64)  # -1 where none are asked for
+        self.num_logprobs = np.full(rows, -1, np.int64)  # -1 where none are requested
         self.logprob_token_ids: dict[int, list[int]] = {}  # by row, for requests that name the tokens
-        self.num_prompt_logprobs = np.full(rows, -1, np.int64)  # -1 where none are asked for, or once reported
+        self.num_prompt_logprobs = np.full(rows, -1, np.int64)  # -1 where none are requested, or once reported
         self.adapters = np.full(rows, -1, np.int64)  # the slot of the row's adapter, -1 for none
 
     def install(self, new: NewRequest) -> None:
@@ -156,7 +156,8 @@ class InputBatch:
         if params.logprob_token_ids is not None:
             self.logprob_token_ids[row] = named = list(dict.fromkeys(params.logprob_token_ids))
             self.num_logprobs[row] = len(named)
-        # Prompt logprobs are reported with the first token of output, so a resumed request with output has had them.
+        # Prompt logprobs are reported with the first output token, so a resumed request with output has already
+        # received them.
         resumed = len(new.token_ids) > new.num_prompt_tokens
         self.num_prompt_logprobs[row] = -1 if resumed else self._count(params.prompt_logprobs)
 
@@ -180,7 +181,7 @@ class InputBatch:
             self.block_tables[edits.groups, edits.rows, edits.indices] = edits.block_ids
 
     def flatten(self, step: SchedulerOutput) -> FlatBatch:
-        """Concatenate the step's tokens, by whole-array operations, and advance `num_computed` of its rows."""
+        """Concatenate the step's tokens with whole-array operations, and advance `num_computed` of its rows."""
         rows = np.asarray(step.rows, np.int64)
         counts = np.asarray(step.num_tokens, np.int64)
         for index, _, again in step.compressions:
@@ -220,8 +221,8 @@ class InputBatch:
         )
 
     def gather(self, flat: FlatBatch) -> dict[str, Array]:
-        """The inputs that depend on tokens and block tables. On a device that works late, the op flat_batch makes them.
-        Block tables are as wide as the longest request needs."""
+        """Return the inputs that depend on tokens and block tables. On an asynchronous device, the op flat_batch
+        computes them instead. Block tables are as wide as the longest request needs."""
         width = max(-(-int(flat.seq_lens.max(initial=1)) // self.block_size), self._least_width)
         return {
             "input_ids": self.token_ids[flat.token_rows, flat.positions].astype(np.int64),
@@ -230,7 +231,7 @@ class InputBatch:
         }
 
     def gather_shared(self, spans: Spans, group: int, copies: int) -> dict[str, Array]:
-        """The inputs of a forward over these tokens, for `copies` groups that use the blocks of one group."""
+        """Return the inputs of a forward over these tokens, for `copies` groups that use the blocks of one group."""
         width = -(-int(spans.seq_lens.max(initial=1)) // self.block_size)
         slots = self._slots_of(group, spans.token_rows, spans.positions)
         return {
@@ -243,7 +244,7 @@ class InputBatch:
         }
 
     def _slots(self, flat: FlatBatch) -> Array:
-        """[groups, tokens], by the rule of each group's spec."""
+        """Return the slots [groups, tokens], computed by each group's spec."""
         slots = np.empty((len(self.kv_specs), len(flat.positions)), np.int64)
         for group in range(len(self.kv_specs)):
             slots[group] = self._slots_of(group, flat.token_rows, flat.positions)
@@ -253,8 +254,8 @@ class InputBatch:
         return self.kv_specs[group].slots(self.block_tables[group], token_rows, positions, self.block_size)
 
     def sampling(self, rows: Ints, positions: Ints) -> dict[str, Array]:
-        """The sampling parameters of places, by their names in SamplingBatch. Parameters that no request uses are left
-        out. rows, positions: [places], those of the tokens that are sampled."""
+        """Return the sampling parameters of places, by their names in SamplingBatch. Parameters that no request uses
+        are omitted. rows, positions: [places], of the tokens to sample."""
         temperature = self.temperature[rows]
         random = temperature.nonzero()[0]
         arrays: dict[str, Array] = {}
@@ -273,7 +274,7 @@ class InputBatch:
         return arrays
 
     def named_tokens(self, rows: Ints) -> Ints | None:
-        """[rows, most]: the token ids whose logprobs each row asks for by name, padded with -1. None if no row names
+        """Return [rows, most]: the token ids whose logprobs each row requests, padded with -1. None if no row requests
         any."""
         named = [self.logprob_token_ids.get(row, []) for row in rows.tolist()] if self.logprob_token_ids else []
         if not any(named):
@@ -284,9 +285,9 @@ class InputBatch:
         return token_ids
 
     def sampling_places(self, flat: FlatBatch, state: BatchState, positions: Tensor) -> SamplingPlaces:
-        """The places of a step for logits processors; the logits of place i are logits[i].
+        """Return the places of a step for logits processors; the logits of place i are logits[i].
 
-        positions: those of the places, on the device of `state`."""
+        positions: of the places, on the device of `state`."""
         rows = flat.place_rows
         columns = np.arange(len(rows)), rows, self.num_prompt[rows], flat.place_positions + 1
         return SamplingPlaces(*columns, self.token_ids, state, positions + 1)
@@ -298,7 +299,7 @@ class InputBatch:
 
     def fill(self, flat: FlatBatch, tokens: Ints, kept: Ints | None = None) -> None:
         """Store the tokens [places] that were sampled at the step's places. kept: [requests], how many of each
-        request's tokens become part of its text, as the op count_kept says; None for all."""
+        request's tokens become part of its text, as computed by the op count_kept; None for all."""
         if kept is None:  # then a row has at most one place
             rows = flat.place_rows
             self.token_ids[rows, self.num_tokens[rows] - self.num_unread[rows]] = tokens

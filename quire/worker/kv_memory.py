@@ -19,18 +19,18 @@ class KVMemory:
 
     blocks: uint8 [num_blocks, block_bytes]. KVCacheSpec.starts says where the entries of a KV group lie.
 
-    Copies, reads and writes take their turn among the steps. They see the stores of all steps submitted before them,
-    even if the device has not run these steps yet. All steps submitted after them see what they write. So copy a block
-    before submitting the step that stores into the copy. A source may go back to the pool as soon as the call returns.
-    Call these methods from the thread that submits the steps.
+    Copies, reads and writes are ordered with the steps. They see the stores of all steps submitted before them, even if
+    the device has not run these steps yet. All steps submitted after them see their writes. So copy a block before
+    submitting the step that stores into the copy. A source may go back to the pool as soon as the call returns. Call
+    these methods from the thread that submits the steps.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, device: torch.device, shared: bool = False) -> None:
-        """shared: whether other processes may map the blocks. They are then in a file in memory, `handle`, where the
-        system has such files."""
+        """shared: whether other processes may map the blocks. They are then in an in-memory file, `handle`, if the
+        system supports such files."""
         self.handle: int | None = None
-        # Zeros, since some entries are read that were never stored, and 0 * NaN is NaN: those of the null block, for
-        # tokens that a window has left behind, with weight 0; and those of tokens that a drafter has missed.
+        # Zeros, since some entries are read that were never stored, and 0 * NaN is NaN: entries of the null block, read
+        # with weight 0 for tokens outside a window, and entries of tokens that a drafter has missed.
         if shared and hasattr(os, "memfd_create"):
             with contextlib.suppress(OSError):
                 self.handle = os.memfd_create("quire-kv")
@@ -41,7 +41,7 @@ class KVMemory:
         self._words = self.blocks.view(torch.int64)  # torch moves words faster than bytes
 
     def _mapped(self, handle: int, size: int) -> Tensor:
-        """Zeros in a file that is deleted with this object, and costs nothing until it is touched."""
+        """Return zeros in a file that is deleted with this object, and uses no memory until it is touched."""
         weakref.finalize(self, os.close, handle)
         os.ftruncate(handle, size)
         self._region = mmap.mmap(handle, size)
@@ -50,7 +50,7 @@ class KVMemory:
         return torch.frombuffer(self._region, dtype=torch.uint8)
 
     def give_back(self) -> None:
-        """Give the pages of a shared file back to the system. When they are touched again, they are zeros."""
+        """Return the pages of a shared file to the system. When they are touched again, they are zeros."""
         if self.handle is not None:
             self._region.madvise(mmap.MADV_REMOVE)
 
@@ -60,12 +60,12 @@ class KVMemory:
         self._words.index_copy_(0, self._index(targets), copied)
 
     def read(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """The bytes of these blocks, [len(block_ids), block_bytes]. Waits for the device."""
+        """Return the bytes of these blocks, [len(block_ids), block_bytes]. Waits for the device."""
         return self._words.index_select(0, self._index(block_ids)).cpu().view(torch.uint8).numpy()
 
     def write(self, block_ids: Sequence[int], data: bytes | memoryview | npt.NDArray[np.uint8]) -> None:
         """Fill these blocks with bytes that `read` returned, on this rank or on one with the same cache layout. Raises
-        ValueError if the number of bytes is not that of the blocks."""
+        ValueError if the number of bytes does not match the blocks."""
         index = self._index(block_ids)
         size = self.blocks.shape[1]
         received = np.frombuffer(data, np.uint8)
@@ -76,7 +76,7 @@ class KVMemory:
         self._words.index_copy_(0, index, upload(words, self.blocks.device))
 
     def _index(self, block_ids: Sequence[int]) -> Tensor:
-        """The block ids on the device. Raises ValueError for an id that no request can hold."""
+        """Return the block ids on the device. Raises ValueError for an id that no request can hold."""
         index = np.array(block_ids, np.int64)
         outside = index[(index <= 0) | (index >= len(self.blocks))]
         if len(outside):

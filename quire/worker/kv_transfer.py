@@ -1,4 +1,4 @@
-"""The workers' half of the tiers: one rank copies its part of blocks between its KV cache and CPU memory or disk."""
+"""The workers' half of the tiers: each rank copies its part of blocks between its KV cache and CPU memory or disk."""
 
 import contextlib
 import mmap
@@ -21,8 +21,7 @@ WHOLE = slice(None)
 
 
 def moment(device: torch.device) -> Callable[[], None]:
-    """Called on the thread that submits steps. The returned function waits until all that has been submitted has been
-    run."""
+    """Called on the thread that submits steps. The returned function waits until all work submitted so far has run."""
     if device.type != "cuda":
         return lambda: None
     submitted = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -33,7 +32,7 @@ def moment(device: torch.device) -> Callable[[], None]:
 class Rows(ABC):
     """Copies single blocks between a rank's KV cache and tensors in CPU memory, on any thread.
 
-    The scheduler holds the blocks meanwhile, and names only blocks whose step has been submitted before.
+    The scheduler holds the blocks during the copy, and names only blocks whose step has already been submitted.
     """
 
     def __init__(self, blocks: Tensor) -> None:
@@ -45,8 +44,8 @@ class Rows(ABC):
         return DeviceRows(blocks) if blocks.device.type == "cuda" else HostRows(blocks)
 
     def mark(self) -> Callable[[], None]:
-        """Called on the thread that submits steps. The returned function makes the calling thread see the results of
-        all steps that have been submitted."""
+        """Called on the thread that submits steps. The returned function makes the results of all steps submitted so
+        far visible to its calling thread."""
         return lambda: None
 
     @abstractmethod
@@ -55,23 +54,23 @@ class Rows(ABC):
 
     @abstractmethod
     def read(self, block_ids: Sequence[int], targets: Sequence[Tensor], span: slice = WHOLE) -> None:
-        """Copy block block_ids[i] to targets[i], uint8 [block_bytes], or only a span of its bytes. Returns when that is
-        done."""
+        """Copy block block_ids[i], or a span of its bytes, to targets[i], uint8 [block_bytes]. Returns when the copy is
+        complete."""
 
     @abstractmethod
     def write(self, block_ids: Sequence[int], sources: Sequence[Tensor], span: slice = WHOLE) -> None:
-        """Copy sources[i], or a span of its bytes, to block block_ids[i]. Returns when that is done."""
+        """Copy sources[i], or a span of its bytes, to block block_ids[i]. Returns when the copy is complete."""
 
 
 class HostRows(Rows):
-    """Copies with one thread, since the steps need the others. numpy releases the interpreter's lock meanwhile."""
+    """Copies with one thread, since the steps need the others. numpy releases the GIL during a copy."""
 
     def __init__(self, blocks: Tensor) -> None:
         super().__init__(blocks)
         self._rows = blocks.numpy()
 
     def pin(self, memory: Tensor) -> None:
-        """Copies within CPU memory need nothing."""
+        """Do nothing: copies within CPU memory need no preparation."""
 
     def read(self, block_ids: Sequence[int], targets: Sequence[Tensor], span: slice = WHOLE) -> None:
         for block_id, target in zip(block_ids, targets, strict=True):
@@ -83,7 +82,7 @@ class HostRows(Rows):
 
 
 class DeviceRows(Rows):
-    """Copies on a stream of its own, beside the steps."""
+    """Copies on a separate stream, concurrently with the steps."""
 
     def __init__(self, blocks: Tensor) -> None:
         super().__init__(blocks)
@@ -112,7 +111,7 @@ class DeviceRows(Rows):
 
 
 class Store(ABC):
-    """One rank's part of a tier. `save` and `load` return the indices of the blocks that they could not copy.
+    """One rank's part of a tier. `save` and `load` return the indices of the blocks that they failed to copy.
 
     load_threads: how many threads may call `load` at the same time.
     """
@@ -126,15 +125,15 @@ class Store(ABC):
     def load(self, rows: Rows, order: Transfer) -> list[int]: ...
 
     def close(self) -> None:  # noqa: B027
-        """Give up what is under way, and close what is open."""
+        """Cancel transfers in progress, and close open files and connections."""
 
 
 class MemoryStore(Store):
-    """Slots in CPU memory: in a file that another process keeps, or in this process."""
+    """Slots in CPU memory: in a file that another process owns, or in this process."""
 
     def __init__(self, num_slots: int, rank_bytes: Sequence[int], rank: int, memory: Path | None) -> None:
-        """rank_bytes: of one block, on each rank. memory: the file, which also has the slots of other ranks. Raises
-        OSError."""
+        """rank_bytes: the bytes of one block on each rank. memory: the file, which also contains the slots of other
+        ranks; None for memory of this process. Raises OSError."""
         block_bytes = rank_bytes[rank]
         if memory is None:
             region = mmap.mmap(-1, max(1, num_slots * block_bytes))
@@ -162,8 +161,8 @@ class MemoryStore(Store):
 
 
 class KVTransfers:
-    """Carries out transfers on threads for each tier, so that nothing waits for another tier, or for what is being
-    saved. What is saved must be there when `submit` is called: see `Rows.mark`."""
+    """Carries out transfers on separate threads for each tier, so that loads do not wait for other tiers or for saves.
+    The step that fills a saved block must have been submitted before `submit` is called: see `Rows.mark`."""
 
     def __init__(self, blocks: Tensor, stores: Sequence[Store]) -> None:
         self.rows = Rows.of(blocks)
@@ -178,7 +177,7 @@ class KVTransfers:
         }
 
     def submit(self, order: Transfer) -> Future[list[int]]:
-        """Start a transfer. The result has the indices of the blocks that could not be copied."""
+        """Start a transfer. The result contains the indices of the blocks that could not be copied."""
         return self._threads[order.tier, order.is_load].submit(self._run, order, self.rows.mark())
 
     def _run(self, order: Transfer, see_steps: Callable[[], None]) -> list[int]:
@@ -195,7 +194,7 @@ class KVTransfers:
             return list(range(len(order.keys)))
 
     def close(self) -> None:
-        """Transfers that have not begun fail."""
+        """Stop the threads. Transfers that have not begun fail."""
         self._is_closed = True
         for threads in self._threads.values():
             threads.shutdown(wait=False)

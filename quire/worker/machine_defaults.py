@@ -1,4 +1,4 @@
-"""Chooses threads and the size of steps for a model, from what was measured of this machine.
+"""Chooses the number of threads and the step size for a model from measurements of this machine.
 
 The time of a step with n tokens is estimated as
 
@@ -18,18 +18,18 @@ from quire.models.parameters import parameters_of
 from quire.models.spec import DecoderSpec
 from quire.platform.machine_profile import MachineProfile
 
-SIZES = (128, 256, 512, 1024, 2048)  # tokens of prompts in a step, among which one is chosen
+SIZES = (128, 256, 512, 1024, 2048)  # the candidates for prompt tokens per step
 USUAL = 512
-WITHIN = 0.97  # of the best: what a choice with fewer threads or tokens must reach
+WITHIN = 0.97  # fraction of the best speed that fewer threads or tokens must reach
 _CALLS_PER_LAYER = 12  # products, norms, rotation, attention and activation
 _ONE_BYTE = ("fp8", "float8", "int8")
-_LEAST_BESIDE_STREAMS = 128  # tokens of prompts for which a step has room while all other requests generate
+_LEAST_BESIDE_STREAMS = 128  # room for prompt tokens in a step while all other requests generate
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step of a model does. kind: of its weights, as in a profile. parameters: those that each token is
-    multiplied with, without the output layer, and those of the output layer."""
+    """The work of a model's step. kind: of its weights, as in a profile. parameters: the number that each token is
+    multiplied with, excluding the output layer, and the number in the output layer."""
 
     kind: str
     parameters: int
@@ -44,7 +44,7 @@ def work_of(spec: DecoderSpec, config: Mapping[str, Any], quantization: str | No
 
 
 def _kind(config: Mapping[str, Any], quantization: str | None, directory: Path) -> str:
-    """The kind of weights whose products are measured and that are most like these."""
+    """Return the measured kind of weights that is most similar to the model's."""
     if quantization in ("int8", "int4"):
         return quantization
     if directory.is_file():  # GGUF, most often with codes of about four bits
@@ -64,7 +64,7 @@ class Estimate:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the figures are those of a quiet machine, and complete for this kind of weights."""
+        """Whether the measurements were made on a quiet machine, and are complete for this kind of weights."""
         rates = self.profile.rates.get(self.work.kind, {}).get(self.profile.threads, {})
         return (
             self.profile.is_quiet and {1, 128, 256, USUAL} <= set(rates) and self.profile.threads in self.profile.calls
@@ -72,15 +72,15 @@ class Estimate:
 
     @property
     def fastest(self) -> float:
-        """Operations a second, with the best number of rows."""
+        """Return the operations per second with the best number of rows."""
         return max(self.profile.rates[self.work.kind][self.profile.threads].values())
 
     def seconds(self, tokens: int, threads: int | None = None) -> float:
-        """The time of a step. threads: None for as many as were measured."""
+        """Return the time of a step. threads: None for the measured number."""
         return float(self._seconds(np.array([tokens]), threads)[0])
 
     def _seconds(self, tokens: npt.NDArray[np.int64], threads: int | None = None) -> npt.NDArray[np.float64]:
-        """The times of steps. Between two sizes that were measured, they are interpolated."""
+        """Return the times of steps, interpolated between measured sizes."""
         threads = threads or self.profile.threads
         sizes, rates = zip(*sorted(self.profile.rates[self.work.kind][threads].items()), strict=True)
         times = [2 * self.work.parameters * size / rate for size, rate in zip(sizes, rates, strict=True)]
@@ -91,10 +91,10 @@ class Estimate:
         return _CALLS_PER_LAYER * self.work.layers * self.profile.calls[threads]
 
     def threads(self) -> int:
-        """The fewest threads that reach WITHIN of the best speed, for one stream and for prompts.
+        """Return the fewest threads that reach WITHIN of the best speed, for one stream and for prompts.
 
-        Where the two need different numbers, both shall lose as little as possible. Fewer than all must be clearly
-        enough.
+        If the two need different numbers, both should lose as little as possible. Fewer than all threads are chosen
+        only if they are clearly sufficient.
         """
         rates = self.profile.rates[self.work.kind]
         work = self.work
@@ -108,10 +108,10 @@ class Estimate:
         return next((n for n in counts if shares[n] >= enough), counts[-1])
 
     def chunk(self) -> int:
-        """The usual size, unless another one is faster by more than what is tolerated and than the noise; then the
-        smallest of SIZES with which prompts reach WITHIN of the best speed.
+        """Return the default size, unless another size is faster by more than the tolerance and the noise; then return
+        the smallest of SIZES with which prompts reach WITHIN of the best speed.
 
-        Longer steps need more memory, and streams wait longer for them. Shorter ones have costs that are not estimated.
+        Longer steps need more memory, and streams wait longer for them. The estimate omits some costs of shorter steps.
         """
         measured = self.profile.rates[self.work.kind][self.profile.threads]
         each = {size: self.seconds(size) / size for size in SIZES if size in measured}
@@ -121,10 +121,11 @@ class Estimate:
         return next(size for size in each if each[size] <= most)
 
     def tokens_within(self, seconds: float) -> int:
-        """The most tokens of a step that takes no longer, up to the largest of SIZES; 0 if even one token does."""
+        """Return the most tokens, up to the largest of SIZES, of a step that takes at most this time; 0 if one token
+        takes longer."""
         return int((self._seconds(np.arange(1, SIZES[-1] + 1)) <= seconds).sum())
 
 
 def tokens_of_a_step(chunk: int, max_num_seqs: int) -> int:
-    """The maximum number of tokens per step: the chunk, and more if many requests generate beside it."""
+    """Return the maximum number of tokens per step: the chunk, and more if many requests generate at the same time."""
     return max(chunk, max_num_seqs + _LEAST_BESIDE_STREAMS)

@@ -1,10 +1,10 @@
-"""Measures how fast the kernels are on this machine: products by rows and threads, and handing work to threads.
+"""Measures the speed of the kernels on this machine: matrix products by rows and threads, and thread dispatch.
 
     plan     int4 x 2 threads x 1, 16, 32 ... 2048 rows | the same for other weights | 1 thread x 1, 512 rows | calls
     round 1  a sample of some milliseconds for each     round 2  once more ...     until the time is used
 
-Other programs only make a sample slower, so the fastest of several rounds counts. How far the two fastest differ, and
-how much of the processors' time the threads got, tell whether the machine was busy.
+Other programs only make a sample slower, so the fastest of several rounds is used. The difference between the two
+fastest rounds, and the threads' share of processor time, show whether the machine was busy.
 """
 
 import math
@@ -27,18 +27,18 @@ from quire.platform.machine_profile import MachineProfile, Rates
 
 SECONDS = 2.0  # a measurement ends after this time
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
-KINDS = {"dense": None, "int8": (8, 1024), "int4": (4, 32)}  # of weights: bits, and inputs that share a scale
+KINDS = {"dense": None, "int8": (8, 1024), "int4": (4, 32)}  # kinds of weights: bits, and inputs that share a scale
 CALL = "call"
-NEEDED_BYTES = 1 << 30  # of free memory, so that measuring takes nothing from others
-_ROWS_OF_FEWER = (1, 512)  # with fewer threads than may run: enough to choose their number
+NEEDED_BYTES = 1 << 30  # of free memory, so that measuring does not starve other programs
+_ROWS_OF_FEWER = (1, 512)  # for fewer threads than available: enough to choose their number
 _ROUNDS = 5
 _LEAST_ROUNDS = 2
 _IN, _OUT = 1024, 32768  # of the weights, which are larger than the caches of most processors in bfloat16
 _TILE = 512  # outputs whose random weights are repeated
-_LEAST_OUTS = 256  # of a product with many rows; two panels for each thread if that is more
-_OPERATIONS = 4e8  # of a sample of several products, unless they take longer than _SHORTEST
+_LEAST_OUTS = 256  # in a product with many rows; two panels per thread if that is more
+_OPERATIONS = 4e8  # in a sample of several products, unless they take longer than _SHORTEST
 _SHORTEST = 0.004  # seconds
-_LONGEST = 0.15  # seconds of a sample; larger ones are left out
+_LONGEST = 0.15  # seconds per sample; larger ones are skipped
 _CALLS = 200
 _CALL_SHAPE = (1024, 32)  # the smallest weight whose product is shared among threads
 
@@ -47,7 +47,7 @@ Point = tuple[str, int, int]  # kind of weights or CALL, threads, rows
 
 @dataclass(frozen=True)
 class Sample:
-    """operations: how many were done, or calls. seconds: by the clock, and of all threads' processor time."""
+    """operations: the number of operations or calls. seconds: elapsed time, and processor time of all threads."""
 
     operations: float
     seconds: float
@@ -58,13 +58,13 @@ Probe = Callable[[Point], Sample]
 
 
 def thread_counts(most: int) -> list[int]:
-    """The numbers of threads that are worth measuring: powers of two, and steps below the most."""
+    """Return the numbers of threads that are worth measuring: powers of two, and steps below the maximum."""
     counts = {1 << n for n in range(most.bit_length())} | {most // 2, 3 * most // 4, most}
     return sorted(count for count in counts if 1 <= count <= most)
 
 
 def plan(threads: int, kinds: tuple[str, ...]) -> list[Point]:
-    """What is measured, small products first."""
+    """Return the points to measure, small products first."""
     *fewer, most = thread_counts(threads)
     points = [(CALL, count, 1) for count in (*fewer, most)]
     points += [(kind, most, rows) for rows in ROWS for kind in kinds]
@@ -72,7 +72,7 @@ def plan(threads: int, kinds: tuple[str, ...]) -> list[Point]:
 
 
 class Measurement:
-    """Takes one sample at a time, so that its caller can do something else between two."""
+    """Takes one sample at a time, so that the caller can do other work between samples."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Measurement:
         clock: Callable[[], float] = time.perf_counter,
         compiled: bool = True,
     ) -> None:
-        """probe: takes a sample. seconds: in which samples are taken, all together. compiled: whether the kernels
-        are."""
+        """probe: takes a sample. seconds: the time for all samples together. compiled: whether the kernels are
+        compiled."""
         self._compiled = compiled
         self._threads = threads
         self._probe = probe
@@ -104,7 +104,7 @@ class Measurement:
         return True
 
     def profile(self) -> MachineProfile:
-        """What was measured: nothing, as on a busy machine, if the time was too short for two rounds."""
+        """Return the measured profile. It is empty, as for a busy machine, if there was no time for two rounds."""
         if any(len(samples) < _LEAST_ROUNDS for point, samples in self._samples.items() if self._fits(point)):
             return MachineProfile({}, {}, self._threads, 1.0, 0.0, time.time(), self._compiled)
         rates: Rates = {}
@@ -130,7 +130,7 @@ class Measurement:
             yield from filter(self._fits, self._samples)
 
     def _fits(self, point: Point) -> bool:
-        """Whether a sample is short enough, as that of the next smaller product tells."""
+        """Whether a sample is short enough, judged by the sample of the next smaller product."""
         kind, threads, rows = point
         if kind == CALL or rows == 1:
             return True
@@ -144,12 +144,12 @@ def _seconds_each(sample: Sample) -> float:
 
 
 def outs_of(threads: int) -> int:
-    """The outputs of a product with several rows."""
+    """Return the number of outputs of a product with several rows."""
     return min(_OUT, max(_LEAST_OUTS, 128 * threads))
 
 
 class KernelProbe:
-    """Runs the engine's kernels with random weights, which it makes when they are first needed."""
+    """Runs the engine's kernels with random weights, created when they are first needed."""
 
     def __init__(self) -> None:
         self._kernels = Kernels(Target(torch.device("cpu"), torch.bfloat16))
@@ -186,7 +186,7 @@ class KernelProbe:
             start = self._next.get(kind, 0)
             if start + outs > _OUT:
                 start = 0
-            self._next[kind] = start + outs  # other weights than those of the product before, which may be in a cache
+            self._next[kind] = start + outs  # not the weights of the previous product, which may be cached
             multiply(x, _outputs(weights, start, start + outs), None)
 
         return self._timed(max(1, math.ceil(_OPERATIONS / operations)), run, operations)
@@ -217,12 +217,12 @@ class KernelProbe:
 
 
 def _generator() -> torch.Generator:
-    """Not torch's own, whose state belongs to the process."""
+    """Return a separate generator, since the state of torch's default one belongs to the process."""
     return torch.Generator().manual_seed(0)
 
 
 def _repeated(tile: Tensor) -> Tensor:
-    """The rows of a tile [_TILE, n], as often as makes [_OUT, n], in memory that goes back to the system at the end."""
+    """Repeat the rows of a tile [_TILE, n] to [_OUT, n], in memory that is returned to the system at the end."""
     count = _OUT // len(tile)
     tensor = memory.zeros(_OUT, tile.shape[1], dtype=tile.dtype, device=tile.device)
     tensor.view(count, *tile.shape).copy_(tile.expand(count, *tile.shape))

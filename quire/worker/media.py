@@ -1,4 +1,4 @@
-"""The embeddings of pictures: encodes them, keeps them for the scheduler, and puts them into steps."""
+"""Media embeddings: encodes items, caches their embeddings as the scheduler orders, and inserts them into steps."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,8 +20,8 @@ AXES = 3  # time, height, width
 
 @dataclass
 class _Placed:
-    """What a step takes from the cache. parts: embeddings. indices: of their tokens in the step. spans: of items whose
-    tokens see each other."""
+    """The embeddings that a step uses. parts: embeddings. indices: of their tokens in the step. spans: of items whose
+    tokens attend to each other."""
 
     parts: list[Tensor] = field(default_factory=list)
     indices: list[Array] = field(default_factory=list)
@@ -29,28 +29,29 @@ class _Placed:
 
 
 class NoMedia:
-    """The media of a model that takes none."""
+    """For a model that accepts no media."""
 
     def rehearse(self, limits: EncoderLimits) -> int:
-        """Encode the largest items, and forget them. Returns the bytes of all embeddings that the cache may hold."""
+        """Encode the largest items, and discard the results. Returns the maximum bytes of the embedding cache."""
         return 0
 
     def install(self, new: NewRequest) -> None:
-        """Note the media of a new request."""
+        """Record the media of a new request."""
 
     def update(self, step: SchedulerOutput) -> None:
-        """Forget and encode what the step says. Raises ValueError for an item that the encoder cannot take."""
+        """Remove and encode the items named by the step. Raises ValueError for an item that the encoder cannot
+        process."""
 
     def place(self, flat: FlatBatch) -> FlatBatch:
-        """The batch of a step, with the embeddings and the rotary positions of its tokens."""
+        """Return the batch of a step with the embeddings and the rotary positions of its tokens."""
         return flat
 
 
 class MediaInputs(NoMedia):
     """The media of the running requests.
 
-    What is in the cache is decided by the scheduler (scheduler/encoding.py), which says before each step what to encode
-    and what to forget. Each item is encoded by itself, so its embeddings do not depend on what else is in the step.
+    The scheduler controls the content of the cache (scheduler/encoding.py): before each step, it names the items to
+    encode and to remove. Each item is encoded separately, so its embeddings do not depend on other items in the step.
     """
 
     def __init__(self, model: Model, batch: InputBatch) -> None:
@@ -65,9 +66,9 @@ class MediaInputs(NoMedia):
         self._is_first = model.stage.layers.start == 0
         self._embeds: dict[str, Tensor] = {}  # by key: [embeds, hidden * (1 + levels)]
         self._places: dict[int, list[MediaPlace]] = {}  # by row, while the prompt is computed
-        self._offsets: dict[int, Array] = {}  # the same: [axes, prompt tokens], of rotary positions
-        self._behind = np.zeros(len(batch.num_tokens), np.int64)  # by row: the offset behind the prompt
-        self._crossed = np.ones(len(batch.num_tokens), np.int32)  # by row: the tokens that cross-attention reads
+        self._offsets: dict[int, Array] = {}  # likewise: rotary positions, [axes, prompt tokens]
+        self._behind = np.zeros(len(batch.num_tokens), np.int64)  # by row: the offset after the prompt
+        self._crossed = np.ones(len(batch.num_tokens), np.int32)  # by row: number of tokens that cross-attention reads
 
     def rehearse(self, limits: EncoderLimits) -> int:
         width = self.hidden_size
@@ -144,7 +145,7 @@ class MediaInputs(NoMedia):
             del self._places[row]
 
     def _store(self, row: int, place: MediaPlace) -> None:
-        """Fill the row's blocks of cross-attention, before its first tokens read them."""
+        """Fill the row's cross-attention blocks before its first tokens read them."""
         length = -(-place.crossed // self._batch.block_size)
         for group in self._batch.cross_groups:
             blocks = self._batch.block_tables[group, row, :length].astype(np.int64)
@@ -152,13 +153,14 @@ class MediaInputs(NoMedia):
             self._model.store_encoded(self._embeds[place.key], group, upload(blocks, self.device), slots)
 
     def _slots_of(self, place: MediaPlace) -> Tensor | None:
-        """The slots for an item that a running request needs. All requests with its key have the same adapter, see
-        MediaItem.of_adapter."""
+        """Return the adapter slots for an item that a running request needs. All requests with its key have the same
+        adapter, see MediaItem.of_adapter."""
         rows = self._places.items() if place.crossed else ()
         return next((self._slots(row, place) for row, places in rows if place in places), None)
 
     def _slots(self, row: int, place: MediaPlace) -> Tensor | None:
-        """The slot of a row's adapter for each embedding that cross-attention reads; None if it has no adapter."""
+        """Return the slot of a row's adapter for each embedding that cross-attention reads; None if it has no
+        adapter."""
         slot = int(self._batch.adapters[row])
         return None if slot < 0 else upload(np.full(place.crossed, slot), self.device)
 
@@ -197,9 +199,10 @@ class MediaInputs(NoMedia):
 
 
 def tensor_of(buffer: Buffer, device: torch.device) -> Tensor:
-    """Integers, such as sizes, stay on the host, which must not wait for them."""
+    """Return the buffer as a tensor on the device. Integers, such as sizes, stay on the host, which must not wait for
+    them."""
     shape: Any = buffer.shape
-    data = bytearray(buffer.data)  # torch wants memory that it might write to
+    data = bytearray(buffer.data)  # torch requires writable memory
     dtype: torch.dtype = getattr(torch, buffer.dtype)
     tensor = torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
     return tensor.to(device) if dtype.is_floating_point else tensor

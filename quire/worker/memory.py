@@ -11,12 +11,13 @@ from quire.layers.step_inputs import StepSize
 from quire.messages.media import EncoderLimits
 from quire.worker.runner import Runner
 
-FREE_SHARE = 0.5  # the part of a CPU's free memory that is used, unless --kv-cache-memory-bytes says how much
-_CAPTURED_SHARE = 0.25  # memory reserved for CUDA graphs, as a part of what the largest step needs
+FREE_SHARE = 0.5  # the fraction of free CPU memory to use, unless --kv-cache-memory-bytes is set
+_CAPTURED_SHARE = 0.25  # memory reserved for CUDA graphs, as a fraction of the largest step's memory
 
 
 def budget(config: EngineConfig, device: torch.device, ranks: int = 1) -> int:
-    """Bytes of a GPU that each of the `ranks` on it may use. Raises ConfigError if other processes use some of them.
+    """Return the GPU bytes that each of the `ranks` on it may use. Raises ConfigError if other processes use some of
+    them.
 
     Ranks must agree on the smallest of their budgets before one of them loads weights.
     """
@@ -36,7 +37,7 @@ def budget(config: EngineConfig, device: torch.device, ranks: int = 1) -> int:
 
 @contextlib.contextmanager
 def explained(what: str, device: torch.device) -> Iterator[None]:
-    """Turn running out of GPU memory into a ConfigError that says what did not fit."""
+    """Convert an out-of-memory error of a GPU to a ConfigError that names what did not fit."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -47,8 +48,8 @@ def explained(what: str, device: torch.device) -> Iterator[None]:
 
 
 def left_by_a_step(runner: Runner[Any], budget: int, tokens: int, encoders: EncoderLimits) -> int:
-    """The bytes of the budget that remain after the weights, the largest step, and the encoder with its cache. Runs
-    such a step, encodes the largest samples, and measures both.
+    """Return the bytes of the budget that remain after the weights, the largest step, and the encoder with its cache.
+    Runs such a step, encodes the largest items, and measures both.
 
     Raises ConfigError if nothing is left.
     """
@@ -79,8 +80,9 @@ def _of_encoder(embeddings: int) -> str:
 
 
 def num_blocks(config: EngineConfig, free: int, block_bytes: int, useful: int, device: torch.device) -> int:
-    """The number of blocks in the cache: what the options say, else what memory allows, at most `useful`: the number
-    that all rows could use. Raises ConfigError if the options ask for more than is free."""
+    """Return the number of blocks in the cache: the number set by the options, otherwise as many as fit into memory,
+    but at most `useful`, the number that all rows together can use. Raises ConfigError if the options require more than
+    is free."""
     cache = config.cache
     if cache.num_gpu_blocks_override is not None:
         name = "num_gpu_blocks_override"
@@ -96,7 +98,7 @@ def num_blocks(config: EngineConfig, free: int, block_bytes: int, useful: int, d
             f"{name} asks for a KV cache of {_gib(count * block_bytes)}, but only {_gib(free)} of memory "
             f"are free; lower {name}"
         )
-    return max(1, count)  # at least the null block; the scheduler's error says how many blocks are missing
+    return max(1, count)  # at least the null block; the scheduler's error reports how many blocks are missing
 
 
 def _gib(size: float) -> str:
@@ -104,12 +106,12 @@ def _gib(size: float) -> str:
 
 
 def weights_in_memory(model: object) -> int:
-    """Bytes of the tensors that a model, its layers and their weights hold on this rank.
+    """Return the bytes of the tensors that a model, its layers and their weights hold on this rank.
 
-    What tensors share counts once. Small tensors lie together in large storages, whose unused ends do not count: they
-    take no memory until they are used.
+    Shared memory counts once. Small tensors are packed into large storages, whose unused ends do not count, since they
+    use no memory until they are written.
     """
-    parts: list[tuple[int, int]] = []  # addresses: the first byte, and the one after the last
+    parts: list[tuple[int, int]] = []  # addresses: the first byte, and the byte after the last
     seen: set[int] = set()
     unvisited = [model]
     while unvisited:

@@ -22,7 +22,7 @@ from quire.worker.drafters.step import SampledStep
 from quire.worker.input_batch import FlatBatch
 from quire.worker.runner import Runner, RunnerParts
 
-SCORED_AT_ONCE = 256  # prompt tokens whose logits are held in memory at the same time
+SCORED_AT_ONCE = 256  # prompt tokens whose logits are in memory at the same time
 
 
 @dataclass
@@ -36,7 +36,7 @@ class _Launched:
     place_rows: Tensor  # [places], int64
     place_positions: Tensor  # [places], int64
     requests: dict[str, Tensor] | None = None  # if some have drafts, see Staging.sampled
-    drafting: SampledStep | None = None  # what the drafter needs, if there is one
+    drafting: SampledStep | None = None  # input of the drafter, if there is one
 
 
 @dataclass
@@ -45,23 +45,23 @@ class _Sampled:
 
     output: ModelRunnerOutput
     flat: FlatBatch
-    # Waits. Returns the sampled tokens [places], none if the step has no places; and if some requests have drafts, how
-    # many tokens of each request are kept, [requests].
+    # Waits. Returns the sampled tokens [places], or nothing if the step has no places. If some requests have drafts,
+    # also returns how many tokens of each request are kept, [requests].
     read_tokens: Callable[[], list[Tensor]]
-    # By request: its start in the logprobs of the step, and the width it asked for.
+    # By request: its start in the logprobs of the step, and the requested width.
     logprobs: dict[int, tuple[int, int]] = field(default_factory=dict)
-    read_logprobs: Callable[[], list[Tensor]] = list  # nothing, if no request asked for some
+    read_logprobs: Callable[[], list[Tensor]] = list  # empty if no request wants logprobs
     read_prompts: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)  # prompt logprobs by request
-    read_drafts: Callable[[], list[Tensor]] = list  # nothing, if there are none
+    read_drafts: Callable[[], list[Tensor]] = list  # empty if there are no drafts
 
 
 class ModelRunner(Runner[_Launched]):
-    """Executes the steps of models that generate, see Runner. `sample` launches the sampling."""
+    """Executes the steps of generative models, see Runner. `sample` launches the sampling."""
 
     def __init__(
         self, parts: RunnerParts, sampler: Sampler, drafter: Drafter | None = None, drafts_stay: bool = False
     ) -> None:
-        """drafter: None if drafts, if there are some, are made on the host. drafts_stay: whether drafts stay on the
+        """drafter: None if there are no drafts or they are made on the host. drafts_stay: whether drafts stay on the
         device, see Speculation."""
         super().__init__(parts)
         self.sampler = sampler
@@ -168,7 +168,7 @@ class ModelRunner(Runner[_Launched]):
             return self._unread[-1]
         if self.processors.ask(rows):
             if self.processors.need_host_tokens(rows):
-                self._read_all()  # meanwhile, the device runs the forward of this step
+                self._read_all()  # while the device runs this step's forward
             launched.sampling.places = batch.sampling_places(flat, self.staging.state, launched.place_positions)
         if flat.has_drafts:
             columns = launched.place_rows, launched.place_positions
@@ -196,7 +196,7 @@ class ModelRunner(Runner[_Launched]):
         return sampled
 
     def _draft(self, step: SchedulerOutput, sampled: SampledStep) -> Callable[[], list[Tensor]]:
-        """Launch the drafter behind a step. The returned function waits for the drafts that the host gets, if any."""
+        """Launch the drafter after a step. The returned function waits for the drafts sent to the host, if any."""
         try:
             drafts = self.drafter.draft(sampled, max(step.num_next_drafts, default=0))
         except torch.OutOfMemoryError as error:
@@ -219,7 +219,7 @@ class ModelRunner(Runner[_Launched]):
 
     def _apply_masks(self, logits: Tensor, masks: TokenMasks) -> None:
         bits = np.frombuffer(masks.bits, np.int32).reshape(len(masks.places), -1)
-        if not bits.flags.writeable:  # it came in a message; torch wants memory that it might write to
+        if not bits.flags.writeable:  # it came in a message; torch requires writable memory
             bits = bits.copy()
         tensors = self.device.upload({"places": np.asarray(masks.places, np.int64), "bits": bits})
         self.staging.kernels.apply_token_masks(logits, tensors["places"], tensors["bits"])
@@ -246,7 +246,7 @@ class ModelRunner(Runner[_Launched]):
 
     def _read_first(self) -> None:
         """Wait for the first step that has not been read, and fill in its output."""
-        sampled = self._unread[0]  # removed when it is complete, since Ctrl-C may interrupt this at any time
+        sampled = self._unread[0]  # removed only when complete, since Ctrl-C may interrupt this at any time
         output = sampled.output
         if results := sampled.read_tokens():
             tokens, *kept = results
@@ -265,8 +265,8 @@ class ModelRunner(Runner[_Launched]):
         self._unread.popleft()
 
     def _score_prompts(self, flat: FlatBatch, hidden: Tensor, inputs: StepInputs) -> None:
-        """Compute prompt logprobs for the rows that ask: those of the prompt tokens that follow this step's tokens.
-        They are kept until the row samples."""
+        """For rows that request prompt logprobs, compute those of the prompt tokens that follow this step's tokens.
+        They are stored until the row samples."""
         batch = self.batch
         asks = (batch.num_prompt_logprobs[flat.rows] >= 0).nonzero()[0]
         rows = flat.rows[asks]
@@ -276,7 +276,7 @@ class ModelRunner(Runner[_Launched]):
         ends = np.cumsum(counts)
         if not ends[-1]:
             return
-        # [scored tokens]: the index of each among its row's tokens of this step
+        # [scored tokens]: the index of each within its row's tokens of this step
         offsets = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
         following = batch.token_ids[np.repeat(rows, counts), np.repeat(first, counts) + offsets + 1]
         device = hidden.device

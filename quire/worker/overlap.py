@@ -1,5 +1,5 @@
-"""Dual-batch overlap (--enable-dbo): a large step is divided into two halves, which take turns. While the tokens of one
-half are on their way between ranks, the other half computes. DeepSeek-V3's inference does the same (arXiv:2412.19437).
+"""Dual-batch overlap (--enable-dbo): a large step is divided into two halves, which alternate. While the tokens of one
+half are in transit between ranks, the other half computes. DeepSeek-V3's inference does the same (arXiv:2412.19437).
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from quire.worker.forward import Forward, ForwardParts
 
 
 class OverlappedForward(Forward):
-    """Divides the steps in which all ranks have enough tokens.
+    """Divides steps in which all ranks have enough tokens.
 
-    The second half follows the first one through the layers: its attention in a layer comes behind that of the first
-    half, so it finds the keys that the first half has stored.
+    The second half follows the first one through the layers: its attention in a layer runs after that of the first
+    half, so it reads the keys that the first half has stored.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class OverlappedForward(Forward):
         group: Communicator,
         options: ParallelConfig,
     ) -> None:
-        """halves: the turns of the model's layers. group: the ranks that exchange tokens, which divide the same
+        """halves: the turns used by the model's layers. group: the ranks that exchange tokens, which divide the same
         steps."""
         super().__init__(model, backends, parts)
         self._halves = halves
@@ -47,7 +47,7 @@ class OverlappedForward(Forward):
         enough = size.tokens >= max(2, self._fewest[size.tokens_per_request == 1])
         if not self._group.minimum(int(enough)):
             return super().layers(x, inputs, rows)
-        unit = size.tokens_per_request or 1  # whole requests, where they have equally many tokens
+        unit = size.tokens_per_request or 1  # split between requests if they have equally many tokens
         middle = size.tokens // unit // 2 * unit
         parts = slice(0, middle), slice(middle, size.tokens)
         work = [partial(self._half, x[part], _part(inputs, part), part) for part in parts]
@@ -58,7 +58,7 @@ class OverlappedForward(Forward):
 
 
 def _part(inputs: StepInputs, part: slice) -> StepInputs:
-    """The inputs of some tokens of a step. All its requests stay; those that are not in the part have no tokens."""
+    """Return the inputs of some tokens of a step. All its requests stay; those outside the part have no tokens."""
     bounds = inputs.query_start_loc
     tokens = part.stop - part.start
     own = inputs.of_tokens(

@@ -1,4 +1,4 @@
-"""What one rank executes: decided once, from the options, the rank's place in the mesh, and what its model caches."""
+"""The plan of one rank, made once from the options, the rank's place in the mesh, and its model's cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class ForwardKind(StrEnum):
 
 
 class RunnerKind(StrEnum):
-    """What happens behind the forward of a step."""
+    """How a step continues after its forward."""
 
     GENERATE = "generate"  # ModelRunner
     POOL = "pool"  # PoolingRunner
@@ -38,7 +38,7 @@ class RunnerKind(StrEnum):
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """A KV group on this rank. shape: of what the rank caches in one layer."""
+    """A KV group on this rank. shape: of the rank's cache of one layer."""
 
     spec: ModelKVSpec
     shape: Shape
@@ -50,7 +50,7 @@ class CacheGroup:
         return self.spec.page_bytes(self.backend.entry_bytes)
 
     def as_data(self) -> dict[str, Any]:
-        """The group as JSON's types."""
+        """Return the group in JSON types."""
         spec = self.spec
         return {
             "kind": type(spec).__name__.removesuffix("Spec"),
@@ -66,11 +66,11 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """See the module.
+    """The plan of a rank.
 
-    block_size: the tokens that the ranks together keep in a block. shape_block_size: see AttentionShape. most_tokens:
-    of a step. forward_reason: why the forward is of this kind. drafter_forward: how a drafter's layers are called; None
-    without a drafter on this rank. drafts_stay: whether drafts stay on the device, see Speculation.
+    block_size: the tokens that all ranks together store in a block. shape_block_size: see AttentionShape. most_tokens:
+    of a step. forward_reason: why this kind of forward was chosen. drafter_forward: how a drafter's layers are called;
+    None without a drafter on this rank. drafts_stay: whether drafts stay on the device, see Speculation.
     """
 
     kernels: Kernels
@@ -95,7 +95,7 @@ class RankPlan:
         return max((group.page_bytes for group in self.groups), default=ENTRY_ALIGNMENT)
 
     def as_data(self) -> dict[str, Any]:
-        """The plan as JSON's types."""
+        """Return the plan in JSON types."""
         target = self.kernels.target
         return {
             "device": str(target.device),
@@ -115,7 +115,7 @@ class RankPlan:
 
 
 def plan_rank(config: EngineConfig, max_model_len: int, mesh: Mesh, kernels: Kernels, cached: KVGroups) -> RankPlan:
-    """The plan of a rank. cached: what the layers of this rank keep.
+    """Make the plan of a rank. cached: the cache contents of this rank's layers.
 
     All ranks of a replica call this together. Raises ConfigError or ValueError if the options do not fit the model.
     """
@@ -150,10 +150,10 @@ def plan_rank(config: EngineConfig, max_model_len: int, mesh: Mesh, kernels: Ker
 def choose_forward(
     config: EngineConfig, mesh: Mesh, gpu: bool, backends: Sequence[CacheBackend]
 ) -> tuple[ForwardKind, str]:
-    """The kind of forward for the device and the options, and why.
+    """Return the kind of forward for the device and the options, and the reason.
 
-    It is eager if what the ranks exchange cannot be captured, and for models that pool: steps of whole texts are long,
-    and hardly two have the same size.
+    It is eager if the ranks' exchanges cannot be captured, and for pooling models: their steps of whole texts are long
+    and rarely have the same size.
     """
     options = config.parallel
     shares_experts = options.enable_expert_parallel and mesh.ep.size > 1
@@ -168,7 +168,7 @@ def choose_forward(
     groups = [group for group in (mesh.tp, mesh.dcp) if group.size > 1]
     for is_so, reason in (
         (config.model.enforce_eager, "enforce_eager"),
-        # Where experts move, graphs would keep to their first places.
+        # Graphs would keep using the initial places of experts that move.
         (shares_experts and options.enable_eplb, "enable_eplb moves experts"),
         (shares_experts and mesh.ep.size != mesh.tp.size, "ranks exchange the tokens of experts"),
         (not all(group.capturable for group in groups), "what ranks exchange cannot be captured"),
@@ -184,7 +184,7 @@ def choose_forward(
 
 
 def _instruction_set() -> str | None:
-    """Of the compiled kernels; None if there are none, or none so far."""
+    """Return the instruction set of the compiled kernels; None if there are none yet."""
     library = build.library()
     return None if library is None else build.instruction_set_of(library)
 
@@ -196,7 +196,7 @@ def _drafter_forward(config: EngineConfig, gpu: bool) -> ForwardKind:
 
 
 def _most_tokens(config: EngineConfig, max_model_len: int, gpu: bool) -> int:
-    """The largest number of tokens in a step."""
+    """Return the largest number of tokens in a step."""
     options = config.scheduler
     most = max(options.max_num_seqs, options.tokens_of_a_step(gpu))
     is_whole = config.model.runner == "pooling" or not options.enable_chunked_prefill

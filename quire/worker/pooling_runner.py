@@ -1,4 +1,4 @@
-"""Executes the steps of models that pool: flat batch -> forward -> one vector for each text, or for each token."""
+"""Executes the steps of pooling models: flat batch -> forward -> one vector for each text or each token."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class PoolingRunner(Runner[_Launched]):
                 return list(pooler.finish(pooled, None, None))
             else:
                 results = list(pooled)
-        else:  # the hidden states themselves, of some or of all texts
+        else:  # the hidden states themselves, of some or all texts
             pooled = hidden if all(by_token) else pooler(hidden, starts, lengths)
             parts = torch.split(hidden.float(), np.diff(flat.query_start_loc).tolist())
             results = [

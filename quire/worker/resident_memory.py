@@ -1,4 +1,4 @@
-"""What a rank has in memory: weights and KV cache. They can be given back for a while, and weights be replaced."""
+"""The weights and KV cache in a rank's memory, which can be released temporarily; weights can also be replaced."""
 
 import ctypes
 import mmap
@@ -26,20 +26,20 @@ from quire.worker.forward import Forward
 from quire.worker.graphs import CapturedForward
 from quire.worker.kv_memory import KVMemory
 
-_DONTNEED = 4  # of Linux's madvise: the pages go back to the system; when they are touched again, they are zeros
+_DONTNEED = 4  # for Linux's madvise: frees the pages; when touched again, they are zeros
 
 
 class Store(Protocol):
-    """How memory that tensors keep is given back, and taken again."""
+    """Releases and restores the memory of tensors that stay alive."""
 
     def release(self, storage: UntypedStorage, keep: bool) -> None:
-        """keep: whether `restore` brings the values back."""
+        """keep: whether `restore` restores the values."""
 
     def restore(self, storage: UntypedStorage) -> None: ...
 
 
 class HostPages:
-    """Memory of the host. Addresses stay valid; values that are to be kept stay where they are."""
+    """Memory of the host. Addresses stay valid; preserved values stay in place."""
 
     def release(self, storage: UntypedStorage, keep: bool) -> None:
         if not keep:
@@ -53,7 +53,7 @@ class HostPages:
 
 
 class DeviceMemory:
-    """Memory of a GPU. Values that are to be kept move to the host. Addresses change."""
+    """Memory of a GPU. Preserved values are moved to the host. Addresses change."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[int, UntypedStorage | None]] = {}  # by storage: its size and values
@@ -74,8 +74,8 @@ class DeviceMemory:
 
 
 def weights_of(model: Model) -> list[Tensor]:
-    """The weights of a model that has just been loaded: all that it has by then. What is loaded afterwards stays when
-    they are given back."""
+    """Return the weights of a model that has just been loaded: all tensors that it has by then. Tensors loaded later
+    are not released."""
     lasting.seal()
     return list(_tensors(model, set()))
 
@@ -94,8 +94,8 @@ class ResidentMemory:
         load: Callable[[Path | Checkpoint | None], Model],
         rank: int = 0,
     ) -> None:
-        """weights: see weights_of. load: makes the same model anew, with the given weights, those from a folder, or
-        (None) from the model's own. rank: the number of this rank in its replica."""
+        """weights: see weights_of. load: loads the same model again, with the given weights, those from a folder, or
+        (None) the model's own. rank: the number of this rank in its replica."""
         self._model = model
         self._config = config
         self._directory = directory
@@ -106,15 +106,15 @@ class ResidentMemory:
         self._cache = [kv_memory.blocks.untyped_storage()]
         self._kv_memory = kv_memory
         self._forward = forward
-        self._level = 0  # of sleep, as far as the weights are concerned; 0 while they are there
+        self._level = 0  # the sleep level of the weights; 0 while they are in memory
         self._has_cache = True
         self._source: ReadWeights | None = None  # of the weights in use, if they are not the model's own
         self._staged: tuple[ReadWeights, Model] | None = None
         self._rank = rank
-        self._groups: Any = None  # those of trainers, made when one is met
+        self._groups: Any = None  # those of trainers, created when first needed
 
     def change(self, change: MemoryChange) -> None:
-        """Raises ValueError or OSError if it cannot be; then nothing has changed."""
+        """Carry out a change. Raises ValueError or OSError if it fails; then nothing has changed."""
         if self._model.weight_cache is not None:
             self._model.weight_cache.stop()
         if isinstance(change, Sleep):
@@ -127,11 +127,11 @@ class ResidentMemory:
             self._take(change)
 
     def exchange(self, order: TrainerOrder) -> None:
-        """Meet a trainer, or receive weights that `ReadWeights` takes later. Called on another thread than `change`.
-        Raises ValueError if it cannot be."""
+        """Join a trainer's group, or receive weights for a later `ReadWeights`. Called on a different thread than
+        `change`. Raises ValueError if it fails."""
         if self._groups is None:
             self._check_replaceable()
-            from quire.worker.weight_groups import WeightGroups  # imports what connects machines
+            from quire.worker.weight_groups import WeightGroups  # imports networking modules
 
             device = self._model.kernels.target.device
             self._groups = WeightGroups(device, self._rank, self._directory, self._model.parts)
@@ -168,7 +168,7 @@ class ResidentMemory:
                     torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
             self._has_cache = True
         if not self._level and self._has_cache and isinstance(self._forward, CapturedForward):
-            self._forward.capture()  # the graphs name addresses of weights and cache
+            self._forward.capture()  # the graphs contain addresses of weights and cache
 
     def _restore_weights(self) -> None:
         for storage in self._storages():
@@ -195,8 +195,8 @@ class ResidentMemory:
         self._staged = change, new
 
     def _check_form(self, new: list[Tensor]) -> None:
-        """Raises ValueError if the new weights cannot be copied over those in use. What quantized weights consist of
-        depends on their values: they may have offsets or not, and scales of 16 or 32 bits."""
+        """Raises ValueError if the new weights cannot be copied over the current ones. The tensors of quantized weights
+        depend on their values: they may have offsets or not, and scales of 16 or 32 bits."""
         if [tensor.shape for tensor in new] != [tensor.shape for tensor in self._weights] or not all(
             made.dtype is old.dtype or torch.equal(made.to(old.dtype).to(made.dtype), made)
             for old, made in zip(self._weights, new, strict=True)
@@ -227,14 +227,14 @@ class ResidentMemory:
 
     @torch.inference_mode()
     def _copy(self, model: Model) -> None:
-        """Copy another model's weights into those in use, which stay where they are: recorded steps and CUDA graphs
-        know their addresses."""
+        """Copy another model's weights into the current ones, in place, since recorded steps and CUDA graphs contain
+        their addresses."""
         for old, new in zip(self._weights, _tensors(model, set()), strict=True):
             old.copy_(new)
 
 
 def _tensors(thing: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors of a model but its adapters, each once, in an order that is the same for equal models."""
+    """Yield all tensors of a model except its adapters, each once, in an order that is the same for equal models."""
     if id(thing) in seen or isinstance(thing, (Kernels, Communicator, AdapterSlots, LowRank, type)):
         return
     seen.add(id(thing))

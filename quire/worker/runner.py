@@ -1,4 +1,4 @@
-"""What the runners of all models share: steps in two calls, and requests that cannot be run."""
+"""The base of all runners: steps in two calls, and handling of requests that cannot be run."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ Launched = TypeVar("Launched")  # a step whose forward has been launched
 
 @dataclass(frozen=True)
 class RunnerParts:
-    """What a runner of any kind consists of.
+    """The parts of a runner of any kind.
 
-    media: of a model that takes pictures or embeddings. balancer: of experts that may move. clock: told about each
-    step, if others wait for what it computes. is_only_rank: if False, running out of memory is an error, since the
-    other ranks wait for this rank's part of the step. in_lockstep: whether other replicas wait for a forward of each
-    step, also of those without rows.
+    media: for a model that accepts images or embeddings. balancer: of experts that may move. clock: tracks each step if
+    other threads wait for its layers. is_only_rank: if False, running out of memory is an error, since the other ranks
+    wait for this rank's part of the step. in_lockstep: whether other replicas wait for the forward of each step,
+    including steps without rows.
     """
 
     model: Model
@@ -47,14 +47,14 @@ class RunnerParts:
 
 
 class Runner(ABC, Generic[Launched]):
-    """Executes steps. Each step takes two calls: `submit` launches the forward, then `sample` gives its results.
+    """Executes steps. Each step takes two calls: `submit` launches the forward, then `sample` returns its results.
 
     A step with a request that cannot be run is skipped. The later steps of its epoch are skipped too, since they were
     scheduled on the assumption that it had run. Requests of skipped steps are installed again before they continue.
     """
 
     pools: bool = False  # whether requests are pooled instead of generating tokens
-    was_finite: bool = False  # whether a step has shown that the model computes numbers, see check_numbers
+    was_finite: bool = False  # whether a step has had finite results, see check_numbers
 
     def __init__(self, parts: RunnerParts) -> None:
         self.model = parts.model
@@ -74,7 +74,7 @@ class Runner(ABC, Generic[Launched]):
 
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> None:
-        """Launch the forward of a step, or skip the step. The output that `sample` gives says which."""
+        """Launch the forward of a step, or skip the step. The output of `sample` shows which."""
         self.clock.begin(step.step_id)
         skipped = self._install(step)
         if skipped is not None:
@@ -97,7 +97,7 @@ class Runner(ABC, Generic[Launched]):
         self.balancer.count_step()
 
     def _install(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Install the new requests of a step. Returns its output if it is not run."""
+        """Install the new requests of a step. Returns the output of the step if it will not run."""
         if not step.rows or step.epoch <= self._skipped_epoch:
             return ModelRunnerOutput(step.step_id, was_skipped=bool(step.rows))
         refusals = {}
@@ -124,7 +124,7 @@ class Runner(ABC, Generic[Launched]):
     def launch(self, flat: FlatBatch, step: SchedulerOutput) -> Launched: ...
 
     def results_of(self, launched: Launched) -> Sequence[Tensor]:
-        """What a launched step has computed for each request; nothing where another rank has it."""
+        """Return the results of a launched step for each request; empty if another rank has them."""
         return ()
 
     @abstractmethod
@@ -141,8 +141,8 @@ class Runner(ABC, Generic[Launched]):
         return ModelRunnerOutput(step.step_id, refusals=refusals, was_skipped=True)
 
     def check_start(self, step: SchedulerOutput) -> None:
-        """Run a first step, on a device that no later step may wait for. Raises ConfigError if its results are not
-        finite."""
+        """Run a first step at start, since an asynchronous device must not be waited for in later steps. Raises
+        ConfigError if its results are not finite."""
         self.submit(step)
         launched = self._launched[step.step_id]
         results = () if isinstance(launched, ModelRunnerOutput) else self.results_of(launched)
@@ -165,7 +165,7 @@ class Runner(ABC, Generic[Launched]):
         logger.error("The first step failed: %s", message := self._not_finite())
         self._refused[step.step_id] = dict.fromkeys(wrong, message)
         for index in wrong:
-            results[index].zero_()  # so that whatever reads them finds numbers
+            results[index].zero_()  # so that later reads find finite numbers
 
     def _not_finite(self) -> str:
         dtype = str(self.model.kernels.target.dtype).removeprefix("torch.")
@@ -189,6 +189,6 @@ class Runner(ABC, Generic[Launched]):
 
 
 def _is_finite(result: Tensor) -> bool:
-    """Whether no value is NaN or positive infinity, and one of each row is finite: logits of -inf are tokens that
+    """Whether no value is NaN or positive infinity, and each row has a finite value: logits of -inf mark tokens that
     cannot be sampled. Waits for the device."""
     return not result.numel() or bool(torch.isfinite(result.amax(-1)).all())  # the largest of NaN and 1 is NaN

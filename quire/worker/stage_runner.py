@@ -1,4 +1,4 @@
-"""Executes the steps of a stage that is not the last of a pipeline. The last stage samples, and tells the others."""
+"""Executes the steps of all pipeline stages except the last, which samples and sends the tokens to the others."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from quire.sampling.logits_processors import LogitsProcessors
 from quire.worker.input_batch import FlatBatch
 from quire.worker.runner import Runner, RunnerParts
 
-_NOT_KEPT = -1  # in place of a token that the last stage has sampled, but not kept
+_NOT_KEPT = -1  # replaces a token that the last stage has sampled, but not kept
 
 
 @dataclass
@@ -28,11 +28,11 @@ class _Launched:
 
 
 class StageRunner(Runner[_Launched]):
-    """Runs the layers of its stage. The tokens that the last stage samples come later, with `take`: no step contains a
-    request before its last tokens are known."""
+    """Runs the layers of its stage. The tokens sampled by the last stage arrive later, through `take`: no step contains
+    a request before its last tokens are known."""
 
     def __init__(self, parts: RunnerParts, processors: LogitsProcessors | None) -> None:
-        """processors: like those of the last stage, since every stage must refuse the same requests. None if the model
+        """processors: the same as in the last stage, since every stage must refuse the same requests. None if the model
         pools."""
         super().__init__(parts)
         self.processors = processors
@@ -59,7 +59,7 @@ class StageRunner(Runner[_Launched]):
 
     @torch.inference_mode()
     def take(self, step_id: int, sampled: Sequence[Sequence[int]]) -> None:
-        """Store the tokens of a submitted step: for each request, those that the last stage has sampled and kept."""
+        """Store the tokens that the last stage has sampled and kept for each request of a submitted step."""
         launched = self._launched.pop(step_id)
         if isinstance(launched, ModelRunnerOutput) or self.pools or not len(launched.flat.place_rows):
             return
@@ -71,7 +71,7 @@ class StageRunner(Runner[_Launched]):
         self.batch.fill(flat, tokens, np.array([*map(len, sampled)]) if flat.has_drafts else None)
 
     def sample(self, step_id: int, masks: TokenMasks | None = None) -> Callable[[], ModelRunnerOutput]:
-        """End a dummy step, for which the last stage says nothing."""
+        """End a dummy step, for which the last stage sends nothing."""
         launched = self._launched[step_id]
         if isinstance(launched, ModelRunnerOutput):
             self._launched.pop(step_id)

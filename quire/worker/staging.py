@@ -20,9 +20,9 @@ MADE_ON_DEVICE = ("input_ids", "positions", "slot_mapping", "seq_lens")  # input
 class Staging:
     """Sends the inputs of each step in one copy.
 
-    A device that works late has the state of the requests in its memory and makes the flat batch from it. Only changes
-    of the state are copied to it, and sampled tokens do not have to visit the host. All steps use the same memory for
-    their inputs, so that CUDA graphs can read it. That is safe since a step's kernels run before those of the next.
+    An asynchronous device has the state of the requests in its memory and makes the flat batch from it. Only state
+    changes are copied to it, and sampled tokens need not pass through the host. All steps use the same memory for their
+    inputs, so that CUDA graphs can read it. This is safe because a step's kernels run before those of the next.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Staging:
         most_tokens: int,
         count_kept: Callable[..., Tensor] | None = None,
     ) -> None:
-        """most_tokens: the largest number of tokens in a step. count_kept: takes the place of the kernel."""
+        """most_tokens: the largest number of tokens in a step. count_kept: replaces the kernel."""
         self.device = device
         self.batch = batch
         self.kernels = kernels
@@ -51,10 +51,10 @@ class Staging:
     def stage(
         self, flat: FlatBatch, size: StepSize, step: SchedulerOutput, extra: Mapping[str, Array]
     ) -> tuple[StepInputs, dict[str, Tensor]]:
-        """The inputs of the forward, and the arrays `extra` on the device. Valid until the next call.
+        """Return the inputs of the forward, and the arrays `extra` on the device. Valid until the next call.
 
-        flat: the flat batch of `step`, whose requests and block-table edits are in the batch already. size: the size to
-        pad it to; on a CPU, its own size.
+        flat: the flat batch of `step`, whose requests and block-table edits have already been applied to the batch.
+        size: the padded size; on a CPU, the actual size.
         """
         state = self.state
         if not isinstance(state, DeviceState):
@@ -91,14 +91,15 @@ class Staging:
         return inputs, {name: tensors[name] for name in extra}
 
     def stage_spans(self, spans: Spans, group: int, copies: int) -> StepInputs:
-        """The inputs of a forward over tokens that the host knows, see `InputBatch.gather_shared`."""
+        """Return the inputs of a forward over tokens that the host knows, see `InputBatch.gather_shared`."""
         tensors: dict[str, Any] = self.device.upload(self.batch.gather_shared(spans, group, copies))
         counts = np.diff(spans.query_start_loc)
         longest = int(counts.max()) if np.array_equal(counts, spans.seq_lens) else 0
         return StepInputs(size=StepSize(len(spans.positions), len(spans.rows)), longest_prompt=longest, **tensors)
 
     def stage_dummy(self, size: StepSize) -> StepInputs:
-        """The inputs of a dummy step, run to measure memory or to capture a CUDA graph. It stores nothing in the cache.
+        """Return the inputs of a dummy step, used to measure memory or to capture a CUDA graph. It stores nothing in
+        the cache.
 
         Each request has size.tokens_per_request tokens. If that is 0, requests are as long as max_model_len allows,
         until size.tokens are used up: 100 tokens with max_model_len 64 are requests of 64, 36, 0, 0 ... tokens.
@@ -120,8 +121,8 @@ class Staging:
     def sampled(
         self, rows: Tensor, positions: Tensor, token_ids: Tensor, requests: Mapping[str, Tensor] | None = None
     ) -> Tensor | None:
-        """Store the tokens that were sampled at a step's places (see FlatBatch): all [places], int64. On a CPU, that is
-        left to `InputBatch.fill`.
+        """Store the tokens sampled at a step's places (see FlatBatch): all [places], int64. On a CPU, `InputBatch.fill`
+        does this.
 
         requests: if some have drafts, draft_rows, num_places [requests] and place_start_loc [requests + 1]. Returns
         how many tokens of each request are kept, see the op count_kept; None if all are.
@@ -138,12 +139,12 @@ class Staging:
         return kept
 
     def drafted(self, rows: Tensor, drafts: Tensor) -> None:
-        """Store the drafts [requests, count] behind the texts of these rows on the device."""
+        """Store the drafts [requests, count] after the texts of these rows on the device."""
         token_ids = self.state.token_ids
         count = drafts.shape[1]
         positions = self.state.num_tokens[rows][:, None] + torch.arange(count, device=drafts.device)
-        # A row whose text is about to end needs no drafts. Its last cell, of a token that is never computed, may be
-        # overwritten with one.
+        # A row whose text is about to end needs no drafts. A draft may overwrite its last cell, whose token is never
+        # computed.
         token_ids.index_put_((rows[:, None], positions.clamp_(max=token_ids.shape[1] - 1)), drafts.int())
 
     def _dimensions(self, size: StepSize) -> dict[str, int]:
@@ -151,7 +152,7 @@ class Staging:
         return dimensions(size, groups, blocks)
 
     def _inputs(self, size: StepSize, longest_prompt: int) -> StepInputs:
-        """The memory of a step's inputs: the first part of the memory that the largest step needs."""
+        """Return the memory of a step's inputs: the beginning of the memory for the largest step."""
         lengths = self._dimensions(size)
         inputs = dict[str, Any]()
         for name, declaration in self.declarations.items():

@@ -15,14 +15,14 @@ from quire.worker.input_batch import InputBatch
 
 
 def shared_state(batch: InputBatch) -> BatchState:
-    """The state on a CPU: views of the batch's own arrays."""
+    """Return the state on a CPU: views of the batch's own arrays."""
     return BatchState(**{field.name: torch.from_numpy(getattr(batch, field.name)) for field in fields(BatchState)})
 
 
 @dataclass(frozen=True)
 class DeviceState(BatchState):
-    """The state on a device that works late. New requests, known tokens, counts of computed tokens and edits of block
-    tables are sent with the step. Sampled tokens are written by the device and are not sent at all."""
+    """The state on an asynchronous device. New requests, known tokens, counts of computed tokens and block-table edits
+    are sent with the step. Sampled tokens are written by the device and never sent."""
 
     @classmethod
     def empty(cls, batch: InputBatch, device: torch.device) -> Self:
@@ -32,7 +32,8 @@ class DeviceState(BatchState):
 
     @staticmethod
     def changes(batch: InputBatch, step: SchedulerOutput) -> dict[str, Array]:
-        """The arrays that `apply` needs for a step, whose requests and edits are in `batch` already.
+        """Return the arrays that `apply` needs for a step whose requests and edits have already been applied to
+        `batch`.
 
         Cells are indices into the flattened tensors. A cell that occurs twice gets the same value twice.
         """
@@ -83,8 +84,8 @@ class DeviceState(BatchState):
     def keep(
         self, rows: Tensor, positions: Tensor, token_ids: Tensor, requests: Mapping[str, Tensor], kept: Tensor
     ) -> None:
-        """Append the sampled tokens that are kept, and take the drafts that were not accepted off the computed tokens.
-        The arguments are those of `Staging.sampled` and its result."""
-        self.token_ids.index_put_((rows, positions + 1), token_ids.int())  # those that are not kept do no harm
+        """Append the kept sampled tokens, and subtract rejected drafts from the computed tokens. The arguments are
+        those of `Staging.sampled` and its result."""
+        self.token_ids.index_put_((rows, positions + 1), token_ids.int())  # those that are not kept are harmless
         self.num_tokens.index_add_(0, requests["draft_rows"], kept)
         self.num_computed.index_add_(0, requests["draft_rows"], kept - requests["num_places"])

@@ -1,10 +1,10 @@
-"""Tells other threads which layers of which steps a rank has computed."""
+"""Lets other threads wait for layers of steps that a rank computes."""
 
 import threading
 from collections import deque
 from collections.abc import Callable
 
-Mark = Callable[[], None]  # waits until the device has done what was submitted before
+Mark = Callable[[], None]  # waits until the device has completed all previously submitted work
 
 NOT_RUN = -1
 ALL_LAYERS = 1 << 30
@@ -13,13 +13,13 @@ _MOST_ENDS = 8
 
 
 class NoClock:
-    """Of a rank whose layers nobody waits for."""
+    """For a rank whose layers no thread waits for."""
 
     def begin(self, step_id: int) -> None:
-        """A step is about to be submitted."""
+        """Called before a step is submitted."""
 
     def end(self, has_run: bool) -> None:
-        """The step has been submitted. has_run: False if it was skipped."""
+        """Called when the step has been submitted. has_run: False if it was skipped."""
 
 
 class StepClock(NoClock):
@@ -32,10 +32,10 @@ class StepClock(NoClock):
         self._mark = mark
         self._changed = threading.Condition()
         self._has_run = bytearray(_REMEMBERED)  # by step id, modulo its length
-        self._step: int | None = None  # the one that is being submitted
-        self._last = 0  # the last one that has been
-        self._marks: list[Mark] = []  # behind each layer of the step
-        self._ends: deque[tuple[int, Mark]] = deque(maxlen=_MOST_ENDS)  # behind the last steps
+        self._step: int | None = None  # the step being submitted
+        self._last = 0  # the last submitted step
+        self._marks: list[Mark] = []  # after each layer of the step
+        self._ends: deque[tuple[int, Mark]] = deque(maxlen=_MOST_ENDS)  # after the last steps
         self.ticks = 0
 
     def begin(self, step_id: int) -> None:
@@ -66,9 +66,9 @@ class StepClock(NoClock):
         self._changed.notify_all()
 
     def wait(self, step_id: int, layer: int, seconds: float) -> tuple[int, int]:
-        """Wait until the layers of a step below `layer` have been computed, but no longer than `seconds`. Returns the
-        layer below which all of the rank's have been, ALL_LAYERS, or NOT_RUN if the step was not run or is no longer
-        remembered; and `ticks`."""
+        """Wait until the layers of a step below `layer` have been computed, but no longer than `seconds`. Returns two
+        values: first, the layer below which all of the rank's layers have been computed, ALL_LAYERS, or NOT_RUN if the
+        step was not run or is no longer remembered; second, `ticks`."""
         wanted = min(layer, self._layers.stop) - self._layers.start
         with self._changed:
             self._changed.wait_for(lambda: not 0 <= self._computed(step_id) < wanted, seconds)
@@ -82,7 +82,7 @@ class StepClock(NoClock):
         return (NOT_RUN if computed == NOT_RUN else self._layers.start + computed), ticks
 
     def _computed(self, step_id: int) -> int:
-        """How many layers."""
+        """Return the number of computed layers."""
         if step_id == self._step:
             return min(len(self._marks), len(self._layers))
         if step_id > self._last:

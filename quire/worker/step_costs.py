@@ -1,4 +1,4 @@
-"""Measures how long steps and drafts take. The scheduler needs it to know how many drafts are worth their cost."""
+"""Measures the time of steps and drafts. The scheduler uses it to decide how many drafts are worth their cost."""
 
 import math
 import time
@@ -18,13 +18,14 @@ from quire.worker.runner import Runner
 
 _SIZES = tuple(1 << n for n in range(10))  # tokens of steps, and requests that get drafts
 _RUNS = 8
-_SATURATED = 0.9  # a step of twice as many tokens takes at least this share of twice the time
-_SECONDS = 4.0  # measure no larger sizes, and no size again, after this time
+_SATURATED = 0.9  # twice as many tokens take at least this fraction of twice the time
+_SECONDS = 4.0  # after this time, measure no larger sizes and repeat none
 
 
 @torch.inference_mode()
 def step_costs(runner: Runner[Any], most_tokens: int, most_drafts: int, group: Communicator) -> StepCosts:
-    """The costs of dummy steps, and of the drafts behind them if there is a drafter. group: the ranks that run them."""
+    """Return the costs of dummy steps, and of the drafts after them if there is a drafter. group: the ranks that run
+    them."""
     costs = StepCosts(_step_seconds(runner, most_tokens, group))
     if not isinstance(runner, ModelRunner) or isinstance(runner.drafter, NoDrafter):
         return costs
@@ -45,10 +46,10 @@ def step_costs(runner: Runner[Any], most_tokens: int, most_drafts: int, group: C
 
 
 def convex(measured: Mapping[int, float]) -> dict[int, float]:
-    """The largest convex function of the size that exceeds no measured time.
+    """Return the largest convex function of the size that does not exceed any measured time.
 
-    True times are nearly convex: first flat, while weights are read, and then in proportion to the size. Disturbances
-    only add to them.
+    True times are nearly convex: at first constant, dominated by reading weights, and then proportional to the size.
+    Disturbances only increase them.
     """
     hull: list[tuple[int, float]] = []
     for size, seconds in sorted(measured.items()):
@@ -64,7 +65,7 @@ def _slope(start: tuple[int, float], end: tuple[int, float]) -> float:
 
 
 def _draft_seconds(runner: ModelRunner, requests: int, count: int) -> float:
-    """The time of making `count` drafts, behind a step that has verified as many."""
+    """Return the time of making `count` drafts after a step that has verified as many."""
     size = runner.forward.fit(StepSize(requests * (1 + count), requests, 1 + count))
     inputs = runner.staging.stage_dummy(size)
     target = runner.model.kernels.target
@@ -77,7 +78,8 @@ def _draft_seconds(runner: ModelRunner, requests: int, count: int) -> float:
 
 
 def _step_seconds(runner: Runner[Any], most_tokens: int, group: Communicator) -> dict[int, float]:
-    """The time of dummy steps, forward and logits, in seconds. Larger steps take as long in proportion to the last."""
+    """Return the times of dummy steps (forward and logits) in seconds, by tokens. The times of larger steps are
+    proportional to the last one."""
     began = time.perf_counter()
     measured = dict[int, float]()
     most_requests = len(runner.batch.num_tokens)
@@ -95,7 +97,7 @@ def _step_seconds(runner: Runner[Any], most_tokens: int, group: Communicator) ->
         is_saturated = half is not None and measured[tokens] >= 2 * _SATURATED * half
         if not agree(not is_saturated and time.perf_counter() - began < _SECONDS):
             break
-    # What disturbed one run may not disturb the next one, if it comes later.
+    # A disturbance of one run may be over by a later run.
     for _ in range(3, _RUNS):
         if not agree(time.perf_counter() - began < _SECONDS):
             break

@@ -27,8 +27,8 @@ def kv_transfers(
     mesh: Mesh,
     clock: StepClock | None,
 ) -> KVTransfers | None:
-    """What copies this rank's blocks to the tiers of the options and back, the blocks of other engines being the last
-    tier; None if there are none. clock: of this rank, if other engines read its blocks. Raises ConfigError."""
+    """Return the transfers between this rank's cache and the configured tiers, None if there are no tiers. The blocks
+    of other engines are the last tier. clock: of this rank, if other engines read its blocks. Raises ConfigError."""
     options = config.cache
     rank = mesh.replica.rank
     ranks = mesh.replica.size

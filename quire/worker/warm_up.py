@@ -1,8 +1,8 @@
-"""Runs steps of made-up requests at start, so that Triton compiles every kernel before the first request arrives.
+"""Runs steps of dummy requests at start, so that Triton compiles every kernel before the first request arrives.
 
-The steps take the way of real ones: through the staging of inputs, the forward and the sampling. A kernel has variants
-for ranges of sizes (see the tiles in quire.ops.triton), each at least twice as wide as its start, so powers of two meet
-all of them.
+The steps follow the path of real ones: staging of inputs, forward and sampling. A kernel has variants for ranges of
+sizes (see the tiles in quire.ops.triton). Each range ends at no less than twice its start, so powers of two reach all
+variants.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ _SCORED = SamplingParams(temperature=0, prompt_logprobs=0)
 
 
 def warm_up(runner: Runner[Any], most_tokens: int) -> None:
-    """Run steps of up to `most_tokens` tokens. What they store goes to the null block of the cache."""
+    """Run steps of up to `most_tokens` tokens. They store into the null block of the cache."""
     batch = runner.batch
     limits = len(batch.num_tokens), batch.max_model_len, most_tokens
     steps = (_texts if runner.pools else _steps)(*limits)
@@ -40,14 +40,14 @@ def warm_up(runner: Runner[Any], most_tokens: int) -> None:
     if runner.pools:
         return
     _verify_drafts(runner)
-    if runner.model.adapters is not None:  # a step of few tokens, and one of many
+    if runner.model.adapters is not None:  # a step with few tokens, and one with many
         for tokens in sorted({1, min(most_tokens, 128)}):
             size = StepSize(tokens, len(batch.num_tokens), adapted=True)
             runner.forward(runner.staging.stage_dummy(size))
 
 
 def _first(runner: Runner[Any]) -> SchedulerOutput:
-    """A prompt of a few different tokens, which reads nothing from the cache but what it has stored."""
+    """Return a prompt of a few different tokens, which reads only its own entries from the cache."""
     length = min(8, runner.batch.max_model_len, runner.batch.vocab_size)
     step = _step([1], [PoolingParams() if runner.pools else _GREEDY])
     [request] = step.new_requests
@@ -58,7 +58,7 @@ def _first(runner: Runner[Any]) -> SchedulerOutput:
 
 
 def _verify_drafts(runner: Runner[Any]) -> None:
-    """Launch the kernels that verify drafts. Which drafts a step has, and how many, makes no difference to them."""
+    """Launch the kernels that verify drafts. They do not depend on the drafts or their number."""
     state = runner.staging.state
     kernels = runner.staging.kernels
     logits = torch.zeros(1, runner.batch.vocab_size, device=state.token_ids.device)
@@ -68,14 +68,14 @@ def _verify_drafts(runner: Runner[Any]) -> None:
 
 
 def _steps(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator[SchedulerOutput]:
-    """Prompts, prompts with logprobs, one token of each request, and all kinds of sampling parameters."""
+    """Yield steps with prompts, prompts with logprobs, one token per request, and all kinds of sampling parameters."""
     for lengths in _prompts(most_requests, max_model_len, most_tokens):
         yield _step(lengths, [_GREEDY])
         if sum(lengths) <= 2 * SCORED_AT_ONCE:
             yield _step(lengths, [_SCORED])
     for requests in _sizes(min(most_requests, most_tokens)):
         yield _step([1] * requests, [_GREEDY])
-    # Requests with a rule about tokens have float32 logits. All limits share the kernels that find what they keep.
+    # Requests with token rules have float32 logits. All sampling limits share the kernels that select tokens.
     rules: tuple[dict[str, Any], ...] = {}, {"logit_bias": {0: 1.0}}
     sampling: tuple[dict[str, Any], ...] = {"temperature": 0}, {}, {"top_k": 5, "top_p": 0.5, "min_p": 0.1}
     for rule, options, logprobs in product(rules, sampling, (None, 1)):
@@ -88,7 +88,7 @@ def _steps(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator
 def _compressed(
     rows: CompressedRows, most_requests: int, max_model_len: int, most_tokens: int
 ) -> Iterator[SchedulerOutput]:
-    """A prompt that is compressed, then tokens behind compressed prompts, alone and beside other prompts."""
+    """Yield a compressed prompt, then tokens after compressed prompts, alone and together with other prompts."""
     length = 2 * rows.block_size + rows.eviction.options.window
     if length > min(max_model_len, most_tokens):
         return
@@ -109,28 +109,28 @@ def _compressed(
 
 
 def _texts(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator[SchedulerOutput]:
-    """Texts that are pooled."""
+    """Yield steps with pooled texts."""
     for lengths in _prompts(most_requests, max_model_len, most_tokens):
         yield _step(lengths, [PoolingParams()])
 
 
 def _prompts(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator[list[int]]:
-    """The lengths of the prompts of a step, for steps of all sizes."""
+    """Yield the prompt lengths of a step, for steps of all sizes."""
     for tokens in _sizes(min(most_tokens, most_requests * max_model_len)):
         whole, rest = divmod(tokens, max_model_len)
         yield [max_model_len] * whole + [rest] * (rest > 0)
 
 
 def _sizes(most: int) -> list[int]:
-    """Powers of two up to `most`, and `most`."""
+    """Return the powers of two up to `most`, and `most`."""
     return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
 
 
 def _step(lengths: Sequence[int], params: Sequence[SamplingParams | PoolingParams]) -> SchedulerOutput:
-    """A step that computes the whole prompts of new requests. params: repeated if there are fewer than requests.
+    """Return a step that computes the whole prompts of new requests. params: repeated if there are fewer than requests.
 
-    The first token of a longer prompt counts as cached, so that the step is no step of whole prompts, which some
-    attention backends treat in another way.
+    The first token of a longer prompt counts as cached, because some attention backends treat steps of whole prompts
+    differently.
     """
     requests = []
     for row, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""Weights that a trainer sends: the ranks join a process group of the trainer, whose rank 0 broadcasts the tensors."""
+"""Receives weights from a trainer: the ranks join the trainer's process group, whose rank 0 broadcasts the tensors."""
 
 import os
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _TYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 class ReceivedCheckpoint(Checkpoint):
-    """Tensors that have come one by one. parts: those that are kept of each tensor, in the host's memory."""
+    """A checkpoint of tensors that were received one by one. parts: the stored parts of each tensor, in host memory."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -45,11 +45,11 @@ class ReceivedCheckpoint(Checkpoint):
 
 
 class WeightGroups:
-    """The process groups that this rank has joined, and the tensors that have come in them. They have nothing to do
-    with the groups in which ranks compute.
+    """The trainers' process groups that this rank has joined, and the tensors received through them. They are
+    independent of the groups in which ranks compute.
 
     device: of the model. rank: the number of this rank in its replica. directory, parts: of the model's checkpoint,
-    which says which tensors may come.
+    which determines the allowed tensors.
     """
 
     def __init__(self, device: torch.device, rank: int, directory: Path, parts: Parts) -> None:
@@ -57,11 +57,11 @@ class WeightGroups:
         self._rank = rank
         self._directory = directory
         self._parts = parts
-        self._groups: dict[str, tuple[Any, torch.device]] = {}  # with the device on which tensors come
+        self._groups: dict[str, tuple[Any, torch.device]] = {}  # with the device on which tensors arrive
         self.received = ReceivedCheckpoint(parts)
 
     def exchange(self, order: TrainerOrder) -> None:
-        """Raises ValueError if it cannot be."""
+        """Carry out an order. Raises ValueError if it fails."""
         if isinstance(order, JoinGroup):
             self.join(order)
         elif isinstance(order, ReceiveWeights):
@@ -70,7 +70,7 @@ class WeightGroups:
             self.leave(order.group_name)
 
     def join(self, order: JoinGroup) -> None:
-        """Join a group, instead of the one that had its name before. Raises ValueError if not all meet in time."""
+        """Join a group, replacing an earlier one of this name. Raises ValueError if not all ranks join in time."""
         _check_place(order)
         backend = order.backend or ("nccl" if self._device.type == "cuda" else "gloo")
         if backend == "nccl" and self._device.type != "cuda":
@@ -86,16 +86,16 @@ class WeightGroups:
             raise ValueError(f"{problem}: {error_text(error).splitlines()[0]}") from error
 
     def leave(self, name: str) -> None:
-        """Leave a group, if the rank is in it: the trainer's next call fails."""
+        """Leave a group if the rank is in it. The trainer's next call fails."""
         self._groups.pop(name, None)
 
     def forget(self) -> None:
-        """Drop the tensors that have come."""
+        """Drop the received tensors."""
         self.received = ReceivedCheckpoint(self._parts)
 
     def receive(self, order: ReceiveWeights) -> None:
-        """Receive tensors one after another. Raises ValueError; then the rank leaves the group, since the trainer may
-        be sending what nobody reads."""
+        """Receive tensors one after another. If this raises ValueError, the rank leaves the group, since the trainer
+        may still be sending unread tensors."""
         if order.group_name not in self._groups:
             raise ValueError(f"group_name: there is no group {order.group_name!r}; call init_weights_update_group")
         try:
@@ -106,7 +106,7 @@ class WeightGroups:
             raise
 
     def _check(self, order: ReceiveWeights) -> None:
-        """Raises ValueError for tensors that the model's checkpoint does not have. All ranks refuse alike."""
+        """Raises ValueError for tensors that are not in the model's checkpoint. All ranks refuse the same tensors."""
         if not len(order.names) == len(order.dtypes) == len(order.shapes):
             raise ValueError("names, dtypes and shapes should have the same length")
         checkpoint = open_checkpoint(self._directory)
@@ -131,7 +131,7 @@ class WeightGroups:
 
 
 def _check_place(order: JoinGroup) -> None:
-    """Raises ValueError. All ranks refuse alike."""
+    """Raises ValueError for an order that is wrong; all ranks then refuse it."""
     least = order.rank_offset + order.ranks
     for field, fits, wanted in (
         ("master_address", _is_address(order.master_address), "an IP address or localhost"),
@@ -157,7 +157,7 @@ def _is_address(text: str) -> bool:
 
 
 def _join(order: JoinGroup, rank: int, device: torch.device) -> Any:
-    """The process group. The keys in the store are those of torch's own function for groups that have a name."""
+    """Return the process group. Its keys in the store are those of torch's own function for named groups."""
     store = TCPStore(order.master_address, order.master_port, is_master=False, timeout=timedelta(seconds=order.timeout))
     name = order.group_name
     keys = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))

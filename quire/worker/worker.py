@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """Loads the model and allocates the cache. Its `runner` then executes the steps, as `plan` says."""
+    """Loads the model and allocates the cache. Its `runner` then executes the steps according to `plan`."""
 
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int, mesh: Mesh) -> None:
         """Raises ConfigError if the KV cache does not fit into memory, if the model cannot use its type, or if ranks
-        would share a GPU that cannot."""
+        would share a GPU but must not."""
         if config.model.torch_compile:
             shortcut = hidden(mesh.tp.shortcut, "all_reduce", "reduce_scatter", "all_gather")
             mesh = replace(mesh, tp=replace(mesh.tp, shortcut=shortcut))
@@ -56,7 +56,7 @@ class Worker:
             loaded.model, loaded.weights, cache.memory, forward, config, directory, loaded.load, mesh.replica.rank
         )
         if device.type == "cpu":
-            keep_what_is_freed()  # called now, since the memory that loading took has been given back
+            keep_what_is_freed()  # called now, after the memory used for loading has been freed
         if isinstance(forward, CapturedForward):
             forward.capture()
             torch.cuda.empty_cache()  # frees the memory of the eager runs that came before each capture
@@ -71,21 +71,21 @@ class Worker:
         self.step_costs = _step_costs(config, mesh, self.runner, self.plan.most_tokens)
 
     def change(self, change: Change) -> None:
-        """Raises ValueError or OSError if it cannot be; then nothing has changed."""
+        """Carry out a change. Raises ValueError or OSError if it fails; then nothing has changed."""
         if isinstance(change, Profile):
             from quire.observability.profiling.rank import RankProfiler
 
             self._profiler = self._profiler or RankProfiler(self.runner, self._rank)
             self._profiler.obey(change)
         else:
-            self.runner.was_finite = False  # the weights may be others
+            self.runner.was_finite = False  # the weights may have changed
             self.resident_memory.change(change)
 
 
 def _budget(config: EngineConfig, mesh: Mesh, device: torch.device) -> int:
-    """The bytes of a GPU that each rank of the replica may use; 0 on a CPU.
+    """Return the GPU bytes that each rank of the replica may use; 0 on a CPU.
 
-    Raises ConfigError if ranks share a GPU that cannot, or if other processes use it.
+    Raises ConfigError if ranks share a GPU but must not, or if other processes use it.
     """
     on_cpu = device.type == "cpu"
     sharing = 1 if on_cpu else mesh.ranks_on_device(device.type)
@@ -101,7 +101,7 @@ def _budget(config: EngineConfig, mesh: Mesh, device: torch.device) -> int:
 
 
 def _step_costs(config: EngineConfig, mesh: Mesh, runner: Runner[Any], most_tokens: int) -> StepCosts:
-    """The measured times of steps, if the number of drafts depends on them."""
+    """Return the measured times of steps, if the number of drafts depends on them."""
     options = config.scheduler.speculation
     if options is None or not options.adaptive or config.model.runner == "pooling":
         return StepCosts()

@@ -119,10 +119,7 @@ class Observer:
         blocks = len(self._scheduler.kv.pool.blocks) - 1
         self._per_cell = -(-blocks // MOST_CELLS)
         self._cells = ["0"] * -(-blocks // self._per_cell)
-        self._scanned, self._used = (
-            0,
-            set[int](),
-        )  # cells scanned in this round; those used by requests at the last look
+        self._scanned, self._used = 0, set[int]()  # cells scanned in this round; cells of requests at the last look
         self._forget()
 
     def _forget(self) -> None:

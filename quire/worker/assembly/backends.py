@@ -1,4 +1,4 @@
-"""The attention backends of a rank, and the tokens of a block."""
+"""Chooses the attention backends and the block size of a rank."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +25,7 @@ from quire.worker.context import check_context, choose_context
 def make_backends(
     config: EngineConfig, block_size: int, kernels: Kernels, mesh: Mesh, shapes: Sequence[Shape]
 ) -> list[CacheBackend]:
-    """The backend of each KV group. Groups of the same shape share one. shapes: of the groups.
+    """Return the backend of each KV group. Groups of the same shape share one. shapes: of the groups.
 
     Raises ConfigError or ValueError if no backend fits.
     """
@@ -70,8 +70,8 @@ def make_backends(
 
 
 def choose_block_size(config: EngineConfig, kernels: Kernels, mesh: Mesh, shapes: Sequence[Shape]) -> int:
-    """The tokens of a block: what the options say, but in a model with states, as many as take the memory of a state,
-    on the rank where these are the most."""
+    """Return the tokens per block. Usually the option decides. In a model with states, a block has as many tokens as
+    fill the memory of a state, on the rank where that is the most."""
     least = config.cache.block_size
     if not any(isinstance(shape, StateShape) for shape in shapes):
         return least
@@ -85,5 +85,5 @@ def choose_block_size(config: EngineConfig, kernels: Kernels, mesh: Mesh, shapes
 
 
 def _cell(config: EngineConfig) -> torch.dtype | None:
-    """The type of an element of the cache. None means the model's own type."""
+    """Return the type of a cache element. None means the model's own type."""
     return CELLS.get(config.cache.kv_cache_dtype)

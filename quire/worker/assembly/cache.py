@@ -18,7 +18,7 @@ from quire.worker.warm_up import warm_up
 
 @dataclass(frozen=True)
 class RankCache:
-    """memory: of this rank. size: of the cache on all ranks."""
+    """memory: this rank's cache memory. size: the size of the cache on all ranks."""
 
     memory: KVMemory
     size: KVCacheSize
@@ -27,7 +27,7 @@ class RankCache:
 def make_cache(config: EngineConfig, mesh: Mesh, loaded: LoadedRank, runner: Runner[Any], budget: int) -> RankCache:
     """Allocate the cache, and bind the model to it. All ranks of a replica call this together.
 
-    budget: bytes of a GPU for this rank. Raises ConfigError if the cache does not fit into memory.
+    budget: GPU bytes for this rank. Raises ConfigError if the cache does not fit into memory.
     """
     plan = loaded.plan
     device = runner.device.torch_device
@@ -51,7 +51,7 @@ def make_cache(config: EngineConfig, mesh: Mesh, loaded: LoadedRank, runner: Run
 
 
 def _free_on_gpu(config: EngineConfig, loaded: LoadedRank, runner: Runner[Any], budget: int) -> int:
-    """Bytes that are left by the largest step, which is run."""
+    """Run the largest step, and return the bytes that it leaves free."""
     most_tokens = loaded.plan.most_tokens
     _allocate(config, loaded, 1, runner.device.torch_device)  # the dummy step needs a null block
     tokens = min(most_tokens, config.scheduler.max_num_seqs * runner.batch.max_model_len)
@@ -62,7 +62,7 @@ def _free_on_gpu(config: EngineConfig, loaded: LoadedRank, runner: Runner[Any], 
 
 
 def _free_on_host(config: EngineConfig, mesh: Mesh, loaded: LoadedRank) -> int:
-    """This rank's share of the free memory of the machine."""
+    """Return this rank's share of the machine's free memory."""
     together = mesh.ranks_on_machine
     cached = loaded.model.weight_cache
     free = free_on_host(0 if cached is None else cached.mapped * together)  # replicas map the same files

@@ -1,4 +1,4 @@
-"""Makes the forward and the runner of a rank, as its plan says."""
+"""Creates the forward and the runner of a rank from its plan."""
 
 from functools import partial
 from typing import Any, cast
@@ -95,7 +95,7 @@ def _staging(config: EngineConfig, device: Device, batch: InputBatch, loaded: Lo
 
 
 def _drafter(config: EngineConfig, loaded: LoadedRank, staging: Staging, sampler: Sampler) -> Drafter | None:
-    """Raises ConfigError for one that reads what this rank does not have."""
+    """Raises ConfigError for a drafter that reads layers this rank does not have."""
     if loaded.drafter is None:
         return None
     drafter = loaded.drafter.drafter(staging, sampler, loaded.plan)

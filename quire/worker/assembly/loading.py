@@ -1,4 +1,4 @@
-"""Loads what a rank has of the model, and of a drafter."""
+"""Loads a rank's part of the model and of a drafter."""
 
 import time
 from collections.abc import Callable
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedRank:
-    """weights: see weights_of. load: makes the same model anew, see ResidentMemory. drafter: None if this rank makes no
-    drafts."""
+    """weights: see weights_of. load: loads the same model again, see ResidentMemory. drafter: None if this rank makes
+    no drafts."""
 
     plan: RankPlan
     model: Model
@@ -41,12 +41,12 @@ class LoadedRank:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, with those of the drafter, which come last."""
+        """The bytes of a block, including those of the drafter, which come last."""
         return self.plan.page_bytes + (0 if self.drafter is None else self.drafter.entry_bytes)
 
     @property
     def backends(self) -> list[CacheBackend]:
-        """All that keep something in a block, each once."""
+        """All backends that store entries in a block, each once."""
         drafter = [] if self.drafter is None else self.drafter.backends
         return [*dict.fromkeys(self.plan.backends), *drafter]
 
@@ -95,7 +95,7 @@ def _load_drafter(
 
 
 def _log(config: EngineConfig, mesh: Mesh, model: Model, plan: RankPlan, num_parameters: int, seconds: float) -> None:
-    """num_parameters: of all ranks. seconds: that loading has taken."""
+    """num_parameters: of all ranks. seconds: the loading time."""
     device = model.kernels.target.device
     logger.info(
         "Model %s loaded%s in %.1f s: %s parameters, %s, %.2f GiB in memory%s, attention backend %s",

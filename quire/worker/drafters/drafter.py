@@ -1,4 +1,4 @@
-"""Drafters guess the next tokens of requests on the device, right behind the sampling of each step."""
+"""Drafters guess the next tokens of requests on the device, right after the sampling of each step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -36,13 +36,14 @@ class Drafter(ABC):
     sampling: DraftSampling
 
     def arrays(self, flat: FlatBatch, step: SchedulerOutput) -> dict[str, Array]:
-        """What `note` needs on the device."""
+        """Return the arrays that `note` needs on the device."""
         return SampledStep.arrays(flat, step, self.sampling.staging.batch.max_model_len)
 
     def note(
         self, flat: FlatBatch, inputs: StepInputs, hidden: Tensor | None, on_device: Mapping[str, Tensor]
     ) -> SampledStep | None:
-        """What `draft` needs of a step. hidden: of its tokens, [tokens, hidden], if the drafter reads them."""
+        """Return the data of a step that `draft` needs. hidden: of its tokens, [tokens, hidden], if the drafter reads
+        them."""
         return SampledStep.of(flat, inputs, hidden, on_device)
 
     def proposals(self, flat: FlatBatch, rows: Tensor, positions: Tensor) -> Proposals | None:
@@ -50,23 +51,23 @@ class Drafter(ABC):
         return self.sampling.proposals(flat, rows, positions)
 
     def reads_hidden(self, count: int) -> bool:
-        """Whether it reads the final hidden states of a step behind which `count` drafts are wanted."""
+        """Whether it reads the final hidden states of a step after which `count` drafts are requested."""
         return False
 
-    def install(self, new: NewRequest) -> None:  # noqa: B027  # most have nothing to note
-        """A request enters the batch, for the first time or again."""
+    def install(self, new: NewRequest) -> None:  # noqa: B027  # most need not record anything
+        """Called when a request enters the batch, for the first time or again."""
 
     def extend(self, known: TokenEdits) -> None:  # noqa: B027
-        """Texts go on with tokens that were not sampled, and which the next step computes."""
+        """Called when texts are extended by tokens that were not sampled and that the next step computes."""
 
     @abstractmethod
     def draft(self, step: SampledStep, count: int) -> Tensor | None:
-        """The next `count` tokens of each request, [requests, count], int64. If count is 0, the drafter may only note
-        what it has to know of the step. Then, and only then, the result is None."""
+        """Return the next `count` tokens of each request, [requests, count], int64. If count is 0, the drafter may only
+        record data of the step; then, and only then, it returns None."""
 
 
 class NoDrafter(Drafter):
-    """Of a model whose drafts, if there are some, are made on the host."""
+    """For a model whose drafts, if any, are made on the host."""
 
     def arrays(self, flat: FlatBatch, step: SchedulerOutput) -> dict[str, Array]:
         return {}
@@ -84,8 +85,8 @@ class NoDrafter(Drafter):
 
 
 class DraftInputs:
-    """Makes the inputs of a drafter's forwards. They use the blocks of the target model's requests: behind the target's
-    own entries, each block has room for those of the drafter."""
+    """Makes the inputs of a drafter's forwards. They use the blocks of the target model's requests: each block has room
+    for the drafter's entries after the target's."""
 
     def __init__(self, staging: Staging, groups: int) -> None:
         """groups: the number of the drafter's KV groups."""
@@ -97,7 +98,7 @@ class DraftInputs:
         self.group = shared_group(batch.kv_specs)
 
     def of(self, step: SampledStep, missed: Tensor | None = None) -> StepInputs:
-        """The inputs of a forward over the same tokens as the target's. missed: see `uniform`."""
+        """Return the inputs of a forward over the same tokens as the target's. missed: see `uniform`."""
         inputs = step.inputs
         slots = inputs.slot_mapping[self.group]
         seq_lens = inputs.seq_lens
@@ -122,9 +123,10 @@ class DraftInputs:
     def uniform(
         self, step: SampledStep, first: Tensor, count: int, ids: Tensor, width: int, missed: Tensor | None = None
     ) -> StepInputs:
-        """The inputs of a forward over `count` tokens of each request, of which the first is at the positions `first`
-        [requests]. ids: [requests * count]. width: the most tokens of a request, with these. missed: [rows], how many
-        tokens the drafter has not seen. Its entries lie side by side, so the cache is so much shorter than the text."""
+        """Return the inputs of a forward over `count` tokens of each request, starting at the positions `first`
+        [requests]. ids: [requests * count]. width: the most tokens of a request, including these. missed: [rows], how
+        many tokens the drafter has not seen; its entries have no gaps, so the cache is shorter than the text by this
+        number."""
         requests = len(first)
         device = first.device
         positions = (first[:, None] + torch.arange(count, device=device)).clamp_(max=width - 1)
@@ -134,7 +136,7 @@ class DraftInputs:
         slots = table.gather(1, entries // self.block_size) * self.block_size + entries % self.block_size
         slots = torch.where(positions < step.limits[:, None], slots, -1).view(-1)
         offsets = step.inputs.rotary_offsets
-        if offsets is not None:  # drafts have the rotary offset of the last token that was kept
+        if offsets is not None:  # drafts have the rotary offset of the last kept token
             offsets = offsets.index_select(1, step.last_kept()).repeat_interleave(count, 1)
         return StepInputs(
             size=StepSize(requests * count, requests, count),
@@ -148,10 +150,10 @@ class DraftInputs:
         )
 
     def width(self, step: SampledStep, count: int) -> int:
-        """The most tokens of a request when `count` drafts follow its text."""
+        """Return the most tokens of a request when `count` drafts follow its text."""
         return min(int(step.flat.seq_lens.max()) + 1 + count, self.longest)
 
 
 def shared_group(kv_specs: Sequence[KVCacheSpec]) -> int:
-    """The KV group of the target model whose blocks a drafter uses: one that keeps all tokens, if there is one."""
+    """Return the KV group of the target model whose blocks a drafter uses: if possible, one that stores all tokens."""
     return next((group for group, spec in enumerate(kv_specs) if isinstance(spec, FullAttentionSpec)), 0)

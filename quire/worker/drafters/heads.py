@@ -1,4 +1,4 @@
-"""Drafters that read hidden states of the target model: chains of guesses (EAGLE, MTP), and heads side by side."""
+"""Drafters that read hidden states of the target model: chained heads (EAGLE, MTP) and parallel heads."""
 
 from collections.abc import Mapping
 
@@ -34,9 +34,9 @@ class HeadLayers:
 class ChainDrafter(Drafter):
     """Guesses one token after the other with a ChainHead, or all of them in one forward if the head can.
 
-    The head sees the prompts, and all tokens of the steps behind which drafts are wanted. It misses what requests say
-    while the device is too busy for drafts: reading that would cost time, and gain none. Later, it attends to what it
-    has seen. The entries of its cache lie side by side, without gaps, and know their true positions from RoPE.
+    The head sees the prompts, and all tokens of the steps after which drafts are requested. It misses tokens generated
+    while the device is too busy for drafts, since reading them would not save time. Later, it attends only to the
+    tokens it has seen. The entries of its cache have no gaps, and RoPE encodes their true positions.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ChainDrafter(Drafter):
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
-        """eager: a forward that computes no more than the wanted tokens need. most_tokens: of a step. hidden_size,
+        """eager: a forward that computes only what the requested tokens need. most_tokens: of a step. hidden_size,
         dtype: of the target model."""
         self.head = head
         self.forward = forward
@@ -58,8 +58,8 @@ class ChainDrafter(Drafter):
         self.state = staging.state
         self.inputs = DraftInputs(staging, len(head.kv_specs))
         self.sampling = DraftSampling(sampler, staging, head.token_ids)
-        # How many tokens of each row the head has missed. It may miss none if a window takes old blocks from requests,
-        # as its entries would lie in these.
+        # How many tokens of each row the head has missed. It must not miss any if requests free old blocks outside a
+        # window, since its entries could be in these blocks.
         self._missed = np.zeros(len(staging.batch.num_tokens), np.int64)
         self._may_miss = isinstance(staging.batch.kv_specs[self.inputs.group], FullAttentionSpec)
         self._upload = staging.device.upload
@@ -111,7 +111,7 @@ class ChainDrafter(Drafter):
     def _at_once(
         self, step: SampledStep, draft: Tensor, first: Tensor, count: int, width: int, missed: Tensor | None
     ) -> Tensor:
-        """The drafts behind the first one, from masks in the place of the tokens that are not known."""
+        """Return the drafts after the first one, computed from mask tokens in the places of the unknown tokens."""
         assert self.head.mask is not None
         (mask, hidden), masks = self.head.mask, count - 1
         ids = torch.full((len(first) * masks,), mask, dtype=torch.int64, device=first.device)

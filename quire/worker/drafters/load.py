@@ -1,4 +1,4 @@
-"""Makes the drafter that the options choose."""
+"""Creates the drafter chosen by the options."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ from quire.worker.staging import Staging
 
 
 def _facts(cached: Cached | None) -> ModelFacts:
-    """What the cache of a drafter can be combined with."""
+    """Return the facts that determine which features a drafter's cache can be combined with."""
     shapes = [] if cached is None else [shape for shape in cached.cache_shapes if isinstance(shape, CacheShape)]
     return ModelFacts(
         sparse=any(shape.indexer is not None for shape in shapes),
@@ -89,7 +89,7 @@ class DrafterParts:
 
     @property
     def entry_bytes(self) -> int:
-        """The bytes of a block that the drafter's entries take, all its KV groups together."""
+        """Return the bytes of a block for the drafter's entries of all its KV groups."""
         if self.cached is None:
             return 0
         groups = zip(self.cached.kv_specs, self.backends, strict=True)
@@ -106,11 +106,11 @@ class DrafterParts:
         self.cached.bind_cache(self.backends, memory)
 
     def count_kept(self, device: Device, batch: InputBatch) -> Callable[..., Tensor] | None:
-        """What takes the place of the op count_kept, if the options say which drafts are accepted."""
+        """Return the replacement of the op count_kept if the options set the acceptance of drafts, otherwise None."""
         return ReplayedCounts(self.options, device, batch) if self.options.acceptance_rates else None
 
     def drafter(self, staging: Staging, sampler: Sampler, plan: RankPlan) -> Drafter:
-        """The drafter over the parts. Raises ConfigError for a draft model that cannot draft in parallel."""
+        """Create the drafter from its parts. Raises ConfigError for a draft model that cannot draft in parallel."""
         if self.cached is None:
             return StateDrafter(cast(StateHead, self.part), staging, sampler)
         kind = RecordedForward if plan.drafter_forward is ForwardKind.RECORDED else Forward

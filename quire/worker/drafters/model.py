@@ -1,4 +1,4 @@
-"""The drafter that is a small model of its own, with the vocabulary of the target model."""
+"""A drafter that is a separate small model with the target model's vocabulary."""
 
 import numpy as np
 import torch
@@ -17,11 +17,11 @@ from quire.worker.staging import Staging
 
 
 class ModelDrafter(Drafter):
-    """Guesses one token after the other, or all in one forward if `mask` is given (PARD, arXiv:2504.18583).
+    """Guesses one token after another, or all in one forward if `mask` is given (PARD, arXiv:2504.18583).
 
-    The draft model computes tokens only when drafts are wanted. It then catches up with what it has missed. In each
-    round, its first forward computes the last two tokens of a text: the newest one, and the one before, which may be a
-    draft that was accepted as the last of its step.
+    The draft model computes tokens only when drafts are requested. It then catches up on the tokens it has missed. In
+    each round, its first forward computes the last two tokens of a text: the newest one and its predecessor, which may
+    be the last accepted draft of its step.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class ModelDrafter(Drafter):
         most_tokens: int,
         mask: int | None = None,
     ) -> None:
-        """most_tokens: of a forward. mask: the token that stands for what is not known yet, None to guess one token
-        after the other."""
+        """most_tokens: of a forward. mask: the token that represents unknown tokens, None to guess one token after
+        another."""
         self.model = model
         self.forward = forward
         self.staging = staging
@@ -46,10 +46,10 @@ class ModelDrafter(Drafter):
         self.most_tokens = most_tokens
         rows = len(staging.batch.num_tokens)
         self._covered = np.zeros(rows, np.int64)  # tokens of each row that the draft model has computed
-        self._is_current = np.zeros(rows, bool)  # it has computed all tokens that were known after the step before
-        self._num_forced = np.zeros(rows, np.int64)  # tokens that have become known since, without being sampled
+        self._is_current = np.zeros(rows, bool)  # it has computed all tokens known after the previous step
+        self._num_forced = np.zeros(rows, np.int64)  # tokens added since then without being sampled
         self._is_new = np.zeros(rows, bool)  # the row's first tokens may come from the prefix cache
-        self._is_complete = np.ones(1, bool)  # by block: it has computed all its tokens; block 0 is the null block
+        self._is_complete = np.ones(1, bool)  # by block: whether all tokens were computed; block 0 is null
 
     def install(self, new: NewRequest) -> None:
         self._covered[new.row], self._is_current[new.row] = new.num_computed_tokens, False
@@ -60,7 +60,7 @@ class ModelDrafter(Drafter):
 
     def draft(self, step: SampledStep, count: int) -> Tensor | None:
         flat = step.flat
-        # Tokens whose ids were known when the step began: all but its drafts.
+        # Tokens whose ids were known when the step began: all except its drafts.
         known = flat.seq_lens.astype(np.int64) - np.maximum(flat.num_places - 1, 0)
         self._find_cached(flat)
         current = known - self._num_forced[flat.rows]
@@ -69,7 +69,7 @@ class ModelDrafter(Drafter):
         self._is_current[flat.rows], self._num_forced[flat.rows] = False, 0
         if not count:
             return None
-        # The forwards below compute the last two tokens of the rows that have sampled.
+        # The forwards below compute the last two tokens of rows that have sampled.
         missing = known - covered
         self._catch_up(flat.rows, covered, np.where(missing > (flat.num_places > 0), missing, 0))
         self._cover(flat.rows, known)
@@ -90,8 +90,8 @@ class ModelDrafter(Drafter):
         return torch.stack(drafts, 1)
 
     def _at_once(self, step: SampledStep, count: int, mask: int) -> Tensor:
-        """All drafts from one forward. In the places of this step's drafts, the draft model has seen masks, so those
-        that were accepted are computed again."""
+        """Return all drafts from one forward. The draft model has seen masks in the places of this step's drafts, so
+        accepted ones are recomputed."""
         state = self.staging.state
         recent = 1 + int(step.flat.num_places.max())
         lengths = state.num_tokens[step.rows][:, None]
@@ -106,20 +106,20 @@ class ModelDrafter(Drafter):
         return torch.stack([self.sampling.choose(logits[:, i], i) for i in range(count)], 1)
 
     def _forward(self, step: SampledStep, first: Tensor, ids: Tensor, width: int) -> Tensor:
-        """The hidden states [requests * count] of the tokens ids [requests, count] from the positions `first`
-        [requests] on."""
-        ids = ids.clamp(max=self.model.vocab_size - 1).view(-1)  # the target model may have more tokens
+        """Return the hidden states [requests * count] of the tokens ids [requests, count], which start at the positions
+        `first` [requests]."""
+        ids = ids.clamp(max=self.model.vocab_size - 1).view(-1)  # the target's vocabulary may be larger
         return self.forward(self.inputs.uniform(step, first, len(ids) // len(first), ids, width))
 
     def _find_cached(self, flat: FlatBatch) -> None:
-        """Find out how many tokens of new rows are in the prefix cache, computed by the draft model, too. The target
-        model may have computed them when no drafts were wanted."""
+        """Find out for how many cached prefix tokens of new rows the draft model's entries exist, too. The target model
+        may have computed them when no drafts were requested."""
         batch = self.staging.batch
         tables = batch.block_tables[self.inputs.group]
         size = batch.block_size
         if (missing := int(tables[flat.rows].max()) + 1 - len(self._is_complete)) > 0:
             self._is_complete = np.pad(self._is_complete, (0, missing))
-        self._is_complete[tables[flat.token_rows, flat.positions // size]] = False  # they get other tokens
+        self._is_complete[tables[flat.token_rows, flat.positions // size]] = False  # they receive other tokens
         self._is_complete[0] = True
         for row in flat.rows[self._is_new[flat.rows]].tolist():
             cached = tables[row, : self._covered[row] // size]
@@ -128,7 +128,7 @@ class ModelDrafter(Drafter):
         self._is_new[flat.rows] = False
 
     def _cover(self, rows: Ints, ends: Ints) -> None:
-        """The draft model has computed the tokens of rows[i] up to ends[i]."""
+        """Record that the draft model has computed the tokens of rows[i] up to ends[i]."""
         tables = self.staging.batch.block_tables[self.inputs.group]
         size = self.staging.batch.block_size
         first = self._covered[rows] // size
@@ -137,7 +137,7 @@ class ModelDrafter(Drafter):
         self._covered[rows] = ends
 
     def _catch_up(self, rows: Ints, covered: Ints, counts: Ints) -> None:
-        """Compute the next counts[i] tokens of rows[i], of which covered[i] tokens are computed."""
+        """Compute the next counts[i] tokens of rows[i], after its covered[i] computed tokens."""
         while counts.any():
             now = np.minimum(counts, np.maximum(self.most_tokens - (counts.cumsum() - counts), 0))
             behind = now.nonzero()[0]

@@ -1,4 +1,4 @@
-"""Drafts that are accepted at given rates, for benchmarks: the speed of a good drafter, whatever the weights are."""
+"""Accepts drafts at given rates, for benchmarks: shows the speed of a good drafter with any weights."""
 
 import torch
 from torch import Tensor
@@ -11,10 +11,10 @@ from quire.worker.input_batch import InputBatch
 
 
 class ReplayedCounts:
-    """Takes the place of the op count_kept. See SpeculativeOptions for the rates.
+    """Replaces the op count_kept. See SpeculativeOptions for the rates.
 
-    What is accepted depends only on a request's seed and on the position. A request keeps the tokens that the target
-    model has sampled after drafts which may differ from them.
+    Acceptance depends only on a request's seed and on the position. The request's text consists of the target model's
+    sampled tokens, even where they differ from the accepted drafts.
     """
 
     def __init__(self, options: SpeculativeOptions, device: Device, batch: InputBatch) -> None:
@@ -37,7 +37,7 @@ class ReplayedCounts:
 
 
 class NewestTokenAgain:
-    """A StateHead whose drafts cost nothing: the newest token of a text, again and again."""
+    """A StateHead whose drafts cost nothing: it repeats the newest token of a text."""
 
     most = 32
     ignored: tuple[str, ...] = ()

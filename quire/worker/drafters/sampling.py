@@ -1,4 +1,4 @@
-"""Draws drafts, and keeps what their verification needs."""
+"""Samples drafts, and stores the data for their verification."""
 
 from dataclasses import replace
 
@@ -14,31 +14,30 @@ from quire.worker.staging import Staging
 
 
 class DraftSampling:
-    """Draws drafts as the target model's tokens are drawn.
+    """Samples drafts in the same way as the target model's tokens.
 
-    A request that is greedy or has a seed is verified by comparison, so its drafts are drawn greedily, or with the very
-    noise with which the target model will draw: then both are likely to draw the same. Drafts of other requests are
-    drawn with noise of their own, and verified by the rule of `accept_or_resample`, which needs the logits from which
-    they were drawn.
+    The drafts of greedy or seeded requests are verified by comparison. So they are sampled greedily, or with the same
+    noise as the target's tokens, which makes equal tokens likely. Drafts of other requests are sampled with separate
+    noise, and verified by the rule of `accept_or_resample`, which needs the logits from which they were sampled.
     """
 
     def __init__(self, sampler: Sampler, staging: Staging, token_ids: Tensor | None = None) -> None:
-        """token_ids: the target model's ids of the columns of the logits, None if they are the same."""
+        """token_ids: the target model's token id of each logits column, None if they are the same."""
         self.sampler = sampler
         self.staging = staging
         self.token_ids = token_ids
-        self._place = np.full(len(staging.batch.num_tokens), -1, np.int64)  # of a row in _logits, -1 if it has none
+        self._place = np.full(len(staging.batch.num_tokens), -1, np.int64)  # index of a row in _logits, or -1
         self._logits: list[Tensor] = []  # by number of the draft, [requests that are verified by the rule, vocab]
-        self._first: Tensor | None = None  # of these requests, the position of the first draft
+        self._first: Tensor | None = None  # the position of the first draft of these requests
 
     def begin(self, step: SampledStep) -> None:
-        """Begin to draw the drafts behind a step."""
+        """Begin to sample the drafts after a step."""
         rows = step.flat.rows
         batch = self.staging.batch
         state = self.staging.state
         arrays = batch.sampling(rows, batch.num_tokens[rows])
         random = batch.temperature[rows] > 0
-        # A row that does not sample gets no drafts; earlier ones that it keeps are verified by comparison.
+        # A row that does not sample gets no new drafts; its earlier drafts are verified by comparison.
         by_rule = random & ~batch.has_seed[rows] & (step.flat.num_places > 0)
         self._place[:], self._logits = -1, []
         self._place[rows[by_rule]] = np.arange(by_rule.sum())
@@ -58,7 +57,7 @@ class DraftSampling:
                 )
 
     def choose(self, logits: Tensor, number: int) -> Tensor:
-        """logits: [requests, columns] of the draft with this number -> [requests], int64"""
+        """Sample a draft. logits: [requests, columns] of the draft with this number -> [requests], int64"""
         if self._batch.temperature is None:
             tokens = self.sampler.argmax(logits)
             return tokens if self.token_ids is None else self.token_ids[tokens]
@@ -73,7 +72,7 @@ class DraftSampling:
         return tokens
 
     def proposals(self, flat: FlatBatch, rows: Tensor, positions: Tensor) -> Proposals | None:
-        """The drafts of a step that are verified by the rule. rows, positions: of the step's places."""
+        """Return the drafts of a step that are verified by the rule. rows, positions: of the step's places."""
         is_draft = np.arange(len(flat.place_rows)) + 1 < np.repeat(flat.place_start_loc[1:], flat.num_places)
         places = (is_draft & (self._place[flat.place_rows] >= 0)).nonzero()[0]
         if not len(places) or not self._logits or self._first is None:

@@ -1,4 +1,4 @@
-"""A step as drafters see it."""
+"""The drafters' view of a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from quire.worker.input_batch import FlatBatch, Spans
 
 @dataclass
 class SampledStep:
-    """A step whose tokens were sampled and are in the state of the requests.
+    """A step whose sampled tokens have been added to the state of the requests.
 
     inputs: of the target model's forward. hidden: its final hidden states, [tokens, hidden], if the drafter reads them.
-    rows: [requests]; token_rows: [tokens]; kept: [requests], how many of the tokens sampled at its places each request
-    keeps, None if all; limits: [requests], how many tokens of each request have slots in the cache.
+    rows: [requests]; token_rows: [tokens]; kept: [requests], how many of its sampled tokens each request keeps, None if
+    all; limits: [requests], how many tokens of each request have slots in the cache.
     """
 
     flat: FlatBatch
@@ -33,7 +33,7 @@ class SampledStep:
 
     @staticmethod
     def arrays(flat: FlatBatch, step: SchedulerOutput, max_model_len: int) -> dict[str, Array]:
-        """What has to be on the device, for `of`."""
+        """Return the arrays that `of` needs on the device."""
         limits = flat.seq_lens.astype("int64")
         if step.num_next_drafts:
             limits = limits + step.num_next_drafts
@@ -46,13 +46,13 @@ class SampledStep:
 
     @classmethod
     def of(cls, flat: FlatBatch, inputs: StepInputs, hidden: Tensor | None, on_device: Mapping[str, Tensor]) -> Self:
-        """on_device: the result of `arrays`, on the device."""
+        """Create the step. on_device: the result of `arrays`, on the device."""
         names = "draft_rows", "token_rows", "num_places", "draft_limits"
         return cls(flat, inputs, hidden, *(on_device[name] for name in names))
 
     @classmethod
     def dummy(cls, inputs: StepInputs, hidden: Tensor, requests: int) -> Self:
-        """A made-up step of so many requests, to measure time or memory. Its drafts are stored nowhere."""
+        """Return a dummy step of this many requests, to measure time or memory. Its drafts are not stored."""
         tokens = inputs.size.tokens
         lengths = np.asarray(inputs.size.tokens_per_request or 1).repeat(requests)
         spans = Spans.of(np.arange(requests), 0 * lengths, lengths)
@@ -75,7 +75,6 @@ class SampledStep:
         )
 
     def last_kept(self) -> Tensor:
-        """[requests]: the index, in the flat batch, of the last token of each request that is part of its text and that
-        the step has computed."""
+        """Return [requests]: the flat-batch index of each request's last computed token that is part of its text."""
         ends = self.inputs.query_start_loc[1 : len(self.rows) + 1].long() - 1
         return ends if self.kept is None else torch.where(self.num_places > 0, ends - self.num_places + self.kept, ends)
