@@ -121,7 +121,7 @@ class Tokenizer:
         return self._encoder.encode_parts(first, second, keep, add_special_tokens, from_left)
 
     def shortened(self, text: str, most: int) -> str:
-        """Return the beginning of a text, with at most `keep` tokens. Raises ValueError."""
+        """Return the beginning of a text, with at most `most` tokens. Raises ValueError."""
         return self._encoder.shortened(text, most)
 
     @property

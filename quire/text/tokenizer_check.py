@@ -29,7 +29,7 @@ _LONGEST_WORD = 1_000  # characters of a word for WordPiece, which takes quadrat
 LONGEST_PIECE = 2_000  # characters of a piece of a Unigram model
 _MANY = 64  # repetitions that are treated as unlimited
 _DEEPEST = 50  # groups within groups
-_LONG_WORD = 200  # the usual limit of WordPiece models, or more
+_LONG_WORD = 200  # characters; the limits of usual WordPiece models are no higher
 # Alternatives that fail on a run of spaces, which the next alternative then consumes.
 _ALL_SPACES = r"\s+(?!\S)"
 _OF_SPACES = {_ALL_SPACES, r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+[\r\n]+"}
