@@ -50,7 +50,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Operation:
-    """A request to a running engine, such as sleep or pause."""
+    """An operation requested from a running engine."""
 
     replaces_weights: bool = False
     drops_weights: bool = False

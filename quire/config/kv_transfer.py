@@ -19,7 +19,7 @@ CONNECTORS: dict[Connector, tuple[str, ...]] = {
     "SharedMemoryConnector": ("shared_memory",),
     "TcpConnector": ("tcp",),
 }
-_NO_EFFECT = "kv_buffer_device", "kv_buffer_size", "kv_parallel_size", "kv_rank"  # vLLM's; there is nothing to choose
+_NO_EFFECT = "kv_buffer_device", "kv_buffer_size", "kv_parallel_size", "kv_rank"  # vLLM's; without a choice
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from quire.multimodal.pictures import MediaError
 from quire.multimodal.preprocessing import Array
 from quire.text.tokenizer import Tokenizer
 
-QUIET = 10  # long audio is cut within the last tenth of the model's window
+QUIET = 10  # long audio is cut within the last 1 / QUIET of the model's window
 WINDOWS = 10  # per second: a cut is made in the quietest one
 
 
@@ -39,8 +39,8 @@ class Speech:
     def __init__(
         self, tokenizer: Tokenizer, settings: Mapping[str, Any], sample_rate: int, most_samples: int, positions: int
     ) -> None:
-        """settings: of generation_config.json. most_samples: the length of the model's window, with the given number of
-        positions, each with a timestamp."""
+        """settings: of generation_config.json. most_samples: the length of the model's window. positions: of the
+        window, each with a timestamp."""
         self.sample_rate = sample_rate
         self._most_samples = most_samples
         self._tokenizer = tokenizer

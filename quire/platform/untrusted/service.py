@@ -180,7 +180,7 @@ class Service:
                     self._order("nice", job.identity, _NICE)
 
     def _deadline(self, job: Job) -> float:
-        """Return its deadline. Its preparation is not counted."""
+        """Return the job's deadline, which is infinite during its preparation."""
         is_preparing = job.preparation is not None and self._prepared.get(job.preparation.key) is not None
         return float("inf") if is_preparing else job.deadline
 
