@@ -23,7 +23,7 @@ _FILE_TYPES = {  # general.file_type, by llama.cpp's numbers
     28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
     39: "NVFP4", 40: "Q1_0", 41: "Q2_0",
 }  # fmt: skip
-_GGUF_TYPES = {  # bits of a weight in memory on CPUs, with those of its group and super-block; all others are floats
+_GGUF_TYPES = {  # bits per weight in memory on CPUs, with its share of group and super-block; all others are floats
     "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 6, "Q8_0": 8.5, "Q2_K": 3.125, "Q3_K": 3.5625, "Q4_K": 4.625,
     "Q5_K": 5.625, "Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.5, "NVFP4": 5, "IQ1_S": 4.3125,
     "IQ1_M": 4.5625, "IQ2_XXS": 4.3125, "IQ2_XS": 4.5625, "IQ2_S": 4.5625, "IQ3_XXS": 4.3125, "IQ3_S": 4.3125,

@@ -57,10 +57,10 @@ class CacheConfig:
 
     @property
     def has_tiers(self) -> bool:
-        """Whether blocks are kept beyond the pool."""
+        """Whether evicted blocks are kept outside the pool."""
         return bool(self.kv_offloading_size) or self.kv_offloading_path is not None
 
     @property
     def kv_offloading_bytes(self) -> int:
-        """CPU memory for the blocks of a replica."""
+        """The CPU memory for a replica's blocks."""
         return int((self.kv_offloading_size or 0) * 2**30)

@@ -8,11 +8,10 @@ from quire.config.declaration import ConfigError, at_least, option
 
 @dataclass(frozen=True)
 class Layout:
-    """Which replicas and ranks are where, as one of the machines sees it.
-
-    served: the replicas to which this machine's server sends requests; none without a server. here: those whose cores
-    run on this machine. machines: the number of machines that share one replica. machine: the number of this one among
-    them; only number 0 runs the core.
+    """The placement of replicas and ranks, from the perspective of one machine. served: the replicas to which this
+    machine's server sends requests; empty without a server. here: the replicas whose cores run on this machine.
+    machines: the number of machines that share one replica. machine: the number of this one among them; only number 0
+    runs the core.
     """
 
     served: range
@@ -22,7 +21,7 @@ class Layout:
 
     @property
     def elsewhere(self) -> range:
-        """The served replicas whose cores other machines run."""
+        """The served replicas whose cores run on other machines."""
         return range(self.here.stop, self.served.stop) if self.served else range(0)
 
 
@@ -63,12 +62,12 @@ class ClusterConfig:
 
     @property
     def head_address(self) -> str:
-        """The address of the machine whose server has all replicas."""
+        """The address of the machine whose server serves all replicas."""
         return self.data_parallel_address or self.master_addr
 
     def layout(self, replicas: int, ranks: int) -> Layout:
-        """Where the parts of the engine are. ranks: of one replica. Raises ConfigError for options that contradict each
-        other."""
+        """Return the placement of the engine's parts. ranks: of one replica. Raises ConfigError for contradictory
+        options."""
         layout = self._layout(replicas, ranks)
         start = layout.here.start
         stop = layout.here.stop
@@ -104,7 +103,8 @@ class ClusterConfig:
 
     @property
     def _balances_elsewhere(self) -> bool:
-        """Whether other programs share out requests among several servers, each with some of the replicas."""
+        """Whether an external load balancer distributes requests among several servers, each with some of the
+        replicas."""
         return bool(
             self.data_parallel_external_lb
             or self.data_parallel_rank is not None
@@ -141,14 +141,14 @@ class ClusterConfig:
         return Layout(range(replicas), range(count))
 
     def _single_replica(self, start: int) -> Layout:
-        """A server with one replica: that of data_parallel_rank, or the first of this machine."""
+        """Return the layout of a server with one replica: data_parallel_rank, or the first of this machine."""
         if self.data_parallel_rank is None and self.nnodes == 1:
             raise ConfigError("data_parallel_external_lb: say which replica this server has, with data_parallel_rank")
         rank = start if self.data_parallel_rank is None else self.data_parallel_rank
         return Layout(range(rank, rank + 1), range(rank, rank + 1))
 
     def _spanning(self, machines: int, rest: int) -> Layout:
-        """The layout of a replica that several machines share."""
+        """Return the layout of a replica that several machines share."""
         if rest:
             raise ConfigError(f"nnodes={self.nnodes}: the machines must have equally many ranks")
         if self.node_rank > 0:

@@ -1,4 +1,4 @@
-"""The fields of vLLM's compilation_config, and the options of Quire that they mean."""
+"""Translates the fields of vLLM's compilation_config to options of Quire."""
 
 import logging
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from quire.config.declaration import ConfigError, read_json
 
 _logger = logging.getLogger("quire")
 
-# Modes by vLLM's numbers and names. Mode 3, vLLM's default, fuses operations by a compiler of vLLM's own; in its place,
-# Quire has fused kernels.
+# Modes by vLLM's numbers and names. Mode 3, vLLM's default, fuses operations with vLLM's own compiler; Quire has fused
+# kernels instead.
 _MODES = {
     **dict.fromkeys((0, "0", "NONE"), False),
     **dict.fromkeys((1, "1", "STOCK_TORCH_COMPILE", 2, "2", "DYNAMO_TRACE_ONCE"), True),
@@ -27,8 +27,8 @@ _OTHERS = frozenset(
 
 
 def read_compilation(given: Any) -> dict[str, Any]:
-    """The options that a compilation_config sets. given: an object, its JSON, or a level from 0 to 3, as in earlier
-    versions. Raises ConfigError."""
+    """Return the options that a compilation_config sets. given: an object, its JSON, or a level from 0 to 3, as in
+    earlier versions. Raises ConfigError."""
     value = read_json("compilation_config", given) if isinstance(given, str) else given
     if value in (0, 1, 2, 3) and not isinstance(value, bool):
         return {"enforce_eager": True} if value == 0 else {}
@@ -42,7 +42,7 @@ def read_compilation(given: Any) -> dict[str, Any]:
 
 
 def _options(name: str, value: Any) -> dict[str, Any]:
-    """Those that a field sets."""
+    """Return the options that a field sets."""
     if name in ("mode", "level"):
         return {"torch_compile": _compiles(name, value)}
     if name in ("cudagraph_mode", "use_cudagraph"):

@@ -1,6 +1,6 @@
-"""The table of features that cannot be combined. No other place decides whether two features go together.
+"""The table of features that cannot be combined. Only this module decides whether two features can be combined.
 
-An error names the first row that applies, so rows that explain more come first.
+An error names the first row that applies, so more specific rows come first.
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,8 @@ _OUT = "leave it out"
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two features that cannot be combined. The kind of the second one decides how the message begins.
-
-    instead: what to do, by default to leave an option out.
+    """Two features that cannot be combined. The kind of the second one decides how the message begins. instead: the
+    suggested action, by default to omit an option.
     """
 
     a: Feature
@@ -35,7 +34,7 @@ class Conflict:
 
 
 def _each(given: tuple[Feature, ...], b: Feature, reason: str, instead: str = "") -> Iterator[Conflict]:
-    """A row for each of the given features."""
+    """Return a row for each of the given features."""
     return (Conflict(a, b, reason, instead) for a in given)
 
 

@@ -19,13 +19,13 @@ AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ConfigError(ValueError):
-    """An option is unknown or out of range. The message names it and says what would be accepted."""
+    """An option is unknown or out of range. The message names the option and the accepted values."""
 
 
 def option(default: Any, **metadata: Any) -> Any:
-    """A dataclass field of an option whose default is a list or a dict, or that is read in a way of its own.
+    """Return a dataclass field for an option whose default is a list or a dict, or that needs special parsing.
 
-    metadata: size=True accepts texts such as 4G and 32k; json=True accepts a JSON object as text; empty=True accepts
+    metadata: size=True accepts sizes such as 4G and 32k; json=True accepts a JSON object as text; empty=True accepts
     the flag without a value. flags lists additional flags, such as "-tp"; a flag with two dashes is another name of the
     option everywhere.
     """
@@ -51,7 +51,7 @@ def check_seconds(name: str, value: Any, *, zero: bool = False, most: float = fl
 
 
 def read_value(name: str, value: Any, hint: Any, metadata: Any) -> Any:
-    """The option's value, read from text if the option is a size, a JSON object or a list.
+    """Return the option's value, read from text if the option is a size, a JSON object or a list.
 
     Raises ConfigError if it does not have the annotated type.
     """
@@ -71,7 +71,7 @@ def read_value(name: str, value: Any, hint: Any, metadata: Any) -> Any:
 
 
 def _read_list(name: str, value: Any) -> Any:
-    """A list of the given items. Text is one item, or a JSON list of items."""
+    """Return a list of the given items. Text is one item, or a JSON list of items."""
     items = list(value) if isinstance(value, list | tuple) else [value]
     if len(items) == 1 and isinstance(items[0], str) and items[0].startswith("["):
         return read_json(name, items[0])
@@ -86,7 +86,8 @@ def read_json(name: str, text: str) -> Any:
 
 
 def read_object(option: str, given: Mapping[str, Any], kind: type[T]) -> T:
-    """The class of the fields of an option that is a JSON object, whose __post_init__ checks what types cannot express.
+    """Build a dataclass from an option's JSON object. The class's __post_init__ checks constraints that types cannot
+    express.
 
     Raises ConfigError, which names the option and the field.
     """
@@ -102,7 +103,8 @@ def read_object(option: str, given: Mapping[str, Any], kind: type[T]) -> T:
 
 
 def converted(name: str, value: Any, hint: Any) -> Any:
-    """The value in the annotated type. Of numbers, only integers are converted, to floats. Raises ConfigError."""
+    """Return the value in the annotated type. The only conversion of numbers is from integers to floats. Raises
+    ConfigError."""
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
@@ -111,7 +113,8 @@ def converted(name: str, value: Any, hint: Any) -> Any:
 
 
 def _accepted(hint: Any, has_type: bool) -> str:
-    """The values that an annotated type accepts. has_type: the refused value has the type, and is out of its range."""
+    """Describe the values that an annotated type accepts. has_type: the rejected value has the type, but is out of
+    range."""
     names = []
     for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
         if get_origin(kind) is Literal:
@@ -135,7 +138,8 @@ def parse_size(text: str) -> int:
 
 
 def imported(name: str, path: str) -> Any:
-    """What a user's option `name` names by its import path, package.module.NAME or package.module:NAME.
+    """Return the object that the option `name` refers to by its import path, package.module.NAME or
+    package.module:NAME.
 
     Raises ConfigError if it cannot be imported.
     """

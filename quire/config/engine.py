@@ -1,7 +1,7 @@
 """All options, each declared once. Command-line flags and `LLM(...)` keyword arguments are made from these classes.
 
-The names are vLLM's. What each means is in cli/options.toml, the text of `--help`. config/vllm.toml lists the options
-of vLLM that Quire does not have.
+The names are vLLM's. cli/options.toml describes each option, and is the text of `--help`. config/vllm.toml lists the
+options of vLLM that Quire does not have.
 """
 
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ class ModelConfig:
 
     @property
     def dtype_name(self) -> str:
-        """The data type in which the model computes, by its name in torch.
+        """The data type of the model's computation, by its name in torch.
 
         "auto" is bfloat16 even for a float16 checkpoint, since CPUs multiply bfloat16 faster.
         """
@@ -189,7 +189,7 @@ class ServerConfig(HttpLimits):
 
     @classmethod
     def create(cls, **options: Any) -> Self:
-        """From options by their names, `create(port=8080)`. Raises ConfigError."""
+        """Create from options by name, `create(port=8080)`. Raises ConfigError."""
         given = {canonical_name(name): value for name, value in options.items()}
         for name in given:
             if name not in OPTIONS[cls]:
@@ -229,7 +229,7 @@ class EngineConfig:
 
     @classmethod
     def create(cls, **options: Any) -> Self:
-        """From flat options, `create(max_model_len=2048, block_size=32)`. Raises ConfigError."""
+        """Create from flat options, `create(max_model_len=2048, block_size=32)`. Raises ConfigError."""
         given = {canonical_name(name): value for name, value in options.items()}
         if misplaced := [name for name in given if name in OPTIONS[ServerConfig] and name not in FOREIGN]:
             raise ConfigError(f"{misplaced[0]} is an option of the server (quire serve)")
@@ -255,13 +255,13 @@ ALIASES: dict[str, str] = {
 
 
 def canonical_name(name: str) -> str:
-    """The option's name in config.py. `name` may be written with dashes, or be another name of the option."""
+    """Return the option's canonical name. `name` may be written with dashes, or be an alias."""
     name = name.replace("-", "_")
     return ALIASES.get(name, name)
 
 
 def read_option(name: str, value: Any) -> Any:
-    """The value of an option given as text, as a torch.dtype or in vLLM's spelling. Raises ConfigError."""
+    """Return the value of an option given as text, as a torch.dtype or in vLLM's spelling. Raises ConfigError."""
     if name == "dtype":
         value = str(value).removeprefix("torch.")
     spellings = VALUES.get(name, {})
@@ -274,6 +274,6 @@ def read_option(name: str, value: Any) -> Any:
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as `read_option` reads them, without those that are None. Raises ConfigError for a wrong type."""
+    """Return the values as read by `read_option`, without None. Raises ConfigError for a wrong type."""
     values = {name: read_option(name, value) for name, value in options.items() if value is not None}
     return {name: value for name, value in values.items() if value is not None}

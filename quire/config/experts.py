@@ -7,10 +7,10 @@ from quire.config.declaration import AtLeast0, AtLeast1, ConfigError
 
 @dataclass(frozen=True)
 class BalanceOptions:
-    """vLLM's names. step_interval: after so many steps, experts move. window_size: their loads in so many of the last
-    steps count. num_redundant_experts: how many experts of a layer have a second copy. log_balancedness: write to the
-    log how equal the loads are. The other fields have no effect: experts move between steps, by the collectives of the
-    ranks.
+    """vLLM's names. step_interval: the number of steps after which experts are rebalanced. window_size: the number of
+    recent steps over which loads are measured. num_redundant_experts: how many experts per layer have a second copy.
+    log_balancedness: log how balanced the loads are. The other fields have no effect: experts move between steps, using
+    the ranks' collectives.
     """
 
     window_size: AtLeast1 = 1000

@@ -1,4 +1,4 @@
-"""The features of an engine that cannot all be combined, each a named predicate over what is known at start."""
+"""The features of an engine that cannot all be combined, each a named predicate over the facts known at start."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the features need to know about a model. The defaults exclude nothing, as long as no model is known.
+    """The properties of a model that features depend on. The defaults, used while no model is known, exclude nothing.
 
     max_model_len: the longest request in tokens, 0 if unknown. windows: sliding windows shorter than that. chunks:
-    attention that is confined to chunks of the text. two_way: tokens of a picture attend to each other in both
-    directions. levels: pictures also reach later layers. crossed: layers read an encoder's output by cross-attention.
+    attention is limited to chunks of the text. two_way: tokens of an image attend to each other in both directions.
+    levels: image features are also added to later layers. crossed: layers read an encoder's output by cross-attention.
     """
 
     max_model_len: int = 0
@@ -40,7 +40,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part of the engine runs. stages_apart: a drafter reads layers of other pipeline stages."""
+    """The placement of a part of the engine. stages_apart: a drafter reads layers of other pipeline stages."""
 
     in_llm: bool = False
     on_cpu: bool = False
@@ -50,7 +50,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Operation:
-    """What a running engine is asked for."""
+    """An operation requested from a running engine."""
 
     replaces_weights: bool = False
     drops_weights: bool = False
@@ -58,7 +58,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Setup:
-    """What is known at one point of the start. Features of parts that are not known yet are off."""
+    """The facts known at one point of the start. Features of unknown parts are off."""
 
     engine: "EngineConfig | None" = None
     server: "ServerConfig | None" = None
@@ -68,8 +68,8 @@ class Setup:
 
 
 class Kind(Enum):
-    """What a feature is, by how a message names its conflict with an option `a`: MISSING is an option that was not
-    given."""
+    """The kind of a feature, which determines the wording of its conflict with an option `a`. MISSING is an option that
+    was not given."""
 
     OPTION = "{a} and {b} exclude each other"
     MISSING = "{a} needs {b}"
@@ -80,7 +80,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Feature:
-    """name: as messages and docs/features.md write it."""
+    """name: used in messages and docs/features.md."""
 
     name: str
     is_on: Callable[[Setup], bool]
@@ -122,7 +122,7 @@ def _spans_machines(config: "EngineConfig") -> bool:
 
 
 def _has_short_steps(setup: Setup) -> bool:
-    """Whether a prompt of the full length exceeds the number of tokens that was given for a step."""
+    """Whether a prompt of the maximum length exceeds the given number of tokens per step."""
     given = None if setup.engine is None else setup.engine.scheduler.max_num_batched_tokens
     return given is not None and not setup.model.pools and given < setup.model.max_model_len
 
@@ -249,7 +249,7 @@ ON_CPU = _place("on a CPU", lambda p: p.on_cpu)
 SHARED_GPU = _place("where ranks share a GPU", lambda p: p.shares_gpu)
 STAGES_APART = _place("with a drafter that reads layers of other stages", lambda p: p.stages_apart)
 
-# ---- what it is asked for
+# ---- requests to the engine
 
 NEW_WEIGHTS = _operation("new weights", lambda o: o.replaces_weights)
 DEEP_SLEEP = _operation("sleep at level 2", lambda o: o.drops_weights)

@@ -1,4 +1,4 @@
-"""Limits of HTTP connections, most of which hold before a client has shown its API key."""
+"""Limits of HTTP connections. Most of them apply before a client is authenticated."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The fields of the option kv_compression, and how many blocks a compressed text keeps."""
+"""The fields of the option kv_compression, and the number of blocks of a compressed text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +12,12 @@ from quire.config.declaration import AtLeast0, AtLeast1, ConfigError, read_objec
 @dataclass(frozen=True)
 class KVCompressionOptions:
     """method: which keys are kept, see docs/kv-compression.md. ratio: a prompt's cache shrinks to 1 / ratio of its
-    size. window: so many of the prompt's last queries score its keys, and the keys of these tokens are always kept.
-    sinks: so are those of the first tokens. kernel_size, pooling: the score of a key is the average ("avg") or the
-    largest ("max") score of so many neighbours; 1 for its own. safeguard: of adakv and kv_compress, the share of the
-    average budget that every head has. steepness: of pyramidkv, how much smaller than the average the last layer's
-    budget is. interval: after so many more tokens, a request's cache is compressed again; 0 for never.
+    size. window: the number of the prompt's last queries that score its keys; the keys of these tokens are always kept.
+    sinks: the number of first tokens whose keys are always kept. kernel_size, pooling: the score of a key is the
+    average ("avg") or the maximum ("max") over this many neighbours; 1 for its own score. safeguard: for adakv and
+    kv_compress, the share of the average budget guaranteed to every head. steepness: for pyramidkv, how much smaller
+    than the average the last layer's budget is. interval: the number of further tokens after which a request's cache is
+    compressed again; 0 for never.
     """
 
     method: Literal["kv_compress", "adakv", "snapkv", "pyramidkv", "streaming_llm"] = "kv_compress"
@@ -37,16 +38,16 @@ class KVCompressionOptions:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
-        """Raises ConfigError for a field that is unknown or wrong."""
+        """Raises ConfigError for an unknown or invalid field."""
         return read_object("kv_compression", given, cls)
 
     def fewest_blocks(self, num_tokens: int, block_size: int) -> int:
-        """How many of a text's full blocks each head keeps at least: as many as its sinks and its window need."""
+        """The minimum number of full blocks that each head keeps: those for its sinks and its window."""
         return -(-(self.sinks + max(0, self.window - num_tokens % block_size)) // block_size)
 
     def kept_blocks(self, num_tokens: int, block_size: int, ratio: float | None = None) -> int | None:
-        """How many full blocks a text of `num_tokens` keeps, besides the last one that is not full. None if it keeps
-        all of them. ratio: the request's own."""
+        """Return how many full blocks a text of `num_tokens` keeps, in addition to the last, partial one. None if it
+        keeps all of them. ratio: of the request."""
         full, tail = divmod(num_tokens, block_size)
         kept = int(num_tokens / (ratio or self.ratio) - tail) // block_size
         kept = max(kept, self.fewest_blocks(num_tokens, block_size))

@@ -11,11 +11,11 @@ LOOPBACK = "127.0.0.1", "localhost", "[::1]"
 
 @dataclass(frozen=True)
 class KVEventOptions:
-    """Whether and where a core tells which blocks its prefix cache has: see engine/kv_events.py.
+    """Whether and where a core publishes its prefix-cache events: see engine/kv_events.py.
 
     endpoint, replay_endpoint: ZeroMQ addresses, tcp://HOST:PORT or ipc://PATH. topic: the first part of each message.
-    buffer_steps: the batches that are kept for replays. hwm: the batches that wait for one slow subscriber before it
-    loses some. max_queue_size: the batches that wait for the publishing thread.
+    buffer_steps: the number of batches kept for replays. hwm: the number of batches queued for one slow subscriber
+    before batches are dropped. max_queue_size: the number of batches queued for the publishing thread.
     """
 
     enable_kv_cache_events: bool = False
@@ -35,14 +35,14 @@ class KVEventOptions:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self | None:
-        """None if no events are asked for. Raises ConfigError for a field that is unknown or wrong."""
+        """None if events are disabled. Raises ConfigError for an unknown or invalid field."""
         options = read_object("kv_events_config", given, cls)
         return options if options.enable_kv_cache_events and options.publisher != "null" else None
 
     def binds(self) -> bool:
-        """Whether subscribers connect to `endpoint`. Otherwise a subscriber on another machine waits there.
+        """Whether subscribers connect to `endpoint`. Otherwise a subscriber on another machine listens there.
 
-        As in vLLM, hosts written as * or with :: are bound, and others are connected to; but loopback is bound, too.
+        As in vLLM, hosts written as * or with :: are bound, and others are connected to; but loopback is also bound.
         """
         host = self.endpoint.removeprefix("tcp://").rpartition(":")[0]
         return self.endpoint.startswith("ipc://") or "*" in host or "::" in host or host in LOOPBACK
@@ -56,7 +56,7 @@ def is_endpoint(address: str) -> bool:
 
 
 def of_rank(address: str, rank: int) -> str:
-    """The address of the core `rank`, as in vLLM: the port is that of core 0 plus the rank."""
+    """Return the address of the core `rank`, as in vLLM: the port is that of core 0 plus the rank."""
     if address.startswith("ipc://"):
         return f"{address}_dp{rank}" if rank else address
     host, _, port = address.rpartition(":")

@@ -11,7 +11,7 @@ from msgspec import Meta
 from quire.config.declaration import ConfigError, read_object
 
 Connector = Literal["QuireConnector", "NixlConnector", "P2pNcclConnector", "SharedMemoryConnector", "TcpConnector"]
-# vLLM's names of connectors that do what Quire's does, and the transports that they ask for; none: what both ends have.
+# vLLM's names of connectors with the same function as Quire's, and their transports; none: any that both ends support.
 CONNECTORS: dict[Connector, tuple[str, ...]] = {
     "QuireConnector": (),
     "NixlConnector": ("nixl",),
@@ -19,13 +19,13 @@ CONNECTORS: dict[Connector, tuple[str, ...]] = {
     "SharedMemoryConnector": ("shared_memory",),
     "TcpConnector": ("tcp",),
 }
-_NO_EFFECT = "kv_buffer_device", "kv_buffer_size", "kv_parallel_size", "kv_rank"  # vLLM's; there is nothing to choose
+_NO_EFFECT = "kv_buffer_device", "kv_buffer_size", "kv_parallel_size", "kv_rank"  # vLLM's; without a choice
 
 
 @dataclass(frozen=True)
 class TransferExtras:
-    """producers: the networks in which requests may name producers; None for all. streams: the connections to each rank
-    of a producer, for TCP."""
+    """producers: the networks of the producers that requests may name; None for all. streams: the number of TCP
+    connections to each rank of a producer."""
 
     producers: list[str] | None = None
     streams: Annotated[int, Meta(ge=1, le=16)] = 2
@@ -46,10 +46,10 @@ class TransferExtras:
 
 @dataclass(frozen=True)
 class KVTransferOptions:
-    """How an engine gives computed prompts to other engines (kv_producer), takes them (kv_consumer), or both.
+    """How an engine sends computed prompts to other engines (kv_producer), receives them (kv_consumer), or both.
 
     kv_ip, kv_port: of a producer: the address at which consumers find it. The engine listens at kv_port, and its rank r
-    at kv_port + 1 + r. engine_id: what answers call it. kv_load_failure_policy: what happens if blocks do not arrive:
+    at kv_port + 1 + r. engine_id: its name in responses. kv_load_failure_policy: the action if blocks do not arrive:
     only "recompute". kv_connector_extra_config: see TransferExtras.
     """
 
@@ -73,13 +73,13 @@ class KVTransferOptions:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
-        """Raises ConfigError for a field that is unknown or wrong."""
+        """Raises ConfigError for an unknown or invalid field."""
         read = {name: value for name, value in given.items() if name not in _NO_EFFECT}
         return read_object("kv_transfer_config", read, cls)
 
     @cached_property
     def extra(self) -> TransferExtras:
-        """The fields of kv_connector_extra_config. Raises ConfigError."""
+        """Return the fields of kv_connector_extra_config. Raises ConfigError."""
         return read_object("kv_connector_extra_config", self.kv_connector_extra_config, TransferExtras)
 
     @property

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.config.declaration import ConfigError, option
 
-# vLLM's names of groups of histograms; observability/engine.toml says which have which.
+# vLLM's names of groups of histograms; observability/engine.toml assigns histograms to them.
 FAMILIES = (
     "request_latency",
     "time_to_first_token",

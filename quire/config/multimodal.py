@@ -1,4 +1,4 @@
-"""The options of pictures and other media."""
+"""The options of images and other media."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from quire.messages.media import EncoderLimits
 
 MODALITIES = ("image", "video", "audio")
 CACHE_SIZE = 16_384  # embeddings
-MOST_FRAMES = 32  # that are taken of a video's file, unless media_io_kwargs says otherwise
-MOST_GIVEN_FRAMES = 8 * MOST_FRAMES  # of a video, however it is given
+MOST_FRAMES = 32  # selected from a video file, unless media_io_kwargs sets another number
+MOST_GIVEN_FRAMES = 8 * MOST_FRAMES  # of a video in any form
 _SIZES = {"image": ("width", "height"), "video": ("num_frames", "width", "height"), "audio": ("length",)}
 
 
 @dataclass(frozen=True)
 class MediaIO:
-    """How files of media are decoded: the fields of media_io_kwargs. num_frames: the most frames that are taken of a
-    video, evenly spaced. fps: how many are taken of a second, at most num_frames; 0 for no such limit. background: the
-    colour of what is transparent."""
+    """How files of media are decoded: the fields of media_io_kwargs. num_frames: the maximum number of evenly spaced
+    frames of a video. fps: the number of frames per second of video, up to num_frames in total; 0 for no such limit.
+    background: the colour that replaces transparency."""
 
     num_frames: int = MOST_FRAMES
     fps: float = 0.0
@@ -54,7 +54,7 @@ class MultiModalConfig:
         _ = self.media_io  # raises ConfigError
 
     def most_items(self, modality: str, default: int) -> int:
-        """How many items of a modality a prompt may have. default: if no option says it."""
+        """Return how many items of a modality a prompt may have. default: if no option sets it."""
         if self.language_model_only:
             return 0
         limit = self.limit_mm_per_prompt.get(modality, default)
@@ -84,7 +84,7 @@ class MultiModalConfig:
         return MediaIO(**found)
 
     def limits(self, step_tokens: int, longest_chunk: int) -> EncoderLimits:
-        """step_tokens: the most tokens of a step. longest_chunk: of these, the most of one request."""
+        """step_tokens: the maximum number of tokens per step. longest_chunk: the maximum for one request."""
         budget = self.max_num_encoder_input_tokens or step_tokens
         capacity = self.encoder_cache_size or max(CACHE_SIZE, budget)
         return EncoderLimits(budget, capacity, longest_chunk, exact=self.max_num_encoder_input_tokens is not None)
@@ -95,8 +95,8 @@ def _is_count(value: Any, least: int = 0) -> bool:
 
 
 def _is_limit(modality: str, limit: Any) -> bool:
-    """Whether it is a number, or vLLM's object with a count. Sizes in it have no effect: the measurement of memory at
-    start takes the largest item that the other options allow."""
+    """Whether it is a number, or vLLM's object with a count. Sizes in the object have no effect: memory is measured at
+    start with the largest item that the other options allow."""
     if isinstance(limit, Mapping):
         sizes = {name: value for name, value in limit.items() if name != "count"}
         known = sizes.keys() <= set(_SIZES[modality])
@@ -116,7 +116,7 @@ def _is_colour(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 3 and all(_is_count(v) and v <= 255 for v in value)
 
 
-# By modality and field: the field of MediaIO, or None; whether a value is right; which values are.
+# By modality and field: the field of MediaIO, or None; a check of a value; a description of valid values.
 _Field = tuple[str | None, Callable[[Any], bool], str]
 _MEDIA_IO: dict[str, dict[str, _Field]] = {
     "image": {

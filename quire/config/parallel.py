@@ -55,10 +55,10 @@ class ParallelConfig:
 
     @property
     def shares_experts(self) -> bool:
-        """Whether the replicas share experts, and so run their steps together."""
+        """Whether the replicas share experts, and therefore run their steps in lockstep."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
     def exchanges_tokens(self) -> bool:
-        """Whether ranks with different tokens share experts, and so send each other tokens."""
+        """Whether ranks with different tokens share experts, and therefore exchange tokens."""
         return self.enable_expert_parallel and self.data_parallel_size * self.prefill_context_parallel_size > 1

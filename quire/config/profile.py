@@ -24,7 +24,7 @@ class ProfileConfig:
 
 
 def check_nvtx() -> None:
-    """Raises ConfigError if the library for ranges of Nsight Systems is missing."""
+    """Raises ConfigError if the library for Nsight Systems ranges is missing."""
     try:
         import nvtx  # noqa: F401
     except ModuleNotFoundError as error:

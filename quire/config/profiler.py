@@ -10,13 +10,13 @@ from quire.config.declaration import AtLeast0, AtLeast1, ConfigError, read_objec
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """What a profile records, and which steps.
+    """The content of a profile, and the steps that it records.
 
     profiler: "torch" writes a trace for each process to torch_profiler_dir; "cuda" starts and stops the recording of
-    Nsight Systems. Steps are counted from the start of the profile: delay_iterations and wait_iterations are left out,
-    those of warmup_iterations are recorded and dropped, and the recording ends after max_iterations, or after
-    active_iterations if there is a warm-up. 0 of max_iterations: until the profile is stopped. ignore_frontend is
-    vLLM's, and has no effect: the processes of the API are never recorded.
+    Nsight Systems. Steps are counted from the start of the profile: delay_iterations and wait_iterations are skipped,
+    warmup_iterations are recorded and dropped, and the recording ends after max_iterations, or after active_iterations
+    if there is a warm-up. max_iterations=0: until the profile is stopped. ignore_frontend is vLLM's, and has no effect:
+    the processes of the API are never recorded.
     """
 
     profiler: Literal["torch", "cuda"] | None = None
@@ -52,12 +52,12 @@ class ProfilerConfig:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
-        """Raises ConfigError for a field that is unknown or wrong."""
+        """Raises ConfigError for an unknown or invalid field."""
         return read_object("profiler_config", given, cls)
 
     @property
     def plan(self) -> list[tuple[int, str]]:
-        """What happens before which step: "start" (which drops what was recorded before) and "stop"."""
+        """The action before each step: "start" (which drops earlier recordings) and "stop"."""
         first = self.delay_iterations + self.wait_iterations
         plan = [(first, "start")]
         if self.warmup_iterations:

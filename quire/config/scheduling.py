@@ -46,5 +46,5 @@ class SchedulerConfig:
         return SpeculativeOptions.read(self.speculative_config) if self.speculative_config else None
 
     def tokens_of_a_step(self, gpu: bool) -> int:
-        """The maximum number of tokens per step, with the device's default if the option is not given."""
+        """Return the maximum number of tokens per step, with the device's default if the option is not given."""
         return self.max_num_batched_tokens or max(8192 if gpu else 512, self.max_num_seqs)

@@ -18,22 +18,22 @@ _MOST_DRAFTS = 32
 
 @dataclass(frozen=True)
 class SpeculativeOptions:
-    """method: who proposes drafts, None if the config of `model` is to say it. model: what the method needs: the import
-    path of a class, or the directory or name of a draft model or of a drafter's head, at `revision`.
-    num_speculative_tokens: the most drafts of a request in a step, 0 if the config of `model` is to say it. adaptive:
-    whether it gets fewer when they are not worth their cost; else it always gets as many as the method finds.
-    max_model_len: how many tokens a text may have with its drafts; longer ones get none.
+    """method: the drafting method, None to use the one in the config of `model`. model: depends on the method: the
+    import path of a class, or the directory or name of a draft model or of a drafter's head, at `revision`.
+    num_speculative_tokens: the maximum number of drafts of a request per step, 0 to use the config of `model`.
+    adaptive: whether to propose fewer drafts when they are not worth their cost; otherwise as many as the method finds.
+    max_model_len: the maximum length of a text with its drafts; longer ones get none.
 
-    parallel_drafting, quantization, draft_tensor_parallel_size: of a draft model: whether it guesses all drafts in one
-    forward, how its weights are quantized, and whether its ranks share it (like the model's) or have it whole (1).
-    prompt_lookup_min, prompt_lookup_max: of ngram, how many of a text's last tokens must and may be found earlier in
-    the text. suffix_decoding_...: of suffix, see docs/speculation.md.
+    parallel_drafting, quantization, draft_tensor_parallel_size: for a draft model: whether it guesses all drafts in one
+    forward, how its weights are quantized, and whether it is sharded like the model or replicated on each rank (1).
+    prompt_lookup_min, prompt_lookup_max: for ngram, the minimum and maximum number of a text's last tokens to look up
+    earlier in the text. suffix_decoding_...: for suffix, see docs/speculation.md.
 
-    acceptance_rates, draft_method: of replay, which is for benchmarks. The drafts of `draft_method` are accepted with
-    given probabilities, whatever they are: the draft at place i with the probability acceptance_rates[i], if those
-    before it were accepted; the last rate is that of all further places. So the head of `model`, whose weights may be
-    dummies, costs what it costs, and the texts mean nothing. Once read, the method is that of the drafts; it remains
-    replay if there is neither draft_method nor model, where drafts are arbitrary tokens that cost nothing.
+    acceptance_rates, draft_method: for replay, which is for benchmarks. The drafts of `draft_method` are accepted with
+    given probabilities, regardless of their content: the draft at place i with the probability acceptance_rates[i], if
+    those before it were accepted; the last rate applies to all further places. So the head of `model`, whose weights
+    may be dummies, has its real cost, and the texts are meaningless. After reading, `method` is the draft method; it
+    remains replay if there is neither draft_method nor model, and then drafts are arbitrary tokens without cost.
     """
 
     method: str | None = None
@@ -59,7 +59,7 @@ class SpeculativeOptions:
             object.__setattr__(self, name, value)
         if not all(0 <= rate <= 1 for rate in self.acceptance_rates) or (self.acceptance_rates and not self.on_device):
             raise ConfigError("acceptance_rates must be numbers from 0 to 1, and not for host methods")
-        fewest = int(not self.on_device)  # 0 leaves it to the head's config
+        fewest = int(not self.on_device)  # 0 uses the head's config
         if not fewest <= self.num_speculative_tokens <= _MOST_DRAFTS:
             raise ConfigError(
                 f"num_speculative_tokens must be from 1 to {_MOST_DRAFTS}, got {self.num_speculative_tokens}"
@@ -69,16 +69,16 @@ class SpeculativeOptions:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
-        """Raises ConfigError for a field that is unknown, missing or wrong."""
+        """Raises ConfigError for an unknown, missing or invalid field."""
         return read_object("speculative_config", given, cls)
 
     @property
     def on_device(self) -> bool:
-        """Whether a drafter makes the drafts, next to the model."""
+        """Whether a separate drafter generates the drafts."""
         return self.method not in HOST_METHODS
 
     def _defaults(self) -> dict[str, Any]:
-        """The method by Quire's name, and the fields whose defaults depend on it. Raises ConfigError."""
+        """Return the method by Quire's name, and the fields whose defaults depend on it. Raises ConfigError."""
         method = self._method()
         if method == "custom_class" and not self.model:
             raise ConfigError("custom_class needs model, the import path of the class")
@@ -92,7 +92,7 @@ class SpeculativeOptions:
         return {"method": method}
 
     def _method(self) -> str | None:
-        """The method that is given, or that the model implies. Raises ConfigError."""
+        """Return the given method, or the one that the model implies. Raises ConfigError."""
         method = self.method
         if method == "replay":
             if not self.acceptance_rates:

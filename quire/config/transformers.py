@@ -1,4 +1,4 @@
-"""Whether transformers, whose models `model_impl="transformers"` runs, is installed."""
+"""Checks whether transformers is installed, which `model_impl="transformers"` requires."""
 
 from importlib.util import find_spec
 

@@ -17,9 +17,9 @@ _logger = logging.getLogger("quire")
 class Foreign(NamedTuple):
     """An option of vLLM that Quire does not have.
 
-    accepted: values that need no feature that Quire lacks; None means all values. reason: why the option has no effect,
-    or is an error. claim: the name of the test that checks the reason. switch: on the command line, the option is a
-    flag without a value.
+    accepted: values that do not require a feature missing in Quire; None means all values. reason: why the option has
+    no effect, or is an error. claim: the name of the test that checks the reason. switch: on the command line, the
+    option is a flag without a value.
     """
 
     accepted: tuple[Any, ...] | None
@@ -29,7 +29,7 @@ class Foreign(NamedTuple):
 
 
 def _foreign(groups: Iterable[Mapping[str, Any]], of_switches: tuple[Any, ...] | None = None) -> dict[str, Foreign]:
-    """The options of some groups of a file. of_switches: the values that switches accept."""
+    """Return the options of some groups of a file. of_switches: the values that switches accept."""
     options: dict[str, Foreign] = {}
     for group in groups:
         given = tuple(group["accepted"]) if "accepted" in group else None
@@ -64,7 +64,7 @@ FOREIGN: Mapping[str, Foreign] = {
     **NOT_SUPPORTED,
     **NO_EFFECT,
 }
-# Fields of speculative_config, likewise. The reason of one that is not supported says what to do instead.
+# Fields of speculative_config, likewise. The reason of an unsupported one describes the alternative.
 SPECULATIVE_NO_EFFECT = _foreign(_TABLES["speculative_no_effect"])
 SPECULATIVE_NOT_SUPPORTED = _foreign(_TABLES["speculative_not_supported"])
 
@@ -82,7 +82,7 @@ VALUES: Mapping[str, Mapping[Any, Any]] = {
     },
     "attention_backend": {"auto": None},
     "distributed_executor_backend": {"uni": "mp"},
-    "hf_token": {True: None},  # the token that the user logged in with
+    "hf_token": {True: None},  # the token of the user's login
     "kv_cache_dtype": {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"},
     "load_format": dict.fromkeys(("hf", "pt", "gguf", "fastsafetensors", "runai_streamer"), "auto"),
     "max_model_len": {"auto": -1, "-1": -1},
@@ -97,14 +97,13 @@ UNSUPPORTED_VALUES: Mapping[str, frozenset[str]] = {
 
 
 def translate(options: Mapping[str, Any], known: Iterable[str], others: Iterable[str] = ()) -> dict[str, Any]:
-    """Translates options as users of vLLM give them to Quire's. An option that is None counts as not given.
-
-    known: the names of Quire's options. others: additional names to suggest in place of an unknown one. Raises
-    ConfigError for an option that is unknown or not supported.
+    """Translate options in vLLM's form to Quire's. An option that is None is treated as omitted. known: the names of
+    Quire's options. others: additional names to suggest for an unknown one. Raises ConfigError for an unknown or
+    unsupported option.
     """
     known = frozenset(known)
     result: dict[str, Any] = {}
-    implied: dict[str, Any] = {}  # by other options; those that are given take precedence
+    implied: dict[str, Any] = {}  # by other options; explicit options take precedence
     objects = _objects(options)
     for name, value in options.items():
         if value is None:
@@ -130,14 +129,14 @@ def translate(options: Mapping[str, Any], known: Iterable[str], others: Iterable
 
 
 def _set_field(name: str, value: Any, objects: Mapping[str, dict[str, Any]]) -> None:
-    """Sets the field of another option for which an option stands. Raises ConfigError if it has another value."""
+    """Set the field of another option that an option maps to. Raises ConfigError if the field has a different value."""
     option, field = FIELD_FLAGS[name]
     if objects[option].setdefault(field, value) != value:
         raise ConfigError(f"{name}={value!r} contradicts another option: {field}={objects[option][field]!r}")
 
 
 def _replace(name: str, value: Any, result: dict[str, Any], implied: dict[str, Any]) -> None:
-    """Adds what an option of earlier versions is read as, and logs that it is retired."""
+    """Add the replacement of an option of earlier versions, and log that the option is deprecated."""
     successor, meaning = RETIRED[name]
     if not successor:
         _logger.warning("%s is retired in vLLM, and has no effect in Quire: %s", name, meaning)
@@ -151,28 +150,29 @@ def _replace(name: str, value: Any, result: dict[str, Any], implied: dict[str, A
 
 
 def _merge_overrides(result: dict[str, Any], implied: dict[str, Any]) -> None:
-    """Moves the fields of hf_overrides that other options imply to the option itself, unless it has them."""
+    """Move the fields of hf_overrides that other options imply to the option itself, unless it has them."""
     if fields := implied.pop("hf_overrides", None):
         result["hf_overrides"] = {**fields, **_object("hf_overrides", result.get("hf_overrides"))}
 
 
 def _implied(name: str, value: Any) -> Mapping[str, Any] | None:
-    """The options that a value of an option sets, {} for a value that sets none; None if the tables say more of it."""
+    """Return the options that a value of an option sets, {} for a value that sets none; None if other tables apply to
+    it."""
     of_values = IMPLIED.get(name, {})
     try:
         found = of_values.get(value)
-    except TypeError:  # it cannot be hashed, and so is none of them
+    except TypeError:  # it is not hashable, and so is none of them
         found = None
     return {} if found is None and of_values and name not in NOT_SUPPORTED and name not in NO_EFFECT else found
 
 
 def _objects(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Copies of the options that have fields with flags of their own."""
+    """Copy the options whose fields have their own flags."""
     return {name: _object(name, options.get(name)) for name in dict.fromkeys(name for name, _ in FIELD_FLAGS.values())}
 
 
 def _object(name: str, value: Any) -> Any:
-    """A copy of the option's JSON object, which may be given as text."""
+    """Return a copy of the option's JSON object, which may be given as text."""
     value = read_json(name, value) if isinstance(value, str) else value or {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} must be a JSON object, got {value!r}")
@@ -180,12 +180,12 @@ def _object(name: str, value: Any) -> Any:
 
 
 def _speculative(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of speculative_config that Quire reads. Raises ConfigError for one of vLLM that is not supported."""
+    """Return the fields of speculative_config that Quire reads. Raises ConfigError for an unsupported field of vLLM."""
     return {field: value for field, value in given.items() if _is_read(field, value)}
 
 
 def _is_read(field: str, value: Any) -> bool:
-    """Whether Quire reads a field of speculative_config. Raises ConfigError for one of vLLM that is not supported."""
+    """Whether Quire reads a field of speculative_config. Raises ConfigError for an unsupported field of vLLM."""
     refused = SPECULATIVE_NOT_SUPPORTED.get(field)
     if refused is not None and value not in (None, False, *(refused.accepted or ())):
         raise ConfigError(f"speculative_config: {field}={value!r} is not supported by Quire: {refused.reason}")
@@ -195,7 +195,7 @@ def _is_read(field: str, value: Any) -> bool:
 
 
 def _check(name: str, value: Any, known: Iterable[str]) -> None:
-    """Raises ConfigError unless vLLM has the option and its value needs no feature that Quire lacks."""
+    """Raises ConfigError unless vLLM has the option and its value requires no feature missing in Quire."""
     foreign = FOREIGN.get(name)
     if foreign is None:
         raise ConfigError(unknown(name, known))
@@ -212,6 +212,6 @@ def _check(name: str, value: Any, known: Iterable[str]) -> None:
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """The error message for an option that neither Quire nor vLLM has."""
+    """Return the error message for an option that neither Quire nor vLLM has."""
     near = difflib.get_close_matches(name, [*known, *FOREIGN], n=1, cutoff=0.7)
     return f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")

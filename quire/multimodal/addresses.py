@@ -1,7 +1,7 @@
-"""Which IP addresses are public: anybody's machines on the internet, and not those near this one.
+"""Distinguishes public IP addresses on the internet from private and special ones.
 
-A list of our own, since the one of Python's `ipaddress` depends on its version. It has what IANA's special-purpose
-registries have (tests compare them), IPv4 addresses within IPv6, and the addresses at which clouds tell secrets.
+The list is our own, since that of Python's `ipaddress` depends on its version. It contains IANA's special-purpose
+registries (tests compare them), IPv4 addresses within IPv6, and the addresses of clouds' metadata services.
 """
 
 import ipaddress
@@ -12,10 +12,10 @@ _PRIVATE_4 = """
     192.31.196.0/24 192.52.193.0/24 192.88.99.0/24 192.168.0.0/16 192.175.48.0/24 198.18.0.0/15 198.51.100.0/24
     203.0.113.0/24 224.0.0.0/4 240.0.0.0/4 168.63.129.16/32
 """
-# Of IPv6: what IANA allocates to the internet, without what is special in it: 2001::/32 is Teredo, 2002::/16 is 6to4.
+# Of IPv6: IANA's allocations to the internet, minus the special ones: 2001::/32 is Teredo, 2002::/16 is 6to4.
 _PUBLIC_6 = "2000::/3"
 _PRIVATE_6 = "2001::/23 2001:db8::/32 2002::/16 2620:4f:8000::/48 3fff::/20 3ffe::/16"
-# For translators, which networks without IPv4 have: the last four bytes are the IPv4 address that is reached.
+# For translators of networks without IPv4: the last four bytes are the destination's IPv4 address.
 _NAT64 = "64:ff9b::/96"
 
 

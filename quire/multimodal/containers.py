@@ -1,6 +1,6 @@
 """Videos and sounds in the containers MP4 (with M4A and MOV), WebM (Matroska) and AVI, decoded by FFmpeg through PyAV.
 
-The first bytes of the data choose FFmpeg's demuxer: some of its other demuxers open further files.
+The first bytes of the data select FFmpeg's demuxer: some of its other demuxers open further files.
 """
 
 from bisect import bisect_right
@@ -18,11 +18,11 @@ from quire.multimodal.preprocessing import Array
 from quire.platform.extras import install_command
 
 NAMES = "MP4, WebM, AVI, M4A"
-MOST_PACKETS = 1_000_000  # frames of a video in the file: nine hours at 30 a second
+MOST_PACKETS = 1_000_000  # frames of a video file: nine hours at 30 frames per second
 
 
 def container_of(data: bytes) -> str | None:
-    """FFmpeg's name of the container, or None if the data is in none of those read here."""
+    """Return FFmpeg's name of the container, or None if it is not supported here."""
     if data[4:8] == b"ftyp":
         return "mov"
     if data[:4] == b"\x1a\x45\xdf\xa3":
@@ -31,10 +31,9 @@ def container_of(data: bytes) -> str | None:
 
 
 def decode_video(data: bytes, most: int = MOST_FRAMES, fps: float = 0.0) -> tuple[list[Image.Image], float]:
-    """At most `most` evenly spaced frames, upright and in RGB, and their frame rate. fps: the highest frame rate; 0 or
-    less for no limit. Raises MediaError.
-
-    Only what lies between a chosen frame and the key frame before it is decoded.
+    """Return at most `most` evenly spaced frames, upright and in RGB, and their frame rate. fps: the highest frame
+    rate; 0 or less for no limit. Raises MediaError. For each chosen frame, only the frames from the preceding key frame
+    on are decoded.
     """
     with _open(data, "video") as (container, stream):
         check_frames(1, stream.codec_context.width, stream.codec_context.height)
@@ -65,7 +64,7 @@ def decode_video(data: bytes, most: int = MOST_FRAMES, fps: float = 0.0) -> tupl
 
 
 def _times(container: Any, stream: Any) -> tuple[list[int], list[int]]:
-    """The presentation times of all frames, and those of the key frames, sorted, in units of the stream's time base."""
+    """Return the sorted presentation times of all frames and of the key frames, in units of the stream's time base."""
     times = list[int]()
     keys = list[int]()
     for packet in container.demux(stream):
@@ -87,7 +86,7 @@ def _upright(frame: Any) -> Image.Image:
 
 @contextmanager
 def open_sound(data: bytes) -> Iterator[tuple[int, int, Iterator[Array]]]:
-    """The sample rate, the number of channels, and blocks of mono samples: [samples], float32."""
+    """Return the sample rate, the number of channels, and blocks of mono samples: [samples], float32."""
     with _open(data, "audio") as (container, stream):
         rate = stream.codec_context.sample_rate
         channels = stream.codec_context.channels
@@ -108,7 +107,8 @@ def _mixed(container: Any, stream: Any) -> Iterator[Array]:
 
 @contextmanager
 def _open(data: bytes, kind: str) -> Iterator[tuple[Any, Any]]:
-    """The container and its first stream of a kind. FFmpeg's errors, also in the block, become a MediaError."""
+    """Open a container and its first stream of a kind. FFmpeg's errors, also within the `with` block, become
+    MediaErrors."""
     what = {"video": "video", "audio": "sound"}[kind]
     try:
         import av
@@ -123,7 +123,7 @@ def _open(data: bytes, kind: str) -> Iterator[tuple[Any, Any]]:
             (stream,) = streams
             if stream.codec_context is None:
                 raise MediaError(f"the {what} is in a codec that cannot be read")
-            stream.codec_context.thread_count = 1  # a job has one processor, and a limit on what all its threads use
+            stream.codec_context.thread_count = 1  # a job has one processor, and a limit for all its threads
             yield container, stream
     except MediaError:
         raise

@@ -1,4 +1,4 @@
-"""The parts of messages that are pictures: finds them, and gets what they name."""
+"""Finds the media parts of messages, and fetches the media that they refer to."""
 
 import base64
 import binascii
@@ -14,7 +14,7 @@ from quire.multimodal.decoding import Encoded
 from quire.multimodal.fetch import MOST_BYTES, fetch
 from quire.multimodal.pictures import MediaError, picture
 
-# By the type of a part: the modality. The field that says where it is has the name of the type, or of _FIELDS.
+# Part type -> modality. The field with the source has the name of the type, or the one in _FIELDS.
 PARTS = {
     "image_url": "image",
     "input_image": "image",
@@ -23,12 +23,12 @@ PARTS = {
     "audio_url": "audio",
     "input_audio": "audio",
 }
-_FIELDS = {"input_image": "image_url"}  # as the Responses API calls it
+_FIELDS = {"input_image": "image_url"}  # the name in the Responses API
 
 
 @dataclass(frozen=True)
 class MediaPart:
-    """A part of a message. where: its path in the request. source: a URL, or what a program gave."""
+    """A part of a message. where: its path in the request. source: a URL, or an object passed by a program."""
 
     where: str
     modality: str
@@ -39,7 +39,7 @@ class MediaPart:
 def split_content(
     messages: Sequence[Mapping[str, Any]], placeholders: Mapping[str, str]
 ) -> tuple[list[Mapping[str, Any]], list[MediaPart]]:
-    """Messages with placeholders in place of their media, and the media. Raises MediaError."""
+    """Return the messages with placeholders instead of their media, and the media. Raises MediaError."""
     rest = list[Mapping[str, Any]]()
     media = list[MediaPart]()
     for number, message in enumerate(messages):
@@ -80,10 +80,10 @@ def _media_part(where: str, kind: str, part: Mapping[str, Any]) -> MediaPart:
 
 
 class Sources:
-    """Gets the media that requests name, as far as the options allow it."""
+    """Fetches the media that requests name, as far as the options allow it."""
 
     def __init__(self, options: MultiModalConfig, sample_rate: int) -> None:
-        """sample_rate: of the sounds that the model hears."""
+        """sample_rate: of the model's audio input."""
         self._sample_rate = sample_rate
         path = options.allowed_local_media_path
         self._folder = None if path is None else Path(path).resolve()
@@ -91,7 +91,7 @@ class Sources:
         self._io = options.media_io
 
     def read(self, part: MediaPart) -> Any:
-        """The Encoded item, or a picture that a program gave. Raises MediaError, which names the part."""
+        """Return the Encoded item, or an image passed by a program. Raises MediaError that names the part."""
         try:
             if not isinstance(part.source, str):
                 return picture(part.source)
@@ -104,7 +104,7 @@ class Sources:
             raise MediaError(f"{part.where}: {error_text(error)}") from error
 
     def _video(self, url: str) -> Encoded:
-        if url.startswith("data:video/jpeg;base64,"):  # single frames, as vLLM takes them
+        if url.startswith("data:video/jpeg;base64,"):  # single frames, as in vLLM
             if (count := url.count(",")) > MOST_GIVEN_FRAMES:
                 raise MediaError(f"a video has 1 to {MOST_GIVEN_FRAMES} frames, got {count}")
             pieces = url.partition(",")[2].split(",")

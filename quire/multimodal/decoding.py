@@ -1,6 +1,6 @@
-"""Decodes the media of requests, in worker processes: a file of a few bytes can take a processor for minutes.
+"""Decodes the media of requests in worker processes: a file of a few bytes can occupy a processor for minutes.
 
-A job gets the bytes of files, and returns samples or pixels as bytes. Python's objects are made of them here.
+A job receives the bytes of files, and returns samples or pixels as bytes, which are converted to Python objects here.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ with contextlib.suppress(ImportError):  # once for all jobs
 
 Kind = Literal["image", "video", "frames", "audio"]
 
-# The pixels of a picture take 4 bytes each while it is decoded, and several copies; see also the limits in pictures.py
-# and sounds.py, which are checked before.
-_TOTAL = 60.0  # seconds, with the time in which other requests are worked on
+# While an image is decoded, a pixel takes 4 bytes, and there are several copies. The limits in pictures.py and
+# sounds.py are checked before.
+_TOTAL = 60.0  # seconds, including the time spent on other requests
 LIMITS: Mapping[Kind, Limits] = {
     "image": Limits(5.0, 1536 * MIB, _TOTAL, result_bytes=200 * MIB),
     "video": Limits(15.0, 2048 * MIB, _TOTAL, result_bytes=400 * MIB),
@@ -44,8 +44,8 @@ LIMITS: Mapping[Kind, Limits] = {
 
 @dataclass(frozen=True)
 class Encoded:
-    """An item that is not decoded yet. kind: frames are those of a video, one file each. sample_rate: of a sound.
-    io: how pictures and videos are decoded."""
+    """An item that is not decoded yet. kind: "frames" are a video's frames, one file each. sample_rate: of audio. io:
+    how images and videos are decoded."""
 
     kind: Kind
     files: tuple[bytes, ...]
@@ -53,7 +53,7 @@ class Encoded:
     io: MediaIO = MediaIO()
 
     def submit(self) -> "Future[Any]":
-        """Decode it in a worker process. The result is for `decoded`. Raises BusyError; see UntrustedPool.submit."""
+        """Decode it in a worker process. Pass the result to `decoded`. Raises BusyError; see UntrustedPool.submit."""
         from quire.platform.untrusted.pool import shared_pool
 
         name = f"{__name__}:decode_plain"
@@ -61,11 +61,11 @@ class Encoded:
         return shared_pool().submit(name, self.kind, self.files, *settings, limits=LIMITS[self.kind])
 
     def decode(self) -> Any:
-        """A picture, the Frames of a video, or samples, decoded in this process. Raises MediaError."""
+        """Return an image, the Frames of a video, or samples, decoded in this process. Raises MediaError."""
         return _decode(self.kind, self.files, self.sample_rate, self.io)
 
     def key(self, kwargs: Mapping[str, Any] | None) -> str:
-        """What the preprocessed item depends on, as a hash. kwargs: settings of the preprocessing."""
+        """Return a hash of everything that the preprocessed item depends on. kwargs: preprocessing settings."""
         digest = sha256(msgspec.json.encode([self.kind, self.sample_rate, [len(file) for file in self.files], kwargs]))
         for file in self.files:
             digest.update(file)
@@ -73,12 +73,12 @@ class Encoded:
 
 
 def refusal(error: ValueError) -> MediaError:
-    """What a job's failure tells its client."""
+    """Return the client's error for a job's failure."""
     return MediaError(f"it cannot be decoded: {error}" if isinstance(error, LimitExceededError) else str(error))
 
 
 def decoded(kind: Kind, plain: Any) -> Any:
-    """The item that a job has decoded."""
+    """Return the item that a job has decoded."""
     if kind == "image":
         return _image(plain)
     if kind == "audio":
@@ -104,8 +104,8 @@ def _decode(kind: Kind, files: "tuple[bytes, ...] | list[bytes]", sample_rate: i
 
 
 class ItemCache:
-    """The preprocessed items that were used last, which are not decoded again. `most` bytes of them. Its methods may be
-    called on any thread."""
+    """A cache of the most recently used preprocessed items, of at most `most` bytes. Its methods may be called on any
+    thread."""
 
     def __init__(self, most: int) -> None:
         self._most, self._size, self._lock = most, 0, Lock()
@@ -135,7 +135,7 @@ def _size(item: Prepared) -> int:
 
 
 def decode_plain(kind: Kind, files: list[bytes], sample_rate: int, io: tuple[Any, ...]) -> Any:
-    """Plain data for `decoded`. io: the fields of MediaIO. Raises MediaError."""
+    """Return plain data for `decoded`. io: the fields of MediaIO. Raises MediaError."""
     value = _decode(kind, files, sample_rate, MediaIO(*io))
     if isinstance(value, Frames):
         return [_pixels(image) for image in value.images], value.fps

@@ -1,8 +1,8 @@
-"""Embeddings in place of a prompt: reads the bytes of torch.save and of safetensors, and unpickles nothing.
+"""Embeddings instead of a prompt: reads files of torch.save and safetensors without unpickling.
 
-torch.save writes a ZIP archive with a pickle that says how to make the tensor, and a file of its numbers. The pickle is
-not run. Its operations are read by a small machine of our own, which knows no other functions than those that rebuild a
-dense tensor, and calls none of them.
+torch.save writes a ZIP archive with a pickle that describes how to create the tensor, and a file of its numbers. The
+pickle is not executed. A small interpreter reads its operations. It accepts only the functions that rebuild a dense
+tensor, and calls none of them.
 """
 
 import base64
@@ -21,7 +21,7 @@ import numpy as np
 from quire.messages.media import Buffer
 from quire.multimodal.pictures import MediaError
 
-CHUNK = 256  # embeddings of an item: the unit in which prefixes of other prompts are shared
+CHUNK = 256  # embeddings per item: the unit in which prompts share prefixes
 _TYPES = {"FloatStorage": ("float32", 4), "HalfStorage": ("float16", 2), "BFloat16Storage": ("bfloat16", 2)}
 _SAFE_TYPES = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
 
@@ -39,7 +39,7 @@ class _Call(NamedTuple):
 
 
 def decode_embeddings(text: str) -> Buffer:
-    """The matrix [tokens, hidden] in the base64 text of a file of torch.save or safetensors. Raises MediaError."""
+    """Return the matrix [tokens, hidden] in the base64 text of a torch.save or safetensors file. Raises MediaError."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -66,7 +66,7 @@ def checked(found: Buffer) -> Buffer:
 
 
 def buffer_of(value: Any) -> Buffer:
-    """A matrix that a program gives: a torch tensor or a numpy array. Raises MediaError."""
+    """Return a matrix passed by a program: a torch tensor or a numpy array. Raises MediaError."""
     if getattr(value, "is_sparse", False) or "sparse" in str(getattr(value, "layout", "")):
         raise MediaError("sparse tensors are not taken")
     if hasattr(value, "detach"):
@@ -126,7 +126,8 @@ def _buffer(dtype: str, width: int, shape: list[int], data: bytes) -> Buffer:
 
 
 def _interpret(pickled: bytes) -> Any:
-    """What a pickle builds, with its calls as data. Raises MediaError for operations that no dense tensor needs."""
+    """Return the value that a pickle describes, with its calls as data. Raises MediaError for operations that no dense
+    tensor needs."""
     machine = _Machine()
     for operation, argument, _ in pickletools.genops(pickled):
         if operation.name == "STOP":
@@ -188,7 +189,7 @@ class _Machine:
 _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "PROTO": _Machine.ignore,
     "FRAME": _Machine.ignore,
-    "BINPERSID": _Machine.ignore,  # what is on the stack names a storage
+    "BINPERSID": _Machine.ignore,  # the top of the stack names a storage
     "NONE": lambda machine, _: machine.push(None),
     "NEWTRUE": lambda machine, _: machine.push(True),
     "NEWFALSE": lambda machine, _: machine.push(False),

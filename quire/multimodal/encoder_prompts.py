@@ -1,4 +1,4 @@
-"""Prompts of models with an encoder of texts: what the encoder reads, and how the decoder starts."""
+"""Prompts of models with a text encoder: the encoder's input, and the decoder's first tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _FIELDS = {"prompt", "prompt_token_ids", "cache_salt"}
 @dataclass(frozen=True)
 class EncoderPrompt:
     """A prompt in its two parts. text, token_ids: the encoder's; the text is None if only its tokens were given.
-    decoder_prompt: as a prompt of a model without an encoder. media: the encoder's input."""
+    decoder_prompt: like a prompt of a model without an encoder. media: the encoder's input."""
 
     text: str | None
     token_ids: list[int]
@@ -28,12 +28,12 @@ class EncoderPrompt:
 
 
 class EncoderPrompts:
-    """Reads prompts with vLLM's names: `encoder_prompt` and `decoder_prompt`, or a plain prompt for the encoder."""
+    """Reads prompts in vLLM's format: `encoder_prompt` and `decoder_prompt`, or a plain prompt for the encoder."""
 
     def __init__(
         self, tokenizer: Tokenizer, limits: EncoderLimits, beginning: Sequence[int], vocab_size: int, longest: int
     ) -> None:
-        """beginning: the decoder's first tokens. longest: the most tokens of a text."""
+        """beginning: the decoder's first tokens. longest: the maximum number of tokens of a text."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._beginning = list(beginning)
@@ -98,7 +98,8 @@ class EncoderPrompts:
         return token_ids
 
     def _decoder(self, prompt: Any) -> dict[str, Any]:
-        """A prompt of the decoder. It begins as the model's own do, also where a text or tokens are given."""
+        """Return the decoder's prompt. It starts with the model's usual first tokens, even if a text or tokens are
+        given."""
         if prompt is None:
             return {"prompt_token_ids": self._beginning}
         text, given = _parts("decoder_prompt", prompt)
@@ -120,7 +121,7 @@ class EncoderPrompts:
 
 
 def _parts(name: str, prompt: Any) -> tuple[str | None, list[int] | None]:
-    """The text and the token ids of a prompt in any form. One of them is not None."""
+    """Return the text and the token ids of a prompt in any form. One of them is not None."""
     text = None
     given = prompt
     if isinstance(prompt, str):

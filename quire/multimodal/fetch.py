@@ -1,7 +1,8 @@
-"""Fetches files over HTTP for strangers: with limits on size, time and redirects, and from public addresses only.
+"""Fetches files over HTTP for untrusted clients: with limits on size, time and redirects, and only from public
+addresses.
 
-A name is resolved once, and the connection is made to the address that was checked, so a name that resolves to
-something else a moment later gains nothing. Each redirect is checked like the first URL.
+A name is resolved once, and the connection is made to the address that was checked, so a name that later resolves to
+another address has no effect. Each redirect is checked like the first URL.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 def fetch(
     url: str, domains: Collection[str] = (), most_bytes: int = MOST_BYTES, seconds: float = MOST_SECONDS
 ) -> bytes:
-    """domains: the only ones allowed, also at private addresses; none for all at public ones. Raises MediaError."""
+    """domains: the allowed domains, also at private addresses; if empty, all domains at public addresses are allowed.
+    Raises MediaError."""
     deadline = time.monotonic() + seconds
     for _ in range(MOST_REDIRECTS + 1):
         found = _get(url, domains, most_bytes, deadline)
@@ -37,7 +39,7 @@ def fetch(
 
 
 def _get(url: str, domains: Collection[str], most_bytes: int, deadline: float) -> bytes | str:
-    """The content, or the URL to which this one is redirected."""
+    """Return the content, or the URL to which this one redirects."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -54,7 +56,7 @@ def _get(url: str, domains: Collection[str], most_bytes: int, deadline: float) -
     if left <= 0:
         raise MediaError("the URL took too long to fetch")
     connection = _Connection(host, port, address, parts.scheme == "https", left)
-    # A server that sends a byte now and then would never run into a socket's timeout.
+    # A server that sends a byte now and then would never trigger a socket's timeout.
     timer = threading.Timer(left, connection.abort)
     timer.daemon = True
     timer.start()
@@ -87,13 +89,13 @@ def _read(connection: "_Connection", parts: SplitResult, url: str, most_bytes: i
         pieces.append(piece)
         if size > most_bytes:
             raise MediaError(f"the file has more than {most_bytes} bytes")
-    if time.monotonic() > deadline:  # then the end of the data is that of the connection, which was aborted
+    if time.monotonic() > deadline:  # then the data ended because the connection was aborted
         raise MediaError("the URL took too long to fetch")
     return b"".join(pieces)
 
 
 def _address(host: str, port: int, private: bool) -> str:
-    """An address of the host. Raises MediaError if one of its addresses is private, unless these are allowed."""
+    """Return an address of the host. Raises MediaError if any of its addresses is private, unless these are allowed."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -105,7 +107,7 @@ def _address(host: str, port: int, private: bool) -> str:
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection to an address that was checked, for a host of another name."""
+    """A connection to a checked address, for a given host name."""
 
     def __init__(self, host: str, port: int, address: str, secure: bool, timeout: float) -> None:
         super().__init__(host, port, timeout=timeout)
@@ -118,7 +120,7 @@ class _Connection(http.client.HTTPConnection):
     def connect(self) -> None:
         self.sock = socket.create_connection((self._address, self.port), self.timeout)
         if self._secure:
-            self._raw = self.sock  # the handshake may take long, too
+            self._raw = self.sock  # the handshake may also take long
             self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
         self._raw = self.sock
 

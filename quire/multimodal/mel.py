@@ -1,4 +1,4 @@
-"""Spectra of sound, as models hear it."""
+"""Computes the audio spectra that models read."""
 
 import numpy as np
 
@@ -6,9 +6,9 @@ from quire.multimodal.preprocessing import Array
 
 
 def mel_filters(fft: int, bins: int, sample_rate: int) -> Array:
-    """[fft / 2 + 1, bins]: triangles over the frequencies of a Fourier transform, of equal area, from 0 to half of the
-    sample rate. Their corners are evenly spaced in mels as in Slaney's Auditory Toolbox (1998): linear below 1000 Hz,
-    which are 15 mels, and logarithmic above, where 27 mels are a factor of 6.4."""
+    """Return the mel filters [fft / 2 + 1, bins]: triangles of equal area over the frequencies of a Fourier transform,
+    from 0 to half of the sample rate. Their corners are evenly spaced in mels as in Slaney's Auditory Toolbox (1998):
+    linear below 1000 Hz, which is 15 mels, and logarithmic above, where 27 mels correspond to a factor of 6.4."""
     step = np.log(6.4) / 27
     most = 15 + np.log(sample_rate / 2 / 1000) / step
     mels = np.linspace(0, most, bins + 2)
@@ -22,7 +22,7 @@ def mel_filters(fft: int, bins: int, sample_rate: int) -> Array:
 
 def log_mel(samples: Array, filters: Array, fft: int, hop: int) -> Array:
     """samples: float32, at most 1 -> [bins, len(samples) / hop], float32: logarithms of the energies in windows of
-    `fft` samples, not more than 8 powers of ten below the largest one, scaled to about 1 (Whisper, section 2.2)."""
+    `fft` samples, clamped to 8 powers of ten below the largest one, scaled to about 1 (Whisper, section 2.2)."""
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(fft) / fft)
     padded = np.pad(samples.astype(np.float64), fft // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, fft)[::hop][: len(samples) // hop]

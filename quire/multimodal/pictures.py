@@ -1,5 +1,4 @@
-"""Decodes pictures of unknown origin, in bounded memory: the size that the file declares is checked before its pixels
-are."""
+"""Decodes untrusted images in bounded memory: the declared size is checked before the pixels are decoded."""
 
 from collections.abc import Sequence
 from io import BytesIO
@@ -11,28 +10,28 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from quire.config.multimodal import MOST_FRAMES, MOST_GIVEN_FRAMES
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MOST_PIXELS = 64_000_000  # of one picture: 256 MB while it is decoded
+MOST_PIXELS = 64_000_000  # of one image: 256 MB while it is decoded
 WHITE = (255, 255, 255)
-MOST_VIDEO_PIXELS = 2 * MOST_PIXELS  # of the frames that are taken
+MOST_VIDEO_PIXELS = 2 * MOST_PIXELS  # of the selected frames
 
 # Pillow's own limit only warns up to twice its value. Ours is checked first.
 Image.MAX_IMAGE_PIXELS = 2 * MOST_PIXELS
 
 
 class MediaError(ValueError):
-    """A picture or another item cannot be used. The message says why, and quotes nothing of its content."""
+    """An image or another item cannot be used. The message explains why, without quoting its content."""
 
 
 def decode(data: bytes, background: tuple[int, int, int] = WHITE) -> Image.Image:
-    """The picture in an image file, upright and in RGB; of an animation, the first frame. background: see to_rgb.
-    Raises MediaError."""
+    """Return the image in a file, upright and in RGB; for an animation, the first frame. background: see to_rgb. Raises
+    MediaError."""
     image = _open(data)
     return to_rgb(_loaded(image), background)
 
 
 def decode_frames(data: bytes, most: int = MOST_FRAMES, fps: float = 0.0) -> tuple[list[Image.Image], float]:
-    """Evenly spaced frames of an animated image (GIF, WebP, PNG), `most` at most, in RGB, and how many of them a second
-    has. fps: how many are taken of a second at most; for no such limit, a number below 0 or 0. Raises MediaError."""
+    """Return at most `most` evenly spaced RGB frames of an animated image (GIF, WebP, PNG), and their number per
+    second. fps: the maximum number of frames per second; 0 or less for no limit. Raises MediaError."""
     image = _open(data)
     count = int(getattr(image, "n_frames", 1))
     if count * image.width * image.height > 16 * MOST_PIXELS:
@@ -49,19 +48,19 @@ def decode_frames(data: bytes, most: int = MOST_FRAMES, fps: float = 0.0) -> tup
             raise MediaError("the video is damaged") from error
         frames.append(_loaded(image).convert("RGB"))
         milliseconds += float(image.info.get("duration", 0))
-    shown = milliseconds * count / len(frames) / 1000  # seconds, as if all were shown as long as the chosen ones
+    shown = milliseconds * count / len(frames) / 1000  # seconds, as if all frames were shown as long as the chosen ones
     return frames, len(frames) / shown if shown else 1.0
 
 
 def _most_of_seconds(image: Image.Image, count: int, fps: float) -> int:
-    """How many frames `fps` a second are, at least 1. The time of each frame is in its own part of the file, so that of
-    the first one counts for all."""
+    """Return the number of frames at `fps` frames per second, at least 1. Each frame's duration is in its own part of
+    the file, so the first frame's is used for all."""
     milliseconds = float(image.info.get("duration", 0)) * count
     return max(1, round(milliseconds / 1000 * fps)) if milliseconds else count
 
 
 def decode_single_frames(files: Sequence[bytes]) -> list[Image.Image]:
-    """The frames of a video that is given as image files. Raises MediaError."""
+    """Return the frames of a video that is given as image files. Raises MediaError."""
     frames = list[Image.Image]()
     for file in files:
         image = _open(file)
@@ -100,7 +99,7 @@ def _loaded(image: Image.Image) -> Image.Image:
 
 
 def to_rgb(image: Image.Image, background: tuple[int, int, int] = WHITE) -> Image.Image:
-    """The picture turned upright as its EXIF data says, in RGB. background: the colour of what is transparent."""
+    """Return the image rotated according to its EXIF data, in RGB. background: replaces transparency."""
     image = ImageOps.exif_transpose(image)
     if image.mode == "RGB":
         return image
@@ -112,7 +111,7 @@ def to_rgb(image: Image.Image, background: tuple[int, int, int] = WHITE) -> Imag
 
 
 def picture(value: Any) -> Image.Image:
-    """A picture that a program gives: of PIL, or an array of uint8 [height, width, 3]. Raises MediaError."""
+    """Return an image passed by a program: a PIL image, or a uint8 array [height, width, 3]. Raises MediaError."""
     if isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] != 3 or not value.size:
             raise MediaError(f"an image must be an array of uint8 [height, width, 3], got {value.dtype} {value.shape}")

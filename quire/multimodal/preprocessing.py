@@ -1,4 +1,4 @@
-"""Resizing and normalizing pictures, with the values of transformers' processors that work with Pillow and numpy."""
+"""Resizes and normalizes images, with the same values as transformers' processors for Pillow and numpy."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ BILINEAR, BICUBIC = 2, 3  # of PIL.Image.Resampling, which checkpoints name by n
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """The checkpoint's settings of pictures: preprocessor_config.json, or a part of processor_config.json. "videos" are
-    the settings of videos, where a checkpoint has them."""
+    """Return the checkpoint's image settings: preprocessor_config.json, or a part of processor_config.json. "videos"
+    contains the video settings, if a checkpoint has them."""
     settings: dict[str, Any] = {}
     for name in ("processor_config.json", "preprocessor_config.json"):
         if (file := directory / name).is_file():
@@ -34,14 +34,14 @@ def read_settings(directory: Path) -> dict[str, Any]:
 
 
 def shortest_edge(image: Image.Image, length: int) -> tuple[int, int]:
-    """(width, height) with the given shorter edge, and the same proportions."""
+    """Return (width, height) with the given shorter edge and the same aspect ratio."""
     short, long = sorted(image.size)
     other = int(length * long / short)
     return (length, other) if image.width <= image.height else (other, length)
 
 
 def center_crop(pixels: Array, height: int, width: int) -> Array:
-    """pixels: [height, width, 3]; smaller pictures get a black border."""
+    """pixels: [height, width, 3]; smaller images get a black border."""
     h, w, _ = pixels.shape
     if h >= height and w >= width:
         top = (h - height) // 2
@@ -57,7 +57,7 @@ def center_crop(pixels: Array, height: int, width: int) -> Array:
 
 
 def normalized(pixels: Array, settings: Mapping[str, Any], mean: Sequence[float], std: Sequence[float]) -> Array:
-    """uint8 [height, width, 3] -> float32 [3, height, width]. mean, std: where the settings have none."""
+    """uint8 [height, width, 3] -> float32 [3, height, width]. mean, std: defaults for missing settings."""
     x = pixels.transpose(2, 0, 1)
     if settings.get("do_rescale", True):
         x = (x.astype(np.float64) * settings.get("rescale_factor", 1 / 255)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Puts pictures and sounds into prompts: placeholders become as many tokens as an item has embeddings."""
+"""Inserts images and audio into prompts: a placeholder is replaced by as many tokens as the item has embeddings."""
 
 import json
 import re
@@ -34,7 +34,7 @@ from quire.multimodal.spec import MediaSpec
 from quire.multimodal.speech import Speech
 from quire.text.tokenizer import Tokenizer
 
-MOST_ITEMS = 999  # of a modality in a prompt, unless limit_mm_per_prompt says otherwise, as in vLLM
+MOST_ITEMS = 999  # of a modality in a prompt, unless limit_mm_per_prompt is set, as in vLLM
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Expanded:
 
 
 class MediaProcessor:
-    """The media of one model's prompts."""
+    """Processes the media of one model's prompts."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class MediaProcessor:
         options: MultiModalConfig,
         hidden_size: int,
     ) -> None:
-        """spec: None for a model that takes embeddings only. hidden_size: of these."""
+        """spec: None for a model that only accepts embeddings. hidden_size: of the embeddings."""
         self.tokenizer = tokenizer
         self.limits = limits
         self._most_items = options.most_items
@@ -68,8 +68,8 @@ class MediaProcessor:
         self._family = None if spec is None else self._usable_family(options.mm_processor_kwargs)
         self._sources = Sources(options, 0 if self._family is None else self._family.sample_rate)
         self._cache = ItemCache(int(options.mm_processor_cache_gb * 2**30))
-        self.speech: Speech | None = None  # of a model that makes transcripts
-        self.texts: EncoderPrompts | None = None  # of a model with an encoder of texts
+        self.speech: Speech | None = None  # of a model that generates transcripts
+        self.texts: EncoderPrompts | None = None  # of a model with a text encoder
         if isinstance(self._family, Sounds):
             self.speech = self._family.speech(tokenizer, load_generation_config(directory))
         elif isinstance(self._family, Texts) and spec is not None and (encoder := spec.encoder) is not None:
@@ -85,7 +85,7 @@ class MediaProcessor:
         return load_family(self._spec, {**self._settings, **settings}, token)
 
     def _usable_family(self, given: Mapping[str, Any]) -> Family:
-        """given: what the option mm_processor_kwargs says. Raises ConfigError if no picture can be preprocessed so."""
+        """given: the value of the option mm_processor_kwargs. Raises ConfigError if preprocessing fails with it."""
         try:
             family = self._load({})
             if given and "image" in family.kinds:
@@ -98,13 +98,13 @@ class MediaProcessor:
         return family
 
     def family(self, kwargs: Mapping[str, Any] | None) -> Family:
-        """The preprocessing with a request's settings. Raises MediaError."""
+        """Return the preprocessing with a request's settings. Raises MediaError."""
         if self._family is None:
             raise MediaError("this model takes no pictures")
         return self._load(self._adjusted(kwargs)) if kwargs else self._family
 
     def _adjusted(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that a request gives, beside those that it leaves as they are. Raises MediaError."""
+        """Return the settings that a request changes. Raises MediaError."""
         assert self._family is not None
         allowed = self._family.adjustable
         adjusted = dict[str, Any]()
@@ -124,7 +124,7 @@ class MediaProcessor:
         return adjusted
 
     def prepare(self, part: MediaPart, kwargs: Mapping[str, Any] | None = None) -> Prepared:
-        """Get an item of a conversation, and preprocess it. kwargs: see `expand`. Raises MediaError, which names the
+        """Fetch an item of a conversation, and preprocess it. kwargs: see `expand`. Raises MediaError that names the
         part."""
         family = self.family(kwargs)
         value = self._sources.read(part)
@@ -133,10 +133,10 @@ class MediaProcessor:
         except MediaError as error:
             raise MediaError(f"{part.where}: {error_text(error)}") from error
 
-    # `prepare` in steps, for servers: they decode in worker processes, and not twice what was used before.
+    # `prepare` in steps, for servers: they decode in worker processes, and cache the results.
 
     def read(self, part: MediaPart, kwargs: Mapping[str, Any] | None) -> tuple[Encoded | None, Prepared | None]:
-        """Get an item: encoded, or preprocessed if it is in the cache. Raises MediaError, which names the part."""
+        """Fetch an item: encoded, or preprocessed if it is in the cache. Raises MediaError that names the part."""
         self.family(kwargs)  # raises MediaError
         encoded = self._sources.read(part)
         return (encoded, self._cache.get(encoded.key(kwargs))) if isinstance(encoded, Encoded) else (None, None)
@@ -153,14 +153,14 @@ class MediaProcessor:
         return prepared
 
     def result(self, encoded: Encoded, job: Future[Any]) -> Any:
-        """What a finished job has decoded. Raises MediaError, BusyError or WorkerError."""
+        """Return the item that a finished job has decoded. Raises MediaError, BusyError or WorkerError."""
         try:
             return decoded(encoded.kind, job.result())
         except ValueError as error:
             raise refusal(error) from error
 
     def sound(self, data: bytes) -> Encoded:
-        """The file of a sound for transcripts. Raises MediaError."""
+        """Return the audio file of a transcription request. Raises MediaError."""
         return Encoded("audio", (data,), 0 if self._family is None else self._family.sample_rate)
 
     @property
@@ -170,7 +170,7 @@ class MediaProcessor:
 
     @property
     def silence(self) -> Any:
-        """A short sound, for a model that needs one."""
+        """Return short audio, for a model that requires an item."""
         assert self._family is not None
         return np.zeros(self._family.sample_rate // 10, np.float32)
 
@@ -180,7 +180,8 @@ class MediaProcessor:
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """By modality: the text that stands for an item in a prompt. What has none cannot be in chats."""
+        """By modality: the text that represents an item in a prompt. Modalities without one are not allowed in
+        chats."""
         return {name: kind.placeholder for name, kind in self.kinds.items() if kind.placeholder}
 
     def split(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[MediaPart]]:
@@ -188,7 +189,7 @@ class MediaProcessor:
         return split_content(messages, self.placeholders)
 
     def most(self, modality: str) -> int:
-        """How many items of a modality a prompt may have. Raises MediaError if the model takes none."""
+        """Return how many items of a modality a prompt may have. Raises MediaError if the model accepts none."""
         if modality not in self.kinds:
             raise MediaError(f"this model takes no {modality}; it takes {', '.join([*self.kinds, 'text'])}")
         return self._most_items(modality, MOST_ITEMS)
@@ -208,12 +209,11 @@ class MediaProcessor:
         kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = True,
     ) -> Expanded:
-        """The tokens of a prompt with its media.
+        """Return the tokens of a prompt with its media.
 
         data: by modality, one item or several: PIL images or arrays; for a video, a list of them, or an array [frames,
-        height, width, 3]; for a sound, see `sound`; or what `prepare` returned. uuids: names of the items, by which
-        others can share their embeddings; None for one that has none. kwargs: settings of the preprocessing. Raises
-        MediaError.
+        height, width, 3]; for audio, see `sound`; or results of `prepare`. uuids: names under which the items'
+        embeddings can be shared; None for an item without a name. kwargs: preprocessing settings. Raises MediaError.
         """
         family = self.family(kwargs)
         prepared: dict[str, list[Prepared]] = {}
@@ -251,7 +251,8 @@ class MediaProcessor:
         uuids: Mapping[str, Any],
         kwargs: Mapping[str, Any] | None,
     ) -> Expanded:
-        """A prompt of a model that reads its item by cross-attention. Its text has all special tokens already."""
+        """Return a prompt of a model that reads its item by cross-attention. Its text already contains all special
+        tokens."""
         found = [(modality, item) for modality, items in prepared.items() for item in items]
         if len(found) != 1:
             raise MediaError(f"this model takes one item of {', '.join(family.kinds)} in a prompt, got {len(found)}")
@@ -268,8 +269,8 @@ class MediaProcessor:
             raise MediaError(error_text(error)) from error
 
     def embeddings(self, value: Any) -> Expanded:
-        """A prompt of embeddings. value: a tensor or an array [tokens, hidden], or the base64 text of one. Raises
-        MediaError."""
+        """Return a prompt of embeddings. value: a tensor or an array [tokens, hidden], or the base64 text of one.
+        Raises MediaError."""
         if not self._embeds_size:
             raise MediaError("prompt_embeds needs an engine with enable_prompt_embeds")
         try:
@@ -291,8 +292,8 @@ class MediaProcessor:
     def _tokens(
         self, family: Family, prompt: str | list[int], prepared: Mapping[str, Sequence[Prepared]], special: bool
     ) -> tuple[list[int], list[tuple[str, int]]]:
-        """The tokens of the prompt, each placeholder replaced by the text of its item, and the items in their order:
-        (modality, number among those of the modality)."""
+        """Return the tokens of the prompt, with each placeholder replaced by the text of its item, and the items in
+        order: (modality, index within the modality)."""
         marks = {family.kinds[modality].placeholder: modality for modality in prepared}
         order = list[tuple[str, int]]()
         counts = Counter[str]()
@@ -332,7 +333,7 @@ class MediaProcessor:
 
 
 def load_family(spec: MediaSpec, settings: Mapping[str, Any], token: Callable[[int], str]) -> Family:
-    """Make the family that the spec names. settings: of its processor. token: from an id to a token's text."""
+    """Create the family that the spec names. settings: of its processor. token: maps an id to the token's text."""
     module = import_module(f"quire.multimodal.families.{spec.family}")
     make = next(getattr(module, name) for name in ("Pictures", "Sounds", "Texts") if hasattr(module, name))
     family: Family = make(spec.config, settings, token)
@@ -372,7 +373,7 @@ def _prepare(family: Family, modality: str, value: Any) -> Prepared:
 
 
 def _positions(family: Family, found: Sequence[tuple[str, Prepared]], token_ids: list[int]) -> list[list[int]]:
-    """For each item, the positions of its embeddings. found: (modality, item) in the order of the prompt."""
+    """Return for each item the positions of its embeddings. found: (modality, item) in the order of the prompt."""
     needed = Counter[int]()
     for modality, item in found:
         needed[family.kinds[modality].token_id] += item.num_embeds
@@ -395,13 +396,13 @@ def _positions(family: Family, found: Sequence[tuple[str, Prepared]], token_ids:
 
 
 def _spans(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Positions as (first, count) of consecutive ones, counted from the first."""
+    """Return positions as (first, count) of consecutive runs, relative to the first position."""
     runs = [list(run) for _, run in groupby(enumerate(positions), lambda pair: pair[1] - pair[0])]
     return [(run[0][1] - positions[0], len(run)) for run in runs]
 
 
 def _key(modality: str, item: Prepared, name: str | None, kwargs: Mapping[str, Any] | None) -> str:
-    """What the embeddings of the item depend on, as a hash. An item with a name is taken for what it says."""
+    """Return a hash of everything that the item's embeddings depend on. Named items are identified by their names."""
     shapes = sorted((n, str(a.dtype), a.shape) for n, a in item.tensors.items())
     digest = sha256(json.dumps([modality, shapes, name], sort_keys=True).encode())
     if name is None:

@@ -1,4 +1,4 @@
-"""Empty inputs of an encoder. A start on a GPU encodes them to measure the encoder's memory and to compile its
+"""Empty inputs of an encoder. On a GPU, they are encoded at start to measure the encoder's memory and to compile its
 kernels."""
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from quire.multimodal.preprocessing import read_settings
 from quire.multimodal.processor import buffers, load_family
 from quire.multimodal.spec import MediaSpec
 
-SIDES = (4096, 2048, 1024, 512, 256, 64)  # of pictures; processors make those that are too large smaller
+SIDES = (4096, 2048, 1024, 512, 256, 64)  # of images; processors downscale those that are too large
 FRAMES = (32, 8, 2)
 SECONDS = (30, 5, 1)
 
@@ -37,7 +37,7 @@ _SAMPLES: dict[str, Callable[[Family], Iterator[Prepared]]] = {"image": _images,
 def largest_items(
     spec: MediaSpec, directory: Path, options: MultiModalConfig, limits: EncoderLimits
 ) -> Iterator[MediaItem]:
-    """For each modality that the model takes, the largest sample that the limits allow."""
+    """Return the largest sample within the limits for each modality that the model accepts."""
     if spec.encoder is not None:  # of texts
         length = spec.encoder.max_positions
         ids = Buffer("int64", [length], bytes(8 * length))

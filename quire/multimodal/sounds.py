@@ -1,4 +1,4 @@
-"""Sounds of unknown origin: decodes files in bounded memory and time, and brings them to a model's sample rate."""
+"""Decodes untrusted audio files in bounded memory and time, and converts them to a model's sample rate."""
 
 import time
 from collections.abc import Iterator
@@ -14,19 +14,18 @@ from quire.multimodal.preprocessing import Array
 from quire.platform.extras import install_command
 
 MOST_BYTES = 25 * 2**20  # of a file, as with OpenAI
-MOST_SECONDS = 3600  # of sound: 230 MB at the rate of most models
+MOST_SECONDS = 3600  # of audio: 230 MB at the rate of most models
 MOST_CHANNELS = 8
 RATES = range(1_000, 384_001)
-DECODING_SECONDS = 60  # that a file may take
-BLOCK = 1 << 18  # values that are decoded at once
+DECODING_SECONDS = 60  # seconds for decoding a file
+BLOCK = 1 << 18  # values decoded at a time
 
 FORMATS = f"WAV, FLAC, MP3, Ogg, {NAMES}"
 
 
 def decode_sound(data: bytes, sample_rate: int) -> Array:
-    """The sound in a file: [samples], float32, its channels mixed. Raises MediaError.
-
-    What the file declares is checked before it is decoded, and what is decoded is counted, since files may lie.
+    """Decode a file: [samples], float32, with its channels mixed. Raises MediaError. The declared length is checked
+    before decoding, and the decoded samples are counted, since the declaration may be wrong.
     """
     try:
         import soundfile
@@ -54,8 +53,8 @@ def decode_sound(data: bytes, sample_rate: int) -> Array:
 
 
 def sound(value: Any, sample_rate: int) -> Array:
-    """A sound that a program gives: an array of samples at the model's rate, or (array, rate). The array is [samples],
-    or [channels, samples]. Raises MediaError."""
+    """Return audio passed by a program: an array of samples at the model's rate, or (array, rate). The array is
+    [samples], or [channels, samples]. Raises MediaError."""
     given, rate = value if isinstance(value, tuple | list) and len(value) == 2 else (value, sample_rate)
     try:
         samples = np.asarray(given)
@@ -72,10 +71,10 @@ def sound(value: Any, sample_rate: int) -> Array:
 
 
 class _Resampler:
-    """From one sample rate to another, block by block."""
+    """Convert from one sample rate to another, block by block."""
 
     def __init__(self, source: float, target: float) -> None:
-        """Raises MediaError if the package for it is missing."""
+        """Raises MediaError if the required package is missing."""
         self._stream: Any = None
         if source != target:
             try:
@@ -94,7 +93,7 @@ class _Resampler:
 
 @contextmanager
 def _open(data: bytes) -> Iterator[tuple[int, int, Iterator[Array]]]:
-    """As `open_sound`, with the formats of libsndfile."""
+    """Like `open_sound`, for the formats of libsndfile."""
     import soundfile
 
     with soundfile.SoundFile(BytesIO(data)) as file:

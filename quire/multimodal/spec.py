@@ -1,4 +1,4 @@
-"""What a model takes besides text: plain data, which towers and preprocessing are made from."""
+"""The non-text inputs of a model: plain data from which towers and preprocessing are created."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MediaSpec:
-    """What a model sees or hears besides text, or what text its encoder reads.
+    """The image or audio inputs of a model, or the texts that its encoder reads.
 
     family: of the modules quire.multimodal.families.FAMILY (preprocessing) and quire.models.towers.FAMILY (the
-    encoder). config: the checkpoint's whole config. levels: for how many layers the encoder has features of their own,
-    see StepMedia. two_way: whether the tokens of a picture see each other in both directions. encoder: of texts.
+    encoder). config: the checkpoint's whole config. levels: the number of layers with their own encoder features, see
+    StepMedia. two_way: whether the tokens of an image attend to each other in both directions. encoder: of texts.
     """
 
     family: str

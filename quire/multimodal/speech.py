@@ -1,4 +1,4 @@
-"""Transcripts of speech: what a model is asked, and what its tokens say about times."""
+"""Speech transcripts: builds a model's prompts, and reads the timestamps in its output."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +11,13 @@ from quire.multimodal.pictures import MediaError
 from quire.multimodal.preprocessing import Array
 from quire.text.tokenizer import Tokenizer
 
-QUIET = 10  # a long sound is cut within the last part, one of so many, of what the model hears at once
-WINDOWS = 10  # in a second: of these, a cut is made in the quietest one
+QUIET = 10  # long audio is cut within the last 1 / QUIET of the model's window
+WINDOWS = 10  # per second: a cut is made in the quietest one
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a sound that the model hears at once. start: seconds from the beginning of the sound."""
+    """A part of the audio that the model processes at once. start: seconds from the beginning of the audio."""
 
     start: float
     samples: Array
@@ -39,8 +39,8 @@ class Speech:
     def __init__(
         self, tokenizer: Tokenizer, settings: Mapping[str, Any], sample_rate: int, most_samples: int, positions: int
     ) -> None:
-        """settings: of generation_config.json. most_samples: what the model hears at once, which has so many
-        positions, and a timestamp for each."""
+        """settings: of generation_config.json. most_samples: the length of the model's window. positions: of the
+        window, each with a timestamp."""
         self.sample_rate = sample_rate
         self._most_samples = most_samples
         self._tokenizer = tokenizer
@@ -60,7 +60,7 @@ class Speech:
         return next((token_id for token_id in found if token_id is not None), -1)
 
     def pieces(self, samples: Array) -> list[Piece]:
-        """A sound, cut where it is quiet, so that few words are cut."""
+        """Split audio where it is quiet, so that few words are cut."""
         return list(self._pieces(samples))
 
     def _pieces(self, samples: Array) -> Iterator[Piece]:
@@ -77,7 +77,8 @@ class Speech:
         yield Piece(start / self.sample_rate, samples[start:])
 
     def beginning(self, text: str | None, room: int) -> list[int]:
-        """The prompt up to where the model says the language. text: what came before; its last `room` tokens count.
+        """Return the prompt up to where the model generates the language. text: the previous text, of which the last
+        `room` tokens are used.
 
         Raises MediaError for a text with special tokens.
         """
@@ -89,14 +90,14 @@ class Speech:
         return [self._previous, *tokens[-room:], self._start]
 
     def prompt(self, beginning: Sequence[int], task: str, language: int | None, with_times: bool) -> list[int]:
-        """task: "transcribe" or "translate". language: a token id; None for a model of English."""
+        """task: "transcribe" or "translate". language: a token id; None for an English-only model."""
         spoken = [] if language is None else [language, self._tasks[task]]
         if with_times and language is None:
             return list(beginning)
         return [*beginning, *spoken, *([] if with_times else [self._no_times])]
 
     def segments(self, token_ids: Sequence[int], seconds: float) -> list[Segment]:
-        """The segments that timestamps divide an output into. seconds: how long the piece is."""
+        """Split an output into segments at its timestamps. seconds: the length of the piece."""
         found = list[Segment]()
         first = 0
         start = 0.0
@@ -112,5 +113,5 @@ class Speech:
         return found
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, without timestamps and special tokens."""
+        """Return the text of tokens, without timestamps and special tokens."""
         return self._tokenizer.decode([token_id for token_id in token_ids if token_id <= self._no_times])

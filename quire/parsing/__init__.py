@@ -1,1 +1,2 @@
-"""Parsers of answers: reasoning, content and tool calls, from the text that a model writes in its own format."""
+"""Parsers of answers: extract reasoning, content and tool calls from the text that a model generates in its own
+format."""

@@ -1,4 +1,5 @@
-"""Calls between tags whose parameters have more than a name: <argument key="days" type="number">3</argument>."""
+"""Calls between tags whose parameters have attributes besides the name: <argument key="days"
+type="number">3</argument>."""
 
 import re
 
@@ -19,8 +20,8 @@ def json_or_annotated_call(reader: Reader, format: ToolFormat, types: Types) -> 
 
 
 def annotated_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
-    """Reads a header with the name, and parameters between tags. The types that the model writes decide how values are
-    read that have none in the function's schema."""
+    """Reads a header with the name, and parameters between tags. Values without a type in the function's schema are
+    read by the type that the model writes."""
     opening, key_ends, value_ends = format.parameter
     header = yield from read_header(reader, format, opening)
     if header is None:
@@ -47,7 +48,7 @@ def annotated_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[No
 
 
 def _key(text: str, pattern: str) -> tuple[str, frozenset[str]]:
-    """(name of a parameter, the types of its value: the one that the model wrote, or else a string)"""
+    """Return (name of a parameter, the types of its value: the one that the model wrote, or else string)."""
     found = re.match(pattern, text)
     groups = found.groupdict() if found else {}
     name = _ENTITY.sub(lambda entity: _ENTITIES[entity[0]], groups.get("name") or "")
@@ -57,9 +58,8 @@ def _key(text: str, pattern: str) -> tuple[str, frozenset[str]]:
 def typed_value(
     reader: Reader, types: frozenset[str], ends: tuple[str, ...], entities: tuple[str, ...] = ()
 ) -> Steps[bool]:
-    """Reads a value up to its end. Whether it is complete. A string passes as it arrives, other values whole.
-
-    entities: those of XML's that stand for characters in it
+    """Reads a value up to its end. Returns whether it is complete. Strings are streamed, other values are emitted
+    whole. entities: the XML entities that are decoded in it
     """
     pieces: list[str] = []
     is_string = types == STRING

@@ -1,4 +1,4 @@
-"""The parser of a whole answer: its reasoning first, and its tool calls in what is left."""
+"""The parser of a whole answer: its reasoning first, then tool calls in the rest."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,12 +21,11 @@ def answer_parser(
     is_constrained: bool = False,
     is_promoted: bool = False,
 ) -> Parser | None:
-    """The parser of one answer, None if all of its text is content.
+    """Return the parser of one answer, None if all of its text is content.
 
-    reasoning, tools: names in REASONING and TOOLS, None for an answer whose reasoning or tool calls are not looked for
-    definitions: the request's tools. starts_in_thinking: ReasoningFormat.is_open of the prompt
-    tool_choice: as in the request; "none" looks for no calls
-    is_constrained: a grammar decides the form of what follows the thinking, and begins to do so at its end marker alone
+    reasoning, tools: names in REASONING and TOOLS, None to skip the search for reasoning or tool calls definitions: the
+    request's tools. starts_in_thinking: ReasoningFormat.is_open of the prompt tool_choice: as in the request; "none"
+    disables calls is_constrained: a grammar constrains the text after the thinking, starting only at the end marker
     is_promoted: ReasoningFormat.is_promoted of the request
     """
     thinking = REASONING[reasoning] if reasoning else None
@@ -47,7 +46,7 @@ def answer_parser(
 
 
 class _Chain:
-    """Two parsers. The second reads what is content for the first. Calls of both are numbered together."""
+    """Two parsers. The second reads the content that the first emits. Their calls are numbered together."""
 
     def __init__(self, first: Parser, second: Parser) -> None:
         self._first = first

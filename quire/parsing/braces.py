@@ -1,4 +1,4 @@
-"""Calls whose arguments have a notation of their own: f{city:<escape>Paris<escape>,days:3,on:{hours:[1,2]}}."""
+"""Calls with a special notation for arguments: f{city:<escape>Paris<escape>,days:3,on:{hours:[1,2]}}."""
 
 import re
 
@@ -13,12 +13,12 @@ _JSON = {"(": "{", ")": "}"}
 
 
 def braced_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
-    """Reads a header with the name, and an object with bare keys, and with format.quote around strings."""
+    """Reads a header with the name, and an object with unquoted keys and format.quote around strings."""
     name = yield from _begin(reader, format)
     if name is None:
         return
     parameters = types.get(name, {})
-    closers = ""  # of the objects and lists that are open
+    closers = ""  # of the open objects and lists
     separator = ""
     while (char := (yield from reader.space())) and not (yield from reader.before(format.end, 0)):
         if closers and char == ",":
@@ -31,7 +31,7 @@ def braced_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]
             if not closers:
                 return
         elif char in ")]}":
-            return  # it closes something else
+            return  # it does not match the open bracket
         else:
             has_key = closers[-1:] in ("}", ")")
             key = (yield from _key(reader, format)) if has_key else ""
@@ -52,7 +52,7 @@ def braced_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]
 
 
 def _begin(reader: Reader, format: ToolFormat) -> Steps[str | None]:
-    """Reads the header, and begins the call. Returns its name, None if no arguments follow."""
+    """Reads the header, and starts the call. Returns its name, None if no arguments follow."""
     found = yield from reader.before(("{", "(", *format.end), _LONGEST_HEADER)
     header = re.fullmatch(format.header, found[0].strip()) if found else None
     if header is None:
@@ -72,8 +72,8 @@ def _key(reader: Reader, format: ToolFormat) -> Steps[str | None]:
 
 
 def _value(reader: Reader, format: ToolFormat, closer: str, types: frozenset[str]) -> Steps[bool]:
-    """Reads a string or a word. Whether it is complete. A string passes as it arrives, unless the schema demands that
-    it is something else."""
+    """Reads a string or a word. Returns whether it is complete. A string is streamed, unless the schema requires
+    another type."""
     if (yield from reader.literal(format.quote)):
         return (yield from typed_value(reader, STRING if "string" in types else types, (format.quote,)))
     found = yield from reader.before((",", "}", "]", closer, *format.end), _LONGEST_HEADER)

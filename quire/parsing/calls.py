@@ -1,4 +1,4 @@
-"""The machine that reads tool calls. What differs between families of models is in a ToolFormat."""
+"""Reads tool calls. A ToolFormat describes the format of a model family."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from quire.parsing.values import (
     without_surrogates,
 )
 
-Types = Mapping[str, Mapping[str, frozenset[str]]]  # function → parameter → the JSON types that it may have
+Types = Mapping[str, Mapping[str, frozenset[str]]]  # function → parameter → its allowed JSON types
 
 _LONGEST_HEADER = 300  # characters
 _LONGEST_ECHO = 4000
@@ -32,28 +32,26 @@ _OTHER_KEYS = ("type", "id")
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a family of models writes tool calls.
 
-    begin, end: markers around a call. sections: markers that stand before the first of several calls
-    bare: the characters that begin a call without a marker, at the beginning of the answer, or after a text in `leads`
-    leads: texts of the content, behind which a call may begin without a marker
-    fences: texts before objects of JSON, or with their beginnings; such an object, also at the beginning of the answer,
-        is a call if it names a function of the request
+    begin, end: markers around a call. sections: markers before the first of several calls bare: the characters that
+    start a call without a marker, at the beginning of the answer or after a text in `leads` leads: texts in the content
+    after which a call may start without a marker fences: texts before JSON objects, or including their beginnings; such
+    an object, also at the beginning of the answer, is a call if it names a function of the request
     noise: special tokens that are not content
-    echoes: the model may repeat the text of a call behind it, and end it with another `end` marker
-    body: reads a call, from behind the `begin` marker
-    header: for some bodies, what stands between the marker and the arguments: a pattern with the groups "name" and "id"
-    parameter: for the body `tagged`: the marker before a parameter's name, those behind it, those behind the value
-    tells_strings: behind a parameter's name stands string="true" or "false", or nothing, which means "false"
-    wrappers: parameters in which the model may write all arguments as an object, if the function has no such parameter
-    ids: the form of the ids that the chat template needs, with {name} and {index}; "" if any will do
-    sign: text by which a chat template tells the format, if there are no markers, or if others have the same
-    needs_special_tokens: the markers may be special tokens, which must not be left out of the text
-    whole: reads whole answers in place of `read_calls`, for a format in which reasoning and calls are one
-    names, arguments: for JSON: the keys of a call's name and arguments. Without names, a call is {name: arguments}
-    key: for the body `annotated_call`: what follows the marker before a parameter: a pattern with the group "name", and
-        "type" if the model writes the type of the value
-    is_escaped: for the body `annotated_call`: XML's entities stand for characters of values
-    quote: for the body `braced_call`: the marker before and behind strings
-    is_suffixed: checkpoints may append a suffix to the names of their markers, as in <tool_call:abc>
+    echoes: the model may repeat the text of a call after it, and end it with another `end` marker body: reads a call,
+    starting after the `begin` marker
+    header: for some bodies, the text between the marker and the arguments: a pattern with the groups "name" and "id"
+    parameter: for the body `tagged`: the marker before a parameter's name, those after it, those after the value
+    tells_strings: a parameter's name is followed by string="true" or "false", or nothing, which means "false" wrappers:
+    parameters in which the model may write all arguments as an object, if the function has no such parameter ids: the
+    form of the ids that the chat template needs, with {name} and {index}; "" if any will do sign: text that identifies
+    the format in a chat template, if there are no markers or other formats share them needs_special_tokens: the markers
+    may be special tokens, which must not be skipped in the text whole: reads whole answers instead of `read_calls`, for
+    a format that combines reasoning and calls names, arguments: for JSON: the keys of a call's name and arguments.
+    Without names, a call is {name: arguments} key: for the body `annotated_call`: the text after the marker before a
+    parameter: a pattern with the group "name", and "type" if the model writes the value's type
+    is_escaped: for the body `annotated_call`: values contain XML entities quote: for the body `braced_call`: the marker
+    before and after strings is_suffixed: checkpoints may append a suffix to the names of their markers, as in
+    <tool_call:abc>
     """
 
     body: "Callable[[Reader, ToolFormat, Types], Steps[None]] | None" = None
@@ -83,7 +81,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     def make(self, tools: Sequence[Mapping[str, Any]] = (), noise: tuple[str, ...] = ()) -> Parser:
         """A parser of one answer.
 
-        tools: the definitions in the request, whose types decide how some values are read. noise: more of it
+        tools: the request's definitions, whose types decide how some values are read. noise: further noise tokens
         """
         types = parameter_types(tools)
         if self.whole:
@@ -129,7 +127,7 @@ def read_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
 
 
 def _bare_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
-    """Reads a call that begins without a marker, if one does."""
+    """Reads a call that starts without a marker, if there is one."""
     reader.hold("", True)
     char = yield from reader.space()
     if char == "{" and format.fences and types:
@@ -141,7 +139,7 @@ def _bare_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
 
 
 def _fenced_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
-    """Reads objects of JSON that are calls, one after the other, and the end of their block."""
+    """Reads consecutive JSON objects that are calls, and the end of their block."""
     yield from reader.space()
     while (yield from _json_call(reader, format, types)):
         reader.hold("", True)
@@ -166,8 +164,8 @@ def _echo(reader: Reader, format: ToolFormat) -> Steps[None]:
 
 def json_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     """Reads {"name": "f", "arguments": {...}}, or several of these, in a list or with ";", "," or white space between
-    them; if the format has headers, also a header with the name and then the arguments. Calls without a marker are told
-    from other JSON by their keys."""
+    them; if the format has headers, also a header with the name and then the arguments. Calls without a marker are
+    distinguished from other JSON by their keys."""
     char = yield from reader.space()
     if format.header and char not in ("[", "{"):
         if header := (yield from read_header(reader, format, "{")):
@@ -190,13 +188,13 @@ def json_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
 
 
 def _json_call(reader: Reader, format: ToolFormat, known: Types | None = None) -> Steps[bool]:
-    """Reads an object that is a call. Whether it is one, and complete. known: the functions that it may name, if only
-    they are calls."""
+    """Reads an object that may be a call. Returns whether it is a complete call. known: if given, only objects that
+    name one of these functions are calls."""
     return _JSONCall(reader, format, known).read()
 
 
 class _JSONCall:
-    """An object that may be a call, as far as it has been read."""
+    """The state of reading an object that may be a call."""
 
     def __init__(self, reader: Reader, format: ToolFormat, known: Types | None) -> None:
         self._reader = reader
@@ -204,7 +202,7 @@ class _JSONCall:
         self._known = known
         self._is_bare = bool(format.bare) or known is not None
         self._name: Any = None
-        self._early: list[str] = []  # arguments that come before the name
+        self._early: list[str] = []  # arguments that precede the name
         self._num_calls = reader.num_calls
 
     def read(self) -> Steps[bool]:
@@ -236,12 +234,11 @@ class _JSONCall:
 
     @property
     def _has_begun(self) -> bool:
-        """Whether it is a call, which the reader has passed on."""
+        """Whether it is a call, which the reader has emitted."""
         return self._num_calls < self._reader.num_calls
 
     def _sink(self, key: str) -> Callable[[str], None] | None:
-        """What takes the value of a key that has arguments, None for another key. The call begins if its name is
-        known."""
+        """Return the receiver of an argument key's value, None for other keys. Starts the call if its name is known."""
         if not self._format.names:
             name = key
         elif key in self._format.arguments and not self._has_begun:
@@ -264,7 +261,7 @@ class _JSONCall:
 
 
 def _json_key(reader: Reader) -> Steps[str | None]:
-    """Reads a key up to its value. None if there is none."""
+    """Reads a key up to its value. Returns None if there is no key."""
     if (yield from reader.space()) != '"':
         return None
     key = parsed((yield from reader.whole_value())[0])
@@ -280,8 +277,8 @@ def _is_name(value: Any) -> bool:
 
 
 def _arguments(reader: Reader, say: Callable[[str], None]) -> Steps[bool]:
-    """Reads arguments in JSON. An object passes as it arrives; other values are read whole: null, or an object that is
-    itself written as a JSON string."""
+    """Reads JSON arguments. An object is streamed; other values are read whole: null, or an object encoded as a JSON
+    string."""
     if (yield from reader.space()) == "{":
         return (yield from reader.value(say))
     text, is_complete = yield from reader.whole_value()
@@ -329,7 +326,7 @@ def tagged_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]
 
 
 def _tagged_value(reader: Reader, types: frozenset[str], ends: tuple[str, ...], may_be_json: bool) -> Steps[str | None]:
-    """Reads a value up to a marker, which is returned. A string is told as it arrives, other values whole.
+    """Reads a value up to a marker, which is returned. Strings are streamed, other values are emitted whole.
 
     may_be_json: even a string may be written as JSON
     """
@@ -349,8 +346,8 @@ def _tagged_value(reader: Reader, types: frozenset[str], ends: tuple[str, ...], 
 def _wrapped(
     reader: Reader, format: ToolFormat, properties: Mapping[str, frozenset[str]], key: str
 ) -> Steps[str | None]:
-    """Reads the value of a parameter that may hold all arguments, and up to a marker behind it, which is returned. If
-    it holds them, and no other parameter follows, they are the arguments."""
+    """Reads the value of a parameter that may contain all arguments, up to the marker after it, which is returned. If
+    it contains them, and no other parameter follows, they are the arguments."""
     opening, _, value_ends = format.parameter
     pieces: list[str] = []
     marker = yield from reader.until(value_ends, pieces.append)
@@ -371,7 +368,7 @@ def _wrapped(
 
 
 def pythonic_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
-    """Reads calls in Python: [f(city="Paris", days=2), g()]. Keywords and literals alone are calls."""
+    """Reads calls in Python: [f(city="Paris", days=2), g()]. Only calls with keywords and literals are accepted."""
     yield from reader.space()
     is_list = yield from reader.literal("[")
     separator = ","
@@ -388,14 +385,14 @@ def pythonic_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[No
 
 
 def pythonic_block(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
-    """Reads calls in Python up to the end marker at once, and finds the ends of strings that contain their own quotes:
+    """Reads calls in Python up to the end marker at once, and finds the ends of strings that contain unescaped quotes:
     [f(command='sed -n '1,9p' a.py')]."""
     if (yield from reader.rewrite(format.end, with_quotes_escaped)):
         yield from pythonic_calls(reader, format, types)
 
 
 def _python_arguments(reader: Reader, name: str) -> Steps[bool]:
-    """Reads keyword arguments up to ")". Whether they are complete."""
+    """Reads keyword arguments up to ")". Returns whether they are complete."""
     separator = "{"
     while (yield from reader.space()) != ")":
         key = yield from reader.word()
@@ -422,6 +419,6 @@ def _python_arguments(reader: Reader, name: str) -> Steps[bool]:
 
 
 def read_header(reader: Reader, format: ToolFormat, opening: str) -> Steps[re.Match[str] | None]:
-    """Reads what stands between a call's marker and its arguments."""
+    """Reads the text between a call's marker and its arguments."""
     found = yield from reader.before((opening, *format.end), _LONGEST_HEADER)
     return re.fullmatch(format.header, found[0].strip()) if found else None

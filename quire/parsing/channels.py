@@ -1,4 +1,4 @@
-"""Formats in which an answer is a row of messages, each with a marker or a recipient that tells what it is.
+"""Formats in which an answer is a sequence of messages, whose kind follows from a marker or a recipient.
 
 Muse: to=self<|message|>...<|eom|><|start|>assistant to=weather<|message|><atem:invoke name="weather">...<|eom|>
 <|start|>assistant to=user<|message|>...<|eot|>
@@ -38,7 +38,7 @@ _INKLING_CALL = ToolFormat(arguments=("args", "arguments", "parameters"))
 
 
 def muse(reader: Reader, types: Types) -> Steps[None]:
-    """Reads an answer of Muse Spark. Messages without a recipient are thinking."""
+    """Reads an answer of Muse Spark. Messages without a recipient are reasoning."""
     think = _thinking(reader)
     show = reader.content
     channels = {"": think, "self": think, "user": show, "commentary": show, "developer": lambda text: None}
@@ -51,14 +51,14 @@ def muse_glimmer(reader: Reader, types: Types) -> Steps[None]:
 
 
 def inkling(reader: Reader, types: Types) -> Steps[None]:
-    """Reads an answer of Inkling, which begins behind the marker of its first message."""
+    """Reads an answer of Inkling, which begins after the marker of its first message."""
     marker: str | None = _INKLING_MESSAGE
     while marker is not None:
         say: Callable[[str], None] = reader.content
         reader.hold("", marker == _INKLING_MESSAGE)
         if marker == _INKLING_MESSAGE:
             yield from reader.space()
-            yield from reader.word()  # a name, of which clients need not know
+            yield from reader.word()  # a name that clients do not need
             yield from reader.space()
             if (yield from reader.before(_INKLING_KINDS, 0)):
                 reader.discard()
@@ -74,7 +74,7 @@ def inkling(reader: Reader, types: Types) -> Steps[None]:
 
 
 def kept_thinking(reader: Reader, types: Types) -> Steps[None]:
-    """Reads an answer whose thinking stays in the content, with the marker at its beginning, which may be missing."""
+    """Reads an answer whose thinking stays in the content, and adds the start marker if it is missing."""
     yield from reader.literal("<think>")
     reader.hold("<think>", False)
     while (yield from reader.until((), reader.content)):
@@ -83,7 +83,7 @@ def kept_thinking(reader: Reader, types: Types) -> Steps[None]:
 
 
 def _muse(reader: Reader, types: Types, channels: Mapping[str, Callable[[str], None]]) -> Steps[None]:
-    """Reads messages. channels: what is done with the text of those to a recipient; others are to tools."""
+    """Reads messages. channels: the handler of the text for each recipient; all other recipients are tools."""
     say: Callable[[str], None] = reader.content
     marker = "to=" if (yield from reader.literal("to=")) else (yield from _muse_calls(reader, types))
     while marker is not None:
@@ -104,7 +104,7 @@ def _muse(reader: Reader, types: Types, channels: Mapping[str, Callable[[str], N
 
 
 def _muse_calls(reader: Reader, types: Types) -> Steps[str | None]:
-    """Reads a message to a tool, up to a marker behind it, which is returned."""
+    """Reads a message to a tool, up to the marker after it, which is returned."""
     markers = (*_ATEM.begin, *_ATEM.sections)
     while (marker := (yield from reader.until((*markers, *_MUSE_ENDS, *_MUSE_HEADERS), reader.content))) in markers:
         if marker in _ATEM.begin:

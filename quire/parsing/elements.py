@@ -10,19 +10,19 @@ from quire.parsing.values import ALL_TYPES, STRING, SchemaTypes, json_text, sche
 
 _LONGEST_TAG = 300  # characters
 _DEEPEST = 64
-_TEXT = "$text"  # the key of text beside elements
+_TEXT = "$text"  # the key of text next to elements
 
 
 @dataclass
 class _Element:
     name: str
-    texts: list[str] = field(default_factory=list)  # before, between and behind its elements
+    texts: list[str] = field(default_factory=list)  # before, between and after its elements
     elements: list["_Element"] = field(default_factory=list)
 
 
 def element_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
-    """Reads a header with the name, and an element for each parameter. Elements in it are the items of a list or the
-    properties of an object, as the parameter's schema says. format.parameter has the beginnings of tags."""
+    """Reads a header with the name, and an element for each parameter. Nested elements are the items of a list or the
+    properties of an object, according to the parameter's schema. format.parameter contains the beginnings of tags."""
     opening, [closing], _ = format.parameter
     header = yield from read_header(reader, format, opening)
     if header is None:
@@ -56,7 +56,7 @@ def element_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None
 
 
 def _flush(reader: Reader, separator: str, name: str, values: list[str]) -> str:
-    """Writes the values of a name, if there are any, and clears them. Returns what separates them from the next."""
+    """Emits the values of a name, if there are any, and clears them. Returns the separator before the next name."""
     if not values:
         return separator
     reader.arguments(f"{separator}{json_text(name)}: {_one_or_list(values)}")
@@ -65,7 +65,7 @@ def _flush(reader: Reader, separator: str, name: str, values: list[str]) -> str:
 
 
 def _element(reader: Reader, name: str, opening: str, closing: str) -> Steps[_Element | None]:
-    """Reads an element behind its first tag. None if it does not end as it should, or is nested too deeply."""
+    """Reads an element after its opening tag. Returns None if it is not closed properly, or nested too deeply."""
     path = [_Element(name)]
     while marker := (yield from reader.until((opening, closing), path[-1].texts.append)):
         tag = yield from _tag(reader)
@@ -90,7 +90,8 @@ def _tag(reader: Reader) -> Steps[str | None]:
 
 
 def _json(element: _Element, schema: Any) -> str:
-    """The value of an element: text by its types, elements as a list if the schema says so, or else as an object."""
+    """Return the value of an element: text by its types, nested elements as a list if the schema requires it, or else
+    as an object."""
     text = "".join(element.texts)
     kind, schema_of_parts = _container(schema)
     if not element.elements:
@@ -111,7 +112,7 @@ def _json(element: _Element, schema: Any) -> str:
 
 
 def _container(schema: Any) -> tuple[str, dict[str, Any]]:
-    """("array" or "object", the schema or the one of its alternatives that allows it), or ("", {})"""
+    """Return ("array" or "object", the schema or its alternative that allows it), or ("", {})."""
     if not isinstance(schema, dict):
         return "", {}
     options = [option for key in ("anyOf", "oneOf", "allOf") for option in _list(schema.get(key))]

@@ -1,4 +1,4 @@
-"""What a parser tells of an answer: its reasoning, its content, and its tool calls, in the order of the text."""
+"""The events that a parser emits for an answer: reasoning, content and tool calls, in the order of the text."""
 
 from typing import Protocol
 
@@ -18,9 +18,9 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A tool call begins. Calls are numbered from 0.
+    """The start of a tool call. Calls are numbered from 0.
 
-    id: the id that the model gave to the call, in the few formats where it does (Kimi-K2); the server makes the others
+    id: the id that the model gave to the call, in the few formats with ids (Kimi-K2); the server creates the others
     """
 
     index: int
@@ -29,7 +29,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ToolArguments(msgspec.Struct, frozen=True):
-    """A piece of the arguments of a call. All pieces of an index joined are JSON, if the model's text was complete."""
+    """A piece of a call's arguments. The joined pieces of an index are JSON, if the model's text was complete."""
 
     index: int
     text: str
@@ -39,13 +39,13 @@ Event = Reasoning | Content | ToolCall | ToolArguments
 
 
 class Parser(Protocol):
-    """Reads one answer. Any split of the text gives the same events, apart from where texts are cut. It never raises,
+    """Reads one answer. Any split of the text results in the same events, except where texts are cut. It never raises,
     and text that belongs to no marker or call is content."""
 
     def feed(self, text: str) -> list[Event]:
-        """Takes the next part of the answer's text."""
+        """Process the next part of the answer's text."""
         ...
 
     def finish(self) -> list[Event]:
-        """Ends the answer, and returns the events of the text that was held back."""
+        """End the answer, and return the events of the text that was held back."""
         ...

@@ -1,4 +1,4 @@
-"""What is changed in the thinking and in the content of some models, apart from their calls."""
+"""Filters that change the thinking and the content of some models, but not their calls."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,14 @@ Kind = type[Reasoning] | type[Content]
 Filter = Callable[[Reader, Kind], Steps[None]]  # reads a text, and adds events of this kind
 
 _LINE_BREAKS = ("\\r\\n", "\\n", "\\r")
-# Text in which a backslash is one: code, formulas and tool calls
+# Text in which a backslash is literal: code, formulas and tool calls
 _VERBATIM = {"```": "```", "`": "`", "$$": "$$", "$": "$", "\\(": "\\)", "\\[": "\\]", "<tool_call>": "</tool_call>"}
 _CALLS = ("<|START_ACTION|>", "<|END_ACTION|>")
 _LONGEST_SOURCES = 300  # characters
 
 
 class Filtered:
-    """A parser whose thinking and content are filtered, each run of them on its own."""
+    """A parser that filters its thinking and its content, each run separately."""
 
     def __init__(self, parser: Parser, filter: Filter) -> None:
         self._parser = parser
@@ -45,7 +45,8 @@ class Filtered:
 
 
 def line_breaks(reader: Reader, kind: Kind) -> Steps[None]:
-    """Makes line breaks of those that MiniCPM-V writes as a backslash and a letter. Two backslashes remain."""
+    """Converts the escapes (a backslash and a letter) that MiniCPM-V writes to line breaks. Double backslashes
+    remain."""
     say = _adder(reader, kind)
     while marker := (yield from reader.until((*_LINE_BREAKS, *_VERBATIM, "\\\\"), say)):
         say("\n" if marker in _LINE_BREAKS else marker)
@@ -57,7 +58,7 @@ def line_breaks(reader: Reader, kind: Kind) -> Steps[None]:
 
 
 def without_citations(reader: Reader, kind: Kind) -> Steps[None]:
-    """Leaves out the marks around cited text of Command A: <co>cited</co: 0:[1,2]>."""
+    """Removes the markers around cited text of Command A: <co>cited</co: 0:[1,2]>."""
     say = _adder(reader, kind)
     begin, end = _CALLS
     while marker := (yield from reader.until(("<co>", "</co: ", begin), say)):

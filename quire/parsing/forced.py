@@ -1,4 +1,4 @@
-"""Calls that a request demands: tool_choice "required", or the name of a tool. A grammar forces their form."""
+"""Calls that a request requires: tool_choice "required", or the name of a tool. A grammar enforces their form."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +11,8 @@ _FORCED = ToolFormat(body=json_calls, bare="[{")
 
 
 def forced_calls(choice: str | Mapping[str, Any]) -> Parser:
-    """The parser of what the schema of `forced_calls_schema` allows, or of the input of a custom tool, which is the
-    whole text."""
+    """Return the parser of text that matches `forced_calls_schema`, or of a custom tool's input, which is the whole
+    text."""
     if isinstance(choice, Mapping) and choice.get("type") == "custom":
         return Parsing(_custom_call, choice["custom"]["name"])
     return Parsing(_named_call, choice["function"]["name"]) if isinstance(choice, Mapping) else _FORCED.make()
@@ -21,7 +21,7 @@ def forced_calls(choice: str | Mapping[str, Any]) -> Parser:
 def forced_calls_schema(
     tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any], parallel: bool = True
 ) -> dict[str, Any]:
-    """The JSON schema that enforces tool_choice, as in vLLM: a list of {"name": ..., "parameters": {...}} for
+    """Return the JSON schema that enforces tool_choice, as in vLLM: a list of {"name": ..., "parameters": {...}} for
     "required", and the parameters alone for a named function.
 
     parallel: several calls are allowed. Raises ValueError if there is no function of that name.
@@ -62,7 +62,7 @@ def _custom_call(reader: Reader, name: str) -> Steps[None]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to its own root are right if it is at another place of a document."""
+    """Return the schema with its references to its own root adjusted for another place in a document."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""The formats of tool calls, which formats.toml lists, by the names that vLLM gives them."""
+"""The tool call formats in formats.toml, by vLLM's names."""
 
 from quire.parsing.annotations import annotated_call, json_or_annotated_call
 from quire.parsing.braces import braced_call

@@ -1,4 +1,4 @@
-"""The format of gpt-oss: messages with a channel, and a recipient where they are tool calls.
+"""The format of gpt-oss: messages with a channel and, for tool calls, a recipient.
 
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
 <|message|>{...}<|call|>, and for the answer <|channel|>final<|message|>...<|return|>
@@ -18,11 +18,11 @@ _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 
 
 def harmony(reader: Reader, types: Types) -> Steps[None]:
-    """Reads an answer. Its reasoning and its tool calls are in the same stream, so it takes no second parser. Its
-    arguments are JSON, and need no types."""
+    """Reads an answer. Reasoning and tool calls are in the same stream, so no second parser is needed. Arguments are
+    JSON, and need no types."""
     reader.hold("", True)
     yield from reader.space()
-    marker: str | None = "to=" if (yield from reader.literal("to=")) else ""  # a recipient may stand before the channel
+    marker: str | None = "to=" if (yield from reader.literal("to=")) else ""  # a recipient may precede the channel
     while marker is not None:
         if marker not in ("to=", *_HEADERS):
             reader.give_up()

@@ -1,7 +1,7 @@
-"""Reads the text of an answer while it arrives.
+"""Reads the text of an answer as it arrives.
 
-A parser is a generator over a Reader. It reads the text in order, as if all of it were known; where the next text is
-needed and has not arrived, the Reader's methods yield, and the parser goes on with the next feed.
+A parser is a generator over a Reader. It reads the text in order, as if all of it were available. When more text is
+needed, the Reader's methods yield, and the parser resumes with the next feed.
 """
 
 import re
@@ -33,10 +33,10 @@ def _patterns(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str
 
 
 class Reader:
-    """The text of an answer that has arrived and has not been read, and the events of the text that has been.
+    """The received text of an answer that has not been read yet, and the events of the text that has been read.
 
-    is_complete: no more text will arrive. is_attempt: the text that is read now may be a call; until that is known, it
-    is held back. Where two markers begin at the same character, the longer one counts.
+    is_complete: no more text will arrive. is_attempt: the text being read may be a call; until that is decided, it is
+    held back. If two markers begin at the same character, the longer one is used.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Reader:
     # Events
 
     def content(self, text: str) -> None:
-        """Adds content. White space alone before, between or behind calls is not content."""
+        """Adds content. Text before, between or after calls is not content if it consists of white space."""
         if self._held is not None:
             self._held.append(text)
             if not text.strip():
@@ -71,7 +71,7 @@ class Reader:
         self.is_attempt = is_attempt
 
     def give_up(self) -> None:
-        """Ends the attempt, if it has not become a call: its text is content."""
+        """Ends the attempt. If it has not become a call, its text is content."""
         if self.is_attempt and self._held:
             text = "".join(self._held)
             self._held = []
@@ -79,7 +79,7 @@ class Reader:
         self.is_attempt = False
 
     def discard(self) -> None:
-        """Discards the text that was held back: it was the beginning of a call or of a message."""
+        """Discards the held-back text, which was the beginning of a call or a message."""
         self.is_attempt = False
         self._held = []
 
@@ -103,7 +103,7 @@ class Reader:
     # Text
 
     def until(self, markers: tuple[str, ...], say: Callable[[str], None]) -> Steps[str | None]:
-        """Says the text before the next marker as it arrives, and reads the marker. None at the end of the text."""
+        """Streams the text before the next marker, and reads the marker. Returns None at the end of the text."""
         while True:
             start, marker = self._find(markers)
             if start > self._position:
@@ -113,8 +113,8 @@ class Reader:
             yield
 
     def before(self, markers: tuple[str, ...], limit: int) -> Steps[tuple[str, str] | None]:
-        """The text before the next marker, and the marker, which is not read. None, and nothing is read, if that text
-        is longer than the limit."""
+        """Reads the text before the next marker, and returns it with the marker, which is not read. Returns None and
+        reads nothing if the text is longer than the limit."""
         searched = 0
         while True:
             start, marker = self._find(markers, searched)
@@ -126,12 +126,12 @@ class Reader:
             yield
 
     def literal(self, text: str) -> Steps[bool]:
-        """Reads a text if it is what follows."""
+        """Reads a text if it comes next."""
         found = yield from self.before((text,), 0)
         return bool(found and self._take(self._position + len(text)))
 
     def word(self) -> Steps[str]:
-        """Reads the name of a function or a parameter, up to 256 characters; "" if something else follows."""
+        """Reads the name of a function or a parameter, up to 256 characters. Returns "" if no name follows."""
         while True:
             match = _WORD.match(self._text, self._position)
             if self.is_complete or (match and match.end() < len(self._text)):
@@ -139,7 +139,7 @@ class Reader:
             yield
 
     def space(self) -> Steps[str]:
-        """Reads white space. Returns the character behind it, which is not read; "" at the end of the text."""
+        """Reads white space. Returns the character after it, which is not read; "" at the end of the text."""
         while True:
             match = _SPACE.match(self._text, self._position)
             self._take(match.end() if match else self._position)
@@ -148,11 +148,11 @@ class Reader:
             yield
 
     def value(self, say: Callable[[str], None], depth: int = 0) -> Steps[bool]:
-        """Reads a value of JSON or Python, and says its text as it arrives. Whether it is complete.
+        """Reads a value of JSON or Python, and streams its text. Returns whether it is complete.
 
-        Only strings and brackets are looked at. A "<" or "`" outside of strings ends a broken value: a marker follows.
-        White space at the end of a broken value is not read.
-        depth: the number of brackets of the value that have been read before
+        Only strings and brackets are checked. A "<" or "`" outside of strings ends a broken value: a marker follows.
+        White space at the end of a broken value is not read. depth: the number of opening brackets of the value that
+        were already read
         """
         quote = ""
         is_scalar = False
@@ -194,8 +194,8 @@ class Reader:
         return "".join(pieces), is_complete
 
     def rewrite(self, markers: tuple[str, ...], change: Callable[[str], str | None]) -> Steps[bool]:
-        """Waits for the next of the markers, and changes the text before it, which is not read. Changes nothing if the
-        answer ends without one. False if the change is None."""
+        """Waits for the next of the markers, and replaces the unread text before it. Changes nothing if the answer ends
+        without a marker. Returns False if the replacement is None."""
         searched = 0
         while True:
             start, marker = self._find(markers, searched)
@@ -211,13 +211,14 @@ class Reader:
             yield
 
     def unread(self, text: str) -> None:
-        """Takes back the last characters of a marker that was just read."""
+        """Returns the last characters of a marker that was just read to the unread text."""
         self._position -= len(text)
 
     def _find(self, markers: tuple[str, ...], searched: int = 0) -> tuple[int, str]:
-        """(position up to which the text holds no marker, the marker that begins there, or "" if none is complete)
+        """Return (position up to which the text contains no marker, the marker that begins there, or "" if none is
+        complete).
 
-        searched: the number of characters that are known to hold none
+        searched: the number of characters that are known to contain none
         """
         complete, part, length = _patterns(markers)
         begin = self._position + searched

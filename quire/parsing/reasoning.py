@@ -1,4 +1,4 @@
-"""The formats of reasoning, which reasoning.toml lists, by the names that vLLM gives them."""
+"""The reasoning formats in reasoning.toml, by vLLM's names."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,23 +20,19 @@ _BEFORE_START = ("", "\n", "\n\n", " ")
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a family of models marks its thinking.
 
-    start, end: markers around it, where there are several spellings the usual one first
-    starts_inside: the answer begins within thinking, unless the prompt's end says otherwise
-    starts_anywhere: thinking may also begin within the answer
-    closing: the text that ends thinking when its budget is used up; "" if it is end[0]
-    implicit_ends: texts with which a tool call begins, and which end the thinking without its marker. Formats with them
-        also leave out markers in the wrong place: a start within thinking, and an end outside of it and of calls
+    start, end: markers around it; if there are several spellings, the usual one comes first starts_inside: the answer
+    begins within thinking, unless the prompt's end shows otherwise starts_anywhere: thinking may also begin within the
+    answer closing: the text that ends thinking when its budget is used up; "" if it is end[0] implicit_ends: the
+    beginnings of tool calls, which end the thinking without its marker. Formats with them also drop misplaced markers:
+    a start within thinking, and an end outside of thinking and calls
     ends_for_tools: implicit_ends end the thinking only if the request has tools
-    trims: white space at the end of the thinking is left out
-    on_lines: a line break beside a marker belongs to the marker
-    wrapper: markers around the answer, which are left out
-    promotes: if the request's chat_template_kwargs say force_nonempty_content, thinking without an answer becomes the
-        answer as well
-    needs_special_tokens: the markers are special tokens, which must not be left out of the text
-    whole: reads whole answers, for a format in which reasoning and calls are one
-    sign: text by which a chat template tells the format, if it does not hold its markers as they are
-    filter: what is changed in the thinking and in the content
-    is_suffixed: checkpoints may append a suffix to the names of their markers, as in <think:abc>
+    trims: white space at the end of the thinking is dropped on_lines: a line break next to a marker belongs to the
+    marker wrapper: markers around the answer, which are dropped promotes: if the request's chat_template_kwargs set
+    force_nonempty_content, thinking without an answer also becomes the answer
+    needs_special_tokens: the markers are special tokens, which must not be skipped in the text whole: reads whole
+    answers, for a format that combines reasoning and calls sign: text that identifies the format in a chat template, if
+    the template does not contain the exact markers filter: changes the thinking and the content is_suffixed:
+    checkpoints may append a suffix to the names of their markers, as in <think:abc>
     """
 
     start: tuple[str, ...] = ("<think>",)
@@ -70,10 +66,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     def make(
         self, is_open: bool, calls_end: bool = True, is_promoted: bool = False, tools: Sequence[Mapping[str, Any]] = ()
     ) -> Parser:
-        """A parser of one answer, which begins within thinking or not.
-
-        calls_end: implicit_ends and starts_anywhere count. is_promoted: see the method.
-        tools: the definitions in the request
+        """Return a parser of one answer, which may begin within thinking. calls_end: whether implicit_ends and
+        starts_anywhere apply. is_promoted: see the method. tools: the definitions in the request
         """
         if self.whole:
             parser = Parsing(self.whole, parameter_types(tools))
@@ -106,7 +100,7 @@ def read_reasoning(reader: Reader, format: ReasoningFormat, is_thinking: bool, i
             markers = (*wrapper, *strays, *later_starts, *format.implicit_ends)
             marker = yield from reader.until(markers, content.add)
             is_thinking = marker in later_starts
-    if marker:  # a call follows, in which no marker counts
+    if marker:  # a call follows, in which markers are ignored
         content.add(marker)
         yield from reader.until((), content.add)
     if is_promoted and content.is_empty and thoughts.text:
@@ -114,7 +108,7 @@ def read_reasoning(reader: Reader, format: ReasoningFormat, is_thinking: bool, i
 
 
 class _Thoughts:
-    """The thinking. White space at its end is held back, and left out, if the format trims it."""
+    """Emit the thinking. White space at its end is held back, and dropped if the format trims it."""
 
     def __init__(self, reader: Reader, trims: bool) -> None:
         self._reader = reader
@@ -136,7 +130,7 @@ class _Thoughts:
 
 
 class _Answer:
-    """The content. White space before it is held back, if thinking is to take its place where it is empty."""
+    """Emit the content. White space before it is held back if thinking should replace empty content."""
 
     def __init__(self, reader: Reader, holds_space: bool) -> None:
         self._reader = reader

@@ -1,4 +1,4 @@
-"""Which parsers a model needs, from the markers in its chat template."""
+"""Finds the parsers that a model needs, from the markers in its chat template."""
 
 from quire.parsing.formats import TOOLS
 from quire.parsing.reasoning import REASONING
@@ -6,9 +6,11 @@ from quire.parsing.suffixes import suffix_in
 
 
 def recognized(chat_template: str) -> tuple[str | None, str | None]:
-    """(name of the reasoning parser, name of the tool parser) for a chat template, None where its markers tell none.
+    """Return (name of the reasoning parser, name of the tool parser) for a chat template, None if its markers match
+    none.
 
-    A format is recognized if all of its markers occur in the template. Of several, the one with most of them counts.
+    A format is recognized if all of its markers occur in the template. If several match, the one with the most markers
+    is chosen.
     """
     if suffix := suffix_in([chat_template]):
         chat_template = chat_template.replace(f"{suffix}>", ">")
@@ -26,6 +28,6 @@ def recognized(chat_template: str) -> tuple[str | None, str | None]:
 
 
 def _best(formats: dict[str, tuple[str, ...]], template: str, preferred: str | None) -> str | None:
-    """The name of the format with the most markers, all of which are in the template."""
+    """Return the name of the format with the most markers among those whose markers are all in the template."""
     names = [name for name, markers in formats.items() if all(marker in template for marker in markers)]
     return max(names, key=lambda name: (len("".join(formats[name])), name == preferred), default=None)

@@ -1,7 +1,7 @@
-"""Grammars that let a model write only valid calls of the request's tools, in its own format: structural tags.
+"""Grammars (structural tags) that restrict a model to valid calls of the request's tools, in its own format.
 
-The model thinks and answers freely. Once it opens a call, what follows is a call of one of the tools whose arguments
-fit the tool's schema, if the tool is strict.
+The model thinks and answers freely. Once it opens a call, it must call one of the tools. If the tool is strict, the
+arguments must match the tool's schema.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ _NUMBER: Json = {"type": "regex", "pattern": "[0-9]{1,3}"}
 class StrictFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a family of models writes the calls of an answer.
 
-    section: the text before the first call and after the last one, if the format has any
-    call: the text before and after a call's arguments; {name} is the function's name, {number} the call's index
-    parameter: the text before and after a parameter's value; {name} is its name, {is_string} "true" or "false". None if
+    section: the text before the first call and after the last one, if the format has such text call: the text before
+    and after a call's arguments; {name} is the function's name, {number} the call's index parameter: the text before
+    and after a parameter's value; {name} is its name, {is_string} "true" or "false". None if
         the arguments are a JSON object
     separator: the text between two calls
     fences: JSON objects that are calls if they name a known function: the text up to the name, the text between the
@@ -41,7 +41,7 @@ class StrictFormat(msgspec.Struct, frozen=True, kw_only=True):
     def tag(
         self, tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any], parallel: bool, level: Level
     ) -> Json | None:
-        """The structural tag for a request, None if its calls need not be constrained.
+        """Return the structural tag for a request, None if its calls need no constraint.
 
         tools: the definitions in the request. choice: "auto", "required", or a dict that names a function. parallel:
         several calls are allowed. level: `--tool-strict-level`. Raises ValueError if there is no function of that name.
@@ -124,7 +124,7 @@ def _json(schema: Any) -> Json:
 
 
 def _value(schema: Any, root: Mapping[str, Any]) -> tuple[list[Json], bool]:
-    """The formats that a parameter's value may have, and whether it is a string, which is written without quotes."""
+    """Return the formats of a parameter's value, and whether it is a string, which is written without quotes."""
     seen = set[str]()
     while isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and schema["$ref"] not in seen:
         seen.add(schema["$ref"])

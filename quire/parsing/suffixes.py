@@ -1,4 +1,4 @@
-"""The suffix that a checkpoint appends to the names of its markers: <think:opensource> in place of <think>."""
+"""The suffix that a checkpoint appends to the names of its markers: <think:opensource> instead of <think>."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -11,15 +11,14 @@ _NAME = re.compile(r"(</?\w+)>")
 
 
 def suffix_in(texts: Iterable[str]) -> str:
-    """The suffix of the markers in tokens or in a chat template, "" if they have none."""
+    """Return the suffix of the markers in tokens or in a chat template, "" if they have none."""
     found = next((found for text in texts if (found := _SUFFIX.search(text))), None)
     return found[1] if found else ""
 
 
 def of_checkpoint(name: str, known: dict[str, Any], vocabulary: Callable[[], Iterable[str]]) -> str:
-    """The name of a format, or of the format with the suffix of a vocabulary's tokens.
-
-    known: the formats of tool calls or of thinking by their names, to which the latter is added
+    """Return the name of a format, or of its variant with the suffix of a vocabulary's tokens. known: the tool call or
+    reasoning formats by name, to which the variant is added
     """
     suffix = suffix_in(vocabulary()) if known[name].is_suffixed else ""
     if suffix:
@@ -28,7 +27,7 @@ def of_checkpoint(name: str, known: dict[str, Any], vocabulary: Callable[[], Ite
 
 
 def _markers(format: Any, suffix: str) -> dict[str, Any]:
-    """The fields of a format that hold markers, with the suffix in them."""
+    """Return the fields of a format that contain markers, with the suffix added."""
     fields = msgspec.structs.asdict(format)
     return {field: _with_suffix(value, suffix) for field, value in fields.items() if isinstance(value, tuple)}
 

@@ -9,9 +9,9 @@ Format = TypeVar("Format")
 
 
 def formats(module: str, kind: type[Format], functions: Iterable[Callable[..., Any]]) -> dict[str, Format]:
-    """The formats in the TOML file beside a module, by their names. functions: those that the file names.
+    """Read the formats in the TOML file next to a module, by their names. functions: the functions that the file names.
 
-    A table has one or several names; a string in place of a table is another name of the format.
+    A table has one or several names; a string instead of a table is an alias of the format.
     """
     by_name = {function.__name__: function for function in functions}
     found: dict[str, Format] = {}

@@ -1,4 +1,4 @@
-"""Values of arguments as JSON text, from the forms in which models write them."""
+"""Converts argument values from the forms that models write to JSON text."""
 
 import json
 import math
@@ -20,13 +20,13 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "(": "[", ")"
 _QUOTE_OR_BRACKET = re.compile(r"""["'()\[\]{}]""")
 _IN_STRING = {quote: re.compile(rf"\\.|{quote}", re.DOTALL) for quote in "\"'"}
 _FITS_BEHIND_STRING = re.compile(r"\s*[,)\]}:]")
-_MOST_ENDS = 100  # of a string that contains its own quotes: how many of its possible ends are tried
+_MOST_ENDS = 100  # possible ends that are tried for a string with unescaped quotes
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
 
 
 class SchemaTypes(frozenset[str]):
-    """The JSON types that a schema allows. schema: itself, for formats that write the parts of a value one by one"""
+    """The JSON types that a schema allows. schema: the schema itself, for formats that write a value in parts"""
 
     schema: Any = None
 
@@ -36,12 +36,13 @@ def json_text(value: Any) -> str:
 
 
 def in_json(text: str) -> str:
-    """The text, or a part of it, as it is between the quotes of a JSON string."""
+    """Return the text, or a part of it, escaped for the inside of a JSON string."""
     return json_text(text)[1:-1]
 
 
 def parsed(text: str) -> Any:
-    """The value of a JSON text. None if it is null, not JSON, nested too deeply, or has a number that is too large."""
+    """Return the value of a JSON text. None if it is null, not JSON, nested too deeply, or contains too large a
+    number."""
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -49,7 +50,8 @@ def parsed(text: str) -> Any:
 
 
 def without_surrogates(text: str) -> str:
-    """The text with pairs of surrogates as characters, and single ones, which UTF-8 cannot hold, as U+FFFD."""
+    """Return the text with surrogate pairs joined to characters, and lone surrogates, which UTF-8 cannot encode, as
+    U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -74,10 +76,10 @@ def schema_types(schema: Any) -> SchemaTypes:
 
 
 def typed(text: str, types: frozenset[str], may_be_json: bool = False) -> str:
-    """The JSON text of a value that was written without its type, such as `5` or `Paris`.
+    """Return the JSON text of a value that was written without its type, such as `5` or `Paris`.
 
-    The types are tried in the order null, integer, number, boolean, object, array, string, as in vLLM. A value of none
-    of them is what its JSON says, or a string. may_be_json: a string may be written in quotes, as JSON
+    The types are tried in the order null, integer, number, boolean, object, array, string, as in vLLM. A value that
+    matches none of them is read as JSON, or else as a string. may_be_json: a string may be written in quotes, as JSON
     """
     word = text.strip()
     lower = word.lower()
@@ -96,7 +98,8 @@ def typed(text: str, types: frozenset[str], may_be_json: bool = False) -> str:
 
 
 def _number(word: str, types: frozenset[str]) -> str:
-    """A number as JSON, without a fraction if it is whole. "" if the word is none, or if the types allow none."""
+    """Return a number as JSON, without a fraction if it is an integer. "" if the word is not a number, or the types do
+    not allow one."""
     if not types & _NUMBERS:
         return ""
     try:
@@ -113,9 +116,9 @@ def _number(word: str, types: frozenset[str]) -> str:
 
 
 def from_python(text: str) -> str:
-    """The JSON text of a Python literal. Text that is no literal becomes a string."""
+    """Return the JSON text of a Python literal. Text that is not a literal becomes a string."""
     pieces: list[str] = []
-    open_braces: list[int] = []  # the places in `pieces` of those that may begin a set
+    open_braces: list[int] = []  # indices in `pieces` of braces that may begin a set
     end = 0
     for match in _PYTHON_TOKEN.finditer(text):
         pieces += (text[end : match.start()], _converted(match[0]))
@@ -134,10 +137,10 @@ def from_python(text: str) -> str:
 
 
 def with_quotes_escaped(text: str) -> str | None:
-    """Calls in Python, with escaped quotes in a string that contains its own: f(a='it's') becomes f(a='it\\'s').
+    """Escape quotes within strings of Python calls: f(a='it's') becomes f(a='it\\'s').
 
-    A quote that nothing fits behind, such as a comma or a bracket, does not end a string. Of the others, the one counts
-    behind which the rest is well-formed. None if there are several such quotes, or none.
+    A quote only ends a string if a valid character, such as a comma or a bracket, follows it. Among these quotes, the
+    one after which the rest is well-formed is chosen. None if there is no such quote, or more than one.
     """
     brackets = ""  # those that are open
     position = 0
@@ -166,7 +169,7 @@ def with_quotes_escaped(text: str) -> str | None:
 
 
 def _is_rest_of_calls(text: str, position: int, brackets: str) -> bool:
-    """Whether the strings from a position on are complete, and all brackets end. brackets: those that are open there"""
+    """Whether the strings from a position on are complete, and all brackets are closed. brackets: those open there"""
     while match := _QUOTE_OR_BRACKET.search(text, position):
         position = match.end()
         if match[0] not in _IN_STRING:
@@ -182,13 +185,13 @@ def _is_rest_of_calls(text: str, position: int, brackets: str) -> bool:
 
 
 def _open_behind(brackets: str, bracket: str) -> str:
-    """The brackets that are open behind a bracket. One that ends none of them stays at the end."""
+    """Return the open brackets after a bracket. A closing bracket that matches none stays at the end."""
     is_pair = brackets[-1:] + bracket in ("()", "[]", "{}")
     return brackets[:-1] if is_pair else brackets + bracket
 
 
 def _types(schema: Any, depth: int = 0) -> frozenset[str]:
-    """The types that a schema allows: all of them if it does not say, or says nonsense."""
+    """Return the types that a schema allows: all types if the schema has none, or invalid ones."""
     if not isinstance(schema, dict) or depth > 8:
         return ALL_TYPES
     for key in ("anyOf", "oneOf", "allOf"):
@@ -204,7 +207,7 @@ def _types(schema: Any, depth: int = 0) -> frozenset[str]:
 
 
 def _converted(token: str) -> str:
-    """A token of Python as JSON. Numbers lose leading zeros and underscores."""
+    """Convert a Python token to JSON. Numbers lose leading zeros and underscores."""
     if token[0] in "'\"" and token[-1] == token[0] != token:
         return json_text(without_surrogates(_ESCAPE.sub(_unescape, token[1:-1])))
     if token[0].isdecimal():

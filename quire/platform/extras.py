@@ -1,4 +1,4 @@
-"""How to install what an optional feature needs."""
+"""Instructions for installing the packages of optional features."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,8 @@ DISTRIBUTION = "quire-llm"  # "quire" on the package index is another project
 
 
 def install_command(extra: str) -> str:
-    """The pip command that adds an extra of pyproject.toml to this environment.
-
-    It names the folder or the file that Quire was installed from, since only a release is on the package index.
+    """Return the pip command that adds an extra of pyproject.toml to this environment. It names the folder or file from
+    which Quire was installed, since only releases are on the package index.
     """
     origin = _origin()
     if origin is None:
@@ -24,11 +23,11 @@ def install_command(extra: str) -> str:
 
 
 def _origin() -> tuple[str, bool] | None:
-    """The URL that Quire was installed from, and whether it runs from there. None for a release of the index.
+    """Return the URL from which Quire was installed, and whether it runs from there. None for a release from the index.
 
     Source: PEP 610, Recording the direct URL origin of installed distributions.
     """
-    from importlib.metadata import distributions  # takes time to import
+    from importlib.metadata import distributions  # slow to import
 
     records = [found.read_text("direct_url.json") for found in distributions(name=DISTRIBUTION)]
     text = next(filter(None, records), None)

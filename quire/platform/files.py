@@ -1,6 +1,5 @@
-"""Reads files that others wrote: only regular ones, and only so many bytes.
-
-A pipe, a socket or a device in a checkpoint would let a read wait forever, or never end.
+"""Reads untrusted files: only regular files, up to a maximum size. Reading a pipe, a socket or a device in a checkpoint
+could block forever or never end.
 """
 
 import os
@@ -23,7 +22,7 @@ class FileError(ValueError):
 
 
 def check_regular(path: Path) -> Path:
-    """The path of a regular file, or of nothing at all. Raises FileError for anything else."""
+    """Check that the path is a regular file or does not exist. Raises FileError for anything else."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -38,20 +37,20 @@ def _check_mode(path: Path | str, mode: int) -> None:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """The content of a regular file of at most `most` bytes. Raises FileError or OSError."""
-    # It may be replaced between the two: without O_NONBLOCK, opening a pipe would wait for a writer.
+    """Return the content of a regular file of at most `most` bytes. Raises FileError or OSError."""
+    # The file may be replaced after the check: without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(check_regular(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as stream:
         info = os.fstat(descriptor)
         _check_mode(path, info.st_mode)
-        data = stream.read(min(info.st_size, most) + 1)  # which Python allocates before it reads
+        data = stream.read(min(info.st_size, most) + 1)  # Python allocates this size before it reads
     if len(data) > most:
         raise FileError(f"{path} has more than {most / MIB:g} MiB, the limit for such a file")
     return data
 
 
 def check_folder(directory: Path, suffixes: tuple[str, ...]) -> None:
-    """Raises FileError if a file of the folder with one of these suffixes is not regular, or if it has too many."""
+    """Raises FileError if a file with one of these suffixes is not regular, or if the folder has too many entries."""
     with os.scandir(directory) as entries:
         for count, entry in enumerate(entries):
             if count >= _MOST_ENTRIES:

@@ -11,21 +11,22 @@ from pathlib import Path
 from quire.messages.errors import error_text
 
 _SHARED_MEMORY = "/dev/shm"  # a container with a read-only root still has it
-_NEW_SECONDS = 60.0  # in which a folder that was just made gets its lock
+_NEW_SECONDS = 60.0  # within which a new folder gets its lock
 
 
 def cache_folder() -> Path | None:
-    """The folder for files that can be made again: $XDG_CACHE_HOME/quire or ~/.cache/quire. It need not exist.
+    """Return the cache folder, for files that can be recreated: $XDG_CACHE_HOME/quire or ~/.cache/quire. It need not
+    exist.
 
     None for a user without a home.
     """
-    from platformdirs import user_cache_path  # imported here: an engine on a GPU does not need the package
+    from platformdirs import user_cache_path  # imported here, since an engine on a GPU does not need the package
 
     return _of_user(user_cache_path)
 
 
 def state_folder() -> Path | None:
-    """The folder for files to keep, such as a history: $XDG_STATE_HOME/quire or ~/.local/state/quire.
+    """Return the folder for persistent files, such as a history: $XDG_STATE_HOME/quire or ~/.local/state/quire.
 
     It need not exist. None for a user without a home.
     """
@@ -43,10 +44,10 @@ def _of_user(find: Callable[[str], Path]) -> Path | None:
 
 
 def private_folder(prefix: str, longest: int | None = None) -> Path:
-    """A new temporary folder that only this user can enter, in Python's temporary folder ($TMPDIR, /tmp, ...) or, if
-    that fails, in /dev/shm.
+    """Create a temporary folder that only this user can access, in Python's temporary folder ($TMPDIR, /tmp, ...) or,
+    if that fails, in /dev/shm.
 
-    longest: characters that the path may have. Raises OSError if no such folder can be made.
+    longest: maximum length of the path in characters. Raises OSError if no such folder can be created.
     """
     problem: OSError = FileNotFoundError("no folder for temporary files is writable")
     for parent in (None, _SHARED_MEMORY):
@@ -62,9 +63,9 @@ def private_folder(prefix: str, longest: int | None = None) -> Path:
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """A private folder that is removed at the end, or by the next process that asks for one if this one is killed.
-
-    prefix: of the names of these folders alone. parent: default: as for `private_folder`. Raises OSError.
+    """A private folder that is removed at the end. If this process is killed, the next process that needs such a folder
+    removes it. prefix: reserved for the names of these folders. parent: the default is that of `private_folder`. Raises
+    OSError.
     """
     for place in {tempfile.gettempdir(), _SHARED_MEMORY} if parent is None else {str(parent)}:
         _remove_abandoned(place, prefix)
@@ -82,7 +83,7 @@ def _remove_abandoned(parent: str, prefix: str) -> None:
     with contextlib.suppress(OSError):
         found = [entry for entry in os.scandir(parent) if entry.name.startswith(prefix)]
     for entry in found:
-        with contextlib.suppress(OSError):  # another process removes it, too, or its own process holds the lock
+        with contextlib.suppress(OSError):  # another process is also removing it, or its owner holds the lock
             status = entry.stat(follow_symlinks=False)
             is_own = entry.is_dir(follow_symlinks=False) and status.st_uid == os.getuid()
             if is_own and time.time() - status.st_mtime > _NEW_SECONDS:
@@ -92,7 +93,7 @@ def _remove_abandoned(parent: str, prefix: str) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which ends with the process. Raises OSError if another one holds it."""
+    """Lock the folder until the process ends. Raises OSError if another process holds the lock."""
     import fcntl  # not on Windows
 
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

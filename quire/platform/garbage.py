@@ -1,4 +1,4 @@
-"""When Python's garbage collector runs in a process of Quire's own."""
+"""Configures when Python's garbage collector runs in Quire's own processes."""
 
 import gc
 import sys
@@ -7,15 +7,14 @@ from contextlib import contextmanager
 
 
 def collect_rarely() -> None:
-    """Let a collection wait for 100,000 new objects, instead of 700."""
+    """Run a collection only after 100,000 new objects, instead of 700."""
     gc.set_threshold(100_000)
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """For imports: they create hundreds of thousands of objects, hardly any of which becomes garbage.
-
-    The objects that exist at the end stay out of later collections.
+    """Disable collection during imports, which create hundreds of thousands of objects and hardly any garbage. Later
+    collections skip the objects that exist at the end.
     """
     gc.disable()
     try:
@@ -26,7 +25,7 @@ def without_collections() -> Iterator[None]:
 
 
 def skip_last_collection() -> None:
-    """Let the process end without Python's last garbage collection, which takes half a second for torch's objects.
+    """End the process without Python's last garbage collection, which takes half a second for torch's objects.
 
     If Triton was imported, the collection runs: Triton's bindings would report all remaining objects as leaked.
     """

@@ -1,8 +1,8 @@
-"""Imports torch without a module that only torch's compiler needs, and that takes a quarter of the import time.
+"""Imports torch without a module that only torch's compiler needs and that takes a quarter of the import time.
 
-The module is torch._meta_registrations: the operators' implementations for tensors without memory. It is imported as
-soon as its content is read, and before any module that depends on it. Versions of torch that were not tested, and
-copies whose files look different, are imported as usual.
+The module is torch._meta_registrations: the operators' implementations for tensors without memory. It is imported on
+first access to its content, and before any module that depends on it. Untested versions of torch, and copies with
+different files, are imported as usual.
 """
 
 import re
@@ -39,7 +39,7 @@ _GENERATORS = "torch._C._set_generator_metaclass("
 
 
 def prepare() -> None:
-    """To be called by a process of Quire's own. It has no effect once torch is imported."""
+    """Defer the module. Call it only in Quire's own processes. It has no effect once torch is imported."""
     if "torch" not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -65,7 +65,7 @@ def _stop() -> None:
 
 
 def _import_deferred() -> ModuleType:
-    """The deferred module, with everything that it imports, in the order that torch intends."""
+    """Import the deferred module and its dependencies, in the order that torch intends."""
     if isinstance(sys.modules.get(_DEFERRED), _Placeholder):
         del sys.modules[_DEFERRED]
         _stop()
@@ -73,7 +73,8 @@ def _import_deferred() -> ModuleType:
 
 
 def _allow_generators() -> None:
-    """Since torch 2.13, torch.Generator cannot be used before this call, which a module makes that is now deferred."""
+    """Initialize torch.Generator. Since torch 2.13, it cannot be used before this call, which a deferred module would
+    make."""
     torch: Any = sys.modules["torch"]
     if hasattr(torch._C, "_set_generator_metaclass"):
         torch._C._set_generator_metaclass(import_module("torch._opaque_base").OpaqueBaseMeta)
@@ -81,13 +82,13 @@ def _allow_generators() -> None:
 
 class _Placeholder(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # tools that look at all modules ask for these
+        if name.startswith("__"):  # requested by tools that inspect all modules
             raise AttributeError(name)
         return getattr(_import_deferred(), name)
 
 
 class _Finder:
-    """Defers the module, and notices when another module needs it."""
+    """Defers the module, and detects when another module needs it."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -109,7 +110,7 @@ class _Finder:
 
 
 class _Existing(Loader):
-    """A loader of a module that exists already. A module that was executed must not be executed again."""
+    """Loads an existing module. A module must not be executed twice."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module

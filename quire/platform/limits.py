@@ -1,4 +1,4 @@
-"""How much memory and how many processors this process may use: the limits of its cgroup and of all cgroups above it.
+"""Reads how much memory and how many processors this process may use: the limits of its cgroup and all parent cgroups.
 
 A cgroup is a folder in the cgroup file system (version 1 has one file system for each controller). Every folder from
 the process's own up to the root of the mount may set limits, and all of them apply:
@@ -16,13 +16,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_NO_LIMIT = 1 << 60  # bytes; where no limit is set, version 1 shows a number of at least this size
+_NO_LIMIT = 1 << 60  # bytes; without a limit, version 1 shows at least this number
 
 
 def free_memory(root: Path = Path("/"), mapped: int = 0) -> int | None:
-    """Bytes that the cgroups leave: limit - usage + page cache that can be reclaimed. None without a limit.
+    """Return the bytes left in the cgroups: limit - usage + reclaimable page cache. None without a limit.
 
-    mapped: bytes of files that must stay in the page cache, whether or not they are there.
+    mapped: bytes of files that must stay in the page cache, even if they are not in it yet.
     """
     free = []
     for folder in _cgroups("memory", root):
@@ -36,7 +36,7 @@ def free_memory(root: Path = Path("/"), mapped: int = 0) -> int | None:
 
 
 def free_on_host(mapped: int = 0) -> int:
-    """Free bytes of the machine, or of this process's cgroup if it has fewer. mapped: see `free_memory`."""
+    """Return the free bytes of the machine, or of this process's cgroup if it has fewer. mapped: see `free_memory`."""
     import psutil  # imported here, since an engine on a GPU does not need it
 
     available: int = psutil.virtual_memory().available - mapped
@@ -45,9 +45,8 @@ def free_on_host(mapped: int = 0) -> int:
 
 
 def processors(root: Path = Path("/")) -> int:
-    """Processors that may run this process at once, by its affinity (which includes cpusets) and the cgroups' quotas.
-
-    A quota of 2.5 processors counts as 2: it would stop 3 threads in the middle of each step.
+    """Return the number of processors for this process, from its affinity (which includes cpusets) and the cgroups'
+    quotas. A quota of 2.5 processors is rounded down to 2: 3 threads would be throttled in each step.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = (_quota(folder) for folder in _cgroups("cpu", root))
@@ -55,7 +54,7 @@ def processors(root: Path = Path("/")) -> int:
 
 
 def _quota(folder: Path) -> float | None:
-    """A cgroup's quota in processors."""
+    """Return a cgroup's quota in processors."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()
         return int(quota) / int(period)  # the quota "max" raises ValueError
@@ -65,8 +64,8 @@ def _quota(folder: Path) -> float | None:
 
 
 def _reclaimable(folder: Path, mapped: int) -> int:
-    """Bytes of cached files that were not used lately, of this cgroup and the cgroups below it, without `mapped` bytes,
-    which are among these, among those that were used lately, or (if other cgroups use them too) in none."""
+    """Return the bytes of inactive cached files of this cgroup and its children, without `mapped` bytes. Those may be
+    among the inactive or the active files, or (if other cgroups use them too) in neither."""
     with contextlib.suppress(OSError, ValueError):
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         unused, used = (
@@ -77,7 +76,7 @@ def _reclaimable(folder: Path, mapped: int) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file. None if the file is missing or contains "max"."""
+    """Return the number in a file. None if the file is missing or contains "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -85,7 +84,7 @@ def _number(path: Path) -> int | None:
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """The folders whose limits apply to this process, of cgroups version 1 or 2."""
+    """Return the folders whose limits apply to this process, for cgroups version 1 or 2."""
     try:
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
@@ -101,7 +100,7 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
         top, mount = (field.encode().decode("unicode_escape") for field in before.split()[3:5])
         path = paths[name]
         top = top.rstrip("/")
-        # A path outside this mount's top counts as the root of the mount.
+        # A path outside this mount is treated as the root of the mount.
         below = path[len(top) :].strip("/") if f"{path}/".startswith(f"{top}/") else ""
         mounted = root / mount.strip("/")
         folder = mounted / below
@@ -111,5 +110,5 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def has_gpu_driver() -> bool:
-    """Whether this machine may have a GPU: a driver of NVIDIA, of AMD, or under Windows."""
+    """Whether this machine may have a GPU: there is a driver of NVIDIA or AMD, or it runs Windows."""
     return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")))

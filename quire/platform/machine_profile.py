@@ -1,6 +1,5 @@
-"""How fast this machine's kernels are, as an earlier start measured them, and the file in which that is kept.
-
-The file is a cache: it may be deleted at any time, and one that is missing, damaged or of another machine is ignored.
+"""The speed of this machine's kernels, measured by an earlier start, and the file that stores it. The file is a cache:
+it may be deleted at any time, and a missing or damaged file, or one of another machine, is ignored.
 """
 
 import contextlib
@@ -21,13 +20,13 @@ from quire.platform.files import FileError, read_bytes
 from quire.platform.folders import cache_folder
 from quire.platform.limits import processors
 
-VERSION = 1  # of what is measured, and how: raise it to have every machine measured again
+VERSION = 1  # of the measurement: increase it to measure every machine again
 _FOLDER = "machine"
 _MOST_BYTES = 1 << 20
-_QUIET_NOISE = 0.05  # by which the two fastest runs of a product differ, at most, on a quiet machine
-_QUIET_SHARE = 0.85  # of the processors' time that the threads got while they were measured, at least
+_QUIET_NOISE = 0.05  # maximum difference of the two fastest runs of a product on a quiet machine
+_QUIET_SHARE = 0.85  # minimum share of the processors' time that the threads got during the measurement
 _OLD = 30 * 86400.0  # seconds after which a profile is measured again: memory and hosts of virtual machines change
-_NOISY_AGAIN = 3600.0  # seconds after which one of a busy machine is
+_NOISY_AGAIN = 3600.0  # the same for a profile of a busy machine
 _TOPOLOGY = "sys/devices/system/cpu/cpu{}/topology"
 
 Rates = dict[str, dict[int, dict[int, float]]]
@@ -35,14 +34,12 @@ Rates = dict[str, dict[int, dict[int, float]]]
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """What was measured.
-
-    rates: operations a second (two for each weight and row) of products, by the kind of weights, the number of threads
-    and the number of rows. With one row, the weights come from memory, so the rate is that of reading. calls: seconds
-    of a product that is too small to take time, by the number of threads: what it takes to call a kernel and to hand
-    its work to the threads. threads: the most that may run at once. noise: by which share the two fastest runs of a
-    product differ (the median). share: of the processors' time that the threads got. measured_at: seconds since 1970.
-    compiled: whether the compiled kernels were measured, and not torch's operations.
+    """The results of the measurement. rates: operations per second (two for each weight and row) of products, by the
+    kind of weights, the number of threads and the number of rows. With one row, reading the weights from memory limits
+    the rate. calls: seconds of a tiny product, by the number of threads: the overhead of calling a kernel and
+    distributing its work. threads: the maximum number of threads. noise: the relative difference of the two fastest
+    runs of a product (median). share: the threads' share of the processors' time. measured_at: seconds since 1970.
+    compiled: whether compiled kernels were measured rather than torch's operations.
     """
 
     rates: Rates
@@ -66,19 +63,18 @@ class MachineProfile:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing else kept the processors busy meanwhile, so that choices can rely on the figures."""
+        """Whether the processors were otherwise idle during the measurement, so that the figures are reliable."""
         return self.noise <= _QUIET_NOISE and self.share >= _QUIET_SHARE
 
     def is_due(self, now: float) -> bool:
-        """Whether the machine is to be measured again."""
+        """Whether the machine should be measured again."""
         age = now - self.measured_at
         return not 0 <= age < (_OLD if self.is_quiet else _NOISY_AGAIN)
 
 
 def machine_key(kernels: Sequence[str], root: Path = Path("/")) -> str:
-    """A hash of everything that the figures depend on.
-
-    kernels: what their speed depends on besides the processor. root: of the file system, for tests.
+    """Return a hash of everything that the figures depend on. kernels: the factors of their speed other than the
+    processor. root: of the file system, for tests.
     """
     allowed = processors(root)
     facts = [VERSION, platform.machine(), _processor(root), allowed, _cores(root), *kernels]
@@ -86,7 +82,7 @@ def machine_key(kernels: Sequence[str], root: Path = Path("/")) -> str:
 
 
 def read_profile(key: str) -> MachineProfile | None:
-    """The profile that is kept under this key, None if there is none that can be used."""
+    """Read the profile that is stored under this key. None if there is no usable one."""
     path = _path(key)
     if path is None or not hasattr(os, "geteuid"):  # Windows
         return None
@@ -103,7 +99,7 @@ def read_profile(key: str) -> MachineProfile | None:
 
 
 def write_profile(key: str, profile: MachineProfile) -> str | None:
-    """Keep a profile for later starts. Returns the reason if that is not possible."""
+    """Store a profile for later starts. Returns the reason if that is not possible."""
     path = _path(key)
     if path is None:
         return "this user has no home folder"
@@ -125,7 +121,7 @@ def write_profile(key: str, profile: MachineProfile) -> str | None:
 
 
 def can_keep_profile() -> bool:
-    """Whether a profile could be written, so that measuring is of use."""
+    """Whether a profile could be stored, so that measuring is useful."""
     folder = cache_folder()
     if folder is None:
         return False
@@ -134,12 +130,13 @@ def can_keep_profile() -> bool:
 
 
 def is_better(new: MachineProfile, old: MachineProfile | None) -> bool:
-    """Whether a new profile is to replace the one that is kept. A busy machine's does not replace a quiet one's."""
+    """Whether a new profile should replace the stored one. A profile of a busy machine does not replace one of a quiet
+    machine."""
     return old is None or new.is_quiet or not old.is_quiet
 
 
 def age_text(profile: MachineProfile) -> str:
-    """The day on which it was measured."""
+    """The date of the measurement."""
     return time.strftime("%Y-%m-%d", time.gmtime(profile.measured_at))
 
 
@@ -149,7 +146,7 @@ def _path(key: str) -> Path | None:
 
 
 def _processor(root: Path) -> list[str]:
-    """What tells processors apart, as Linux describes the first one."""
+    """Return the properties that identify the processor model, from Linux's description of the first one."""
     try:
         text = (root / "proc/cpuinfo").read_text(errors="replace")
     except OSError:
@@ -170,7 +167,7 @@ def _processor(root: Path) -> list[str]:
 
 
 def _cores(root: Path) -> int:
-    """The cores on which this process may run, without their second threads. 0 if the system does not tell."""
+    """Return the number of physical cores on which this process may run. 0 if unknown."""
     if not hasattr(os, "sched_getaffinity"):
         return 0
     found = set()

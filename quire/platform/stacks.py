@@ -1,6 +1,5 @@
-"""Shows where the threads of a process are, also if it hangs with the interpreter's lock held or is stopped.
-
-Each process that takes part has a file in a common folder. A signal makes it write there.
+"""Shows the stacks of a process's threads, even if it hangs while holding the interpreter's lock, or is stopped. Each
+participating process has a file in a common folder, and writes to it on a signal.
 """
 
 import contextlib
@@ -14,23 +13,22 @@ from typing import TextIO
 FOLDER_VARIABLE = "QUIRE_STACKS_FOLDER"  # where the ranks of a core have their files
 _SIGNAL = signal.SIGUSR1  # torch's profiler may take SIGUSR2
 _PREFIX = "stacks-"
-_WAIT_SECONDS = 1.0  # a process that cannot run for so long shows nothing
-_SETTLED_SECONDS = 0.05  # a file that has not grown for so long is complete
+_WAIT_SECONDS = 1.0  # a process that cannot run for this long shows nothing
+_SETTLED_SECONDS = 0.05  # a file that has not grown for this long is complete
 _open_files: list[TextIO] = []  # faulthandler needs them open
 
 
 def offer_stacks(folder: Path, name: str) -> None:
-    """Have this process write its stacks into the folder when `collect_stacks` asks for them."""
+    """Let this process write its stacks to the folder on request of `collect_stacks`."""
     file = (folder / f"{_PREFIX}{os.getpid()}-{name}").open("w")
     _open_files.append(file)
     faulthandler.register(_SIGNAL, file, all_threads=True)
 
 
 def collect_stacks(folder: Path, only: int | None = None) -> dict[str, str]:
-    """The stacks of the processes with files in the folder, by name, or of one with this process id. Takes a second at
-    most.
-
-    It lets processes go on that SIGSTOP has stopped, so kill them afterwards. Stacks of earlier calls come again.
+    """Return the stacks of the processes with files in the folder, by name, or of the one with this process id. Takes
+    at most a second. It resumes processes that were stopped by SIGSTOP, so kill them afterwards. Stacks of earlier
+    calls are included again.
     """
     files = {int(path.name.split("-")[1]): path for path in folder.glob(f"{_PREFIX}*")}
     if only is not None:

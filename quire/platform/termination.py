@@ -1,4 +1,4 @@
-"""How a process ends: in an orderly way on SIGTERM and SIGHUP, even if Python drops the exception, and quickly."""
+"""Ends processes cleanly on SIGTERM and SIGHUP, even if Python drops the exception, and quickly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _received: list[int] = []
 def end_signals() -> tuple[signal.Signals, ...]:
     """The signals that end a server, which may then let its requests finish: SIGINT, SIGTERM and SIGHUP.
 
-    SIGHUP comes when a terminal is closed. It is left alone if it is ignored, which is what nohup does.
+    SIGHUP comes when a terminal is closed. It is not handled if it is ignored, as under nohup.
     """
     ends = (signal.SIGINT, signal.SIGTERM)
     return ends if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*ends, signal.SIGHUP)
@@ -30,19 +30,18 @@ def leave_end_to_parent() -> None:
 
 
 def end_on_signals() -> None:
-    """From now on, SIGTERM and SIGHUP raise SystemExit in the main thread, which has to call this. Without a handler,
-    Linux does not deliver the signals to the first process of a container."""
+    """From now on, SIGTERM and SIGHUP raise SystemExit in the main thread. Must be called in the main thread. Without a
+    handler, Linux does not deliver the signals to the first process of a container."""
     for number in end_signals():
         if number != signal.SIGINT:  # Python raises KeyboardInterrupt
             signal.signal(number, _end)
 
 
 def end_if_told() -> None:
-    """Raises SystemExit if such a signal has come before. For servers that have just put handlers of their own in the
-    place.
+    """Raises SystemExit if such a signal has already arrived. For servers that have just installed their own handlers.
 
     Python prints and drops an exception that is raised during the callback of a weak reference. Each import runs such
-    callbacks, so what `_end` raises can be dropped while a server starts.
+    callbacks, so the exception of `_end` can be dropped while a server starts.
     """
     if _received:
         raise SystemExit(128 + _received[0])
@@ -54,11 +53,11 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def end_process(status: int) -> NoReturn:
-    """End the process like sys.exit in its main thread, but without the destruction of all objects, which takes 0.2 to
-    0.3 s after torch was imported. Threads are joined, functions of atexit are called, and the output is flushed."""
+    """End the process like sys.exit in its main thread, but without destroying all objects, which takes 0.2 to 0.3 s if
+    torch was imported. Threads are joined, atexit functions are called, and the output is flushed."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    with contextlib.suppress(OSError, ValueError):  # Python reports what cannot be written
+    with contextlib.suppress(OSError, ValueError):  # Python reports failed writes
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()

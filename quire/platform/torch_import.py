@@ -1,4 +1,4 @@
-"""Prepares a process of Quire's own for the import of torch, which takes more than half of its start."""
+"""Prepares Quire's own processes for the import of torch, which takes more than half of their start."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ from quire.platform.garbage import collect_rarely, without_collections
 def quick_imports() -> Iterator[None]:
     """Within this context, torch and the modules that use it are imported more quickly.
 
-    Work that does not need torch belongs at its beginning: torch's library is loaded meanwhile, on a thread.
+    Do work that does not need torch first: a thread loads torch's library in parallel.
     """
     collect_rarely()
     lean_torch.prepare()
@@ -28,10 +28,10 @@ def quick_imports() -> Iterator[None]:
 
 
 def _load_library() -> None:
-    """Load libtorch_cpu on a thread, for 0.25 s that would be part of the import otherwise.
+    """Load libtorch_cpu on a thread. This takes 0.25 s, which would otherwise be part of the import.
 
-    Python holds its lock while an import loads a library, but not while ctypes calls a function such as dlopen. If the
-    library cannot be loaded, dlopen returns 0, and the import reports the reason.
+    Python holds its lock while an import loads a library, but releases it while ctypes calls a function such as dlopen.
+    If the library cannot be loaded, dlopen returns 0, and the import reports the reason.
     """
     spec = PathFinder.find_spec("torch")
     if sys.platform != "linux" or spec is None or spec.origin is None:

@@ -1,1 +1,1 @@
-"""Structured outputs: which tokens a request may draw next."""
+"""Structured outputs: restrict the tokens that a request may generate next."""

@@ -1,4 +1,4 @@
-"""The libraries that can compile grammars, by the names that the option structured_outputs_config gives them."""
+"""The libraries that can compile grammars, by their names in the option structured_outputs_config."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from quire.platform.extras import install_command
 from quire.structured.grammar import Backend, TokenTable
 
-if TYPE_CHECKING:  # imports the library of tokenizers
+if TYPE_CHECKING:  # imports the tokenizers library
     from quire.structured.vocabulary import Vocabulary
 
-# name → the package that it needs, the module and the class of the back end. They are imported when they are used.
+# name → the required package, the module and the class of the back end. They are imported on first use.
 _BACKENDS = {
     "guidance": ("llguidance", "quire.structured.guidance", "GuidanceBackend"),
     "xgrammar": ("xgrammar", "quire.structured.xgrammar", "XgrammarBackend"),
@@ -21,7 +21,7 @@ _BACKENDS = {
 
 def check_backend(options: Mapping[str, Any]) -> None:
     """Raises ConfigError if the package of the chosen back end is not installed."""
-    from quire.config.engine import ConfigError  # here, since worker processes load back ends, too
+    from quire.config.engine import ConfigError  # here, since worker processes also load back ends
 
     name = _name(options)
     package = _BACKENDS[name][0]
@@ -32,7 +32,7 @@ def check_backend(options: Mapping[str, Any]) -> None:
 
 
 def load_backend(options: Mapping[str, Any], vocabulary: "Vocabulary | TokenTable") -> Backend:
-    """The chosen back end, for the tokens of a model. It may take seconds."""
+    """Create the chosen back end for the tokens of a model. This may take seconds."""
     _, module, class_name = _BACKENDS[_name(options)]
     backend: Backend = getattr(import_module(module), class_name)(
         vocabulary,

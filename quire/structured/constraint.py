@@ -1,4 +1,4 @@
-"""The constraint of one request: thinking first, where there is any, and then a grammar."""
+"""The constraint of one request: optional thinking first, then a grammar."""
 
 import time
 from collections.abc import Sequence
@@ -9,19 +9,18 @@ from quire.messages.structured_outputs import ThinkingLimits
 from quire.structured.grammar import Matcher
 
 _USUAL = 0.005  # seconds of processor time for a token; masks take 0.05 ms to 1 ms
-_CREDIT = 0.5  # seconds beyond that, which a request's tokens may take in all
+_CREDIT = 0.5  # seconds beyond that, in total for a request
 
 
 class Constraint:
-    """Which tokens a request may draw next, as a function of its output so far.
-
-    The grammar says nothing while the model thinks. When the budget for thinking is used up, the end marker is forced.
-    An answer may begin with the start marker of thinking, whatever the grammar says, if that is a single token.
-    Forced tokens are a function of the tokens before them, too: the same output results whether the scheduler takes
-    them ahead, or each of them is drawn under a mask that allows no other.
+    """Determines which tokens a request may generate next, as a function of its output so far. The grammar does not
+    apply while the model thinks. When the thinking budget is used up, the end marker is forced. An answer may always
+    begin with the start marker of thinking if that is a single token. Forced tokens also depend only on the previous
+    tokens: the output is the same whether the scheduler appends them directly, or each is sampled under a mask that
+    allows no other.
 
     eos_token_ids: the tokens that end a text, the usual one first. It is forced once the text is complete. The grammar
-    has no say behind one of them.
+    does not apply after one of them.
     """
 
     def __init__(
@@ -32,18 +31,18 @@ class Constraint:
         self._thinking = thinking
         self._eos_token_ids = eos_token_ids
         self._is_thinking = thinking is not None and thinking.is_open
-        # The start marker, as long as the output is empty and may begin with it.
+        # The start marker, while the output is empty and may begin with it.
         self.opening_token = thinking.start_ids[0] if thinking and matcher and self._may_open(thinking) else None
-        self._num_thinking = 0  # tokens since the thinking began
+        self._num_thinking = 0  # tokens since the start of thinking
         self._debt = 0.0  # seconds of processor time beyond what is usual
-        self._has_ended = False  # end-of-sequence was drawn, and the request goes on nevertheless
-        self._tail: list[int] = []  # the last tokens outside the grammar, at most as many as a marker has
+        self._has_ended = False  # end-of-sequence was sampled, but the request continues
+        self._tail: list[int] = []  # the last tokens outside the grammar, at most the length of a marker
         self._forced: list[int] = []
-        self._next = 0  # the first of the forced tokens that is not in the output
+        self._next = 0  # index of the first forced token that is not in the output
         self._find_forced()
 
     def fork(self) -> "Constraint":
-        """A copy, to follow a text that may turn out otherwise."""
+        """Return a copy, to follow a possible continuation of the text."""
         other = copy(self)  # its lists are never changed in place
         try:
             other.matcher = None if self.matcher is None else self.matcher.fork()
@@ -52,14 +51,14 @@ class Constraint:
         return other
 
     def advance(self, token_id: int) -> None:
-        """Add a token to the output: one that was drawn, forced, or is replayed."""
+        """Add a token to the output that was sampled, forced or replayed."""
         started = time.thread_time()
         try:
             self._advance(token_id)
             self.charge(time.thread_time() - started)
         except KeyboardInterrupt:
             raise
-        except BaseException as reason:  # a library's panic is no Exception
+        except BaseException as reason:  # a library's panic is not an Exception
             self.fail(error_text(reason))
 
     def _advance(self, token_id: int) -> None:
@@ -83,25 +82,25 @@ class Constraint:
             self._find_forced()
 
     def charge(self, seconds: float) -> None:
-        """The grammar took so much processor time for a token. A request whose grammar is slow again and again fails,
-        since all requests of a step wait for it."""
+        """Record the processor time that the grammar took for a token. A request whose grammar is slow repeatedly
+        fails, since all requests of a step wait for it."""
         self._debt = max(0.0, self._debt + seconds - _USUAL)
         if self._debt > _CREDIT and self.error is None:
             self.fail(f"the grammar is too complex: its tokens need {_USUAL * 1e3:.0f} ms of processor time each")
 
     def fail(self, reason: str) -> None:
-        """End the request with this error, because the back end cannot go on."""
+        """End the request with this error, because the back end cannot continue."""
         self._error = reason
         self._forced = []
         self._next = 0
 
     def forced(self) -> Sequence[int]:
-        """The tokens that must come next, in this order. The next token is the first of them, if there are any."""
+        """Return the tokens that must come next, in this order; [] if the next token is not determined."""
         return self._forced[self._next :]
 
     @property
     def error(self) -> str | None:
-        """Why the request cannot go on. The computation of a mask may fail, too."""
+        """The reason why the request cannot continue. The computation of a mask may also fail."""
         return self._error if self._error is not None or self.matcher is None else self.matcher.error
 
     @property
@@ -116,7 +115,7 @@ class Constraint:
         return not thinking.is_open and len(thinking.start_ids) == 1
 
     def _think(self, token_id: int) -> None:
-        """Count a token outside the grammar, and look for the markers around thinking."""
+        """Count a token outside the grammar, and check for the markers around thinking."""
         limits = self._thinking
         if limits is None:
             return
@@ -130,7 +129,7 @@ class Constraint:
             self._is_thinking = False
 
     def _find_forced(self) -> None:
-        """Set the tokens that follow in any case."""
+        """Set the tokens that must follow."""
         self._forced = []
         self._next = 0
         limits = self._thinking

@@ -1,4 +1,4 @@
-"""Has the grammars of requests compiled in worker processes; a request waits at the gate until its grammar is ready."""
+"""Compiles the grammars of requests in worker processes; a request waits at the gate until its grammar is ready."""
 
 import threading
 import time
@@ -21,21 +21,21 @@ from quire.structured.workers import CompiledGrammar
 if TYPE_CHECKING:
     import numpy as np
 
-CACHE_SIZE = 256  # compiled grammars, and reasons why a grammar cannot be compiled
+CACHE_SIZE = 256  # compiled grammars, and errors of grammars that cannot be compiled
 CACHE_BYTES = 256 * MIB  # of memory for compiled grammars
-NUM_THREADS = 2  # that load compiled grammars at the same time
-_QUICK = 0.002  # seconds a mask; if a batch takes longer, the next ones are timed one by one
-_NUM_TIMED = 64  # batches that are timed then
+NUM_THREADS = 2  # threads that load compiled grammars
+_QUICK = 0.002  # seconds per mask; if a batch takes longer, the masks of the next ones are timed individually
+_NUM_TIMED = 64  # number of such batches
 
 
 class Compiler(Protocol):
-    """Compiles grammars, elsewhere: see GrammarCompiler."""
+    """Compiles grammars in other processes: see GrammarCompiler."""
 
     def submit(self, params: StructuredOutputsParams, done: Callable[["Future[Any]"], None]) -> "Future[Any]": ...
 
 
 class Loaded(NamedTuple):
-    """What the gate needs for a model. eos_token_ids: the tokens that end a text."""
+    """The gate's resources for a model. eos_token_ids: the tokens that end a text."""
 
     backend: Backend
     compiler: Compiler
@@ -43,27 +43,28 @@ class Loaded(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """Why there is no grammar. kind: BusyError if the same grammar may be compiled later."""
+    """The reason why there is no grammar. kind: BusyError if a later attempt may succeed."""
 
     kind: type[ValueError] | type[BusyError]
     reason: str
 
 
 class _Compilation:
-    """A grammar, from the first request for it. `source` and `error` are None until it is compiled or has failed."""
+    """A grammar, created by the first request for it. `source` and `error` are None until it is compiled or has
+    failed."""
 
     def __init__(self, params: StructuredOutputsParams) -> None:
         self.params = params
         self.source: bytes | None = None
-        self.grammar: Matcher | None = None  # at the beginning of a text; None if it has to be loaded
+        self.grammar: Matcher | None = None  # at the beginning of a text; None if it is not loaded
         self.error: _Failure | None = None
         self.size = 0  # bytes of `grammar`
         self.job: Future[Any] | None = None
-        self.waiting: set[str] = set()  # requests that have no constraint yet
+        self.waiting: set[str] = set()  # requests without a constraint so far
 
     @property
     def was_busy(self) -> bool:
-        """Whether the requests that wait fail, and later ones try again."""
+        """Whether the waiting requests fail, and later ones try again."""
         return self.error is not None and self.error.kind is BusyError
 
     @property
@@ -72,29 +73,27 @@ class _Compilation:
 
 
 class GrammarGate:
-    """Lets a request pass when its grammar is compiled, and gives it its constraint.
-
-    load: makes what the gate needs, at the first request that needs it. It may take seconds, for the tokenizer and the
-    library, which do not count as the time of a grammar. Raises ValueError or ImportError if the model or the
-    installation allows no structured outputs.
+    """Lets a request pass when its grammar is compiled, and creates its constraint. load: creates the gate's resources
+    for the first request with a grammar. Loading the tokenizer and the library may take seconds, which are not counted
+    as compile time. Raises ValueError or ImportError if the model or the installation allows no structured outputs.
     """
 
     def __init__(self, load: Callable[[], Loaded]) -> None:
         self._load_all = load
         self._loaded: Loaded | None = None
         self._loading = threading.Lock()
-        self._lock = threading.Lock()  # for marking a compilation as done
+        self._lock = threading.Lock()  # protects the completion of a compilation
         self._cache: OrderedDict[bytes, _Compilation] = OrderedDict()  # the least recently used first
         self._threads = ThreadPoolExecutor(NUM_THREADS, "quire-grammar")  # they start with the first grammar
-        self._num_to_time = 0  # batches of masks
+        self._num_to_time = 0  # remaining batches of masks
         self._wake: Callable[[], None] = lambda: None
 
     def connect(self, wake: Callable[[], None]) -> None:
         self._wake = wake
 
     def ready(self, request: EngineCoreRequest) -> bool:
-        """Whether the request's grammar is compiled. Raises ValueError with the reason if it cannot be, and BusyError
-        if other grammars took its time."""
+        """Whether the request's grammar is compiled. Raises ValueError with the reason if it cannot be compiled, and
+        BusyError if other grammars used up its time."""
         params = request.sampling_params
         if params is None or params.structured_outputs is None:
             return True
@@ -104,7 +103,8 @@ class GrammarGate:
         return compilation.source is not None
 
     def leave(self, request: EngineCoreRequest) -> None:
-        """A request has ended, in any state. A grammar that no other one waits for is not compiled further."""
+        """Forget a request that has ended in any state. A grammar that no other request waits for is not compiled
+        further."""
         params = request.sampling_params
         if params is None or params.structured_outputs is None:
             return
@@ -115,16 +115,15 @@ class GrammarGate:
         compilation.waiting.discard(request.request_id)
         if not compilation.waiting and not compilation.is_done:
             del self._cache[key]
-            with self._lock:  # a job that is submitted later sees the error
+            with self._lock:  # a job that is submitted later finds the error
                 compilation.error = _Failure(ValueError, "the request has ended")
                 job = compilation.job
             if job is not None:
                 job.cancel()
 
     def constraint(self, request: EngineCoreRequest) -> Constraint | None:
-        """The constraint of a request that has passed the gate, at the beginning of its output. None if it has none.
-
-        If the back end raises an exception, the constraint has failed, which ends the request.
+        """Return the constraint of a request that has passed the gate, at the beginning of its output. None if it has
+        none. If the back end raises an exception, the constraint is marked as failed, which ends the request.
         """
         params = request.sampling_params
         if params is None or params.structured_outputs is None:
@@ -133,7 +132,7 @@ class GrammarGate:
             compilation = self._cache[msgspec.msgpack.encode(params.structured_outputs)]
             compilation.waiting.discard(request.request_id)
             backend, _, eos_token_ids = self._load()
-            grammar = compilation.grammar or backend.load(compilation.source or b"")  # it may have left the cache
+            grammar = compilation.grammar or backend.load(compilation.source or b"")  # it may have been evicted
             return Constraint(grammar.fork(), request.thinking, eos_token_ids)
         except KeyboardInterrupt:
             raise
@@ -146,10 +145,9 @@ class GrammarGate:
     # ---- masks
 
     def fill(self, constraints: Sequence[Constraint], bits: "np.ndarray") -> None:
-        """Write which tokens may follow, for each active constraint one row of bits.
-
-        bits: int32 [constraints, ceil(vocab_size / 32)], contiguous. Other threads run meanwhile. A constraint for
-        which the back end raises an exception fails alone, and its row allows every token.
+        """Write one row of bits for each active constraint: the tokens that may follow. bits: int32 [constraints,
+        ceil(vocab_size / 32)], contiguous. Other threads can run during the call. If the back end raises an exception
+        for a constraint, only this one fails, and its row allows every token.
         """
         try:
             self._fill(constraints, bits)
@@ -183,7 +181,7 @@ class GrammarGate:
                 bits.view(np.uint32)[row, token // 32] |= np.uint32(1 << token % 32)
 
     def _fill_all(self, constraints: Sequence[Constraint], bits: "np.ndarray") -> None:
-        """Fill the masks of constraints whose matchers have a say, and charge them for the time if it is long."""
+        """Fill the masks of constraints whose matchers are active, and charge them for the time if it is long."""
         backend = self._load().backend
         matchers = [constraint.matcher for constraint in constraints if constraint.matcher is not None]
         if not self._num_to_time:
@@ -212,9 +210,8 @@ class GrammarGate:
         return compilation
 
     def _evict(self) -> None:
-        """Make room for another grammar: forget those that were not used for longest.
-
-        Where a request waits for its grammar, the source is kept, and so is an error that a request has yet to see.
+        """Make room for another grammar by evicting the least recently used ones. Sources and errors that requests
+        still wait for are kept.
         """
         held = [(key, entry) for key, entry in self._cache.items() if entry.is_done]
         held = [(key, entry) for key, entry in held if entry.grammar is not None or not entry.waiting]
@@ -266,7 +263,7 @@ class GrammarGate:
             job.cancel()
 
     def _compiled(self, compilation: _Compilation, job: "Future[Any]") -> None:
-        """A grammar has been compiled, or has failed. This is called on a thread of the compiler."""
+        """Store the result of a compilation or its error. Called on a thread of the compiler."""
         if job.cancelled():
             return
         reason = job.exception()

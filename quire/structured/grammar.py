@@ -1,4 +1,4 @@
-"""The interface of a back end: a library that compiles constraints, and says which tokens may follow."""
+"""The interface of a back end: a library that compiles constraints and computes which tokens may follow."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -16,13 +16,14 @@ class Matcher(Protocol):
     """The state of one sequence in its grammar."""
 
     def accept(self, token_id: int) -> bool:
-        """Move on by a token. Returns False if the grammar does not allow it; the matcher is then of no further use."""
+        """Advance by a token. Returns False if the grammar does not allow it; the matcher must not be used
+        afterwards."""
 
     def forced(self) -> list[int]:
-        """The tokens that follow in any case, as the tokenizer would write their text; [] in most states."""
+        """Return the tokens that must follow, as the tokenizer would encode their text; [] in most states."""
 
     def fork(self) -> "Matcher":
-        """A copy, to follow a text that may turn out otherwise."""
+        """Return a copy, to follow a possible continuation of the text."""
 
     @property
     def is_finished(self) -> bool:
@@ -30,18 +31,18 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Why the matcher cannot go on; None while it can."""
+        """The reason why the matcher cannot continue; None while it can."""
 
 
 class TokenTable(msgspec.Struct, frozen=True, dict=True):
-    """The tokens of a model, as plain data for another process: the fields of a Vocabulary, which explains them."""
+    """The tokens of a model, as plain data for another process. See Vocabulary for the fields."""
 
     tokens: list[bytes]
     special_token_ids: list[int]
     eos_token_ids: list[int]
     bos_token_id: int | None
 
-    is_tokenizer_wrapper: ClassVar[bool] = True  # llguidance asks for it
+    is_tokenizer_wrapper: ClassVar[bool] = True  # required by llguidance
 
     @property
     def vocab_size(self) -> int:
@@ -52,7 +53,7 @@ class TokenTable(msgspec.Struct, frozen=True, dict=True):
         return self.eos_token_ids[0]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens of a text: the longest ones, which are not always the tokenizer's. [] if there are none."""
+        """Encode a text with the longest tokens, which may differ from the tokenizer's. [] if there are none."""
         data = text.encode() if isinstance(text, str) else text
         ids, longest = self._ids
         found: list[int] = []
@@ -68,7 +69,7 @@ class TokenTable(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _ids(self) -> tuple[dict[bytes, int], int]:
-        """Token → its id, and the length of the longest token."""
+        """Return token → id, and the length of the longest token."""
         special = set(self.special_token_ids)
         ids = {token: i for i, token in enumerate(self.tokens) if token and i not in special}
         return ids, max(map(len, ids), default=0)
@@ -77,25 +78,26 @@ class TokenTable(msgspec.Struct, frozen=True, dict=True):
 class Backend(Protocol):
     """A library for one tokenizer. Its methods may be called from any thread.
 
-    They are made with (vocabulary, compact, closed). compact: JSON has no spaces. closed: objects have no properties
-    besides those that a schema lists.
+    It is constructed with (vocabulary, compact, closed). compact: JSON has no spaces. closed: objects have only
+    properties that a schema lists.
     """
 
     def source(self, params: StructuredOutputsParams) -> bytes:
-        """The constraint in a form that `load` reads, also in another process. It may take any time and memory.
+        """Compile the constraint to a form that `load` reads, also in another process. Time and memory are unbounded.
 
-        Raises ValueError with the reason if the constraint is wrong, too large, or not supported, or does not work.
+        Raises ValueError with the reason if the constraint is invalid, too large, not supported or does not work.
         """
 
     def load(self, source: bytes) -> Matcher:
-        """The state at the beginning of a text. Requests with equal parameters share it, and each works with a fork.
+        """Return the state at the beginning of a text. Requests with equal parameters share it, and each uses a fork.
 
         Raises ValueError.
         """
 
     def compile(self, params: StructuredOutputsParams) -> Matcher:
-        """All of it in this process: for constraints that are trusted."""
+        """Compile and load in this process, for trusted constraints."""
         return self.load(self.source(params))
 
     def fill(self, matchers: Sequence[Any], bits: "np.ndarray") -> None:
-        """Write which tokens may follow, for each matcher one row of bits: int32 [matchers, ceil(vocab_size / 32)]."""
+        """Write one row of bits for each matcher: the tokens that may follow. int32 [matchers, ceil(vocab_size /
+        32)]."""

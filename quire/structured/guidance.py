@@ -1,4 +1,4 @@
-"""The default back end: llguidance, which computes masks while a text grows instead of compiling an automaton."""
+"""The default back end: llguidance, which computes masks during generation instead of compiling an automaton."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from quire.structured.references import Schema
 from quire.structured.schema import rewritten
 from quire.structured.structural_tag import as_lark, structural_tag
 
-if TYPE_CHECKING:  # imports the library of tokenizers; and worker processes, which fill no masks, go without numpy
+if TYPE_CHECKING:  # imports the tokenizers library; and worker processes, which fill no masks, do not need numpy
     import numpy as np
 
     from quire.structured.vocabulary import Vocabulary
@@ -25,14 +25,14 @@ if TYPE_CHECKING:  # imports the library of tokenizers; and worker processes, wh
 MAX_CHOICES = 10_000
 MAX_TEXT = 200_000  # characters of a regular expression or a grammar, and of all choices together
 
-# The defaults allow masks that take seconds, and states of half a gigabyte. The errors' long form shows the grammar.
+# The defaults allow masks that take seconds, and states of half a gigabyte. Long error messages show the grammar.
 _BOUNDS: dict[str, Any] = {"step_lexer_fuel": 50_000, "max_lexer_states": 50_000, "verbose_errors": False}
 _LIMITS = LLParserLimits(step_max_items=20_000, **_BOUNDS)
-# An ambiguous grammar has rows of many items, each of which is compared with the others: 2,000 take 0.6 s a mask.
+# An ambiguous grammar has rows of many items, which are compared pairwise: 2,000 items take 0.6 s per mask.
 _FREE_LIMITS = LLParserLimits(step_max_items=20_000, max_items_in_row=500, **_BOUNDS)
 _PLAIN, _FREE = b"p", b"f"  # the first byte of a source
 _TRIAL_TOKENS = 16
-_FEW = 16  # masks that one thread computes; more threads would take more from the forward than they save
+_FEW = 16  # masks for which one thread is used; more threads would slow the forward down by more than they save
 
 
 class GuidanceMatcher:
@@ -48,7 +48,7 @@ class GuidanceMatcher:
         return self.state.compute_ff_tokens()
 
     def fork(self) -> "GuidanceMatcher":
-        """The copy also has the states of the lexer that were visited, such as by the trial."""
+        """The copy includes the visited states of the lexer, such as those of the trial run."""
         return GuidanceMatcher(self.state.deep_copy())
 
     @property
@@ -77,7 +77,8 @@ class GuidanceBackend(Backend):
         return LLExecutor(processors())
 
     def source(self, params: StructuredOutputsParams) -> bytes:
-        """llguidance's own language. A schema that no document matches once it is narrowed is taken as it is."""
+        """Translate a constraint to llguidance's own language. A schema that matches no document once narrowed is used
+        unchanged."""
         try:
             return self._tried(params, narrowed)
         except ValueError:
@@ -107,7 +108,7 @@ class GuidanceBackend(Backend):
         return source
 
     def _source(self, params: StructuredOutputsParams, narrow: Callable[[dict[str, Any]], Schema]) -> bytes:
-        """What `load` reads: whether its author may have written an ambiguous grammar, and the grammar."""
+        """Return the input of `load`: whether the grammar may be ambiguous, and the grammar."""
 
         def schema(source: Schema) -> dict[str, Any]:
             result = narrow(rewritten(source, closed=self._closed or params.disable_additional_properties))
@@ -137,7 +138,8 @@ class GuidanceBackend(Backend):
         return LLMatcher.grammar_from_regex(params.regex or "")
 
     def _spelling(self, params: StructuredOutputsParams) -> dict[str, Any]:
-        """How llguidance writes JSON. A fixed space ends, however little a model knows, and can be taken ahead."""
+        """llguidance's options for JSON. With fixed spaces, even a weak model's output terminates, and spaces can be
+        forced."""
         compact = self._compact or params.disable_any_whitespace or params.whitespace_pattern is not None
         return {
             "whitespace_flexible": False,
@@ -153,7 +155,7 @@ def _check_length(text: str) -> None:
 
 
 def _bit(bits: int, number: int) -> int:
-    """The place of a set bit, by its number among those that are set. Without numpy, see above."""
+    """Return the position of the n-th set bit. Without numpy, see above."""
     place = 0
     size = bits.bit_length()
     while size > 1:
@@ -171,9 +173,8 @@ def _bit(bits: int, number: int) -> int:
 
 
 def _try(matcher: LLMatcher) -> None:
-    """Walk through the grammar at random, and come back. Raises ValueError for a grammar that does not work.
-
-    Some limits are noticed only when a mask is computed.
+    """Walk through the grammar at random, and roll back. Raises ValueError for a grammar that does not work. Some
+    limits are only detected when a mask is computed.
     """
     chance = Random(0)
     for _ in range(_TRIAL_TOKENS):
@@ -192,6 +193,6 @@ def _try(matcher: LLMatcher) -> None:
 
 
 def _reason(message: str) -> str:
-    """llguidance's message without its drawings of the place and of its own state."""
+    """Return llguidance's message without its illustrations of the position and of its own state."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return " ".join([*lines[:1], *(line for line in lines[1:] if line.startswith("error:"))])[:500]

@@ -1,10 +1,10 @@
-"""Refuses JSON schemas with keywords that a back end would ignore."""
+"""Rejects JSON schemas with keywords that a back end would ignore."""
 
 from typing import Any
 
 from quire.structured.references import KEYWORDS, Schema, UnsupportedError
 
-_ALONE = ("$ref", "anyOf", "enum", "const")  # keywords beside which these back ends ignore others
+_ALONE = ("$ref", "anyOf", "enum", "const")  # keywords next to which these back ends ignore others
 
 
 def check_keywords(schema: Schema, backend: str) -> None:

@@ -1,6 +1,5 @@
-"""Fills in what a JSON schema leaves open, as its author most likely means it, so that texts come to an end.
-
-Every change allows fewer documents, and none that the schema does not allow:
+"""Narrows the unspecified parts of a JSON schema to the most likely intention, so that generated texts end. Every
+change allows fewer documents, and none that the schema does not allow:
 
     {"properties": {"a": A}}    →  an object with no property besides a
     {"prefixItems": [A, B]}     →  an array with no items besides these two
@@ -16,8 +15,8 @@ from quire.structured.references import KEYWORDS, Schema, UnsupportedError
 from quire.structured.schema import TYPES, types_of
 
 _LIMITS = {kind: set(keywords) for kind, keywords in KEYWORDS["limits"].items()}
-_MAX_STEPS = 2_000  # branches of all values, in all their combinations
-_LARGEST = 10**15  # readers of JSON keep numbers of 15 digits exactly
+_MAX_STEPS = 2_000  # branches of all values, in all combinations
+_LARGEST = 10**15  # JSON parsers preserve numbers of 15 digits exactly
 _LARGEST_INTEGER = 10**18
 _SMALLEST = 1e-10
 _PLAIN = {
@@ -40,7 +39,7 @@ Part = dict[str, Any]  # a schema without allOf, anyOf and $ref
 
 
 def narrowed(schema: dict[str, Any]) -> Schema:
-    """A rewritten schema that allows some of the documents of `schema`; none in rare cases.
+    """Return a rewritten schema that allows some of the documents of `schema`; none in rare cases.
 
     Raises UnsupportedError if the schema has too many combinations of branches.
     """
@@ -53,7 +52,7 @@ class _Narrowing:
         self._root = {keyword: value for keyword, value in root.items() if keyword != "$defs"}
         self._definitions: dict[str, Schema] = {}
         self._pending: list[str] = []
-        self._inlined: list[str] = []  # definitions that surround the current value, or are parts of it
+        self._inlined: list[str] = []  # definitions that contain the current value, or are parts of it
         self._count = 0
 
     def document(self) -> Schema:
@@ -65,7 +64,7 @@ class _Narrowing:
         return {**root, "$defs": definitions} if definitions and isinstance(root, dict) else root
 
     def _value(self, schema: Schema) -> Schema:
-        """The schema of a whole value: of the document, a property or an item."""
+        """Return the schema of a whole value: of the document, a property or an item."""
         if isinstance(schema, dict) and schema.keys() == {"anyOf"}:
             return {"anyOf": [self._value(branch) for branch in schema["anyOf"]]}
         if isinstance(schema, dict) and schema.keys() == {"$ref"}:
@@ -82,7 +81,7 @@ class _Narrowing:
         return choices[0] if choices else schema
 
     def _ways(self, schema: Schema) -> Iterator[list[Part]]:
-        """The combinations of branches of a value: each a list of parts that hold together."""
+        """Return the combinations of a value's branches: each a list of parts that apply together."""
         if isinstance(schema, bool):
             yield from [[]] if schema else []
             return
@@ -101,7 +100,7 @@ class _Narrowing:
             yield [*own, *(part for way in found for part in way)]
 
     def _conjunction(self, parts: list[Part]) -> Schema:
-        """A value for which all parts hold."""
+        """Return the schema of a value to which all parts apply."""
         given = {keyword for part in parts for keyword in part}
         if not parts or given & {"enum", "const", "$ref"}:
             return _all(parts) if parts else _ANY
@@ -125,7 +124,7 @@ class _Narrowing:
         return self._value(_all(schemas))
 
     def _object(self, parts: list[Part], given: set[str]) -> dict[str, Any]:
-        """Limits of an object: no properties besides those that are listed or must be there."""
+        """Limit an object to the properties that are listed or required."""
         names = _union(parts, "properties", "required")
         patterns = _union(parts, "patternProperties")
         listed = {name: self._all([_property(part, name) for part in parts]) for name in names}
@@ -141,7 +140,7 @@ class _Narrowing:
         return {**limits, "additionalProperties": False if is_closed else self._all(others)}
 
     def _array(self, parts: list[Part], given: set[str]) -> dict[str, Any]:
-        """Limits of an array: no items besides those that are listed or must be there."""
+        """Limit an array to the items that are listed or required."""
         length = max(len(part.get("prefixItems", ())) for part in parts)
         lists = [[*part.get("prefixItems", ()), *[part.get("items", True)] * (length + 1)] for part in parts]
         first = [self._all([items[index] for items in lists]) for index in range(length)]
@@ -151,7 +150,7 @@ class _Narrowing:
 
 
 def _number(parts: list[Part], given: set[str]) -> dict[str, Any]:
-    """Limits of a number: as many digits as readers of JSON keep. A number without any limits may have an exponent."""
+    """Limit a number to the digits that JSON parsers preserve. A number without limits may have an exponent."""
     is_integer = any("integer" in part.get("type", ()) for part in parts)
     if not is_integer and not given & _LIMITS["number"]:
         return {}
@@ -170,12 +169,12 @@ def _name(schema: dict[str, Any]) -> str:
 
 
 def _union(parts: list[Part], *keywords: str) -> list[str]:
-    """The names that the parts have below the keywords, in their order."""
+    """Return the names that the parts list under the keywords, in order."""
     return list(dict.fromkeys(name for part in parts for keyword in keywords for name in part.get(keyword, ())))
 
 
 def _property(part: Part, name: str) -> Schema:
-    """What a part says about the property of a name."""
+    """Return a part's schema for the property of a name."""
     others: Schema = part.get("additionalProperties", True) if "patternProperties" not in part else True
     found: Schema = part.get("properties", {}).get(name, others)
     return found

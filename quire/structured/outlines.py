@@ -15,7 +15,7 @@ from quire.structured.grammar import Backend, TokenTable
 from quire.structured.keywords import check_keywords
 from quire.structured.schema import rewritten
 
-if TYPE_CHECKING:  # imports the library of tokenizers
+if TYPE_CHECKING:  # imports the tokenizers library
     from quire.structured.vocabulary import Vocabulary
 
 
@@ -23,7 +23,7 @@ class OutlinesMatcher:
     """The state of one sequence in an automaton of outlines-core."""
 
     error: str | None = None
-    is_finished = False  # the automaton does not tell whether a complete text may go on
+    is_finished = False  # the automaton does not report whether a complete text may continue
 
     def __init__(self, index: outlines_core.Index, token_ids: Sequence[int] = ()) -> None:
         self._index = index
@@ -61,7 +61,7 @@ class OutlinesBackend(Backend):
         pattern = self._pattern(params)
         try:
             index = outlines_core.Index(pattern, self._vocabulary)
-        except Exception as error:  # the library raises Exception itself
+        except Exception as error:  # the library raises plain Exceptions
             raise ValueError(error_text(error)[:500]) from error
         _, (data,) = index.__reduce__()
         return bytes(data)

@@ -19,7 +19,7 @@ Schema = dict[str, Any] | bool
 
 
 class UnsupportedError(ValueError):
-    """A schema for which no grammar can be found."""
+    """A schema that cannot be converted to a grammar."""
 
 
 def _check_value(keyword: str, value: Any) -> None:
@@ -30,7 +30,7 @@ def _check_value(keyword: str, value: Any) -> None:
 
 
 def _check_may_be_ignored(keyword: str, value: Any) -> None:
-    """Raises UnsupportedError for a keyword without which other documents would be valid."""
+    """Raises UnsupportedError for an unsupported keyword that affects validity."""
     if keyword in _FOREIGN:
         raise UnsupportedError(f"the keyword {keyword!r} is not supported")
     if keyword == "$schema" and "json-schema.org" not in str(value):
@@ -74,9 +74,8 @@ _VALUES = {
 
 
 class References:
-    """A schema without references to places: `root`, and `definitions` by the names that its "$ref"s have.
-
-    Only keywords that decide what is valid are kept. Raises UnsupportedError or ValueError.
+    """A schema whose references are resolved: `root`, and `definitions` by the names in its "$ref"s. Only keywords that
+    affect validity are kept. Raises UnsupportedError or ValueError.
     """
 
     def __init__(self, document: Schema) -> None:
@@ -112,7 +111,7 @@ class References:
                     self._index(item, base, depth + 1)
 
     def _register(self, schema: dict[str, Any], base: str) -> str:
-        """Note a schema's own identifiers. Returns the URI of its resource."""
+        """Record a schema's own identifiers. Returns the URI of its resource."""
         if isinstance(identifier := schema.get("$id"), str):
             base = urldefrag(urljoin(base, identifier)).url
             self._resources[base] = schema
@@ -124,7 +123,8 @@ class References:
         return base
 
     def _convert(self, schema: Any, base: str, scope: tuple[str, ...], depth: int) -> Schema:
-        """A schema with names instead of references. scope: the URIs of the resources on the way to it."""
+        """Return a schema with names instead of references. scope: the URIs of the resources that contain it, outermost
+        first."""
         self._count_subschema(depth)
         if isinstance(schema, bool):
             return schema
@@ -158,7 +158,7 @@ class References:
             raise UnsupportedError(message)
 
     def _convert_all(self, keyword: str, value: Any, base: str, scope: tuple[str, ...], depth: int) -> Any:
-        """The value of a keyword that consists of subschemas."""
+        """Return the value of a keyword that consists of subschemas."""
         if keyword in _SINGLE:
             return self._convert(value, base, scope, depth)
         if keyword in _LISTS:
@@ -170,7 +170,7 @@ class References:
         return {name: self._convert(item, base, scope, depth) for name, item in value.items()}
 
     def _name(self, reference: str, keyword: str, base: str, scope: tuple[str, ...]) -> str:
-        """The name of the definition to which a reference leads."""
+        """Return the name of the definition to which a reference points."""
         uri = urljoin(base, reference) if reference != "#" else f"{base}#"
         fragment = urldefrag(uri).fragment
         if keyword == "$dynamicRef" and uri in self._dynamic:
@@ -185,7 +185,7 @@ class References:
         return self._names[key]
 
     def _find(self, uri: str, reference: str) -> tuple[Any, str]:
-        """The schema at a URI, and the URI of the resource that it is part of."""
+        """Return the schema at a URI, and the URI of the resource that contains it."""
         if uri in self._anchors:
             return self._anchors[uri]
         resource, fragment = urldefrag(uri)

@@ -1,7 +1,7 @@
-"""Rewrites a JSON schema into the keywords that grammars are made from.
+"""Rewrites a JSON schema to the keywords that grammars are made from.
 
 A grammar need not allow every document that is valid for the schema; every document that it allows must be valid. So a
-keyword that libraries do not know is replaced by a stricter constraint in the keywords that they know:
+keyword that libraries do not support is replaced by a stricter constraint in supported keywords:
 
     {"contains": S}                    →  the first item of the array matches S
     {"not": {"required": ["a"]}}       →  an object without a
@@ -17,19 +17,18 @@ from quire.messages.errors import error_text
 from quire.structured.references import KEYWORDS, References, Schema, UnsupportedError
 
 TYPES = ("null", "boolean", "object", "array", "number", "string")
-_MAX_ALTERNATIVES = 64  # of the ways in which properties can be evaluated
+_MAX_ALTERNATIVES = 64  # combinations of evaluated properties
 _MAX_CONTAINED = 100
-_MAX_PROPERTIES = 400  # of an object; the parser keeps track of all that may follow
-_MAX_ALL = 8  # patterns that a text must match at once; their product is an automaton
+_MAX_PROPERTIES = 400  # of an object; the parser tracks all properties that may follow
+_MAX_ALL = 8  # patterns that a text must match at once; they are combined to a product automaton
 
 _KNOWN = KEYWORDS["known"]["keywords"].split()
 _FORMATS: dict[str, dict[str, Any]] = KEYWORDS["formats"]
 
 
 def rewritten(schema: Schema, *, closed: bool = False) -> dict[str, Any]:
-    """A JSON schema in known keywords only. Raises ValueError for what is wrong or not supported.
-
-    closed: objects have no properties besides those that the schema lists.
+    """Rewrite a JSON schema to supported keywords. Raises ValueError for an invalid or unsupported schema. closed:
+    objects have only properties that the schema lists.
     """
     try:
         return _Rewriting(schema, closed).document()
@@ -60,7 +59,7 @@ class _Rewriting:
         return {**root, "$defs": self._definitions} if self._definitions else root
 
     def _schema(self, schema: Schema) -> Schema:
-        """A schema in known keywords, which allows no document that the original does not allow."""
+        """Return a schema in supported keywords that allows no document that the original does not allow."""
         self._count += 1
         if self._count > 20_000:
             raise UnsupportedError("the schema is too complex")
@@ -71,7 +70,7 @@ class _Rewriting:
         if "unevaluatedProperties" in schema or "unevaluatedItems" in schema:
             return self._schema({"$any": list(self._evaluated(schema))})
         result = {keyword: schema[keyword] for keyword in _KNOWN if keyword in schema}
-        extra: list[Schema] = []  # schemas that must match as well
+        extra: list[Schema] = []  # schemas that must also match
         if isinstance(name := result.pop("format", None), str):
             stricter = _FORMATS.get(name, {"format": name})
             extra += [stricter] if stricter.keys() & {"pattern"} and "pattern" in result else []
@@ -94,7 +93,7 @@ class _Rewriting:
         return {"$ref": f"#/$defs/{name}"}
 
     def _members(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """The keywords for the properties of an object and the items of an array."""
+        """Return the keywords for the properties of an object and the items of an array."""
         result: dict[str, Any] = {}
         for keyword in ("properties", "patternProperties"):
             if len(schema.get(keyword, ())) > _MAX_PROPERTIES:
@@ -111,7 +110,7 @@ class _Rewriting:
         return result
 
     def _all(self, result: dict[str, Any], extra: list[Schema], alternatives: list[list[Schema]]) -> Schema:
-        """What matches a rewritten schema, further ones, and one of each alternatives."""
+        """Combine a rewritten schema with further schemas, and one of each list of alternatives."""
         alternatives = [item["$any"] for item in extra if isinstance(item, dict) and "$any" in item] + alternatives
         conjuncts = [self._schema(item) for item in extra if not (isinstance(item, dict) and "$any" in item)]
         conjuncts += [self._any(choices) for choices in alternatives]
@@ -125,7 +124,8 @@ class _Rewriting:
         return {**result, "allOf": conjuncts} if conjuncts else result
 
     def _any(self, choices: list[Schema]) -> Schema:
-        """One of several schemas that this module has found. Choices that cannot be rewritten are left out."""
+        """Return a schema that matches one of several schemas of this module. Choices that cannot be rewritten are
+        dropped."""
         found: list[Schema] = []
         reason = None
         for choice in choices:
@@ -146,7 +146,7 @@ class _Rewriting:
             raise reason
         return found[0] if len(found) == 1 else {"anyOf": found} if found else False
 
-    # ---- keywords that others stand for
+    # ---- keywords that are replaced by others
 
     def _conditional(self, schema: dict[str, Any]) -> list[Schema]:
         condition = schema["if"]
@@ -183,7 +183,7 @@ class _Rewriting:
 
     def _one_of(self, schema: dict[str, Any]) -> list[Schema]:
         choices = list(self._exactly_one(schema["oneOf"]))
-        # A choice that cannot be rewritten is left out only if others say more than the schema itself.
+        # A choice that cannot be rewritten is dropped only if the others constrain more than the schema itself.
         return [{"$any" if any(len(choice["allOf"]) > 1 for choice in choices) else "anyOf": choices}]
 
     def _exactly_one(self, schemas: list[Schema]) -> Iterator[dict[str, Any]]:
@@ -192,7 +192,7 @@ class _Rewriting:
             yield {"allOf": [schema, *({"not": other} for other in others if not self._exclude(schema, other))]}
 
     def _exclude(self, first: Schema, second: Schema, depth: int = 0) -> bool:
-        """Whether it is easy to see that no document is valid for both schemas."""
+        """Whether a simple check shows that no document is valid for both schemas."""
         first = self._resolved(first)
         second = self._resolved(second)
         if isinstance(first, bool) or isinstance(second, bool) or depth > 5:
@@ -226,7 +226,7 @@ class _Rewriting:
         return [self._negated(schema["not"])]
 
     def _negated(self, schema: Schema) -> Schema:
-        """A schema that allows only documents which `schema` does not allow."""
+        """Return a schema that allows only documents that `schema` does not allow."""
         if isinstance(schema, bool):
             return not schema
         if "$ref" in schema:
@@ -258,7 +258,8 @@ class _Rewriting:
     # ---- names of properties
 
     def _names(self, schema: Schema) -> dict[str, Any]:
-        """What the names of properties must be: {} or {"enum": names} or {"pattern": regular expression}."""
+        """Return the constraint on the names of properties: {} or {"enum": names} or {"pattern": regular
+        expression}."""
         schema = self._resolved(schema)
         if isinstance(schema, bool):
             return {} if schema else {"enum": []}
@@ -279,7 +280,8 @@ class _Rewriting:
     # ---- what has been evaluated
 
     def _evaluated(self, schema: dict[str, Any]) -> Iterator[Schema]:
-        """The schema without unevaluatedProperties and unevaluatedItems: the ways in which it can be satisfied."""
+        """Return the schema without unevaluatedProperties and unevaluatedItems, as the ways in which it can be
+        satisfied."""
         rest = dict(schema)
         properties = rest.pop("unevaluatedProperties", True)
         items = rest.pop("unevaluatedItems", True)
@@ -303,7 +305,8 @@ class _Rewriting:
             yield {"allOf": [*parts, closing]}
 
     def _ways(self, schema: Schema, depth: int) -> Iterator[list[Schema]]:
-        """Lists of schemas that a document may match together, each without keywords that apply others in place."""
+        """Return lists of schemas that a document may match together, each without keywords that apply subschemas in
+        place."""
         if depth > 20:
             raise UnsupportedError("unevaluatedProperties and unevaluatedItems of a recursive schema are not supported")
         if isinstance(schema, bool):
@@ -350,13 +353,13 @@ _REWRITES: dict[str, Callable[[_Rewriting, dict[str, Any]], list[Schema]]] = {
 
 
 def _without(name: str, hidden: bool = False) -> Schema:
-    """No property of this name. hidden: in a form that does not make the name an evaluated property."""
+    """Forbid a property of this name. hidden: in a form that does not make the name an evaluated property."""
     absent: Schema = {"properties": {name: False}}
     return {"not": {"not": absent}} if hidden else absent
 
 
 def types_of(schema: dict[str, Any]) -> set[str]:
-    """The types of the documents for which a schema may be valid; an integer is a number."""
+    """Return the types of documents that may match a schema; an integer is a number."""
     names = schema.get("type", TYPES)
     found = {"number" if name == "integer" else name for name in ([names] if isinstance(names, str) else names)}
     values = _values(schema)
@@ -373,7 +376,8 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def _failures(schema: dict[str, Any]) -> Iterator[Schema]:
-    """Ways in which a document fails a keyword of the schema. Keywords without a simple way are left out."""
+    """Yield the ways in which a document can fail a keyword of the schema. Keywords without a simple way are
+    skipped."""
     for keyword, value in schema.items():
         if keyword in KEYWORDS["opposites"]:
             name, opposite, change = KEYWORDS["opposites"][keyword]
@@ -424,7 +428,8 @@ def _absent_of_object(name: str) -> dict[str, Any]:
 
 
 def _other_values(values: list[Any]) -> Iterator[Schema]:
-    """Documents other than the given ones: of other types, or longer or larger than all of them."""
+    """Return schemas of documents that differ from the given ones: of other types, or longer or larger than all of
+    them."""
     kinds: dict[str, list[Any]] = {name: [] for name in TYPES}
     for value in values:
         kinds[_type(value)].append(value)
@@ -447,7 +452,7 @@ def _type(value: Any) -> str:
 
 
 def _restrict_names(schema: dict[str, Any], names: dict[str, Any]) -> None:
-    """Allow an object only properties of these names, in place."""
+    """Allow only properties of these names in an object. Changes the schema in place."""
     if not names:
         return
     if "patternProperties" in schema:

@@ -1,4 +1,4 @@
-"""Structural tags: free text in which tags may occur, whose contents are constrained. vLLM's two formats, as Lark."""
+"""Structural tags: free text with tags whose contents are constrained. Translates vLLM's two formats to Lark."""
 
 import json
 import re
@@ -18,9 +18,8 @@ _MAX_RULES = 4_000
 def structural_tag(
     text: str, schema: Callable[[Any], dict[str, Any]], special_tokens: Mapping[str, int]
 ) -> tuple[str, bool]:
-    """A structural tag, given as JSON text, in llguidance's language, and whether it may be ambiguous.
-
-    schema: rewrites a JSON schema for llguidance. special_tokens: their ids by their spelling, which in a tag means the
+    """Translate a structural tag from JSON text to llguidance's language. Also returns whether it may be ambiguous.
+    schema: rewrites a JSON schema for llguidance. special_tokens: ids by spelling; in a tag, the spelling means the
     token. Raises ValueError.
     """
     try:
@@ -43,7 +42,7 @@ def structural_tag(
 
 
 def _newer(tag: dict[str, Any]) -> dict[str, Any]:
-    """A tag of the older format in the newer one."""
+    """Convert a tag from the older format to the newer one."""
     tags = [
         {**item, "content": {"type": "json_schema", "json_schema": _field(item, "schema", f"structures[{index}]")}}
         for index, item in enumerate(_objects(tag, "structures", ""))
@@ -52,18 +51,18 @@ def _newer(tag: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_lark(grammar: str) -> str:
-    """A grammar in Lark's syntax, from one in Lark's or in llama.cpp's (GBNF). Raises ValueError."""
+    """Convert a grammar from Lark's or llama.cpp's syntax (GBNF) to Lark's. Raises ValueError."""
     try:
         return any_to_lark(grammar)
-    except Exception as error:  # the converter raises Exception itself
+    except Exception as error:  # the converter raises plain Exceptions
         raise ValueError(f"the grammar cannot be read: {error_text(error)}") from error
 
 
 class _Lark:
     """Translates formats to expressions.
 
-    rules: the rules that they use. parts: grammars beside this one. is_free: whether a format is one of those that can
-    be combined to an ambiguous grammar.
+    rules: the rules used by the expressions. parts: additional grammars. is_free: whether a format can be part of an
+    ambiguous grammar.
     """
 
     def __init__(self, schema: Callable[[Any], dict[str, Any]], special_tokens: Mapping[str, int]) -> None:
@@ -116,17 +115,17 @@ class _Lark:
         return self._rule(f"{self._literal(_text(tag, 'begin', path))} {self._content(tag, path)}")
 
     def _literal(self, text: str) -> str:
-        """An expression for exactly this text."""
+        """Return an expression for exactly this text."""
         pieces = [piece for piece in self._specials.split(text) if piece]
         ids = self._special_tokens
         return " ".join(f"<[{ids[piece]}]>" if piece in ids else json.dumps(piece) for piece in pieces) or '""'
 
     def _text_until(self, end: str) -> str:
-        """A rule for any text up to the first `end`. No text contains a special token."""
+        """Return a rule for any text up to the first `end`. The text contains no special tokens."""
         return self._rule(f"{_TEXT} {self._literal(end)}", "" if self._specials.match(end) else "[lazy]")
 
     def _content(self, tag: dict[str, Any], path: str) -> str:
-        """What follows the beginning of a tag."""
+        """Return an expression for the text after the beginning of a tag."""
         end = _text(tag, "end", path)
         content = _object(tag, "content", path)
         if content.get("type") == "any_text":  # up to the first end

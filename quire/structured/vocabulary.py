@@ -1,22 +1,22 @@
-"""What the libraries for grammars need of a tokenizer: the bytes of each token, and the tokens of a text."""
+"""The data of a tokenizer for grammar libraries: the bytes of each token, and the tokens of a text."""
 
 import re
 from itertools import pairwise
 
 from quire.text.tokenizer import Tokenizer
 
-_SENTINEL = "\x02"  # no vocabulary has a token that begins with it and goes on
+_SENTINEL = "\x02"  # no vocabulary has a longer token that begins with it
 
 
 class Vocabulary:
-    """The tokens of a model, in the form that llguidance's LLTokenizer takes.
+    """The tokens of a model, in the form that llguidance's LLTokenizer accepts.
 
     tokens: the bytes of each id below the model's vocab_size; b"" for an id without a token, which no mask allows.
-    special_token_ids: tokens that never stand for text, whatever their spelling.
-    eos_token_ids: the tokens that end a text, the usual one first. Raises ValueError if the model has none.
+    special_token_ids: tokens that never represent text, regardless of their spelling. eos_token_ids: the tokens that
+    end a text, the usual one first. Raises ValueError if the model has none.
     """
 
-    is_tokenizer_wrapper = True  # llguidance asks for it
+    is_tokenizer_wrapper = True  # required by llguidance
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> None:
         if not eos_token_ids:
@@ -30,13 +30,13 @@ class Vocabulary:
         self._tokenizer = tokenizer
         names = [tokenizer.added_tokens.get(token_id, "") for token_id in self.special_token_ids]
         self._specials = re.compile("|".join(re.escape(name) for name in names if name) or "(?!)")
-        # SentencePiece puts a space before a text, which must not be put before the middle of one.
+        # SentencePiece adds a space before a text, which would be wrong in the middle of a text.
         plain = self._encode_piece('{"a')
         self._prefix = "" if b"".join(map(self.tokens.__getitem__, plain)) == b'{"a' else _SENTINEL
         self._prefix_length = len(self._encode_piece(self._prefix)) if self._prefix else 0
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The tokens of a text in the middle of another. The spelling of a special token is encoded as text."""
+        """Return the tokens of a text in the middle of another. The spelling of a special token is encoded as text."""
         text = text if isinstance(text, str) else text.decode()
         cuts = [0, *(match.start() + 1 for match in self._specials.finditer(text)), len(text)]
         pieces = [self._prefix + text[start:end] for start, end in pairwise(cuts)]

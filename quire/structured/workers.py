@@ -1,4 +1,4 @@
-"""Compiles grammars in worker processes, where a constraint that takes too much time or memory does no harm."""
+"""Compiles grammars in worker processes, so that constraints with excessive time or memory use do no harm."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
     from quire.structured.vocabulary import Vocabulary
 
 CPU_LIMIT = 1.0  # seconds of processor time to compile a grammar, unless structured_outputs_config has cpu_seconds
-TOTAL_LIMIT = 10.0  # seconds until it is compiled, beside other grammars; or total_seconds
-LOAD_LIMIT = 0.3  # seconds of processor time in which the engine's process can load it
+TOTAL_LIMIT = 10.0  # seconds until it is compiled, including waiting for other grammars; or total_seconds
+LOAD_LIMIT = 0.3  # seconds of processor time for loading it in the engine's process
 MEMORY_LIMIT = 256 * MIB  # for compiling
-SIZE_LIMIT = 64 * MIB  # of a compiled grammar, in the process of the engine
+SIZE_LIMIT = 64 * MIB  # of a compiled grammar in the engine's process
 
 _SOURCE_LIMIT = 32 * MIB
 
 
 class CompiledGrammar(msgspec.Struct, array_like=True):
-    """source: what a back end's `load` reads. size: an upper bound for the bytes of memory that it takes then."""
+    """source: the input of a back end's `load`. size: an upper bound on the bytes of memory that the loaded grammar
+    takes."""
 
     source: bytes
     size: int
@@ -44,8 +45,8 @@ class GrammarCompiler:
         pool: "UntrustedPool",
         total_seconds: float | None = None,
     ) -> None:
-        """total_seconds: instead of the default, if the options have none."""
-        from hashlib import sha256  # here, since the worker processes need neither
+        """total_seconds: replaces the default, if the options have none."""
+        from hashlib import sha256  # imported here, since worker processes do not need them
 
         from quire.platform.untrusted.service import Preparation
 
@@ -76,12 +77,12 @@ class GrammarCompiler:
 
 def prepare(options: dict[str, Any], table: bytes) -> Backend:
     tokens = msgspec.msgpack.decode(table, type=TokenTable)
-    tokens(" ")  # makes its index here, and not in each job
+    tokens(" ")  # builds the index here instead of in each job
     return load_backend(options, tokens)
 
 
 def compile_grammar(backend: Backend, data: bytes) -> list[Any]:
-    """The fields of a CompiledGrammar. Raises ValueError."""
+    """Return the fields of a CompiledGrammar. Raises ValueError."""
     params = msgspec.msgpack.decode(data, type=StructuredOutputsParams)
     before = _memory()
     try:
@@ -91,7 +92,7 @@ def compile_grammar(backend: Backend, data: bytes) -> list[Any]:
         taken = time.process_time() - started
     except (ValueError, MemoryError):
         raise
-    except BaseException as error:  # a library's panic is no Exception
+    except BaseException as error:  # a library's panic is not an Exception
         raise ValueError(f"it cannot be compiled: {error_text(error)}") from error
     size = max(0, _memory() - before)
     del loaded
@@ -103,7 +104,7 @@ def compile_grammar(backend: Backend, data: bytes) -> list[Any]:
 
 
 def _memory() -> int:
-    """Bytes of this process's own memory; 0 where /proc is hidden."""
+    """Return the bytes of this process's private memory; 0 where /proc is hidden."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:
             return next((int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:")), 0)

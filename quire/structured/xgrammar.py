@@ -19,7 +19,7 @@ from quire.structured.keywords import check_keywords
 from quire.structured.references import Schema
 from quire.structured.schema import rewritten
 
-if TYPE_CHECKING:  # imports the library of tokenizers
+if TYPE_CHECKING:  # imports the tokenizers library
     from quire.structured.vocabulary import Vocabulary
 
 
@@ -82,7 +82,7 @@ class XgrammarBackend(Backend):
         return text.encode()
 
     def load(self, source: bytes) -> Matcher:
-        """In a worker process, where the matchers are not imported, what is loaded is of no use."""
+        """Load a compiled grammar. In a worker process, where the matchers are not imported, the result is unused."""
         from xgrammar.compiler import CompiledGrammar
 
         grammar = CompiledGrammar.deserialize_json(source.decode(), self._tokenizer)
@@ -123,9 +123,9 @@ class XgrammarBackend(Backend):
 
 
 def _hide_torch() -> None:
-    """Let xgrammar's compiler be imported without torch and transformers, of which it needs nothing.
+    """Make xgrammar's compiler importable without torch and transformers, which it does not need.
 
-    For worker processes. Importing the package itself would import both, so its modules get an empty package.
+    For worker processes. Importing the package itself would import both, so its modules are placed in an empty package.
     """
     spec = find_spec("xgrammar")
     if "xgrammar" in sys.modules or spec is None or spec.submodule_search_locations is None:

@@ -1,4 +1,4 @@
-"""Byte-level BPE: the expressions that split a text before merging, and readers of vocab.json with merges.txt.
+"""Byte-level BPE: the regular expressions that split a text before merging, and a reader of vocab.json and merges.txt.
 
 Tokens are spelled in GPT-2's alphabet, with one printable character per byte, as in tokenizer.json.
 """
@@ -17,7 +17,7 @@ SPLITS = {
     for names, expressions in _TABLE.items()
     for name in names.split()
 }
-MOST_CUTS = 1_000_000_000  # of tokens into two, times their length: vocabularies have a hundredth of that
+MOST_CUTS = 1_000_000_000  # ways to cut tokens in two, times their length: vocabularies have a hundredth of that
 _COMPOSED = ("qwen2", "qwen35", "command-r", "mpt", "olmo")  # characters are composed first (NFC)
 
 
@@ -31,9 +31,9 @@ def byte_level(
 ) -> Backend:
     """A byte-level BPE tokenizer. Raises ValueError for a merge whose result is not a token.
 
-    splits: a name in SPLITS, or the expressions themselves
-    ignore_merges: a word that is itself a token becomes that token, even if no sequence of merges leads to it
-    add_prefix_space: put a space in front of the text; works only with GPT-2's expression
+    splits: a name in SPLITS, or the regular expressions themselves ignore_merges: a word that is itself a token becomes
+    that token, even if no sequence of merges leads to it add_prefix_space: put a space in front of the text; works only
+    with GPT-2's expression
     """
     for left, right in merges:
         if left + right not in vocab:  # the library would panic, which is not an Exception
@@ -53,11 +53,11 @@ def byte_level(
 
 
 def merges_of(tokens: Iterable[str]) -> list[tuple[str, str]]:
-    """The merges of a vocabulary that lists only tokens in order of rank, as those of tiktoken and SentencePiece.
+    """Return the merges of a vocabulary that only lists tokens in order of rank, as in tiktoken and SentencePiece.
 
     These libraries join the two neighbours whose union has the lowest rank. To reproduce this, a token gets one merge
-    for each way to cut it into two tokens. The order of these merges does not matter: wherever a span of a text becomes
-    a token, the same steps with the same last cut produce it as if the span stood alone. Raises ValueError for tokens
+    for each way to cut it into two tokens. The order of these merges does not matter: a span of a text that becomes a
+    token is always produced by the same steps, with the same last cut, as the span alone. Raises ValueError for tokens
     that would take minutes.
     """
     tokens = dict.fromkeys(tokens)
@@ -85,7 +85,7 @@ def read_vocab_and_merges(merges: Path, config: dict[str, Any]) -> tuple[Backend
 
 
 def family(config: Mapping[str, Any]) -> str | None:
-    """The name in SPLITS for models that reveal their expressions only by the name of their tokenizer class."""
+    """The name in SPLITS for models whose expressions follow only from the name of their tokenizer class."""
     name = str(config.get("tokenizer_class")).lower()
     if name.startswith("qwen"):
         return "qwen2"
@@ -93,12 +93,12 @@ def family(config: Mapping[str, Any]) -> str | None:
 
 
 def added_ids(config: Mapping[str, Any]) -> dict[str, int]:
-    """The tokens that tokenizer_config.json adds to the vocabulary: content → id."""
+    """Return the tokens that tokenizer_config.json adds to the vocabulary: content → id."""
     return {token["content"]: int(token_id) for token_id, token in (config.get("added_tokens_decoder") or {}).items()}
 
 
 def completed(config: Mapping[str, Any], named: Mapping[str, str], added: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration, with what a file of the vocabulary implies: BOS is added by default.
+    """Return the configuration with the defaults of a vocabulary file: BOS is added by default.
 
     named: named special tokens that count if they are added tokens. added: all added tokens.
     """

@@ -20,7 +20,7 @@ from quire.text import metered_template
 from quire.text.template_meter import BeyondMeterError
 
 _JOB = "quire.text.chat_template:render_job"
-# Of a rendering in a worker process.
+# Limits of a rendering in a worker process.
 _LIMITS = Limits(cpu_seconds=2.0, memory_bytes=512 * MIB, total_seconds=10.0, result_bytes=64 * MIB)
 _FAILED = "the chat template failed: "
 _LONGEST_FORMAT, _LONGEST_ERROR = 200, 10_000  # characters
@@ -28,7 +28,7 @@ _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _NOTHING_TO_CONTINUE = "continue_final_message is set, but the last message has no text to go on with"
 # The types of content parts that are text, and for each the field that holds the text.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
-# Names that variables of a template cannot have: those of the arguments with which chats are rendered.
+# Reserved names of template variables: the arguments with which chats are rendered.
 RESERVED = frozenset(
     """messages template chat_template tools documents add_generation_prompt continue_final_message content_format
     tokenize""".split()
@@ -37,7 +37,7 @@ _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 class ChatTemplateError(ValueError):
-    """The template refused the messages, or is itself invalid. The message says why."""
+    """The template refused the messages, or is itself invalid. The message contains the reason."""
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
@@ -46,8 +46,8 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **arguments: An
 
 
 class ChatRendering(NamedTuple):
-    """A chat to be rendered. What usual templates do takes microseconds, and is done here. What takes longer, and
-    templates that came with a request, run in a worker process.
+    """A chat to be rendered. Usual templates take microseconds, and are rendered here. Slower ones, and templates from
+    requests, run in a worker process.
 
     arguments: those of `render_here`.
     """
@@ -61,7 +61,7 @@ class ChatRendering(NamedTuple):
         return render_here(self.template, self.messages, **self.arguments)
 
     def run(self) -> str:
-        """The prompt. Waits for a worker process, if it needs one. Raises ChatTemplateError or BusyError."""
+        """The prompt. Waits for a worker process, if one is needed. Raises ChatTemplateError or BusyError."""
         prompt = self.here()
         if prompt is None:
             with _explained():
@@ -91,13 +91,13 @@ def render_here(
     is_bounded: bool = True,
     **variables: Any,
 ) -> str | None:
-    """The prompt for a chat; None if it takes more than a moment. Raises ChatTemplateError.
+    """Return the prompt for a chat; None if the rendering would take too long here. Raises ChatTemplateError.
 
     continue_final_message: the prompt ends within the last message, and the model continues that message
     content_format: the form of a message's content for the template: "string", a list of parts ("openai"), or the
         form that the template expects ("auto")
-    is_bounded: False in a process that can be stopped, where nothing is beyond the bounds
-    variables: variables of the template: special tokens (bos_token="<s>") and switches (enable_thinking=False)
+    is_bounded: False in a process that can be stopped, where no bounds apply variables: variables of the template:
+    special tokens (bos_token="<s>") and switches (enable_thinking=False)
     """
     if not messages:
         raise ChatTemplateError("messages is empty: a chat has at least one message")
@@ -122,13 +122,14 @@ def render_here(
         prompt = metered_template.render(compiled.template, values) if is_bounded else compiled.template.render(values)
     except BeyondMeterError:
         return None
-    except Exception as error:  # the template is foreign code, and may raise anything: None + "", 1 / 0, ...
+    except Exception as error:  # the template is untrusted code, and may raise anything: None + "", 1 / 0, ...
         raise ChatTemplateError(f"{_FAILED}{error or type(error).__name__}") from error
     return _cut_at_tag(prompt, final) if continue_final_message else prompt
 
 
 def render_job(template: str, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> tuple[str | None, str]:
-    """For a worker process: the prompt and "", or None and what the template has raised. Raises ChatTemplateError."""
+    """Called in a worker process. Return the prompt and "", or None and the template's error. Raises
+    ChatTemplateError."""
     try:
         prompt = render_here(template, messages, **{**arguments, "is_bounded": False})
     except ChatTemplateError as error:
@@ -139,7 +140,7 @@ def render_job(template: str, messages: list[dict[str, Any]], arguments: dict[st
 
 
 class _RaisedByTemplateError(Exception):
-    """In the place of an exception in a worker process, with its text."""
+    """Replaces an exception in a worker process, with its text."""
 
 
 def _unwrapped(result: tuple[str | None, str]) -> str:
@@ -151,7 +152,7 @@ def _unwrapped(result: tuple[str | None, str]) -> str:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise errors of a job as ChatTemplateError, but BusyError and WorkerError as they are."""
+    """Convert a job's errors to ChatTemplateError, except BusyError and WorkerError."""
     try:
         yield
     except ChatTemplateError:
@@ -165,7 +166,7 @@ def _explained() -> Iterator[None]:
 
 
 class _Compiled(NamedTuple):
-    """A template, and the forms of a message's content that it accepts."""
+    """A template, and the forms of message content that it accepts."""
 
     template: jinja2.Template
     takes_strings: bool
@@ -173,7 +174,7 @@ class _Compiled(NamedTuple):
 
 
 class _GenerationTag(Extension):
-    """{% generation %}...{% endgeneration %} marks the assistant's text for training. Here the mark has no effect."""
+    """{% generation %}...{% endgeneration %} marks the assistant's text for training. It has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -190,7 +191,7 @@ def _environment(kind: type[ImmutableSandboxedEnvironment], *known: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _compile(template: str) -> _Compiled | None:
-    """A template whose renderings are bounded. None for one whose cost is unknown."""
+    """Compile a template with bounded rendering. Returns None if its cost is unknown."""
     environment = _environment(metered_template.MeteredEnvironment, (_raise_exception, _strftime_now))
     environment.replace_filter("tojson", _tojson)
     try:
@@ -198,7 +199,7 @@ def _compile(template: str) -> _Compiled | None:
         return _Compiled(metered, *_content_forms(environment.parse(template)))
     except BeyondMeterError:
         return None
-    except Exception as error:  # Python's compiler has limits of its own
+    except Exception as error:  # Python's compiler has its own limits
         raise ChatTemplateError(f"the chat template is not valid: {error_text(error)}") from error
 
 
@@ -261,8 +262,8 @@ def _name(node: nodes.Node | None) -> str | None:
 
 
 def _prepare(message: dict[str, Any], where: str, compiled: _Compiled) -> dict[str, Any]:
-    """A copy of the message in the form that templates expect: without nulls, content in a form that this template
-    accepts, arguments of tool calls as objects, and the reasoning under each name that templates use for it."""
+    """Return a copy of the message in the form that templates expect: without nulls, with content in a form that this
+    template accepts, tool call arguments as objects, and the reasoning under each name that templates use."""
     prepared = {key: value for key, value in message.items() if value is not None}
     for field in _REASONING_FIELDS:
         if field in prepared:
@@ -276,8 +277,8 @@ def _prepare(message: dict[str, Any], where: str, compiled: _Compiled) -> dict[s
 
 
 def _prepare_content(message: dict[str, Any], where: str, compiled: _Compiled) -> Any:
-    """The content in a form that this template accepts. As in vLLM, missing content becomes empty content, and the text
-    parts of a tool's message are joined, because most templates that accept lists expect a string there."""
+    """Return the content in a form that this template accepts. As in vLLM, missing content becomes empty content, and
+    the text parts of a tool's message are joined, because most templates that accept lists expect a string there."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or "" if compiled.takes_strings else [_text_part(content or "")]
@@ -290,7 +291,7 @@ def _prepare_content(message: dict[str, Any], where: str, compiled: _Compiled) -
 
 
 def _objects(values: Any, where: str) -> list[dict[str, Any]]:
-    """A copy of a list of JSON objects. Raises ChatTemplateError if `values` is something else."""
+    """Return a copy of a list of JSON objects. Raises ChatTemplateError for any other value."""
     if not isinstance(values, list | tuple):
         raise ChatTemplateError(f"{where} is of type {type(values).__name__}: expected a list of objects")
     for index, value in enumerate(values):
@@ -304,7 +305,7 @@ def _text_part(text: str) -> dict[str, str]:
 
 
 def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
-    """Converts a part of any type that holds text to type "text", which templates know."""
+    """Convert a text part of any type to the type "text", which templates support."""
     kind = part.get("type")
     field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if kind == "text" or field is None or not isinstance(part.get(field), str):
@@ -354,5 +355,5 @@ def _cut_at_tag(prompt: str, final: str) -> str:
         raise ChatTemplateError(message)
     cut = prompt.rindex(tag)
     prompt, rest = prompt[:cut], prompt[cut:]
-    # The tag ends with a space. If the template has stripped that space, it strips the content as well.
+    # The tag ends with a space. If the template has stripped that space, it also strips the content.
     return prompt if rest.startswith(_CONTINUE_TAG) else prompt.rstrip()

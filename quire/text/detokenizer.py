@@ -1,4 +1,5 @@
-"""Incremental detokenization: text in whole characters while tokens are generated, cut at stop strings."""
+"""Incremental detokenization: returns text in whole characters while tokens are generated, and cuts it at stop
+strings."""
 
 import codecs
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """The text of one request. Each appended token has a constant cost.
+    """The text of one request. Appending a token has a constant cost.
 
                           ┌ shown ──────────────┬ held back ────────┐
         text              │ already in a delta  │ may begin a stop  │ + partial: bytes of an unfinished character
@@ -16,12 +17,12 @@ class IncrementalDetokenizer:
 
     The text equals the part of `tokenizer.decode(prompt + output)` after the prompt, with one exception: the decoder
     of SentencePiece's byte tokens destroys valid characters next to invalid ones. A stream cannot withdraw characters,
-    so here only the invalid sequence becomes U+FFFD. Text and stop do not depend on how the output is divided among
-    calls of `append`.
+    so here only the invalid sequence becomes U+FFFD. The result does not depend on how the output is split into calls
+    of `append`.
 
     stop: non-empty strings. The one that ends first in the text takes effect; if several end together, the longest.
     include_stop_str_in_output: keep the stop string, or the token that ended the request, in the text
-    min_tokens: a stop string takes effect only if it ends after the text of this many tokens
+    min_tokens: a stop string only takes effect if it ends after the text of this many tokens
     spaces_between_special_tokens: False drops the space that some decoders put between neighbouring added tokens
     """
 
@@ -42,13 +43,13 @@ class IncrementalDetokenizer:
         self._unspaced = tokenizer.added_tokens if unspaced else {}
         self._after_unspaced = False
         self._stop = tuple(stop)
-        self._reach = max(map(len, stop), default=1) - 1  # characters of a stop string that may lie before the new text
+        self._reach = max(map(len, stop), default=1) - 1  # characters of a stop string that may precede the new text
         self._include_stop = include_stop_str_in_output
         self._held_back = 0 if include_stop_str_in_output else self._reach
         self._exempt = min_tokens  # number of coming tokens that cannot complete a stop string
-        self._shown = ""  # the end of the shown text, in which a stop string may begin
+        self._shown = ""  # the end of the shown text, where a stop string may begin
         self._unshown = ""
-        # A character has at most four tokens, so the prompt's last four tell whether it ends within a character.
+        # A character has at most four tokens, so the prompt's last four show whether it ends within a character.
         tail: list[int] = []
         for token_id in reversed(prompt_token_ids):
             if token_id not in self._skipped and self._token_bytes[token_id]:
@@ -62,11 +63,11 @@ class IncrementalDetokenizer:
 
     @property
     def partial(self) -> bytes:
-        """The bytes of a character that is not complete yet."""
+        """Return the bytes of an incomplete character."""
         return self._partial
 
     def append(self, token_ids: Sequence[int], finished_by_token: bool = False) -> str | None:
-        """Adds tokens. If they complete a stop string, the text ends there, and the stop string is returned.
+        """Add tokens. If they complete a stop string, the text ends there, and the stop string is returned.
 
         finished_by_token: the last token ended the request (EOS or a stop token), so it is not part of the text.
         """
@@ -84,7 +85,7 @@ class IncrementalDetokenizer:
         return None
 
     def next_delta(self, finished: bool) -> str:
-        """The new text that can be shown now. When the request has finished, this is all remaining text."""
+        """Return the new text that can be shown now. Once the request has finished, this is all remaining text."""
         if finished and self._partial:
             self._unshown += self._decode(self._partial, True)
         if self._held_back and not finished:
@@ -98,11 +99,11 @@ class IncrementalDetokenizer:
         return delta
 
     def flush(self) -> str:
-        """Ends the text; an unfinished character becomes U+FFFD. Returns the text that was held back."""
+        """End the text; an unfinished character becomes U+FFFD. Returns the text that was held back."""
         return self.next_delta(finished=True)
 
     def _read(self, token_ids: Sequence[int]) -> str:
-        """The text that the tokens add."""
+        """Return the text that the tokens add."""
         data = self._partial
         for token_id in token_ids:
             if token_id not in self._skipped:
@@ -110,7 +111,7 @@ class IncrementalDetokenizer:
         return self._decode(data, False)
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token whose spacing depends on the token before it."""
+        """Return the bytes of a token whose spacing depends on the previous token."""
         added = self._unspaced.get(token_id)
         if added is not None and self._after_unspaced:
             return added.encode()
@@ -130,7 +131,7 @@ class IncrementalDetokenizer:
         return text
 
     def _add_until_stop(self, text: str) -> str | None:
-        """Adds text up to the first stop string that ends in it, and returns that stop string."""
+        """Add text up to the first stop string that ends in it, and return that stop string."""
         before = (self._shown + self._unshown)[-self._reach :] if self._reach else ""
         window = before + text
         matches = []

@@ -1,4 +1,4 @@
-"""Texts to token ids: in this process, or in worker processes if the tokenizer may take quadratic time for a text."""
+"""Encodes texts to token ids: in this process, or in worker processes if the tokenizer may take quadratic time."""
 
 import json
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from quire.text.partial_backend import PartialBackend
 from quire.text.token_bytes import is_fault
 from quire.text.tokenizer_check import has_quadratic_step, vocabulary_size
 
-SHORT_TEXT = 2_000  # characters, for which quadratic time is a few hundredths of a second
+SHORT_TEXT = 2_000  # characters, for which quadratic time means a few hundredths of a second
 _LIMITS = Limits(cpu_seconds=5.0, memory_bytes=1024 * MIB, total_seconds=30.0, slice_seconds=0.5)
 
 
 class TextEncoder:
-    """Calls the library. prefix, suffix: tokens that it does not add by itself."""
+    """Calls the library. prefix, suffix: tokens that the library does not add itself."""
 
     def __init__(self, backend: Backend | PartialBackend, prefix: list[int], suffix: list[int]) -> None:
         self.backend = backend
@@ -29,7 +29,7 @@ class TextEncoder:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """See Tokenizer.encode."""
         with _encoding(text):
-            # The batch method lets other threads run meanwhile, even for one text. Without offsets it is faster.
+            # The batch method releases the interpreter's lock, even for one text. Without offsets it is faster.
             [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return [*self.prefix, *encoding.ids, *self.suffix] if add_special_tokens else encoding.ids
 
@@ -77,14 +77,14 @@ class TextEncoder:
 
 
 class ConfinedEncoder(TextEncoder):
-    """Encodes longer texts in worker processes. Raises ValueError, too, for a text that takes too long, and BusyError
-    while others take the time."""
+    """Encodes longer texts in worker processes. Also raises ValueError for a text that takes too long, and BusyError if
+    other texts use up the time."""
 
     def __init__(self, backend: Backend | PartialBackend, prefix: list[int], suffix: list[int]) -> None:
         from quire.platform.untrusted.service import Preparation
 
         super().__init__(backend, prefix, suffix)
-        vocabulary_size(backend)  # the library would take memory for holes
+        vocabulary_size(backend)  # the library would allocate memory for unused ids
         arguments = [backend.to_str(), prefix, suffix]
         key = f"texts {sha256(json.dumps(arguments).encode()).hexdigest()}"
         self._preparation = Preparation(key, f"{__name__}:prepare", lambda: arguments)
@@ -122,13 +122,13 @@ class ConfinedEncoder(TextEncoder):
 
 
 def text_encoder(backend: Backend | PartialBackend, prefix: list[int], suffix: list[int]) -> TextEncoder:
-    """prefix, suffix: tokens that the backend does not add by itself."""
+    """prefix, suffix: tokens that the backend does not add itself."""
     kind = ConfinedEncoder if has_quadratic_step(backend) else TextEncoder
     return kind(backend, prefix, suffix)
 
 
 def _is_short(*texts: str | None) -> bool:
-    """Whether texts may be encoded here: also what is no text, or no valid Unicode, since it fails at once."""
+    """Whether texts may be encoded here. True also for values that are not valid text, since they fail at once."""
     if not all(text is None or isinstance(text, str) for text in texts):
         return True
     whole = "".join(filter(None, texts))
@@ -168,5 +168,5 @@ def prepare(backend: str, prefix: list[int], suffix: list[int]) -> TextEncoder:
 
 
 def run(encoder: TextEncoder, method: str, arguments: list[Any]) -> Any:
-    """What a method of the encoder returns."""
+    """Return the result of a method of the encoder."""
     return getattr(encoder, method)(*arguments)

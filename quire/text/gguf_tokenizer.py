@@ -1,6 +1,6 @@
 """The tokenizer that a GGUF file describes in its metadata.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What it leaves open follows llama.cpp.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Unspecified behaviour follows llama.cpp.
 """
 
 import re
@@ -24,9 +24,9 @@ _OTHER_NAMES = {"unknown": "unk", "padding": "pad", "seperator": "sep"}
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Backend | PartialBackend, dict[str, Any]]:
-    """A backend, and a configuration as in tokenizer_config.json, with the chat templates by name.
+    """Return a backend, and a configuration as in tokenizer_config.json, with the chat templates by name.
 
-    metadata: the file's keys and values, with arrays as sequences. Raises ValueError, which names the key.
+    metadata: the file's keys and values, with arrays as sequences. Raises ValueError that names the key.
     """
     prefix = "tokenizer.ggml."
     ggml = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
@@ -100,7 +100,7 @@ def _sentencepiece(
     dummy_prefix: bool,
     added: dict[str, dict[str, Any]],
 ) -> tuple[Backend | PartialBackend, dict[str, Any]]:
-    """added: the added tokens, which get the texts that they have in the backend."""
+    """added: the added tokens, whose texts are replaced by those in the backend."""
 
     def model(pieces: list[Piece]) -> SentencePieceModel:
         return SentencePieceModel(pieces, unknown_id, dummy_prefix=dummy_prefix)
@@ -123,7 +123,7 @@ def _sentencepiece(
 
 
 def _can_be_partial(tokens: Strings) -> bool:
-    """Small vocabularies, and unusual ones, are given to the library as a whole."""
+    """Return the whole vocabulary as a model of the library, for small or unusual vocabularies."""
     is_large = len(tokens) >= _LARGE and int((tokens.lengths**2).sum()) <= MOST_CUTS
     return is_large and tokens.can_be_searched
 

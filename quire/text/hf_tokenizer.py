@@ -7,7 +7,7 @@ from quire.text.tokenizer import Tokenizer
 
 Conversation = Sequence[Mapping[str, Any]]
 
-# Arguments of transformers that are accepted at neutral values (verbose at any), where they have no effect.
+# Arguments of transformers that are accepted with neutral values, without effect (verbose with any value).
 _WITHOUT_EFFECT = """text_pair padding truncation max_length stride is_split_into_words return_tensors
     return_token_type_ids return_overflowing_tokens return_special_tokens_mask return_offsets_mapping return_length
     clean_up_tokenization_spaces return_assistant_tokens_mask tokenizer_kwargs verbose""".split()
@@ -28,10 +28,10 @@ class BatchEncoding(dict[str, Any]):
 class HFTokenizer:
     """Encodes, decodes and applies the chat template as transformers does with the same files.
 
-    bos_token, bos_token_id, eos_token, eos_token_id, and likewise unk, sep, pad, cls and mask: None if the checkpoint
-    has no such token.
+    bos_token, bos_token_id, and likewise for eos, unk, sep, pad, cls and mask: None if the checkpoint has no such
+    token.
 
-    Arguments of transformers that Quire does not have (padding, truncation, return_tensors) raise a ValueError.
+    Arguments of transformers that Quire does not support (padding, truncation, return_tensors) raise a ValueError.
     """
 
     is_fast = True
@@ -78,14 +78,14 @@ class HFTokenizer:
         return self._tokenizer.encode(text, add_special_tokens)
 
     def tokenize(self, text: str, add_special_tokens: bool = False, **options: Any) -> list[str]:
-        """The tokens of the text as strings. Parts without a token are spelled as in the text."""
+        """Return the tokens of the text as strings. Parts without a token are spelled as in the text."""
         _check(options)
         return self._tokenizer.pieces(text, add_special_tokens)
 
     # ---- token ids to text
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
-        """The text of a list of ids, or a list of texts for a list of lists. Also accepts arrays and tensors."""
+        """Return the text of a list of ids, or a list of texts for a list of lists. Also accepts arrays and tensors."""
         _check(options)
         ids = _as_list(token_ids)
         if ids and isinstance(ids[0], list | tuple):
@@ -119,14 +119,14 @@ class HFTokenizer:
         return {token: token_id for token_id, token in sorted(self._tokenizer.added_tokens.items())}
 
     def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
-        """The token of an id, or a list of tokens for several ids. None stands for an id without a token."""
+        """Return the token of an id, or a list of tokens for several ids. None for an id without a token."""
         if isinstance(ids, int):
             return self._tokenizer.id_to_token(ids)
         skipped = set(self.all_special_ids) if skip_special_tokens else set[int]()
         return [self._tokenizer.id_to_token(int(token_id)) for token_id in ids if int(token_id) not in skipped]
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """The id of a token, or a list of ids for several tokens. An unknown token becomes unk_token_id."""
+        """Return the id of a token, or a list of ids for several tokens. An unknown token becomes unk_token_id."""
         if isinstance(tokens, str):
             token_id = self._tokenizer.token_to_id(tokens)
             return self.unk_token_id if token_id is None else token_id
@@ -135,7 +135,8 @@ class HFTokenizer:
     # ---- chats
 
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
-        """The template to use: chat_template is a template or the name of one. Raises ValueError if there is none."""
+        """Return the template to use: chat_template is a template or the name of one. Raises ValueError if there is
+        none."""
         templates = self._tokenizer.chat_templates
         named = templates.get("tool_use") if tools and chat_template is None else None
         template = templates.get(chat_template, chat_template) if chat_template is not None else named
@@ -156,7 +157,8 @@ class HFTokenizer:
         return_dict: bool = True,
         **variables: Any,
     ) -> Any:
-        """The prompt for a conversation, or a list of prompts for several. Raises ValueError if the template fails.
+        """Return the prompt for a conversation, or a list of prompts for several. Raises ValueError if the template
+        fails.
 
         tokenize=False returns text. Otherwise the result is {"input_ids", "attention_mask"}; with return_dict=False,
         it is only the ids. variables: variables of the template, such as enable_thinking.
@@ -190,7 +192,7 @@ def _check(options: Mapping[str, Any]) -> None:
 
 
 def _as_list(ids: Any) -> Any:
-    """Token ids as a list of Python integers. A single id becomes a list of one."""
+    """Return token ids as a list of Python integers. A single id becomes a list of one."""
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     if isinstance(ids, Mapping):
         ids = ids["input_ids"]

@@ -1,4 +1,4 @@
-"""A lower bound of a text's number of tokens, without tokenizing it: long texts are refused in microseconds."""
+"""A lower bound on a text's number of tokens, without tokenizing it: long texts are rejected in microseconds."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ _HARMLESS = "Sequence Prepend ByteLevel Metaspace Digits UnicodeScripts Split Pu
 class LengthBound(NamedTuple):
     """A text of n bytes becomes at least n / bytes_per_token tokens.
 
-    counts_spaces: False if the tokenizer may drop white space. White space is then not counted in n.
+    counts_spaces: False if the tokenizer may drop white space, which is then not counted in n.
     """
 
     bytes_per_token: int
@@ -32,8 +32,8 @@ class LengthBound(NamedTuple):
 
     @classmethod
     def of(cls, backend: Backend | PartialBackend) -> Self | None:
-        """The bound of a tokenizer. None if the tokenizer may drop text or make one token of a text of any length, or
-        if that is not known."""
+        """Return the bound of a tokenizer. None if it may drop text or encode a text of any length as one token, or if
+        that is unknown."""
         steps = [step for component in (backend.normalizer, backend.pre_tokenizer) for step in _steps(component)]
         effect = _effect(steps)
         longest = _longest_token(backend, is_byte_level=any(step["type"] == "ByteLevel" for step in steps))
@@ -46,25 +46,25 @@ class LengthBound(NamedTuple):
 
 
 def _steps(component: Any) -> list[Mapping[str, Any]]:
-    """What a normalizer, pre-tokenizer or post-processor consists of, each described as in tokenizer.json."""
+    """Return the steps of a normalizer, pre-tokenizer or post-processor, described as in tokenizer.json."""
     return [] if component is None else _parts(json.loads(component.__getstate__()))
 
 
 def _keeps_texts(post_processor: Any) -> bool:
-    """False if a template of special tokens leaves out the text."""
+    """False if a template of special tokens omits the text."""
     templates = [step["single"] for step in _steps(post_processor) if step["type"] == "TemplateProcessing"]
     return all(any("Sequence" in piece for piece in template) for template in templates)
 
 
 def _parts(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The component and, if it is a sequence, its parts."""
+    """Yield the component and, if it is a sequence, its parts."""
     parts = state.get("normalizers") or state.get("pretokenizers") or state.get("processors") or []
     return [state, *(step for part in parts for step in _parts(part))]
 
 
 def _effect(steps: Iterable[Mapping[str, Any]]) -> tuple[int, bool] | None:
-    """(the factor by which the number of bytes can shrink, whether white space is kept). None if text can be lost, or
-    for a step whose effect is not known."""
+    """Return (the factor by which the number of bytes can shrink, whether white space is preserved). None if text can
+    be lost, or for an unknown step."""
     factor = 1
     keeps_spaces = True
     for step in steps:
@@ -102,8 +102,8 @@ def _vocabulary_of(backend: Backend | PartialBackend) -> _Whole | BpeVocabulary:
 
 
 def _longest_token(backend: Backend | PartialBackend, is_byte_level: bool) -> int | None:
-    """The length of the longest token in bytes. None if the model has no tokens for some text: it then drops that text
-    or merges it into one unknown token."""
+    """Return the length of the longest token in bytes. None if some text has no tokens: the model then drops it or
+    merges it into one unknown token."""
     model = backend.model
     vocab = _vocabulary_of(backend)
     has_all_bytes = vocab.has_all([f"<0x{byte:02X}>" for byte in range(256)])
@@ -119,7 +119,7 @@ def _longest_token(backend: Backend | PartialBackend, is_byte_level: bool) -> in
             return None
     else:
         return None
-    # In GPT-2's alphabet, each character of a token stands for one byte.
+    # In GPT-2's alphabet, each character of a token represents one byte.
     longest = vocab.longest(in_characters=is_byte_level)
     added = [token.content for token in backend.get_added_tokens_decoder().values()]
     if (normalizer := backend.normalizer) is not None:

@@ -1,4 +1,4 @@
-"""The sandbox in which the operations of a template are charged, see template_meter.py: how templates are compiled."""
+"""Compiles templates for a sandbox in which their operations are charged, see template_meter.py."""
 
 from collections.abc import Callable, Iterable, Mapping
 from types import BuiltinMethodType
@@ -26,8 +26,8 @@ from quire.text.template_meter import (
     metered_filter,
 )
 
-# Of a template that is compiled here: its characters, and the depths of all its nodes together. Compilers look at a
-# node once for each node that it is in.
+# Limits of a template that is compiled here: its characters, and the sum of the depths of all nodes. Compilers visit a
+# node once for each node that contains it.
 MOST_SOURCE = 64 << 10
 MOST_DEPTHS = 300_000
 
@@ -38,15 +38,15 @@ def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
 
 
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates are compiled with charges. `known` are functions that templates may call, and which
-    take no more than their arguments' size."""
+    """A sandbox whose templates are compiled with charges. known: functions that templates may call, whose cost is at
+    most proportional to their arguments' size."""
 
     intercepted_binops = frozenset(OPERATORS)
 
     def __init__(self, known: Iterable[Callable[..., Any]], **options: Any) -> None:
         super().__init__(**options)
         self._known = {*known, self.globals["range"]}
-        self._texts: dict[str, int] = {}  # characters of plain text by macro; of one template
+        self._texts: dict[str, int] = {}  # characters of plain text by macro, for one template
         self.filters = {name: metered_filter(name, f) for name, f in self.filters.items() if name in FILTERS}
         self.filters |= PARTS
 
@@ -54,7 +54,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         self.filters[name] = metered_filter(name, function)
 
     def metered(self, source: str) -> jinja2.Template:
-        """Raises BeyondMeterError for a template with parts whose cost is unknown, and jinja2's errors."""
+        """Raises jinja2's errors, and BeyondMeterError for a template with parts whose cost is unknown."""
         if len(source) > MOST_SOURCE:
             raise BeyondMeterError
         tree = self.parse(source)
@@ -116,12 +116,12 @@ def _check_depths(tree: nodes.Template) -> None:
 
 
 def _text_size(node: nodes.Node) -> int:
-    """Characters of plain text in a part of a template."""
+    """Count the characters of plain text in a part of a template."""
     return sum(len(data.data) for data in node.find_all(nodes.TemplateData))
 
 
 class _Charges(NodeTransformer):
-    """Wraps the parts of a template that make or repeat something into filters that charge for it."""
+    """Wraps the parts of a template that create or repeat values into filters that charge for them."""
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
         self.generic_visit(node)
@@ -144,7 +144,7 @@ class _Charges(NodeTransformer):
 
 
 def _is_quick(node: nodes.Compare) -> bool:
-    """Whether something is compared with a constant, which is short."""
+    """Whether it is a comparison with a constant, which is short."""
     operands = [node.expr, *(operand.expr for operand in node.ops)]
     is_constant = any(isinstance(operand, nodes.Const) for operand in operands)
     return is_constant and len(operands) == 2 and node.ops[0].op not in ("in", "notin")

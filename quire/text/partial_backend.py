@@ -1,6 +1,8 @@
-"""A tokenizer of a large vocabulary that is ready at once: it makes a small one of the tokens that a text can have.
+"""A tokenizer for a large vocabulary that is ready at once: it builds small vocabularies of the tokens that a text can
+contain.
 
-The library takes half a second or more for a vocabulary of 262,144 tokens, in which it holds the interpreter's lock.
+The library takes half a second or more for a vocabulary of 262,144 tokens, during which it holds the interpreter's
+lock.
 """
 
 import threading
@@ -17,20 +19,20 @@ from quire.text.strings import Places, Strings
 
 _MOST_CHARACTERS = 20_000  # of all texts that are encoded with small vocabularies
 _MOST_DECODED = 2_000  # calls
-_MOST_PARTS = 200_000  # parts of a text that may be tokens
+_MOST_PARTS = 200_000  # substrings of a text that may be tokens
 
 
 class Merges(Protocol):
     """The merges of a BPE vocabulary."""
 
     def into(self, ids: npt.NDArray[np.int64]) -> list[tuple[str, str]]:
-        """Those whose results are these tokens, in order of rank."""
+        """Return the merges whose results are these tokens, in order of rank."""
 
 
 class ListedMerges:
-    """Merges as a list, the first rank first, each as two tokens with a space between.
+    """Merges as a list in order of rank, each as two tokens with a space between.
 
-    Raises ValueError for a merge of what is not two tokens, or whose result is no token.
+    Raises ValueError for a merge that is not two tokens, or whose result is not a token.
     """
 
     def __init__(self, tokens: Strings, merges: Strings) -> None:
@@ -40,7 +42,7 @@ class ListedMerges:
         cuts = spaces[np.searchsorted(spaces, merges.starts)] if len(merges) else merges.starts
         if len(wrong := np.flatnonzero(cuts >= stops)):
             raise ValueError(f"{merges[int(wrong[0])]!r} is no merge of two tokens")
-        order = np.argsort(merges.starts)  # the data without the spaces has the results
+        order = np.argsort(merges.starts)  # the data without spaces contains the results
         kept = np.ones(len(merges.data), bool)
         kept[cuts] = False
         moved = np.empty(len(merges), np.int64)
@@ -65,7 +67,8 @@ class ListedMerges:
 
 
 class ScoredMerges:
-    """SentencePiece's: neighbours are joined whose union has the highest score. can_join: which tokens are such."""
+    """SentencePiece's merges: the neighbours whose union has the highest score are joined. can_join: whether a token
+    may be such a union."""
 
     def __init__(self, tokens: Strings, scores: npt.NDArray[Any], can_join: npt.NDArray[np.bool_]) -> None:
         self._tokens = tokens
@@ -87,8 +90,8 @@ class ScoredMerges:
 class BpeVocabulary:
     """The model of a tokenizer.
 
-    renamed: id → text, of tokens that have another text than in `tokens`; these are never merged. options: those of
-    the library's model.
+    renamed: id → text, of tokens whose text differs from `tokens`; these are never merged. options: of the library's
+    model.
     """
 
     tokens: Strings
@@ -111,7 +114,7 @@ class BpeVocabulary:
         return self.ids_of([text])[0]
 
     def ids_of(self, texts: Sequence[str]) -> list[int | None]:
-        """Of tokens, some of which may have been renamed."""
+        """Return the texts of tokens, some of which may have been renamed."""
         found = self.find(Strings.of(texts)).tolist()
         new_names = {name: token_id for token_id, name in self.renamed.items()}
         return [i if i >= 0 else new_names.get(text) for i, text in zip(found, texts, strict=True)]
@@ -120,7 +123,7 @@ class BpeVocabulary:
         return None not in self.ids_of(texts)
 
     def longest(self, in_characters: bool) -> int:
-        """Characters or bytes of the longest token."""
+        """Return the length of the longest token in characters or bytes."""
         kept = np.ones(len(self.tokens), bool)
         kept[list(self.renamed)] = False
         tokens = Strings(self.tokens.data, self.tokens.starts[kept], self.tokens.lengths[kept])
@@ -129,14 +132,14 @@ class BpeVocabulary:
 
 
 class PartialBackend:
-    """Has those methods of the library's Tokenizer that Quire uses, with the same results.
+    """Implements the methods of the library's Tokenizer that Quire uses, with the same results.
 
-    A text is encoded with a vocabulary of all tokens that are part of it, and of the merges that lead to these: no
-    others could occur. Ids are decoded with a vocabulary of these ids. After many texts or a long one, and for whatever
-    needs the whole vocabulary, the library gets it.
+    A text is encoded with a vocabulary of all tokens that occur in it, and of the merges that produce them: no others
+    could be used. Ids are decoded with a vocabulary of these ids. After many texts or a long one, and for methods that
+    need it, the library loads the whole vocabulary.
 
-    shape: the library's tokenizer, whose model is replaced. complete: makes the one with the whole vocabulary. Its
-    added tokens must be tokens of the vocabulary, and are matched before a text is normalized.
+    shape: the library's tokenizer, whose model is replaced. complete: creates the tokenizer with the whole vocabulary.
+    Its added tokens must be in the vocabulary, and are matched before a text is normalized.
     """
 
     def __init__(self, vocabulary: BpeVocabulary, shape: Backend, complete: Callable[[], Backend]) -> None:
@@ -210,7 +213,7 @@ class PartialBackend:
         return text
 
     def complete(self) -> Backend:
-        """The library's tokenizer with the whole vocabulary, which is used from now on."""
+        """Return the library's tokenizer with the whole vocabulary, which is used from now on."""
         with self._lock:
             if self._complete is None:
                 backend = self._make_complete()
@@ -219,7 +222,7 @@ class PartialBackend:
             return self._complete
 
     def complete_beside(self) -> None:
-        """Begin to make it in a thread, so that no request has to wait until it is there."""
+        """Start creating it in a thread, so that no request has to wait for it."""
         threading.Thread(target=self.complete, name="quire-vocabulary", daemon=True).start()
 
     # ---- texts and ids
@@ -257,7 +260,7 @@ class PartialBackend:
         return self._backend(vocab, [], [self._added[i] for i in sorted(self._added.keys() & ids)])
 
     def _for_texts(self, texts: Sequence[str]) -> Backend:
-        texts = [text for text in texts if _is_valid(text)]  # the library refuses others
+        texts = [text for text in texts if _is_valid(text)]  # the library rejects others
         self._characters += sum(map(len, texts))
         if self._complete is not None or self._characters > _MOST_CHARACTERS:
             return self.complete()
@@ -273,7 +276,7 @@ class PartialBackend:
         return self._backend(vocab, self.vocabulary.merges.into(ids), [added[i] for i in sorted(added)])
 
     def _words(self, text: str, added: list[AddedToken]) -> Iterable[str]:
-        """The parts of a text that the model gets."""
+        """Return the parts of a text that the model receives."""
         for piece in _between(text, added):
             if self.normalizer is not None:
                 piece = self.normalizer.normalize_str(piece)
@@ -302,7 +305,7 @@ def _is_valid(text: object) -> bool:
 
 
 def _between(text: str, added: list[AddedToken]) -> list[str]:
-    """The pieces of a text between added tokens."""
+    """Return the pieces of a text between added tokens."""
     if not added:
         return [text]
     splitter = Backend(models.BPE({}, []))  # finds no other tokens
@@ -317,7 +320,7 @@ def _between(text: str, added: list[AddedToken]) -> list[str]:
 
 
 def _parts(words: Iterable[str], longest: int) -> Strings | None:
-    """All parts of these words, of at most so many characters. None if there are very many."""
+    """Return all substrings of these words, up to a maximum length in characters. None if there are too many."""
     strings = Strings.of(word for word in words if word)
     if not len(strings):
         return strings

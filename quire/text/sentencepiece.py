@@ -50,8 +50,8 @@ class SentencePieceModel:
     charsmap: bytes = b""
 
     def backend(self, listed: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
-        """A backend, and all its added tokens. listed: the added tokens of tokenizer_config.json; they may rename
-        pieces."""
+        """Return a backend and all its added tokens. listed: the added tokens of tokenizer_config.json, which may
+        rename pieces."""
         added = added_tokens((i, piece.text, piece.kind) for i, piece in enumerate(self.pieces))
         added |= {token_id: dict(token) for token_id, token in listed.items()}
         as_matched(added)
@@ -77,7 +77,7 @@ class SentencePieceModel:
         return models.Unigram(scored, self.unknown_id, self.byte_fallback)
 
     def _bpe(self, texts: Mapping[int, str]) -> models.Model:
-        """BPE that joins the neighbours whose union is the piece with the highest score."""
+        """Return BPE that joins the neighbours whose union is the piece with the highest score."""
         joinable = (Kind.NORMAL, Kind.UNUSED)
         ranked = [p for i, p in enumerate(self.pieces) if p.kind in joinable and p.text == texts[i]]
         ranked.sort(key=lambda piece: -piece.score)
@@ -91,7 +91,7 @@ class SentencePieceModel:
 
 
 def added_tokens(tokens: Iterable[tuple[int, str, int]]) -> dict[str, dict[str, Any]]:
-    """The tokens that are matched in a text before it is split: id → entry, as in tokenizer_config.json.
+    """Return the tokens that are matched in a text before it is split: id → entry, as in tokenizer_config.json.
 
     tokens: id, text and kind of each
     """
@@ -103,8 +103,8 @@ def added_tokens(tokens: Iterable[tuple[int, str, int]]) -> dict[str, dict[str, 
 
 
 def as_matched(added: dict[str, dict[str, Any]]) -> dict[int, str]:
-    """Give added tokens that stand for spaces the text in which they are matched, which is that before normalization.
-    Returns the new texts."""
+    """Replace the texts of added tokens for spaces by the form before normalization, in which they are matched. Returns
+    the new texts."""
     renamed = {}
     for token_id, token in added.items():
         if not token["content"].strip("▁"):
@@ -143,7 +143,7 @@ def read_sentencepiece(data: bytes, config: dict[str, Any]) -> tuple[Backend, di
         is_unigram=kind == 1,
         byte_fallback=bool(trainer.get(35, 0)),
         dummy_prefix=bool(normalizer.get(3, 1) if prefix is None else prefix),
-        legacy=config.get("legacy") is not False,  # older checkpoints do not state it, and are legacy
+        legacy=config.get("legacy") is not False,  # older checkpoints omit it, and are legacy
         strip_spaces=bool(normalizer.get(4, 1)),
         charsmap=charsmap,
     ).backend(config.get("added_tokens_decoder") or {})
@@ -154,8 +154,8 @@ def read_sentencepiece(data: bytes, config: dict[str, Any]) -> tuple[Backend, di
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The (number, value) pairs of a Protocol Buffers message: integers, 32-bit floats, bytes, and nested messages as
-    bytes."""
+    """Yield the (number, value) pairs of a Protocol Buffers message: integers, 32-bit floats, bytes, and nested
+    messages as bytes."""
     position = 0
 
     def varint() -> int:

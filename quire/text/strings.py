@@ -1,4 +1,4 @@
-"""Many strings in one piece of memory, such as a vocabulary. None is a Python object until it is asked for."""
+"""Many strings in one piece of memory, such as a vocabulary. Python objects are only created on access."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -19,8 +19,7 @@ _MIX, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
 class Strings(Sequence[str]):
     """An immutable sequence of strings.
 
-    data: their UTF-8, in any order. starts, lengths: the place of each string in it. Bytes that are no UTF-8 become
-    U+FFFD.
+    data: their UTF-8, in any order. starts, lengths: the place of each string in it. Invalid UTF-8 becomes U+FFFD.
     """
 
     def __init__(self, data: Bytes, starts: Places, lengths: Places) -> None:
@@ -28,14 +27,14 @@ class Strings(Sequence[str]):
             content = data.tobytes()
             places = zip(starts.tolist(), lengths.tolist(), strict=True)
             data, starts, lengths = _joined(content[s : s + n].decode("utf-8", "replace") for s, n in places)
-        self._content = data.tobytes() + bytes(_WORD)  # a word may be read behind the end
+        self._content = data.tobytes() + bytes(_WORD)  # a word may be read beyond the end
         self._padded = np.frombuffer(self._content, np.uint8)
         self.starts = starts
         self.lengths = lengths
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Self:
-        """Raises ValueError for a text with half of a surrogate pair."""
+        """Build from Python strings. Raises ValueError for a text with half of a surrogate pair."""
         return cls(*_joined(texts))
 
     @property
@@ -66,7 +65,7 @@ class Strings(Sequence[str]):
     __hash__ = None  # type: ignore[assignment]
 
     def pick(self, ids: npt.NDArray[Any] | None) -> list[str]:
-        """The strings with these indices, None for all."""
+        """Return the strings with these indices, None for all."""
         starts, lengths = (self.starts, self.lengths) if ids is None else (self.starts[ids], self.lengths[ids])
         content = self._content
         stops = (starts + lengths).tolist()
@@ -92,11 +91,12 @@ class Strings(Sequence[str]):
 
     @property
     def can_be_searched(self) -> bool:
-        """Whether `find` works: no string is too long, and no two have the same hash, as equal ones would."""
+        """Whether `find` works: no string is too long, and no two have the same hash, so none are equal."""
         return self.longest <= LONGEST and not bool((self._table[0][1:] == self._table[0][:-1]).any())
 
     def find(self, texts: "Strings") -> Places:
-        """The index of each text, -1 for those that are not among the strings. The strings must be searchable."""
+        """Return the index of each text, -1 for texts that are not among the strings. The strings must be
+        searchable."""
         found = np.full(len(texts), -1, np.int64)
         short = np.flatnonzero(texts.lengths <= self.longest)
         if not len(self) or not len(short):
@@ -122,7 +122,7 @@ class Strings(Sequence[str]):
 
     @cached_property
     def _table(self) -> tuple[Hashes, Places]:
-        """The hashes in ascending order, and whose they are."""
+        """Return the hashes in ascending order, and the indices of their strings."""
         hashes = _hashes(self._padded, self.starts, np.minimum(self.lengths, LONGEST))
         order = np.argsort(hashes)
         return hashes[order], order
@@ -135,7 +135,7 @@ def _joined(texts: Iterable[str]) -> tuple[Bytes, Places, Places]:
 
 
 def _is_utf8(data: Bytes, starts: Places, lengths: Places) -> bool:
-    """Whether each string is UTF-8: all of the data is, and none begins or ends within a character."""
+    """Whether each string is valid UTF-8: all of the data is, and none begins or ends within a character."""
     try:
         data.tobytes().decode()
     except UnicodeDecodeError:
@@ -145,7 +145,7 @@ def _is_utf8(data: Bytes, starts: Places, lengths: Places) -> bool:
 
 
 def _words(padded: Bytes, starts: Places, lengths: Places) -> Hashes:
-    """The first bytes of each string as a number: eight, or as many as it has."""
+    """Return up to eight first bytes of each string as a number."""
     windows = np.ndarray((len(padded) - _WORD + 1,), "<u8", padded, strides=(1,))
     unused = np.maximum(_WORD - lengths, 0).astype(np.uint64) * np.uint64(8)
     values: Hashes = windows[starts] & (np.uint64(2**64 - 1) >> unused)

@@ -1,14 +1,13 @@
-"""Chat templates that a checkpoint brings, within bounds: what a rendering may make, and for how long it may run.
+"""Bounds for the chat templates of checkpoints: how much a rendering may create, and how long it may run.
 
-A template is code of a stranger. Here every operation that makes a value is charged by the size of the value, before it
-is made if it could be large, and every loop and call looks at the time. A rendering that exceeds its allowance, or that
-needs an operation whose cost is not known, raises BeyondMeterError, and runs in a worker process instead (see
-chat_template.py), where the system stops it. So the allowance is small, and the operations are those that real
-templates use.
+A template is untrusted code. Here every operation that creates a value is charged for the value's size, in advance if
+it could be large, and every loop and call checks the time. A rendering that exceeds its allowance, or that needs an
+operation of unknown cost, raises BeyondMeterError. It then runs in a worker process instead (see chat_template.py),
+where the system can stop it. So the allowance is small, and covers only the operations of real templates.
 
-The bounds rest on three rules. A value that exists has been charged, so any operation that only reads values ends soon.
-A container is charged with all that is in it, as often as it is in it: printing or comparing it takes that long. And
-between two charges there is only a bounded number of operations, since only loops and calls repeat any.
+The bounds rest on three rules. An existing value has been charged, so any operation that only reads values ends soon. A
+container is charged for all of its items, once per occurrence, since printing or comparing it takes that long. And the
+number of operations between two charges is bounded, since only loops and calls repeat operations.
 """
 
 import time
@@ -21,23 +20,23 @@ from jinja2.filters import do_mark_safe
 from jinja2.runtime import Context
 from jinja2.utils import Namespace, pass_context
 
-ROOM = 16_000_000  # of a rendering: characters that it makes
+ROOM = 16_000_000  # characters that a rendering may create
 SECONDS = 0.1  # of processor time
-NODE = 16  # what an item of a container costs beside its own size
-_CHECKS = 64  # charges between two looks at the time
-_LONG = 50_000  # a charge after which the time is looked at
-_SHORT = 1_000  # characters of what is searched for
+NODE = 16  # cost of a container's item in addition to its own size
+_CHECKS = 64  # charges between two checks of the time
+_LONG = 50_000  # a charge after which the time is checked
+_SHORT = 1_000  # maximum characters of a string to search for
 _BITS = 4_096  # of an integer
 _MARKUP: type = type(do_mark_safe(""))
-METER = "#meter"  # where a context has it; templates cannot name it
+METER = "#meter"  # its name in a context, which templates cannot use
 
 
 class BeyondMeterError(Exception):
-    """The rendering is to be done where it can be stopped."""
+    """The rendering must be done in a process that can be stopped."""
 
 
 class Meter:
-    """What a rendering has left."""
+    """The remaining allowance of a rendering."""
 
     def __init__(self, room: int = ROOM, seconds: float = SECONDS) -> None:
         self._room, self._checks, self._end = room, _CHECKS, time.thread_time() + seconds
@@ -53,7 +52,7 @@ class Meter:
                 raise BeyondMeterError
 
     def charge_value(self, value: Any) -> None:
-        """Charge a value with all that is in it."""
+        """Charge a value with all of its content."""
         if type(value) is str:
             self.charge(len(value))
         elif type(value) not in _PLAIN:
@@ -125,7 +124,7 @@ def _power(meter: Meter, left: Any, right: Any) -> Any:
 
 
 def _modulo(meter: Meter, left: Any, right: Any) -> Any:
-    if isinstance(left, str):  # a format may ask for any width
+    if isinstance(left, str):  # a format may request any width
         raise BeyondMeterError
     return left % right
 
@@ -140,7 +139,7 @@ def _check_bits(left: Any, right: Any) -> None:
 
 
 def _check_types(*values: Any) -> None:
-    """Only operations of known types are done here. Those of others are errors, or unknown."""
+    """Compute only operations on known types. Those on other types are errors, or have unknown costs."""
     known = (str, int, float, list, tuple, dict, type(None), jinja2.Undefined)
     if not all(isinstance(value, known) and type(value) is not _MARKUP for value in values):
         raise BeyondMeterError
@@ -150,7 +149,7 @@ OPERATORS: dict[str, Callable[[Meter, Any, Any], Any]] = {"+": _add, "*": _multi
 
 # ---- calls
 
-# Methods whose result is no longer than the text, or a bounded multiple, and that take time in proportion to it.
+# Methods that take linear time, and whose result is at most a bounded multiple of the text.
 _TEXT_METHODS = frozenset(
     """strip lstrip rstrip split rsplit splitlines startswith endswith lower upper title capitalize casefold swapcase
     find rfind index rindex count partition rpartition removeprefix removesuffix isdigit isalpha isalnum isspace isupper
@@ -308,7 +307,7 @@ def _check_strip(meter: Meter, value: Any, chars: Any = None) -> None:
 
 
 def _check_value(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> None:
-    """The value is made into text, compared or copied."""
+    """Charge for converting a value to text, comparing or copying it."""
     if not isinstance(value, Iterator):
         meter.charge_value(value)
 
@@ -317,7 +316,7 @@ def _check_nothing(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> None:
     meter.charge(NODE)
 
 
-# What is charged before a filter runs. What it makes is charged afterwards.
+# Charges before a filter runs. Its result is charged afterwards.
 FILTERS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(
         """length count first last default d int float abs map select reject selectattr rejectattr items attr safe
@@ -339,7 +338,7 @@ FILTERS: dict[str, Callable[..., None]] = {
 
 
 def metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter with charges. All take the context, so none is computed when a template is compiled."""
+    """Wrap the filter with charges. All filters take the context, so none is evaluated when a template is compiled."""
     check = FILTERS[name]
     passes = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
 
@@ -373,4 +372,4 @@ def metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
     return pass_context(metered)
 
 
-_GIVES_A_PART = frozenset(("first", "last", "default", "d", "attr", "min", "max"))  # of what exists
+_GIVES_A_PART = frozenset(("first", "last", "default", "d", "attr", "min", "max"))  # return a part of an existing value

@@ -1,4 +1,4 @@
-"""Vocabularies whose ranks are both ids and the order of merging: tiktoken's files and Mistral's tekken.json."""
+"""Vocabularies in which ranks are both ids and the merge order: tiktoken's files and Mistral's tekken.json."""
 
 import binascii
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from quire.text.token_bytes import BYTE_OF_CHARACTER
 from quire.text.tokenizer_check import check_expression
 
 _CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
-# The special tokens of the files until 2024, which do not list them.
+# The special tokens of files from before 2025, which do not list them.
 _EARLY_TEKKEN = (
     "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] "
     "[IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
@@ -21,7 +21,7 @@ _EARLY_TEKKEN = (
 
 
 def read_tiktoken(data: bytes, config: Mapping[str, Any]) -> Backend:
-    """Reads lines of a token in base64 and its rank (Llama 3's first release, GLM-4, Qwen 1, Kimi K2).
+    """Reads lines with a base64 token and its rank (Llama 3's first release, GLM-4, Qwen 1, Kimi K2).
 
     Only tokenizer_config.json lists the special tokens.
     """

@@ -8,12 +8,12 @@ from tokenizers import Tokenizer as Backend
 from quire.text.partial_backend import PartialBackend
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_FIRST_TRIED = 64  # tokens in which the anchor is looked for first
+_FIRST_TRIED = 64  # tokens that are searched for the anchor first
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character → byte in GPT-2's alphabet. Printable bytes stand for themselves; the others follow U+00FF."""
+    """Character → byte in GPT-2's alphabet. Printable bytes map to themselves; the others follow U+00FF."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     unprintable = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
@@ -23,8 +23,8 @@ BYTE_OF_CHARACTER = _byte_level_alphabet()
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether it is an error of the tokenizers library. It raises Exception itself, and its Rust code panics, which is
-    no Exception."""
+    """Whether it is an error of the tokenizers library. The library raises plain Exceptions, and panics of its Rust
+    code are not Exceptions."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -65,7 +65,7 @@ class TokenBytes(dict[int, bytes]):
         return piece
 
     def at_start(self, token_id: int) -> bytes:
-        """The bytes of the token as the first token of a text."""
+        """Return the bytes of the token as the first token of a text."""
         text = self._decode([token_id])
         return self[token_id] if REPLACEMENT in text else text.encode()
 
@@ -80,7 +80,7 @@ class TokenBytes(dict[int, bytes]):
             return [self._decode(ids) for ids in each]
 
     def _decode(self, ids: list[int]) -> str:
-        """The text of tokens; as the vocabulary spells them, if the decoder fails on them."""
+        """Return the text of tokens; as the vocabulary spells them, if the decoder fails on them."""
         try:
             return self._backend.decode(ids, skip_special_tokens=False)
         except BaseException as error:

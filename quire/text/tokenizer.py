@@ -23,7 +23,7 @@ from quire.text.tiktoken import read_tekken, read_tiktoken
 from quire.text.token_bytes import TokenBytes, is_fault
 from quire.text.tokenizer_check import MOST_BYTES, check_tokenizer, vocabulary_size
 
-# In order of precedence. merges.txt needs vocab.json beside it. tokenizer.model may be of SentencePiece or tiktoken.
+# In order of precedence. merges.txt needs vocab.json. tokenizer.model may be a SentencePiece or a tiktoken file.
 _FILES = ("tokenizer.json", "tekken.json", "merges.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken")
 _TEMPLATE = 4 * MIB  # bytes of a chat template
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -45,7 +45,7 @@ class Tokenizer:
     def __init__(
         self, backend: Backend | PartialBackend, config: dict[str, Any], chat_templates: dict[str, str]
     ) -> None:
-        # A checkpoint may have been saved with a training set-up that truncates or pads.
+        # A checkpoint may have been saved with a training configuration that truncates or pads.
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = _special_tokens(config)
@@ -92,18 +92,18 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
-        """The tokenizer and the chat templates of a GGUF file, from its keys and values. Raises ValueError."""
+        """Read the tokenizer and the chat templates of a GGUF file, from its keys and values. Raises ValueError."""
         with _reading("the GGUF file's tokenizer"):
             backend, config = gguf_tokenizer(metadata)
             msgspec.convert(config, _Config)
             return cls(backend, config, config["chat_template"])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises ValueError for text that the tokenizer has no tokens for, and for invalid Unicode: a lone surrogate,
-        which JSON's backslash-u escapes can produce.
+        """Encode a text. Raises ValueError for text without tokens, and for invalid Unicode: a lone surrogate, which
+        JSON's backslash-u escapes can produce.
 
-        A tokenizer that may take quadratic time encodes longer texts in a worker process. It raises ValueError for one
-        that takes too long, and BusyError while others take the time.
+        A tokenizer that may take quadratic time encodes longer texts in a worker process. It raises ValueError for a
+        text that takes too long, and BusyError if other texts use up the time.
         """
         return self._encoder.encode(text, add_special_tokens)
 
@@ -115,31 +115,32 @@ class Tokenizer:
         add_special_tokens: bool = True,
         from_left: bool = False,
     ) -> tuple[list[int], list[int]]:
-        """Token ids of one text or two with the special tokens between and around them, and for each the number of its
-        text, 0 or 1. At most `keep` tokens, by cutting off the end of the longer text, with from_left its beginning.
-        Raises ValueError."""
+        """Return the token ids of one or two texts with the special tokens between and around them, and for each token
+        the number of its text, 0 or 1. At most `keep` tokens are returned: the longer text is cut at the end, or with
+        from_left at the beginning. Raises ValueError."""
         return self._encoder.encode_parts(first, second, keep, add_special_tokens, from_left)
 
     def shortened(self, text: str, most: int) -> str:
-        """The beginning of a text, of at most so many tokens. Raises ValueError."""
+        """Return the beginning of a text, with at most `most` tokens. Raises ValueError."""
         return self._encoder.shortened(text, most)
 
     @property
     def longest_quick(self) -> int | None:
-        """The characters of a text that is encoded quickly in any case. None if that is true of all texts, in
-        proportion to their length."""
+        """The length in characters up to which any text is encoded quickly. None if encoding always takes linear
+        time."""
         return SHORT_TEXT if isinstance(self._encoder, ConfinedEncoder) else None
 
     def fewest_tokens(self, text: str) -> int:
-        """A lower bound of the number of tokens, without tokenizing. 0 if the tokenizer allows no bound."""
+        """Return a lower bound on the number of tokens, without tokenizing. 0 if the tokenizer allows no bound."""
         return 0 if self.length_bound is None else self.length_bound.fewest_tokens(text)
 
     def pieces(self, text: str, add_special_tokens: bool) -> list[str]:
-        """The tokens of a text as the vocabulary spells them. Parts without a token are spelled as in the text."""
+        """Return the tokens of a text as the vocabulary spells them. Parts without a token are spelled as in the
+        text."""
         return self._encoder.pieces(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Raises ValueError if the decoder of the tokenizer fails on these tokens."""
+        """Decode tokens. Raises ValueError if the decoder of the tokenizer fails on them."""
         try:
             [text] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         except BaseException as error:
@@ -152,7 +153,7 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it ("Ġthe", "▁the"). `token_bytes` has the text that it stands for."""
+        """Return the token as the vocabulary spells it ("Ġthe", "▁the"). `token_bytes` contains its text."""
         return self._backend.id_to_token(token_id)
 
     @property
@@ -178,7 +179,7 @@ class Tokenizer:
         return LengthBound.of(self._backend)
 
     def prepare(self) -> None:
-        """Do now what would delay requests later. What takes long goes on in a thread."""
+        """Prepare now to avoid delays of requests later. Slow parts continue in a thread."""
         _ = self.length_bound
         if isinstance(self._backend, PartialBackend):
             self._backend.complete_beside()
@@ -202,7 +203,7 @@ class _NamedTemplate(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    """The fields of tokenizer_config.json whose types matter here; it is only for checking them."""
+    """The fields of tokenizer_config.json that are read here. Used only to check their types."""
 
     added_tokens_decoder: dict[Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}$")], _Token] | None = None
     extra_special_tokens: list[Any] | dict[str, Any] | None = None
@@ -212,7 +213,7 @@ class _Config(msgspec.Struct):
 
 @contextmanager
 def _reading(what: object) -> Iterator[None]:
-    """Raise everything that goes wrong as ValueError."""
+    """Convert every error to ValueError."""
     try:
         yield
     except BaseException as error:
@@ -234,7 +235,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read(file: Path, config: dict[str, Any]) -> tuple[Backend, dict[str, Any]]:
-    """A backend, and the configuration with the settings that the file's format implies."""
+    """Return a backend, and the configuration with the defaults of the file's format."""
     if file.name == "tokenizer.json":
         return Backend.from_buffer(check_tokenizer(file)), config
     if file.name == "merges.txt":
@@ -255,7 +256,7 @@ def _content(token: Any) -> str | None:
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     named = {name: config[name] for name in _NAMED_TOKENS if name in config}
-    # Some models have tokens of their own, such as image_token.
+    # Some models have additional named tokens, such as image_token.
     named |= {name: token for name, token in config.items() if name.endswith("_token")}
     if isinstance(extra := config.get("extra_special_tokens"), dict):
         named |= extra
@@ -269,7 +270,7 @@ def _extra_special_tokens(config: dict[str, Any]) -> list[str]:
 
 
 def _add_missing_tokens(backend: Backend | PartialBackend, config: dict[str, Any]) -> None:
-    """Adds the tokens that only tokenizer_config.json lists; they get ids in transformers' order.
+    """Add the tokens that only tokenizer_config.json lists; they get ids in transformers' order.
 
     A token that is not special in tokenizer.json stays so even if it is listed as special. Otherwise decoding would
     lose the <tool_call> that a parser waits for.

@@ -1,8 +1,9 @@
-"""Checks a tokenizer.json before it is loaded: its steps must end, and may not make texts without end.
+"""Checks a tokenizer.json before it is loaded: its steps must terminate, and must not produce texts of unbounded
+length.
 
 The tokenizers library runs the steps when it loads a file (on its added tokens), and on every text of a request. Its
-regular expressions backtrack. So expressions are accepted only in a form that cannot take exponential time, and
-replacements only if all of them together make a text a few times longer.
+regular expressions backtrack. So expressions are only accepted in a form that cannot take exponential time.
+Replacements are only accepted if together they lengthen a text by a small factor.
 """
 
 import base64
@@ -20,25 +21,26 @@ from quire.messages.errors import error_text
 from quire.platform.files import MIB, read_bytes
 from quire.text.partial_backend import PartialBackend
 
-MOST_BYTES = 512 * MIB  # of a file: those of the largest vocabularies have 40
+MOST_BYTES = 512 * MIB  # of a file: those of the largest vocabularies take 40 MiB
 _MOST_STEPS = 200
-MOST_GROWTH = 64  # how much longer all steps together may make a text
-_LONGEST = 10_000  # characters of a pattern or of what replaces it
-_LONGEST_WORD = 1_000  # characters that WordPiece looks at: it takes the square of that
+MOST_GROWTH = 64  # factor by which all steps together may lengthen a text
+_LONGEST = 10_000  # characters of a pattern or of its replacement
+_LONGEST_WORD = 1_000  # characters of a word for WordPiece, which takes quadratic time
 LONGEST_PIECE = 2_000  # characters of a piece of a Unigram model
-_MANY = 64  # repetitions that count as any number
+_MANY = 64  # repetitions that are treated as unlimited
 _DEEPEST = 50  # groups within groups
-_LONG_WORD = 200  # characters that usual WordPiece models look at, or fewer
-# Alternatives that try all spaces in a row in vain, where the next one takes them.
+_LONG_WORD = 200  # characters; the limits of usual WordPiece models are no higher
+# Alternatives that fail on a run of spaces, which the next alternative then consumes.
 _ALL_SPACES = r"\s+(?!\S)"
 _OF_SPACES = {_ALL_SPACES, r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+[\r\n]+"}
 
 
-MOST_IDS = 1 << 24  # the largest id plus one: memory is taken for the ids below it, whether they have tokens or not
+MOST_IDS = 1 << 24  # the largest id plus one: memory is allocated for all ids below it, with or without tokens
 
 
 def vocabulary_size(backend: Backend | PartialBackend) -> int:
-    """The largest id plus one. Raises ValueError for a vocabulary with holes that would take too much memory."""
+    """Return the largest id plus one. Raises ValueError for a vocabulary whose unused ids would take too much
+    memory."""
     size = max(backend.get_vocab(with_added_tokens=True).values(), default=0) + 1
     if size > MOST_IDS:
         raise ValueError(f"model.vocab has the id {size - 1}; at most {MOST_IDS - 1} is allowed")
@@ -51,7 +53,7 @@ class _Model(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """The parts that are looked at; the vocabulary is skipped, which is quick."""
+    """The parts that are checked; skipping the vocabulary is fast."""
 
     normalizer: Any = None
     pre_tokenizer: Any = None
@@ -69,7 +71,7 @@ class _UnigramFile(msgspec.Struct):
 
 
 def check_tokenizer(path: Path) -> bytes:
-    """The content of a tokenizer.json. Raises ValueError with the field that could take forever."""
+    """Return the content of a tokenizer.json. Raises ValueError that names the field that might never terminate."""
     data = read_bytes(path, MOST_BYTES)
     try:
         file = msgspec.json.decode(data, type=_File)
@@ -109,7 +111,7 @@ def _check_steps(name: str, part: Any) -> None:
 
 
 def _check_lengths(path: str, step: dict[str, Any]) -> None:
-    """Of the texts of a step, and of what its special tokens stand for."""
+    """Check the texts of a step, and those of its special tokens."""
     for key, value in step.items():
         if isinstance(value, str) and len(value) > _LONGEST and key != "precompiled_charsmap":
             raise ValueError(f"{path}.{key} has {len(value):,} characters; at most {_LONGEST:,} are allowed")
@@ -120,14 +122,14 @@ def _check_lengths(path: str, step: dict[str, Any]) -> None:
 
 
 def _expression(step: dict[str, Any]) -> str | None:
-    """The regular expression of a step."""
+    """Return the regular expression of a step."""
     pattern = step.get("pattern")
     expression = pattern.get("Regex") if isinstance(pattern, dict) else None
     return expression if isinstance(expression, str) else None
 
 
 def _steps(path: str, part: Any, depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All steps of a part of the file, in their order, each with its place."""
+    """Yield all steps of a part of the file in order, each with its place."""
     if not isinstance(part, dict):
         return
     if depth > _DEEPEST:
@@ -140,7 +142,7 @@ def _steps(path: str, part: Any, depth: int = 0) -> Iterator[tuple[str, dict[str
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """How many times as long a step may make a text."""
+    """Return the factor by which a step may lengthen a text."""
     kind = step.get("type")
     content = step.get("content")
     if kind == "Precompiled":
@@ -158,12 +160,12 @@ def _charsmap_growth(text: Any) -> float:
     try:
         return charsmap_growth(base64.b64decode(text or ""))
     except (binascii.Error, ValueError, TypeError):
-        return 1.0  # the library refuses it
+        return 1.0  # the library rejects it
 
 
 def charsmap_growth(data: bytes) -> float:
-    """How many times as long SentencePiece's table may make a text. It has a trie, and the texts by which it replaces
-    others, with a zero byte behind each."""
+    """Return the factor by which SentencePiece's table may lengthen a text. The table contains a trie, and the
+    replacement texts, each followed by a zero byte."""
     size = int.from_bytes(data[:4], "little")
     longest = max(map(len, data[4 + size :].split(b"\0")), default=1)
     return 1.0 if longest <= MOST_GROWTH else float(longest)
@@ -178,11 +180,11 @@ _GROUP = re.compile(r"\(\?(?:[:>=!|]|<[=!]|[imxsadlu-]{0,8}[:)]|<\w{1,60}>|P<\w{
 
 
 class _Part(NamedTuple):
-    """What matters of a part of an expression.
+    """The properties of a part of an expression that determine its cost.
 
-    is_empty: whether it can match nothing. varies: whether it matches texts in several ways, by a repetition or by
-    alternatives. opens: its repetitions of any number. slow: how many of these are followed by something that may fail,
-    so that each is tried in all lengths. is_nested: whether it repeats a part that varies.
+    is_empty: whether it can match the empty string. varies: whether it can match a text in several ways, by a
+    repetition or alternatives. opens: its unlimited repetitions. slow: how many of these are followed by a part that
+    may fail, so that all lengths are tried. is_nested: whether it repeats a part that varies.
     """
 
     is_empty: bool
@@ -193,7 +195,7 @@ class _Part(NamedTuple):
 
 
 def has_quadratic_step(backend: Backend | PartialBackend) -> bool:
-    """Whether a loaded tokenizer may take quadratic time for a text, as far as its expressions show."""
+    """Whether a loaded tokenizer may take quadratic time for a text, judging by its expressions."""
     for part in (backend.normalizer, backend.pre_tokenizer):
         state = msgspec.json.decode(part.__getstate__()) if part is not None else None
         for _, step in _steps("", state):
@@ -204,8 +206,8 @@ def has_quadratic_step(backend: Backend | PartialBackend) -> bool:
 
 
 def is_quadratic(text: str) -> bool:
-    """Whether an expression may take the square of a text's length. Those of usual models have a form that could, but
-    one of their alternatives consumes what another one has tried in vain."""
+    """Whether an expression may take quadratic time. The form of usual models' expressions could, but one of their
+    alternatives consumes the text on which another one has failed."""
     if text in _published():
         return False
     reader = _Reader(text)
@@ -229,9 +231,8 @@ def _published() -> frozenset[str]:
 
 
 def check_expression(text: str) -> None:
-    """Raises ValueError for an expression that may take exponential time, or the cube of a text's length or more.
-
-    That needs a repetition within a repetition, or several in a row, and something behind them that may fail.
+    """Raises ValueError for an expression that may take exponential or at least cubic time. That requires a repetition
+    within a repetition, or several in a row, followed by a part that may fail.
     """
     reader = _Reader(text)
     whole = reader.alternatives(0)
@@ -265,7 +266,7 @@ class _Reader:
         parts = list[_Part]()
         while self.position < len(self.text) and self.text[self.position] not in "|)":
             parts.append(self._repeated(depth))
-        # From the end: what follows decides whether a repetition is tried in all lengths.
+        # From the end: the following part decides whether all lengths of a repetition are tried.
         may_fail = False
         slow = 0
         for part in reversed(parts):
@@ -324,7 +325,7 @@ class _Reader:
             self.position = match.end()
         else:
             self.position += 1
-        return _Part(False)  # also of a place, such as $: it takes no text, but may fail
+        return _Part(False)  # also for an anchor such as $: it consumes no text, but may fail
 
     def _group(self, depth: int) -> _Part:
         text = self.text
@@ -348,12 +349,12 @@ class _Reader:
         if not text.startswith(")", self.position):
             raise ValueError("lacks a ')'")
         self.position += 1
-        if looks:  # it may fail, and takes no text
+        if looks:  # it may fail, and consumes no text
             return _Part(False, slow=inner.slow)
         return inner
 
     def _characters(self, depth: int) -> None:
-        """Skip a set [...], which may have others in it."""
+        """Skip a set [...], which may contain other sets."""
         if depth > _DEEPEST:
             raise ValueError(f"has more than {_DEEPEST} sets within sets")
         text = self.text

@@ -165,7 +165,7 @@ def _gptq(settings: Settings) -> SchemeOf:
     form = "marlin" if settings.get("is_marlin_format") else settings.get("checkpoint_format", "gptq")
     if check_field({"checkpoint_format": form}, "checkpoint_format", ("gptq", "gptq_v2", "marlin")) == "marlin":
         return _marlin(settings)
-    overrides: Settings = settings.get("dynamic") or {}  # by GPTQModel; the checkpoint shows which layers are left out
+    overrides: Settings = settings.get("dynamic") or {}  # by GPTQModel; the checkpoint shows which layers are dense
 
     def scheme_of(name: str) -> Scheme:
         merged = dict(settings)

@@ -106,7 +106,7 @@ def mamba2(config: HfConfig) -> DecoderSpec:
 
 
 def _limits(time_step: Any) -> tuple[float, float]:
-    """Read a limit. transformers writes infinity as a number, a string or an object."""
+    """Return the limits of the time step. transformers writes infinity as a number, a string or an object."""
     if time_step is None:
         return 0.0, float("inf")
     least, most = (float("inf") if isinstance(limit, dict) else float(limit) for limit in time_step)

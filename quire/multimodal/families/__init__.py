@@ -1,1 +1,1 @@
-"""What is special about the pictures of each family of models, without torch."""
+"""The image and audio preprocessing of each model family, without torch."""

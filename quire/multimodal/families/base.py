@@ -1,4 +1,4 @@
-"""What a family of models has to say about its pictures and sounds."""
+"""The interface of a model family's image and audio preprocessing."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +11,16 @@ from PIL import Image
 from quire.multimodal.preprocessing import Array
 
 Config = Mapping[str, Any]
-Encode = Callable[[str], list[int]]  # a text without special tokens of its own
+Encode = Callable[[str], list[int]]  # encodes a text without adding special tokens
 
 
 @dataclass(frozen=True)
 class Prepared:
     """One item, ready for the encoder.
 
-    tensors: by the names that the tower knows. text: what stands for it in the prompt, in place of its placeholder.
-    num_embeds: how many tokens of that text take embeddings. grid: (time, height, width) in embeddings, for models with
-    several rotary positions. seconds: between the steps of the grid in time.
+    tensors: by the tower's names. text: replaces its placeholder in the prompt. num_embeds: the number of tokens in
+    that text that are replaced by embeddings. grid: (time, height, width) in embeddings, for models with several rotary
+    positions. seconds: between the steps of the grid in time.
     """
 
     tensors: dict[str, Array]
@@ -32,7 +32,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Frames:
-    """A video: its frames, and how many of them there are in a second."""
+    """A video: its frames, and their number per second."""
 
     images: list[Image.Image]
     fps: float = 1.0
@@ -40,8 +40,8 @@ class Frames:
 
 @dataclass(frozen=True)
 class Kind:
-    """A modality of a model. placeholder: the text that stands for one item in a prompt. token_id: of the tokens that
-    take embeddings."""
+    """A modality of a model. placeholder: the text that represents one item in a prompt. token_id: of the tokens that
+    are replaced by embeddings."""
 
     placeholder: str
     token_id: int
@@ -56,14 +56,15 @@ class Placed:
 
 
 class Family(ABC):
-    """Preprocessing of one model's pictures or sounds. A family has the methods of its kinds: `image`, `video` or
-    `audio`. A request with another modality is refused before (`MediaProcessor.check_count`), so those are not called.
+    """Preprocessing of one model's pictures or sounds. A family implements the methods of its modalities: `image`,
+    `video` or `audio`. Requests with other modalities are rejected in `MediaProcessor.check_count`, so the other
+    methods are not called.
 
-    whole: whether the tokens of a picture see each other in both directions. crossed: how many embeddings the model
-    reads by cross-attention; then a prompt has one item, and no token stands for it. sample_rate: of sounds.
-    adjustable: the settings that a request may change, such as "size.longest_edge", and the largest number that it may
-    be, or None for a switch. None of them changes what the encoder was made for, or makes items larger than the
-    checkpoint and the options allow.
+    whole: whether the tokens of an image attend to each other in both directions. crossed: the number of embeddings
+    that the model reads by cross-attention; then a prompt has one item without tokens. sample_rate: of audio.
+    adjustable: the settings that a request may change, such as "size.longest_edge", and their largest values, or None
+    for a switch. None of them changes the encoder's expected input, or makes items larger than the checkpoint and the
+    options allow.
     """
 
     kinds: dict[str, Kind] = field(default_factory=dict)
@@ -78,16 +79,16 @@ class Family(ABC):
         a token id."""
 
     def image(self, image: Image.Image) -> Prepared:
-        """image: in RGB. Raises MediaError if the model cannot see it."""
+        """image: in RGB. Raises MediaError if the model does not support it."""
         raise NotImplementedError
 
     def video(self, frames: Frames) -> Prepared:
         raise NotImplementedError
 
     def audio(self, samples: Array) -> Prepared:
-        """samples: float32, `sample_rate` a second. Raises MediaError if the model cannot hear it."""
+        """samples: float32, `sample_rate` a second. Raises MediaError if the model does not support it."""
         raise NotImplementedError
 
     def rotary_positions(self, token_ids: list[int], placed: Sequence[Placed]) -> Array | None:
-        """[axes, tokens], int32, if they are not those of the tokens."""
+        """Return the rotary positions [axes, tokens], int32, if they differ from the tokens' positions."""
         return None

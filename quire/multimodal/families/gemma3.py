@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv:2503.19786): pictures of fixed size, whose tokens see each other in both directions."""
+"""Gemma 3 (arXiv:2503.19786): images of a fixed size, whose tokens attend to each other in both directions."""
 
 from collections.abc import Callable
 

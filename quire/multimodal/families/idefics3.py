@@ -1,5 +1,5 @@
-"""Idefics3 (arXiv:2408.12637) and SmolVLM (arXiv:2504.05299): a picture is cut into tiles, which a small picture of the
-whole follows."""
+"""Idefics3 (arXiv:2408.12637) and SmolVLM (arXiv:2504.05299): an image is cut into tiles, followed by a downscaled
+version of the whole image."""
 
 import math
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class Pictures(Family):
         return image.resize((width, height), Image.Resampling(self.settings.get("resample", LANCZOS)))
 
     def _fitted(self, width: int, height: int) -> tuple[int, int]:
-        """The size with the longest edge that the settings name. The other edge is even."""
+        """Return the size with the longest edge from the settings. The other edge is even."""
         ratio = width / height
         longest = self.longest
         if width >= height:
@@ -84,7 +84,7 @@ class Pictures(Family):
         return max(width, 1), max(height, 1)
 
     def _in_tiles(self, width: int, height: int) -> tuple[int, int]:
-        """The next larger size that whole tiles cover."""
+        """Return the next larger size that consists of whole tiles."""
         ratio = width / height
         tile = self.tile
         if width >= height:

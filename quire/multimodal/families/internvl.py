@@ -1,5 +1,5 @@
-"""InternVL 3 (arXiv:2504.10479): a picture is cut into tiles in about its proportions; a small picture of the whole
-follows. A video is a text of numbered frames, each of which is one tile."""
+"""InternVL 3 (arXiv:2504.10479): an image is cut into a grid of tiles close to its aspect ratio, followed by a
+downscaled version of the whole image. A video is a text with numbered frames of one tile each."""
 
 from collections.abc import Callable
 
@@ -55,8 +55,8 @@ class Pictures(Family):
         return image.resize((columns * self.side, rows * self.side), resampling)
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """The columns and rows whose proportion is nearest to that of the picture. Of equally near ones, it is the last
-        one that is less than twice as large as the picture, in the order of their numbers of tiles."""
+        """Return the columns and rows whose ratio is nearest to the image's aspect ratio. Of equally near ones, in the
+        order of their numbers of tiles, the last one that is less than twice as large as the image is chosen."""
         edges = range(1, self.most + 1)
         grids = [(c, r) for c in edges for r in edges if self.least <= c * r <= self.most]
         best = (1, 1)
@@ -71,5 +71,5 @@ class Pictures(Family):
 
 
 def first(value: int | list[int]) -> int:
-    """Of a size that is one number, or two equal ones."""
+    """Return the edge of a size that is one number, or two equal ones."""
     return value if isinstance(value, int) else value[0]

@@ -1,4 +1,4 @@
-"""LLaVA-1.5 (arXiv:2310.03744): a picture of fixed size, with an embedding for each patch."""
+"""LLaVA-1.5 (arXiv:2310.03744): an image of a fixed size, with one embedding per patch."""
 
 from collections.abc import Callable
 

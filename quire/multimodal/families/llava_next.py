@@ -1,5 +1,6 @@
-"""LLaVA-NeXT (LLaVA-1.6) and LLaVA-OneVision (arXiv:2408.03326): a small picture of the whole, followed by tiles of a
-larger one. Embeddings of the tiles' border are left out, and each row ends with an embedding of its own."""
+"""LLaVA-NeXT (LLaVA-1.6) and LLaVA-OneVision (arXiv:2408.03326): a downscaled version of the whole image, followed by
+tiles of a larger version. The embeddings of the tiles' border are dropped, and each row ends with a special
+embedding."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -51,7 +52,7 @@ class Pictures(Family):
         return image.resize((width, height), Image.Resampling(self.settings.get("resample", BICUBIC)))
 
     def _fitted(self, image: Image.Image, width: int, height: int) -> Image.Image:
-        """The picture, as large as it can be without changing its proportions, in the middle of a black one."""
+        """Return the image scaled to fit without changing its aspect ratio, centred on black."""
         wide = width / image.width
         high = height / image.height
         if wide < high:
@@ -64,7 +65,7 @@ class Pictures(Family):
 
 
 def tile_sizes(config: Config) -> tuple[int, int]:
-    """The edge of a tile in pixels, and in embeddings. Raises ValueError if its embeddings are no square."""
+    """Return the edge of a tile in pixels, and in embeddings. Raises ValueError if its embeddings are not a square."""
     vision = config["vision_config"]
     is_clip = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
     if is_clip != (config.get("vision_feature_select_strategy", "default") == "default"):
@@ -74,15 +75,15 @@ def tile_sizes(config: Config) -> tuple[int, int]:
 
 
 def most_tiles(config: Config) -> int | None:
-    """How many tiles' embeddings a picture has at most; LLaVA-OneVision makes them fewer by interpolation."""
+    """The maximum of an image's embeddings, in tiles; LLaVA-OneVision reduces them by interpolation."""
     if config.get("model_type") != "llava_onevision":
         return None
     return int(config.get("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_"))
 
 
 def best_size(height: int, width: int, sizes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Of the sizes (height, width), the one in which most of the picture's pixels are kept; of equal ones, that with
-    the smallest border. Raises MediaError for pictures so narrow that nothing would be left of them."""
+    """Return the size (height, width) that preserves the most pixels of the image; of equal ones, the one with the
+    smallest border. Raises MediaError for images so narrow that nothing would be left of them."""
     ranked = list[tuple[int, int, int]]()
     for high, wide in sizes:
         scale = min(wide / width, high / height)
@@ -97,8 +98,8 @@ def best_size(height: int, width: int, sizes: Sequence[Sequence[int]]) -> tuple[
 def kept(
     rows: int, columns: int, height: int, width: int, per_edge: int, most: int | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """How many (rows, columns) of the tiles' embeddings stand for a picture [height, width], and how many of them are
-    left out at each edge, before interpolation."""
+    """Return the (rows, columns) of the tiles' embeddings for an image [height, width], and how many of them are
+    dropped at each edge, before interpolation."""
     top = left = 0
     if width / height > columns / rows:
         top = (rows - int(round(height * (columns / width), 7))) // 2

@@ -1,4 +1,4 @@
-"""Pixtral (arXiv:2410.07073) and Mistral Small 3.1: pictures of any size, with a token at the end of each row."""
+"""Pixtral (arXiv:2410.07073) and Mistral Small 3.1: images of any size, with a token at the end of each row."""
 
 import math
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""Qwen2-VL (arXiv:2409.12191), Qwen2.5-VL, Qwen3-VL and Qwen3.5: pictures keep about their size and their proportions.
+"""Qwen2-VL (arXiv:2409.12191), Qwen2.5-VL, Qwen3-VL and Qwen3.5: images approximately keep their size and aspect ratio.
 
-A picture is a grid of patches, of which 2 x 2 become one embedding. A token has three rotary positions: time, row and
-column in its picture. Text after a picture goes on behind the largest of them. To models since Qwen3-VL, a video is a
-text with the time of each pair of frames before it.
+An image is a grid of patches, of which 2 x 2 become one embedding. A token has three rotary positions: time, row and
+column in its image. The positions of text after an image continue after the largest of them. Since Qwen3-VL, a video is
+a text in which each pair of frames is preceded by its time.
 """
 
 import math
@@ -16,7 +16,7 @@ from quire.multimodal.families.base import Config, Family, Frames, Kind, Placed,
 from quire.multimodal.pictures import MediaError
 from quire.multimodal.preprocessing import BICUBIC, CLIP_MEAN, CLIP_STD, HALF, Array, normalized
 
-MOST_STRETCHED = 200  # the proportion of the edges of a picture, above which the models cannot see it
+MOST_STRETCHED = 200  # the maximum aspect ratio of an image that the models support
 
 
 class Pictures(Family):
@@ -25,18 +25,18 @@ class Pictures(Family):
         self.settings = settings
         kind = config.get("model_type", "qwen2_vl")
         is_third = kind.startswith("qwen3")
-        first = 248_053 if kind.startswith("qwen3_5") else 151_652  # start, end, a token that is not used, image, video
+        first = 248_053 if kind.startswith("qwen3_5") else 151_652  # start, end, an unused token, image, video
         image_id = config.get("image_token_id", first + 3)
         video_id = config.get("video_token_id", first + 4)
         self.texts = {"image": token(image_id), "video": token(video_id)}
         self.kinds = {"image": Kind(self.texts["image"], image_id)}
-        self.around = ("", "")  # what stands around the embeddings of a pair of frames, if times stand between pairs
+        self.around = ("", "")  # the text around the embeddings of a pair of frames, if there are times between pairs
         if is_third:
             start = config.get("vision_start_token_id", first)
             end = config.get("vision_end_token_id", first + 1)
             self.around = (token(start), token(end))
         self.kinds["video"] = Kind(self.texts["video"].join(self.around), video_id)
-        # The encoder is built with these, whatever the settings of the processor say.
+        # The encoder is built with these, regardless of the processor's settings.
         self.patch = vision.get("patch_size", 16 if is_third else 14)
         self.merge, self.frames = vision.get("spatial_merge_size", 2), vision.get("temporal_patch_size", 2)
         self.mean, self.std = (HALF, HALF) if is_third else (CLIP_MEAN, CLIP_STD)
@@ -78,8 +78,8 @@ class Pictures(Family):
         return Prepared(tensors, self.texts[modality] * count, count, merged, seconds)
 
     def _patches(self, image: Image.Image, size: tuple[int, int]) -> tuple[Array, int, int]:
-        """[patches, 3, patch, patch], those that become one embedding next to each other; rows and columns. size: to
-        which the picture is resized."""
+        """Return the patches [patches, 3, patch, patch], with those of one embedding next to each other; rows and
+        columns. size: to which the image is resized."""
         patch = self.patch
         merge = self.merge
         if self.settings.get("do_resize", True):
@@ -94,8 +94,8 @@ class Pictures(Family):
         return cut.transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3, patch, patch), rows, columns
 
     def _size(self, width: int, height: int, limits: tuple[int, int], frames: int = 1) -> tuple[int, int]:
-        """The nearest size whose edges are whole numbers of embeddings, with a number of pixels within the limits: of a
-        picture, or of all frames of a video."""
+        """Return the nearest size whose edges are whole numbers of embeddings, with a number of pixels within the
+        limits: of an image, or of all frames of a video."""
         factor, (least, most) = self.patch * self.merge, limits
         if max(height, width) > MOST_STRETCHED * min(height, width):
             raise MediaError(f"the longer edge of the picture is more than {MOST_STRETCHED} times the other")
@@ -134,16 +134,17 @@ class Pictures(Family):
         return np.concatenate(parts, 1)
 
     def _grids(self, placed: Sequence[Placed]) -> Iterator[tuple[int, tuple[int, int, int], float]]:
-        """The first position of each run of embeddings, its grid, and the seconds between the grid's steps in time."""
+        """Yield the first position of each run of embeddings, its grid, and the seconds between the grid's time
+        steps."""
         for found in placed:
             time, rows, columns = found.item.grid
-            steps = 1 if self.around[0] else time  # text stands between the pairs of frames
+            steps = 1 if self.around[0] else time  # there is text between the pairs of frames
             for start in found.positions[:: steps * rows * columns]:
                 yield start, (steps, rows, columns), found.item.seconds
 
 
 def limits(settings: Config, default: tuple[int, int]) -> tuple[int, int]:
-    """The least and the largest number of pixels."""
+    """Return the minimum and the maximum number of pixels."""
     size = settings.get("size") or {}
     least = settings.get("min_pixels") or size.get("shortest_edge") or default[0]
     return least, settings.get("max_pixels") or size.get("longest_edge") or default[1]

@@ -13,7 +13,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class Spectra(Family):
-    """What models have in common that hear through Whisper's encoder."""
+    """The base of models with Whisper's audio encoder."""
 
     def __init__(self, config: Config, settings: Config) -> None:
         """config: of the encoder."""
@@ -24,7 +24,8 @@ class Spectra(Family):
         self.filters = mel_filters(self.fft, config.get("num_mel_bins", 80), self.sample_rate)
 
     def mel(self, samples: Array) -> Array:
-        """The spectrum of a sound with silence behind it: [bins, frames]. Raises MediaError for a long sound."""
+        """Return the spectrum of audio padded with silence: [bins, frames]. Raises MediaError if the audio is too
+        long."""
         if len(samples) > self.most_samples:
             longest = self.most_samples / self.sample_rate
             raise MediaError(f"the sound is longer than {longest:g} s; give the model pieces of it")

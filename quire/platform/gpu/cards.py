@@ -1,4 +1,4 @@
-"""What the engine must know about the cards it can run on: the limits of their processors.
+"""The properties of the supported GPUs: the limits of their processors.
 
 Sources: NVIDIA's CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", and the data sheets of
 the cards; for AMD the CDNA3 white paper.
@@ -19,8 +19,8 @@ class Card:
     """A kind of GPU. Sizes are bytes.
 
     capability: 10 * major + minor version of NVIDIA's compute capability; for AMD the name of the architecture.
-    shared_memory: of one program, at most. processor_memory: shared memory of one processor, for all its programs.
-    reserved_memory: shared memory of each program that the system takes for itself.
+    shared_memory: the most that one program can use. processor_memory: shared memory of one processor, for all its
+    programs. reserved_memory: shared memory per program that the system reserves.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Card:
 
     @property
     def has_float8(self) -> bool:
-        """Whether it converts float8_e4m3fn by its own instructions. Triton has no such conversion for others."""
+        """Whether it has instructions that convert float8_e4m3fn. Triton has no such conversion for other cards."""
         return isinstance(self.capability, int) and self.capability >= 89
 
     def most_registers(self, warps: int, programs: int) -> dict[str, int]:
-        """The option of a launch of a Triton kernel that limits the registers of a thread, so that so many programs of
-        so many warps run on a processor at once. Without it, ptxas may take fewer, so that more programs run, although
-        values do not fit then. Empty on AMD's cards, whose compiler has no such option."""
+        """Return the launch option of a Triton kernel that sets the registers per thread, so that the given number of
+        programs and warps run on a processor at once. Without it, ptxas may use fewer registers to run more programs,
+        and spill values. Empty on AMD's cards, whose compiler has no such option."""
         most = self.registers // (self.warp_size * warps * programs) // 8 * 8
         return {"maxnreg": min(most, 255)} if self.backend == "cuda" else {}
 
@@ -68,10 +68,9 @@ CARDS = {
 
 @cache
 def card_of(device: torch.device) -> Card:
-    """The card that a device is: the entry of CARDS for its capability, with the device's own sizes.
-
-    A capability that CARDS does not know is taken for the nearest lower one. A CPU, on which Triton's interpreter runs
-    kernels, counts as an A100 with one processor.
+    """Return the card of a device: the entry of CARDS for its capability, with the device's own sizes. A capability
+    missing in CARDS is treated as the nearest lower one. A CPU, on which Triton's interpreter runs kernels, counts as
+    an A100 with one processor.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Runs work whose cost a client controls in processes that can be stopped: a pool of worker processes.
+"""Runs work whose cost a client controls in a pool of worker processes, which can be stopped.
 
     from quire.platform.untrusted.limits import Limits
     from quire.platform.untrusted.pool import shared_pool
@@ -6,9 +6,9 @@
     size = shared_pool().run("quire.multimodal.pictures:size_of", data, limits=limits)
 
 Each job runs in a process of its own, which a *launcher* process forks. The launcher imports the modules that jobs
-name, runs their preparations (such as building a tokenizer's table), and never sees what a client sent. So a job starts
-within two milliseconds, a killed job costs nothing but itself, and nothing of a job reaches the next one. Modules that
-jobs name must not import torch or transformers: their memory and their time would be the pool's.
+name, runs their preparations (such as building a tokenizer's table), and never receives a client's data. So a job
+starts within two milliseconds, killing a job affects no other, and no data of a job reaches the next one. Modules that
+jobs name must not import torch or transformers, which would add to the pool's memory and start time.
 
-What a job may do is described in `confinement.py`, and how jobs share the processors in `service.py`.
+`confinement.py` describes what a job may do, and `service.py` how jobs share the processors.
 """

@@ -1,7 +1,7 @@
-"""What the kernel enforces for a job: processor time, memory, and that it reaches no network and no other process.
+"""The limits that the operating system enforces for a job: processor time, memory, no network and no other processes.
 
-All of it works without privileges, in a container with a read-only root, and without a home. Where the kernel has no
-seccomp filters, or on other processors than x86-64 and ARM64, a job is confined by the other limits alone.
+They need no privileges, and work in a container with a read-only root and without a home. Without seccomp filters in
+the kernel, or on processors other than x86-64 and ARM64, only the other limits apply.
 """
 
 import ctypes
@@ -18,10 +18,10 @@ from quire.platform.untrusted.limits import Limits
 _PR_SET_PDEATHSIG = 1
 _PR_SET_SECCOMP = 22
 _PR_SET_NO_NEW_PRIVS = 38
-# Half of what a thread has, so that what did not overflow here does not do so in the process that uses the result.
+# Half of a thread's stack, so that data that did not overflow it here does not overflow it where the result is used.
 _STACK = 4 << 20
 
-# System calls that fail with EPERM: sockets, programs, other processes, and io_uring, which could do the same.
+# System calls that fail with EPERM: sockets, programs, other processes, and io_uring, which could replace them.
 _DENIED = {
     "x86_64": (
         0xC000003E,
@@ -71,24 +71,24 @@ _DENIED = {
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the thread that started it ends."""
+    """Have the kernel kill this process when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it has ended before
+    if os.getppid() != parent:  # it has already ended
         os._exit(1)
 
 
 def confine(limits: Limits) -> None:
-    """Apply the limits to this process, for good. It has used no processor time yet."""
+    """Apply the limits to this process irrevocably. It must not have used processor time yet."""
     if sys.platform == "linux":
-        _write("/proc/self/oom_score_adj", "1000")  # the first to go when the machine or the cgroup has no memory
+        _write("/proc/self/oom_score_adj", "1000")  # the first to be killed when memory runs out
     used = _address_space()
     _limit(resource.RLIMIT_AS, used + limits.memory_bytes)
     _limit(resource.RLIMIT_STACK, _STACK)
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_FSIZE, 0)
     _deny_system_calls()
-    # RLIMIT_CPU counts whole seconds, and stays as the bound for a job that takes SIGPROF's default away.
+    # RLIMIT_CPU counts whole seconds, and still limits a job that replaces SIGPROF's default action.
     _limit(resource.RLIMIT_CPU, int(limits.cpu_seconds) + 2)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
@@ -102,7 +102,8 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _address_space() -> int:
-    """Bytes of address space that this process has; 0 where /proc is hidden, which makes the limit stricter."""
+    """Return the size of this process's address space in bytes; 0 where /proc is hidden, which makes the limit
+    stricter."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -127,11 +128,12 @@ def _deny_system_calls() -> None:
     header = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer)))
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0)  # fails where the kernel has none
+    libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0)  # fails if the kernel has no seccomp filters
 
 
 def _filter(architecture: int, calls: dict[str, int]) -> bytes:
-    """A BPF program over struct seccomp_data {int nr; u32 arch; ...}: deny `calls`, and calls of other ABIs."""
+    """Return a BPF program over struct seccomp_data {int nr; u32 arch; ...} that denies `calls`, and calls of other
+    ABIs."""
     load = 0x20
     equal = 0x15
     at_least = 0x35

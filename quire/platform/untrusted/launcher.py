@@ -2,12 +2,12 @@
 
 It has one thread, and reads orders from a socket to the pool (SOCK_SEQPACKET, a message each):
 
-    ["prepare", key, function] + socket    run a function on the arguments that the socket brings, keep its result
-    ["run", id, function, key, limits] + socket    fork a job, which reads its arguments from the socket and answers
-    ["signal", id, number]                 send a signal to a job
-    ["nice", id, number]                   lower a job's priority, below the launcher's
+    ["prepare", key, function] + socket    run a function on the arguments from the socket, store its result ["run", id,
+    function, key, limits] + socket    fork a job, which reads its arguments from the socket and replies ["signal", id,
+    number]                 send a signal to a job ["nice", id, number]                   lower a job's priority, below
+    the launcher's
 
-and reports ["started", id, pid], ["ended", id, wait status] and ["failed", id or key, text]. It ends with its parent.
+and reports ["started", id, pid], ["ended", id, wait status] and ["failed", id or key, text]. It exits with its parent.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ _TEXT = 2_000  # characters of an error
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The function that "package.module:function" names."""
+    """Return the function that "package.module:function" names."""
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(import_module(module), function)
     return found
@@ -55,7 +55,7 @@ class _Launcher:
         self._failures: dict[str, str] = {}  # of preparations
         self._jobs: dict[int, int] = {}  # id → pid
         self._ids: dict[int, int] = {}
-        # A signal handler must be there for the wake-up; children are reaped in the loop.
+        # The wake-up requires a signal handler; children are reaped in the loop.
         self._wake, wakes = socket.socketpair()
         for end in (self._wake, wakes):
             end.setblocking(False)
@@ -92,7 +92,7 @@ class _Launcher:
                 self._prepared[key] = resolve(function)(*msgspec.msgpack.decode(receive(link)))
             except Exception as error:
                 self._failures[key] = error_text(error)[:_TEXT]
-        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc keeps what was freed
+        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc does not return freed memory
             trim(0)
         self._report("prepared", key)
 
@@ -103,7 +103,7 @@ class _Launcher:
                     raise RuntimeError(self._failures[key])
                 call = resolve(function)
                 prepared = [self._prepared[key]] if key else []
-                gc.freeze()  # so that a job's collections leave the shared pages alone
+                gc.freeze()  # so that a job's collections do not touch the shared pages
                 launcher = os.getpid()
                 pid = os.fork()
             except Exception as error:
@@ -115,7 +115,7 @@ class _Launcher:
         self._report("started", identity, pid)
 
     def _signal(self, identity: int, number: int, _: None) -> None:
-        if identity in self._jobs:  # its process is at least a zombie, so the number is no other process's
+        if identity in self._jobs:  # its process is at least a zombie, so its pid has not been reused
             os.kill(self._jobs[identity], number)
 
     def _nice(self, identity: int, number: int, _: None) -> None:
@@ -141,7 +141,7 @@ class _Launcher:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for end in (self._selector, self._control, self._wake, self._wakes):
                 end.close()
-            os.dup2(1, 2)  # to /dev/null: what libraries print about a client's data would fill the server's log
+            os.dup2(1, 2)  # to /dev/null: libraries' output about client data would fill the server's log
             end_with_parent(launcher)
             confine(limits)
             send(link, _answer(call, prepared, receive(link)))
@@ -150,7 +150,8 @@ class _Launcher:
 
 
 def _answer(call: Callable[..., Any], prepared: list[Any], data: bytearray) -> bytes:
-    """The encoded answer of a job: ["result", value], ["refused", text], ["memory"] or ["failed", text, traceback]."""
+    """Return the encoded reply of a job: ["result", value], ["refused", text], ["memory"] or ["failed", text,
+    traceback]."""
     try:
         try:
             return msgspec.msgpack.encode(("result", call(*prepared, *msgspec.msgpack.decode(data))))
@@ -158,7 +159,7 @@ def _answer(call: Callable[..., Any], prepared: list[Any], data: bytearray) -> b
             return msgspec.msgpack.encode(("refused", error_text(error)[:_TEXT]))
         except MemoryError:
             raise
-        except BaseException as error:  # a library's panic is no Exception
+        except BaseException as error:  # a library's panic is not an Exception
             text = error_text(error)[:_TEXT]
             return msgspec.msgpack.encode(("failed", text, traceback.format_exc()[-8_000:]))
     except MemoryError:
@@ -166,7 +167,7 @@ def _answer(call: Callable[..., Any], prepared: list[Any], data: bytearray) -> b
 
 
 def receive(link: socket.socket) -> bytearray:
-    """The bytes that the other end sent with `send`. Raises EOFError if it has gone."""
+    """Receive the bytes that the peer sent with `send`. Raises EOFError if it has disconnected."""
     (size,) = HEADER.unpack(_receive(link, HEADER.size))
     return _receive(link, size)
 

@@ -8,11 +8,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """What a job may use.
-
-    cpu_seconds: processor time of all its threads. memory_bytes: address space beyond what its modules take.
-    total_seconds: from the submission to the result, with the time in the queue. slice_seconds: what a usual job needs;
-    one that takes longer steps aside while others wait. result_bytes: of the encoded result.
+    """The limits of a job. cpu_seconds: processor time of all its threads. memory_bytes: address space in addition to
+    its modules. total_seconds: from submission to result, including the time in the queue. slice_seconds: the time of a
+    usual job; a longer one is paused while others wait. result_bytes: of the encoded result.
     """
 
     cpu_seconds: float
@@ -23,7 +21,7 @@ class Limits:
 
     @property
     def patience(self) -> float:
-        """Seconds that it waits before another job, which has taken more than its slice, makes room for it."""
+        """Seconds that it waits before another job that has exceeded its slice is ended to make room for it."""
         return max(1.0, self.total_seconds / 10)
 
     def __post_init__(self) -> None:
@@ -33,7 +31,7 @@ class Limits:
 
 
 class LimitExceededError(ValueError):
-    """A job exceeded a limit of its own or crashed: its client gets a 4xx. The text begins with "it"."""
+    """A job exceeded one of its limits or crashed: its client gets a 4xx. The text begins with "it"."""
 
     def __init__(self, limit: Literal["cpu", "memory", "crash", "result"], text: str) -> None:
         super().__init__(text)
@@ -41,7 +39,7 @@ class LimitExceededError(ValueError):
 
 
 class BusyError(RuntimeError):
-    """The queue was full, or other jobs took the time that a job had in all: its client gets a 503."""
+    """The queue was full, or other jobs used up a job's total time: its client gets a 503."""
 
 
 class WorkerError(RuntimeError):

@@ -17,13 +17,13 @@ from quire.platform.untrusted.service import Job, Preparation, Service
 
 SLOTS = 2  # jobs that run at a time
 PLACES = 8  # jobs that have a process
-QUEUE = 10_000  # jobs in all
+QUEUE = 10_000  # total jobs
 QUEUE_BYTES = 512 * MIB  # of the arguments of all jobs
-IDLE_SECONDS = 60.0  # without a job, after which the launcher ends
+IDLE_SECONDS = 60.0  # idle time after which the launcher ends
 
 
 class UntrustedPool:
-    """Runs functions on untrusted data in processes of their own. All methods may be called from any thread."""
+    """Runs functions on untrusted data in separate processes. All methods may be called from any thread."""
 
     def __init__(
         self, slots: int = SLOTS, places: int = PLACES, queue: int = QUEUE, idle_seconds: float = IDLE_SECONDS
@@ -33,7 +33,7 @@ class UntrustedPool:
         self.idle_seconds = idle_seconds
         self._queue = queue
         self._lock = threading.Lock()
-        self._new: list[Job] = []  # submitted, and not seen by the thread
+        self._new: list[Job] = []  # submitted, not yet picked up by the thread
         self._count = self._bytes = 0  # unfinished jobs, and their arguments
         self._ids = count()
         self._wake: socket.socket | None = None  # of the thread that serves the pool; None without one
@@ -43,8 +43,8 @@ class UntrustedPool:
     ) -> Future[Any]:
         """Run a function, named "package.module:function", on arguments of plain data that msgpack can express.
 
-        The future has its result, as plain data, or raises ValueError with the text of the function's own,
-        LimitExceededError (a ValueError, too), BusyError or WorkerError. Cancelling it ends the job.
+        The future returns its result as plain data, or raises ValueError with the function's error text,
+        LimitExceededError (also a ValueError), BusyError or WorkerError. Cancelling it ends the job.
         """
         data = msgspec.msgpack.encode(arguments)
         job = Job(next(self._ids), function, data, limits, preparation)
@@ -63,13 +63,13 @@ class UntrustedPool:
         return job.future
 
     def run(self, function: str, *arguments: Any, limits: Limits, preparation: Preparation | None = None) -> Any:
-        """As `submit`, and waits for the result."""
+        """Like `submit`, but wait for the result."""
         return self.submit(function, *arguments, limits=limits, preparation=preparation).result()
 
     async def run_async(
         self, function: str, *arguments: Any, limits: Limits, preparation: Preparation | None = None
     ) -> Any:
-        """As `submit`, and awaits the result. The job ends if the task is cancelled."""
+        """Like `submit`, but await the result. The job ends if the task is cancelled."""
         job = self.submit(function, *arguments, limits=limits, preparation=preparation)
         return await asyncio.wrap_future(job)
 
@@ -84,7 +84,7 @@ class UntrustedPool:
     def _notify(self) -> None:
         """Wake the thread. The caller holds the lock."""
         if self._wake is not None:
-            with contextlib.suppress(BlockingIOError):  # it has enough to wake up for
+            with contextlib.suppress(BlockingIOError):  # a wake-up is already pending
                 self._wake.send(b"w")
 
     def _finished(self, num_bytes: int, future: "Future[Any]") -> None:
@@ -117,7 +117,7 @@ _sharing = threading.Lock()
 
 
 def shared_pool() -> UntrustedPool:
-    """The pool of this process. It costs nothing before its first job."""
+    """Return the pool of this process. It uses no resources before its first job."""
     global _shared
     with _sharing:
         if _shared is None or _shared[0] != os.getpid():  # a forked process has no thread for its parent's pool

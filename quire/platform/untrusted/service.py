@@ -1,12 +1,12 @@
 """The thread of a pool: hands jobs to the launcher, watches their limits, and shares the processors among them.
 
-At most `slots` jobs run at a time. A job that has run for its slice while others wait is stopped (SIGSTOP), and goes on
-when fewer wait, so a quick job is never behind slow ones for long. At most `places` jobs have a process. When these are
-taken and a new job has waited for a tenth of its time, the one that has used most processor time makes room, with a
-BusyError, if it is more than a slice.
+At most `slots` jobs run at a time. A job that has run for its slice while others wait is stopped (SIGSTOP), and resumes
+when fewer wait, so a quick job never waits long for slow ones. At most `places` jobs have a process. If all are in use
+and a new job has waited for a tenth of its time, the job that has used the most processor time is ended with a
+BusyError, if it has exceeded its slice.
 
-A job has the engine's priority for a slice of processor time, and a lower one after that: a quick job ends soon on a
-machine whose processors are all in use, and slow ones leave the processors to the engine.
+A job has the engine's priority for a slice of processor time, and a lower one after that: a quick job ends soon even on
+a busy machine, and slow ones do not compete with the engine.
 """
 
 import contextlib
@@ -33,11 +33,11 @@ from quire.platform.untrusted.limits import MIB, BusyError, LimitExceededError, 
 
 logger = logging.getLogger("quire")
 
-_LOOK_SECONDS = 0.05  # between looks at the time that jobs have used
-_NICE = 5  # of slow jobs: behind the threads of the engine, if these need all processors
-_SILENCE_SECONDS = 5.0  # in which a launcher reports the end of a job that it should kill
+_LOOK_SECONDS = 0.05  # interval of checking the processor time of jobs
+_NICE = 5  # of slow jobs: below the engine's threads, if they need all processors
+_SILENCE_SECONDS = 5.0  # within which a launcher must report the end of a killed job
 _PREPARATION_SECONDS = 300.0  # after which a preparation has failed
-_CHUNK = 1 << 20  # bytes that are read at once
+_CHUNK = 1 << 20  # bytes per read
 _LAUNCHER = "quire.platform.untrusted.launcher"
 _PACKAGES = str(Path(__file__).parents[3])  # the folder of quire and its sibling packages
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")  # and PYTHON*, no secrets
@@ -45,10 +45,10 @@ _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "TZ", "VI
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a launcher computes once, from trusted data, for all jobs that name the same key.
+    """A value that a launcher computes once, from trusted data, for all jobs with the same key.
 
-    function: "package.module:function"; a job's function gets its result as the first argument. arguments: makes the
-    arguments, when a launcher needs them. The time it takes does not count as the jobs' time.
+    function: "package.module:function"; a job's function receives its result as the first argument. arguments: creates
+    the arguments when a launcher needs them. Its time is not charged to the jobs.
     """
 
     key: str
@@ -66,35 +66,35 @@ class Job:
         self.preparation = preparation
         self.to_send = memoryview(HEADER.pack(len(data)) + data)
         self.received = bytearray()
-        self.size: int | None = None  # bytes of the answer
+        self.size: int | None = None  # bytes of the reply
         self.future: Future[Any] = Future()
         self.submitted = time.monotonic()
         self.deadline = self.submitted + limits.total_seconds
         self.end_of_patience = self.submitted + limits.patience
         self.link: socket.socket | None = None
         self.pid = 0  # 0 before it has a process
-        self.resumed = 0.0  # when it got its slot, or its process started
+        self.resumed = 0.0  # time at which it got its slot, or its process started
         self.failure: Exception | None = None  # why it was killed
-        self.next_look = float("inf")  # when its processor time is looked at, until it counts as slow
-        self.killed = 0.0  # when it was killed
+        self.next_look = float("inf")  # time of the next check of its processor time, until it is treated as slow
+        self.killed = 0.0  # time at which it was killed
 
 
 class Jobs(Protocol):
-    """Where the thread's jobs come from: the pool."""
+    """The source of the thread's jobs: the pool."""
 
     slots: int
     places: int
     idle_seconds: float
 
     def take(self) -> list["Job"]:
-        """The jobs that were submitted since the last call."""
+        """Return the jobs that were submitted since the last call."""
 
     def retire(self, force: bool = False) -> bool:
-        """Whether the thread may end, since there are no new jobs. force: it ends in any case."""
+        """Whether the thread may end because there are no new jobs. force: it ends in any case."""
 
 
 class Service:
-    """What a pool's thread does while there are jobs. It alone uses the launcher."""
+    """The work of a pool's thread while there are jobs. Only this thread uses the launcher."""
 
     def __init__(self, pool: Jobs, wake: socket.socket) -> None:
         self._pool = pool
@@ -103,11 +103,11 @@ class Service:
         self._selector.register(wake, selectors.EVENT_READ, None)
         self._launcher: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._prepared: dict[str, float | None] = {}  # key → when its preparation began; None when it is done
-        self._links: dict[socket.socket, memoryview] = {}  # of preparations, with what is to be sent
+        self._prepared: dict[str, float | None] = {}  # key → start time of its preparation; None when it is done
+        self._links: dict[socket.socket, memoryview] = {}  # of preparations, with the data left to send
         self._jobs: dict[int, Job] = {}  # those with a process
         self._waiting: deque[Job] = deque()
-        self._next_deadline = float("inf")  # of the jobs that wait
+        self._next_deadline = float("inf")  # of the waiting jobs
         self._running: list[Job] = []  # in the slots
         self._stopped: deque[Job] = deque()
 
@@ -144,7 +144,7 @@ class Service:
     # ---- time
 
     def _pause(self, now: float, idle_since: float) -> float:
-        """Seconds until there is something to do, if nothing happens before."""
+        """Return the seconds until the next scheduled work, if no event occurs before."""
         if not self._waiting and not self._jobs:
             return max(0.0, idle_since + self._pool.idle_seconds - now)
         times = [self._next_deadline, *(self._deadline(job) for job in self._jobs.values() if job.failure is None)]
@@ -180,7 +180,7 @@ class Service:
                     self._order("nice", job.identity, _NICE)
 
     def _deadline(self, job: Job) -> float:
-        """When its time is over. Its clock stands still during its preparation."""
+        """Return the job's deadline, which is infinite during its preparation."""
         is_preparing = job.preparation is not None and self._prepared.get(job.preparation.key) is not None
         return float("inf") if is_preparing else job.deadline
 
@@ -207,10 +207,10 @@ class Service:
                 break
 
     def _make_room(self) -> None:
-        """End the job that has used most processor time, if it is more than a usual one needs."""
+        """End the job that has used the most processor time, if it is more than a usual job needs."""
         times = [(_processor_seconds(job.pid), job) for job in self._jobs.values() if job.failure is None]
         if len(times) < len(self._jobs):
-            return  # one is ending
+            return  # one is already ending
         used, longest = max(times, key=lambda pair: pair[0])
         if used >= longest.limits.slice_seconds:
             reason = f"it had to make room for other requests after {used:.1f} s of processor time"
@@ -222,7 +222,7 @@ class Service:
         self._order("signal", job.identity, int(signal.SIGSTOP))
 
     def _kill(self, job: Job, failure: Exception) -> None:
-        """It keeps its place until the launcher reports its end."""
+        """Kill a job. It keeps its place until the launcher reports its end."""
         job.failure = failure
         job.killed = time.monotonic()
         self._order("signal", job.identity, int(signal.SIGKILL))
@@ -266,7 +266,7 @@ class Service:
 
     def _order(self, *order: Any, link: socket.socket | None = None) -> None:
         assert self._control is not None
-        with contextlib.suppress(OSError):  # it has ended, which the next read notices
+        with contextlib.suppress(OSError):  # it has ended, which the next read detects
             socket.send_fds(self._control, [msgspec.msgpack.encode(order)], [link.fileno()] if link else [])
 
     def _start_launcher(self) -> None:
@@ -275,7 +275,7 @@ class Service:
         if not sys.executable:
             raise WorkerError("worker processes need a Python interpreter, and sys.executable names none")
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mine.setblocking(False)  # a launcher that was stopped reads nothing
+        mine.setblocking(False)  # a stopped launcher reads nothing
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment |= {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
         environment["PYTHONPATH"] = os.pathsep.join([_PACKAGES, *map(os.path.abspath, sys.path)])
@@ -285,7 +285,7 @@ class Service:
         command = [
             sys.executable,
             "-P",
-            "-S",  # the path has all packages already, and editable installations would import much
+            "-S",  # all packages are already on the path, and editable installations would import a lot
             "-m",
             "quire.platform.untrusted.launcher",
             str(theirs.fileno()),
@@ -305,7 +305,7 @@ class Service:
         self._selector.register(mine, selectors.EVENT_READ, mine)
 
     def _end_launcher(self) -> None:
-        """End it and all its jobs, which the caller has to answer."""
+        """End the launcher and all its jobs, whose futures the caller must complete."""
         launcher = self._launcher
         control = self._control
         if launcher is None or control is None:
@@ -322,14 +322,14 @@ class Service:
 
     @property
     def _end_of_silence(self) -> float:
-        """When a launcher that has not reported hangs, or was stopped."""
+        """Handle a launcher that does not report because it hangs or was stopped."""
         if preparing := [began for began in self._prepared.values() if began is not None]:
             return min(preparing) + _PREPARATION_SECONDS
         killed = (job.killed for job in self._jobs.values() if job.failure is not None)
         return min(killed, default=float("inf")) + _SILENCE_SECONDS
 
     def _lose_launcher(self, reason: str) -> None:
-        """The next job starts another one."""
+        """Forget a launcher that has ended. The next job starts another one."""
         logger.error("The launcher of the worker processes %s; its jobs fail", reason)
         self._end_launcher()
         for job in self._jobs.values():
@@ -367,7 +367,7 @@ class Service:
             self._links[link] = rest
 
     def _exchange(self, job: Job, mask: int) -> None:
-        """Send what a job reads, and read what it answers."""
+        """Send a job's input, and read its reply."""
         assert job.link is not None
         if mask & selectors.EVENT_WRITE:
             job.to_send = _send(job.link, job.to_send) or memoryview(b"")
@@ -377,7 +377,7 @@ class Service:
             self._close(job.link)
 
     def _read_answer(self, job: Job) -> bool:
-        """Read a piece, if there is one. Returns whether there was. What a killed job answers is dropped."""
+        """Read a piece of data. Returns whether there was any. The reply of a killed job is dropped."""
         assert job.link is not None
         try:
             data = job.link.recv(_CHUNK)
@@ -427,7 +427,7 @@ class Service:
                 self._close(job.link)
 
     def _conclude(self, job: Job, status: int, cpu_seconds: float) -> None:
-        """A job's process has ended: complete its future."""
+        """Complete the future of a job whose process has ended."""
         while job.link is not None and job.link.fileno() >= 0 and self._read_answer(job):
             pass
         if job.failure is not None:
@@ -473,8 +473,8 @@ def _slice_end(job: Job) -> float:
 
 
 def _processor_seconds(pid: int) -> float:
-    """The processor time of a process; 0 if it has none or is gone."""
-    clock = ~pid << 3 | 2  # the process's own, as Linux's clock_getcpuclockid finds it
+    """Return the processor time of a process; 0 if it has ended."""
+    clock = ~pid << 3 | 2  # the process's CPU clock, computed as by Linux's clock_getcpuclockid
     try:
         return time.clock_gettime(clock) if pid else 0.0
     except OSError:
@@ -482,7 +482,7 @@ def _processor_seconds(pid: int) -> float:
 
 
 def _send(link: socket.socket, data: memoryview) -> memoryview | None:
-    """What is left to send. None if the other end has gone."""
+    """Return the remaining data. None if the peer has disconnected."""
     try:
         return data[link.send(data[:_CHUNK]) :]
     except BlockingIOError:
