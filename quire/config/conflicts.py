@@ -208,9 +208,9 @@ _MEDIA = (
     Conflict(f.PROMPT_EMBEDS, f.LEARNED_POSITIONS, "given embeddings have no such positions"),
 )
 _INTERFACE = (
+    Conflict(f.API_PROCESSES, f.LORA_FOLDER, "adapters are loaded into one API process"),
     Conflict(f.LORA_FOLDER, f.NO_ADMIN_API, "clients load its adapters by that API"),
     Conflict(f.WEIGHTS_FOLDER, f.NO_ADMIN_API, "clients replace the weights by that API"),
-    Conflict(f.API_PROCESSES, f.LORA_FOLDER, "adapters are loaded into one API process"),
     Conflict(f.API_PROCESSES, f.MEMORY_STORE, "processes share a file or a database only", "name one of these"),
     Conflict(f.API_PROCESSES, f.HEADLESS, "there is no API on this machine", "leave api_server_count out"),
     Conflict(f.DATA_PARALLEL, f.IN_LLM, "it runs one core, in this process", "use quire serve or AsyncLLM"),

@@ -180,8 +180,10 @@ def open_gates(model: Decoder) -> None:
         mixer.project = partial(_with_open_gates, mixer.project)
 
 
-def _with_open_gates(project: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tuple[Tensor, ...]:
-    *qkv, gate = project(x)
+def _with_open_gates(
+    project: Callable[[Tensor, Tensor | None], tuple[Tensor, ...]], x: Tensor, slots: Tensor | None
+) -> tuple[Tensor, ...]:
+    *qkv, gate = project(x, slots)
     return *qkv, torch.full_like(gate, 100)
 
 
