@@ -108,7 +108,7 @@ class EngineCore:
         self.progress = Progress()
         self.trials = TrialGate(scheduler.requests, self._wake)
         # During a pause or a trial, ready requests must not begin to load blocks or compile a grammar.
-        self._kernels = KernelSwitch(executor)
+        self._kernels = KernelSwitch(executor.deferred_kernels)
         scheduler.gates[:0] = [self._pause, self.trials, self._kernels]
         kv = scheduler.kv
         longest = scheduler.kv.max_blocks(scheduler.limits.max_model_len)

@@ -1,13 +1,27 @@
 """The interface through which the engine core runs steps."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from quire.kv.specs import KVCacheSize
 from quire.messages.changes import Change, TrainerOrder
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
 from quire.messages.transfers import Transfer
 from quire.ops.cpu.background import Background
+
+
+@dataclass(frozen=True)
+class DeferredKernels:
+    """Kernels of an engine that starts before they are compiled.
+
+    background: compiles them. use: reloads the model for them. No step may be in flight then. The KV cache keeps its
+    size and is empty. Later calls must not refer to requests or adapters that were installed before.
+    """
+
+    background: Background
+    use: Callable[[], None]
 
 
 class Executor(ABC):
@@ -18,7 +32,7 @@ class Executor(ABC):
 
     kv_cache: KVCacheSize
     step_costs: StepCosts
-    background: Background | None = None  # compiles kernels for `use_compiled`
+    deferred_kernels: DeferredKernels | None = None  # None if nothing is left to compile
     runs_reference: bool = False  # whether steps run PyTorch's operations on a CPU, since kernels are not compiled
 
     @abstractmethod
@@ -58,11 +72,6 @@ class Executor(ABC):
     def transfer(self, order: Transfer) -> Future[list[int]]:
         """Copy blocks between the KV cache and a tier on all ranks, while steps run. The result contains the indices of
         the blocks that a rank failed to copy."""
-
-    def use_compiled(self) -> None:
-        """Reload the model for the kernels that `background` has compiled. No step may be in flight. The KV cache keeps
-        its size and is empty. Later calls must not refer to requests or adapters that were installed before."""
-        raise NotImplementedError(f"{type(self).__name__} starts with compiled kernels only")
 
     def processes(self) -> dict[int, int]:
         """Return the process ids of the ranks on this machine, by rank."""

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from quire.config.engine import EngineConfig
-from quire.executor.base import Executor
+from quire.executor.base import DeferredKernels, Executor
 from quire.messages.changes import Change, TrainerOrder
 from quire.messages.engine import RendezvousPlace
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
@@ -49,7 +49,8 @@ class UniprocExecutor(Executor):
         self._make_worker = partial(Worker, directory=directory, max_model_len=max_model_len, mesh=mesh)
         self._config = config
         self._take(self._make_worker(config))
-        self.background = build.background() if self.runs_reference and build.is_deferred() else None
+        if self.runs_reference and (background := build.background()) is not None:
+            self.deferred_kernels = DeferredKernels(background, self._use_compiled)
         self._loader = ThreadPoolExecutor(1, "quire-loader")  # starts a thread when it is used
 
     def _take(self, worker: Worker) -> None:
@@ -61,7 +62,7 @@ class UniprocExecutor(Executor):
         kernels = worker.model.kernels
         self.runs_reference = kernels.target.device.type == "cpu" and kernels.chosen["linear"] == "reference"
 
-    def use_compiled(self) -> None:
+    def _use_compiled(self) -> None:
         size = self.kv_cache
         del self._worker, self.runner  # memory may not suffice for both models
         gc.collect()
