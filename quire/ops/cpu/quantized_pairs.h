@@ -106,6 +106,7 @@ struct PairVisits {
     GroupEnds<R> ends(format(), part, row, first_group, line, sums);
     for (int64_t left = words; left > 0; left -= in_group) {
       int64_t in_this = std::min(in_group, left);
+      const bool has_runs = in_this > in_run;  // the last group of a row may be shorter than the others
       ahead.fetch(pace);
       u32x16 pairs[R];
       i32x16 sum[R];
@@ -120,7 +121,7 @@ struct PairVisits {
       }
 #pragma GCC unroll 6
       for (int r = 0; r < R; r++) sum[r] = total(pairs[r]);
-      if (in_group > in_run)
+      if (has_runs)
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) sum[r] += loaded(r);
       ends.add(sum, run.rest);
