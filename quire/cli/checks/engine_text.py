@@ -20,7 +20,8 @@ def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     rank = data["rank"]
     limits = data["limits"]
     yield "Quire", data["quire"]
-    yield "model", f"{data['model']} ({', '.join(data['architectures']) or 'GGUF'}) in {data['directory']}"
+    folder = "" if data["directory"] == data["model"] else f" in {data['directory']}"
+    yield "model", f"{data['model']} ({', '.join(data['architectures']) or 'GGUF'}){folder}"
     yield "weights", data["quantization"] or "dense"
     yield "ranks", ", ".join(f"{name} {size}" for name, size in data["ranks"].items() if size not in (1, False)) or "1"
     yield "device", f"{rank['device']}, {rank['dtype']}" + _threads(data)
@@ -52,10 +53,10 @@ def _threads(data: Mapping[str, Any]) -> str:
 def _kernels(rank: Mapping[str, Any]) -> str:
     """The number of operations for each implementation."""
     counts = Counter(rank["kernels"].values())
-    text = ", ".join(f"{name} for {count}" for name, count in counts.most_common())
+    text = ", ".join(f"{name} for {count} operations" for name, count in counts.most_common())
     if rank["device"] != "cpu":
-        return f"{text} operations"
-    return f"{text} operations, instruction set {rank['cpu_isa'] or 'none: the kernels are not compiled yet'}"
+        return text
+    return f"{text}, instruction set {rank['cpu_isa'] or 'none: the kernels are not compiled yet'}"
 
 
 def _group(group: Mapping[str, Any]) -> str:
