@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
@@ -57,3 +61,19 @@ def test_files_that_the_page_names_exist():
     paths = re.findall(r"`([\w/]+(?:\.\w+|/))`", section)
     assert len(paths) > 12
     assert [path for path in paths if not (ROOT / "quire" / path).exists()] == []
+
+
+def test_the_readme_and_the_page_count_the_same_lines_of_code():
+    """The table is written by tools/code_lines.py, and may lag behind the code."""
+    made = subprocess.run(
+        [sys.executable, ROOT / "tools" / "code_lines.py"], capture_output=True, text=True, check=True
+    )
+    counts = [
+        int(re.search(pattern, text)[1].replace(",", ""))  # type: ignore[index]
+        for pattern, text in (
+            (r"about ([\d,]+) lines of Python", (ROOT / "README.md").read_text()),
+            (r"\| in total \| ([\d,]+) \|", PAGE),
+            (r"\| in total \| ([\d,]+) \|", made.stdout),
+        )
+    ]
+    assert counts == pytest.approx([counts[-1]] * 3, rel=0.02)
