@@ -1,14 +1,14 @@
 // Causal attention over a paged cache: decode rows and prefill chunks in one call.
 //
-// A task's rows are the tokens of a tile of one request's queries, times the query heads that share a KV head; keys are
-// visited in tiles of 64 with an online softmax (arXiv:2205.14135). Decode is a tile of one token. Where there are too
-// few tasks for the threads, the keys are shared out as well.
+// A task covers a tile of one request's query tokens and the query heads that share a KV head; each (token, head) pair
+// is a row. Keys are visited in tiles of 64 with an online softmax (arXiv:2205.14135). Decode is a tile of one token.
+// If there are too few tasks for the threads, the keys are split among threads as well.
 //
-// A row's result does not depend on the other rows, on the chunk, or on the number of threads, bit for bit:
+// A row's result is bitwise independent of the other rows, the chunk, and the number of threads:
 //   - tiles and splits (attention.h) begin at fixed positions of the sequence;
-//   - a split's result starts from zero, and the results are merged in order by one function, `fold`;
-//   - a row's sums are formed in one order, however many rows and columns a kernel computes at a time;
-//   - a key that a row does not see adds exactly 0 to its sums: its probability is 0, and its value is a finite number.
+//   - each split starts from zero, and `fold` merges the splits' results in order;
+//   - a row's sums are added in a fixed order, however many rows and columns a kernel computes at a time;
+//   - a masked key adds exactly 0 to a row's sums: its probability is 0, and its value is finite.
 #include "attention.h"
 #include "attention_scores.h"
 #include "attention_values.h"
@@ -27,11 +27,11 @@ using namespace quire;
 namespace {
 
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
-// A head with at most this many bytes of keys and values prefetches the next head's: both fit into a cache of 1 MB.
+// A head with at most this many bytes of keys and values prefetches those of the next head: both fit into a 1 MB cache.
 constexpr int64_t SHORT_BYTES = 256 << 10;  // 512 tokens of 128 elements in bfloat16
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// Where a tile's keys and values are, by groups of 16 tokens, as many as there are; likewise the scales of cells.
+// Pointers to a tile's keys and values, and to the scales of cells, one per 16 tokens; null where the task has no keys.
 struct Tile {
   const uint32_t *keys[TILE_LINES] = {}, *values[TILE_LINES] = {};
   const float *key_scales[TILE_LINES] = {}, *value_scales[TILE_LINES] = {};
@@ -40,12 +40,12 @@ struct Tile {
 // A thread's working memory, kept between calls.
 struct Scratch {
   std::vector<float> storage;
-  float *q, *p, *keys, *values, *edges;  // these hold words
+  float *q, *p, *keys, *values, *edges;  // hold 32-bit words, not floats
   float *scores, *scales, *out, *maximum, *rescale;
-  float *merged, *merged_maximum, *merged_sum;  // of the splits that the task has completed
+  float *merged, *merged_maximum, *merged_sum;  // for the splits completed so far
   f32x16* sums;
 
-  // expands: whether tiles are brought into another form.
+  // expands: whether tiles are converted to another layout or type.
   void reserve(int rows, const Geometry& g, bool expands) {
     const size_t keys_size = expands ? TILE_KEYS * g.dim : 0, values_size = g.is_latent ? TILE_KEYS * g.out_pad : 0;
     const size_t needed = rows * (g.dim + TILE_KEYS + TILE_KEYS + 2 * g.out_pad + LANES) + 2 * g.out_pad + keys_size +
@@ -88,11 +88,11 @@ struct Attention {
   int words() const { return g.dim / PAIR<T>; }
   int partial_size() const { return g.out_pad + LANES; }  // the unscaled result, then maximum and sum
 
-  // The keys that at least one of the task's tokens sees.
+  // The first and the end of the keys that any of the task's tokens attends to.
   int first_key(const Task& t) const { return std::max(t.key_begin, window ? t.position - window + 1 : 0); }
   int last_key(const Task& t) const { return std::min(t.key_end, t.position + t.tokens); }
 
-  // The lines of the tile at `base` that hold keys of the task.
+  // Returns the lines of the tile at `base` that hold keys of the task.
   Tile tile_at(const Task& t, int head, int base) const {
     Tile tile;
     if (g.by_slot) return tile;
@@ -111,8 +111,8 @@ struct Attention {
     return tile;
   }
 
-  // Copies the keys [from, to) from the slots in the table into the working memory: lines of keys, TILE_KEYS words
-  // apart. The other keys of these lines are zero.
+  // Gathers the keys [from, to) from the slots in the table into scratch memory, as lines TILE_KEYS words apart. Other
+  // keys in these lines are zero.
   Tile& gather_slots(const Task& t, int base, int from, int to, Tile& tile, Scratch& s) const {
     const typename S::Expand expand;
     const int32_t* slots = step.block_table + t.request * step.table_stride + base;
@@ -157,7 +157,7 @@ struct Attention {
       }
   }
 
-  // The scales of the keys of [from, to), then of their values; 0 for the others of the tile.
+  // Gathers the scales of the keys [from, to), then those of their values; 0 for the tile's other tokens.
   void gather_scales(int base, int from, int to, const Tile& tile, const Tile& ahead, float* scales) const {
     for (int c = 0; c < TILE_LINES; c++) {
       const i32x16 key = LANE + (base + c * LANES);
@@ -170,8 +170,8 @@ struct Attention {
     }
   }
 
-  // The exponential's arguments: a row's scores times scale and log2(e), with all modifications of scores. Keys outside
-  // [begin, end) get weight 0. ahead: distance from the query to the tile's first key. Returns the lanes' maxima.
+  // Turns a row's scores into exponents for exp2: times scale and log2(e), with soft cap and biases applied. Keys
+  // outside [begin, end) get weight 0. ahead: the tile's first position minus the query's. Returns each lane's maximum.
   template <bool MASKED, bool CAPPED, bool BIASED>
   f32x16 prepare_row(float* scores, int begin, int end, int head, int ahead, const float* scales) const {
     f32x16 top = splat(MINUS_INFINITY);
@@ -191,8 +191,9 @@ struct Attention {
     return top;
   }
 
-  // Turns scores into probabilities relative to the rows' running maxima. The maxima of 16 rows are found at a time,
-  // since one row's maximum takes as many dependent steps. Scales of values become part of the probabilities.
+  // Turns scores into probabilities relative to the rows' running maxima. The maxima of 16 rows are computed together,
+  // since one row's maximum takes just as many dependent steps. The values' scales are multiplied into the
+  // probabilities.
   template <bool MASKED, bool CAPPED, bool BIASED = false>
   void softmax(const Task& t, int head, int base, int from, int to, Scratch& s) const {
     const int rows = t.tokens * group();
@@ -221,7 +222,7 @@ struct Attention {
         quire::transpose(tops);
         for (int i = 0; i < LANES; i++) raised = larger(raised, as<f32x16>(tops[i]));
       }
-      const f32x16 bases = where(raised == MINUS_INFINITY, f32x16{}, raised);  // of a row that has seen no key yet
+      const f32x16 bases = where(raised == MINUS_INFINITY, f32x16{}, raised);  // 0 for a row without keys so far
       store_up_to(s.maximum + first, raised, count);
       // exp2(0) is not exactly 1
       store_up_to(s.rescale + first, where(raised == before, splat(1.0f), quire::exp2(before - bases)), count);
@@ -242,10 +243,11 @@ struct Attention {
     }
   }
 
-  // The task's rows against the keys of [from, to), which lie in the tile at `base`.
+  // Attends from the task's rows to the keys [from, to) of the tile at `base`.
   void visit_tile(const Task& t, int head, int base, int from, int to, Tile& tile, const Tile& ahead, Scratch& s) const {
     const int rows = t.tokens * group();
-    // Lines are expanded in registers where the kernels read them once, and else beforehand, once for all rows.
+    // Kernels that read a line only once expand it in registers. Otherwise it is expanded beforehand, once for all
+    // rows.
     const bool read_once = rows <= S::ROWS && (rows & (rows - 1)) == 0 && !g.is_latent;
     const bool as_stored = !g.by_slot && (S::LINES == 1 || read_once);
     if (g.by_slot) score_rows<Whole<T>>(rows, from - base, to - base, gather_slots(t, base, from, to, tile, s), TILE_KEYS,
@@ -267,7 +269,7 @@ struct Attention {
     else add_values<Whole<T>>(rows, from - base, to - base, expand_values(tile, ahead, s), Tile{}, s);
   }
 
-  // Expands the keys into the working memory, into lines TILE_KEYS words apart.
+  // Expands the keys into scratch memory, as lines TILE_KEYS words apart.
   Tile& expand_keys(Tile& tile, const Tile& ahead, Scratch& s) const {
     for (int c = 0; c < TILE_LINES; c++) {
       if (!tile.keys[c]) continue;
@@ -278,7 +280,7 @@ struct Attention {
     return tile;
   }
 
-  // Expands the values in the same way, into the memory of the keys.
+  // Expands the values likewise, reusing the keys' memory.
   Tile& expand_values(Tile& tile, const Tile& ahead, Scratch& s) const {
     uint32_t* to = reinterpret_cast<uint32_t*>(s.keys);
     for (int c = 0; c < TILE_LINES; c++, to += LANES / PAIR<T> * g.dim) {
@@ -289,7 +291,7 @@ struct Attention {
     return tile;
   }
 
-  // Makes values of the keys of a latent cache.
+  // Transposes a latent cache's keys into the layout of values.
   Tile& transpose_keys(Tile& tile, Scratch& s) const {
     uint32_t* to = reinterpret_cast<uint32_t*>(s.values);
     for (int c = 0; c < TILE_LINES; c++, to += LANES / PAIR<T> * g.out_pad) {
@@ -300,7 +302,7 @@ struct Attention {
     return tile;
   }
 
-  // The rows' scores for the tile's keys [from, to), which are kept as K says.
+  // Computes the rows' scores for the tile's keys [from, to), which have format K.
   template <class K>
   void score_rows(int rows, int from, int to, const Tile& tile, int stride, const Tile& ahead, Scratch& s) const {
     const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.q);
@@ -315,11 +317,11 @@ struct Attention {
   }
 
   // Rescales the rows' results and adds their probabilities times the values of the tile's tokens [from, to), which
-  // are kept as V says.
+  // have format V.
   template <class V>
   void add_values(int rows, int from, int to, const Tile& tile, const Tile& ahead, Scratch& s) const {
-    // One pointer for each line of tokens. A slot outside [from, to) may hold anything, and 0 * NaN is NaN: a pair of
-    // which half is outside is read from a copy without that half. Cells are never NaN.
+    // One pointer per line of tokens. Slots outside [from, to) may hold NaNs, and 0 * NaN is NaN, so a pair that is
+    // half outside is read from a copy with that half cleared. Cells are never NaN.
     constexpr int N = TOKENS<V>;
     const uint32_t* values[TILE_KEYS / N];
     const int first = from / N, last = (to + N - 1) / N;
@@ -344,7 +346,7 @@ struct Attention {
     words = to;
   }
 
-  // Scales a row's result by its sum, in which its head's sink is one summand more.
+  // Normalizes a row's result by the sum of its weights, including the head's sink, and writes it with its log-sum-exp.
   void write_row(const float* from, float sum, float maximum, int token, int head) const {
     Tensor* to = out + (int64_t(token) * g.heads + head) * g.out_dim;
     float weight = 1;
@@ -355,14 +357,14 @@ struct Attention {
       maximum = raised;
     }
     const f32x16 factor = splat(weight / sum);
-    // Adding 0 makes +0 of -0: a zero's sign may depend on how many zeros were added.
+    // Adding 0 turns -0 into +0: otherwise a zero's sign could depend on how many zeros were added.
     for_lanes(g.out_dim, [&](int64_t i, int n) { store_up_to(to + i, fma(load(from + i), factor, f32x16{}), n); });
     lse[int64_t(token) * g.heads + head] = maximum * LN_2 + std::log(sum);
   }
 
-  // Adds a split's result for one row to that of the splits before it.
+  // Merges a split's result for one row into that of the splits before it.
   void fold(const float* split, float split_maximum, float split_sum, float* merged, float& maximum, float& sum) const {
-    if (split_maximum == MINUS_INFINITY) return;  // the row sees no key of the split
+    if (split_maximum == MINUS_INFINITY) return;  // the row attends to no key of the split
     const float raised = std::max(maximum, split_maximum);
     const f32x16 lost = f32x16{maximum - raised, split_maximum - raised};
     const f32x16 weights = where(lost == 0.0f, splat(1.0f), quire::exp2(lost));  // exp2(0) is not exactly 1
@@ -373,7 +375,7 @@ struct Attention {
       store(merged + i, fma(load(split + i), weight, load(merged + i) * old_weight));
   }
 
-  // `next` is the task this thread will run afterwards, if any: its keys and values are fetched meanwhile.
+  // next: the task that this thread runs afterwards, or null; its keys and values are prefetched.
   void run(const Task& t, int head, const Task* next, int next_head, Scratch& s) const {
     const int rows = t.tokens * group(), first = first_key(t), last = last_key(t);
     s.reserve(std::max(rows, TILE_ROWS), g, S::LINES > 1 || g.by_slot);
@@ -393,8 +395,8 @@ struct Attention {
       for (int base = tile_start(from); base < to; base += TILE_KEYS) {
         Tile following, ahead;
         if (base + TILE_KEYS < last) following = tile_at(t, head, base + TILE_KEYS);
-        // A short head's tiles fetch those of the next head in their places. If each fetched the one behind it, the last
-        // one would fetch a whole tile, however few keys it has, and wait for it.
+        // Each tile of a short head prefetches the tile at the same offset in the next head. If tiles prefetched their
+        // successors, the last one would prefetch a whole tile, however few keys it has, and wait for it.
         if (!is_short && base + TILE_KEYS < last) ahead = following;
         else if (next) ahead = tile_at(*next, next_head, tile_start(first_key(*next)) + (is_short ? base - start : 0));
         visit_tile(t, head, base, std::max(base, from), std::min(base + TILE_KEYS, to), tile, ahead, s);
@@ -410,7 +412,7 @@ struct Attention {
                 head * group() + row % group());
   }
 
-  // The first split's results are what the others are added to.
+  // The first split's results become the merged results that others are added to.
   void start_rows(int rows, Scratch& s) const {
     std::swap(s.out, s.merged);
     std::swap(s.maximum, s.merged_maximum);
@@ -445,7 +447,7 @@ struct Attention {
     }
   }
 
-  // KV heads of a task, from first to end. No task: there is nothing left to draw.
+  // The KV heads [first, end) of a task; task is null if no work is left.
   struct Heads {
     const Task* task;
     int first, end;
@@ -464,14 +466,14 @@ struct Attention {
     if (kept.size() < needed) kept.resize(needed);
     partials = kept.data();
     const int merges = step.num_merges * g.kv_heads;
-    // Tasks are drawn whole, since the cores have to send each other the counter, which can take as long as a short head;
-    // the last ones, which cost least, by head, so that threads end together.
+    // Threads draw whole tasks, since passing the counter between cores can take as long as a short head. The last and
+    // cheapest tasks are drawn head by head, so that all threads finish at about the same time.
     const int whole = std::max(0, step.num_tasks - TASKS_PER_THREAD * step.threads);
     const int draws = whole + (step.num_tasks - whole) * g.kv_heads;
     alignas(64) std::atomic<int> counter{0};
     together(step.threads, [=, &counter] {
       Scratch& s = scratch();
-      // Each thread draws its next task before it begins the current one, so that it can prefetch for it.
+      // A thread draws its next task before it starts the current one, to prefetch the next one's keys and values.
       Heads drawn = heads_of(counter++, whole, draws);
       while (drawn.task) {
         const Heads next = heads_of(counter++, whole, draws);

@@ -1,5 +1,5 @@
-// The format of a cache element: the model's type, or a cell of one byte, int8 or fp8 (e4m3). With cells, a token's key
-// and its value each have a scale in every head (quire/attention/cells.py has the definition).
+// The format of a cache element: the model's type, or a one-byte cell, int8 or fp8 (e4m3). With cells, each token's key
+// and value have one scale per head (defined in quire/attention/cells.py).
 #pragma once
 
 #include <algorithm>
@@ -11,10 +11,10 @@ namespace quire {
 struct Int8 {
   static constexpr float LARGEST = 127;
 
-  // The value of the highest byte of each word; the other bytes are ignored.
+  // Returns the value of the highest byte of each word; the other bytes are ignored.
   static QUIRE_INLINE f32x16 decode(u32x16 word) { return to_float(as<i32x16>(word) >> 24); }
 
-  // The nearest, ties to even, of |x| <= LARGEST, in the lowest byte.
+  // Rounds x to nearest, ties to even, into the lowest byte. |x| must be at most LARGEST.
   static QUIRE_INLINE u32x16 encode(f32x16 x) {
     const f32x16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves an integer in the low bits
     return as<u32x16>(x + shift) & 0xff;
@@ -24,8 +24,8 @@ struct Int8 {
 #endif
 };
 
-// e4m3 of the Open Compute Project: 4 bits of exponent, 3 of fraction, no infinities. Its NaN, which is never stored,
-// counts as 480: memory that was not written yet must not hold one, since 0 * NaN is NaN.
+// The e4m3 format of the Open Compute Project: 4 exponent bits, 3 fraction bits, no infinities. The codes of NaN, which
+// are never stored, decode as +-480, so that unwritten memory contains no NaN: 0 * NaN would be NaN.
 struct Fp8 {
   static constexpr float LARGEST = 448;
 
@@ -45,19 +45,21 @@ struct Fp8 {
 #endif
 };
 
-// Turns a line of cells into lines of T: of the elements 0 and 1 of its words, then 2 and 3; or of each of the four.
+// Expands a line of cells into lines of T: elements 0 and 1 of each word, then 2 and 3; for float32, one line for each
+// of the four.
 template <class T, class Format>
 struct Expand {
   void operator()(u32x16 cells, u32x16* lines) const {
     auto decode = [&](int i) { return as<u32x16>(Format::decode(cells << (24 - 8 * i))); };
     for (int j = 0; j < 4 / PAIR<T>; j++)
       if constexpr (PAIR<T> == 1) lines[j] = decode(j);
-      else lines[j] = decode(2 * j) >> 16 | decode(2 * j + 1);  // nothing is lost: bfloat16 holds every cell
+      else lines[j] = decode(2 * j) >> 16 | decode(2 * j + 1);  // exact: bfloat16 can represent every cell
   }
 };
 
 #ifdef __AVX512VBMI__
-// By looking up the low and the high bytes of 64 cells' bfloat16 in one instruction each. The tables are registers.
+// Looks up the low and the high bytes of 64 cells' bfloat16 values with one instruction each. The tables are in
+// registers.
 template <class Format>
 class Expand<bf16, Format> {
  public:
@@ -77,7 +79,7 @@ class Expand<bf16, Format> {
         const uint32_t value = as<u32x16>(Format::decode(splat(i << 24)))[0];
         low[i] = value >> 16, high[i] = value >> 24;
       }
-      for (int j = 0; j < 2; j++)  // where the bytes of the j-th line are: in `low`, or behind it in `high`
+      for (int j = 0; j < 2; j++)  // positions of the j-th line's bytes in `low` followed by `high`
         for (int i = 0; i < 64; i++) zip[j][i] = i / 4 * 4 + 2 * j + i % 4 / 2 + i % 2 * 64;
     }
   };
@@ -90,12 +92,11 @@ class Expand<bf16, Format> {
 };
 #endif
 
-// Rows and columns of the sums of a kernel that expands lines, which take registers, too.
+// Limits on the rows and columns of sums in kernels that expand lines: expanded lines take registers, too.
 constexpr int MOST_EXPANDED = MAX_COLUMNS > 1 ? 8 : MAX_ROWS;
 constexpr int columns_expanded(int rows) { return std::min(MAX_COLUMNS, 16 / rows); }
 
-// The storage of elements for a model with tensors of Type. T: the type that products multiply. LINES: the number of
-// lines of T for a line of the cache.
+// Cache elements in the model's own type, Type. T: the type used in products. LINES: lines of T per line of the cache.
 template <class Type>
 struct Whole {
   using Tensor = Type;
@@ -103,7 +104,7 @@ struct Whole {
   using Element = Type;
   static constexpr bool SCALED = false;
   static constexpr int LINES = UNPACKED<Type>;
-  // The number of sums for which a kernel has registers.
+  // The rows and columns of sums that fit into registers.
   static constexpr int ROWS = LINES > 1 ? MOST_EXPANDED : std::is_same_v<T, float> && MAX_COLUMNS == 1 ? 6 : MAX_ROWS;
   static constexpr int columns(int rows) {
     return LINES > 1 ? columns_expanded(rows) : rows <= 2 ? 2 * MAX_COLUMNS : MAX_COLUMNS;

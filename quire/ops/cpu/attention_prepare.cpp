@@ -1,4 +1,4 @@
-// The work before a step attends: dividing it into tasks, and storing its keys and values.
+// Prepares a step's attention: divides it into tasks, and stores its keys and values.
 #include "attention.h"
 #include "elementwise.h"
 #include "replay.h"
@@ -14,27 +14,27 @@ using namespace quire;
 namespace {
 
 constexpr int64_t STORE_TOKENS = 64;
-// How many tokens before its turn a token is fetched. The hardware does not do it, since tokens are kilobytes apart:
-// preparing a token of each of 64 requests takes 1.1 times as long then.
+// How many tokens ahead to prefetch. The hardware prefetcher does not help, since tokens are kilobytes apart: without
+// this, preparing one token of each of 64 requests takes 1.1 times as long.
 constexpr int64_t TOKENS_AHEAD = 2;
 
 inline void fetch_row(const void* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i);
 }
 
-// Whether 16 slots follow each other.
+// Whether 16 slots are consecutive.
 inline bool follow(const int64_t* slots) {
   for (int i = 1; i < LANES; i++)
     if (slots[i] != slots[0] + i) return false;
   return true;
 }
 
-// 16 neighbouring tokens that fill 16 neighbouring places of a block, kept as they are: whole lines at a time.
+// Stores 16 consecutive tokens in 16 consecutive slots of a block, whole lines at a time. Not for cells.
 template <class T>
 void store_lines(const T* k, int64_t k_stride, const T* v, int64_t v_stride, int head_dim, int dim, int block_size,
                  int offset, uint32_t* keys, uint32_t* values) {
   constexpr int P = PAIR<T>, WORDS = LANES;
-  for (int w = 0; w < dim / P; w += WORDS) {  // with pairs, half of the last 16 words may be too many
+  for (int w = 0; w < dim / P; w += WORDS) {  // with pairs, only half of the last 16 words may exist
     u32x16 lines[LANES];
     const int count = std::clamp(head_dim - w * P, 0, LANES * P);
     for (int t = 0; t < LANES; t++) {
@@ -62,26 +62,26 @@ void store_lines(const T* k, int64_t k_stride, const T* v, int64_t v_stride, int
     }
 }
 
-// Norms queries and keys by head and rotates them, in place.
+// Applies the norm and the rotary embedding to each query and key head, in place.
 template <class T>
 struct Preparation {
   T *q, *k;
   int64_t q_stride, q_head_stride, k_stride, k_head_stride;
-  const void *q_weight, *k_weight;  // null where they are not normed
+  const void *q_weight, *k_weight;  // null for no norm
   bool wide_weight;
   float eps;
-  const float *cos, *sin;  // [tokens, half]; null where they are not rotated
+  const float *cos, *sin;  // [tokens, half]; null for no rotation
   int64_t half;
   bool interleaved;
 
-  // The heads that share a KV head, of one token.
+  // Prepares one token's key head `kv_head` and the query heads that share it.
   void run(const Geometry& g, int64_t token, int64_t kv_head) const {
     for (int i = 0; i < g.group(); i++)
       one(q + token * q_stride + (kv_head * g.group() + i) * q_head_stride, q_weight, token, g.head_dim);
     one(k + token * k_stride + kv_head * k_head_stride, k_weight, token, g.head_dim);
   }
 
-  // Fetches what `run` reads.
+  // Prefetches the data that `run` reads.
   void fetch(const Geometry& g, int64_t token, int64_t kv_head) const {
     for (int i = 0; i < g.group(); i++)
       fetch_row(q + token * q_stride + (kv_head * g.group() + i) * q_head_stride, g.head_dim * sizeof(T));
@@ -101,8 +101,9 @@ void store_tokens(const Geometry& g, uint32_t* cache, int64_t block_stride, cons
                   int64_t k_head_stride, const T* v, int64_t v_stride, int64_t v_head_stride, const int64_t* slots,
                   int64_t tokens, int threads, const Preparation<T>* preparation = nullptr) {
   using Element = typename S::Element;
-  constexpr int N = TOKENS<S>;  // elements in a word
-  // Heads outside, tokens in runs: what a thread stores at a time then falls into the same cache lines.
+  constexpr int N = TOKENS<S>;  // elements per word
+  // Heads are the outer loop and tokens come in runs, so that a thread's consecutive stores fall into the same cache
+  // lines.
   const int64_t runs = (tokens + STORE_TOKENS - 1) / STORE_TOKENS;
   for_each(g.kv_heads * runs, tokens * g.kv_heads >= 32 ? threads : 1, [&](int64_t item) {
     const int64_t head = item / runs, first = item % runs * STORE_TOKENS;
@@ -151,7 +152,7 @@ void store_tokens(const Geometry& g, uint32_t* cache, int64_t block_stride, cons
       uint32_t* values = keys + plane;
       row = S::encode(v + t * v_stride + head * v_head_stride, g.head_dim, dim, room,
                       (float*)(values + scales) + offset);
-      // Other threads may store the words' other elements meanwhile.
+      // Written element by element, since other threads may be storing the other elements of these words.
       Element* to = reinterpret_cast<Element*>(values + offset / N * dim) + offset % N;
       for (int d = 0; d < dim; d++) to[d * N] = row[d];
     }
@@ -162,7 +163,8 @@ void store_tokens(const Geometry& g, uint32_t* cache, int64_t block_stride, cons
 
 extern "C" {
 
-// Cuts a step into tasks, dearest first; step's tasks and merges must have room (see cpu.py), the rest of it is set.
+// Divides a step into tasks, the most expensive first. tasks, merges: must be large enough (see cpu.py). Sets all
+// fields of `step` except the block table.
 void quire_attention_plan(const Geometry* g, const int32_t* query_start, const int32_t* lengths, int32_t requests,
                           int32_t threads, Task* tasks, Merge* merges, Step* step) {
   const int group = g->group(), tile = std::max(1, TILE_ROWS / group);
@@ -183,7 +185,7 @@ void quire_attention_plan(const Geometry* g, const int32_t* query_start, const i
   *step = {step->block_table, step->table_stride, tasks, merges, 0, 0, 0, total < PARALLEL_COST ? 1 : threads};
   for_tiles([&](int request, int token, int tokens, int position, int64_t cost) {
     const int keys = position + tokens, rows = tokens * group;
-    // A task has all keys, or a run of splits of about this many keys.
+    // A task covers all keys, or consecutive splits with about `run` keys.
     const int64_t wanted = threads == 1 ? 1 : std::min<int64_t>((cost + share - 1) / share, keys / g->split_keys());
     const int64_t run = wanted <= 1 ? keys : (keys + wanted - 1) / wanted;
     const int first_partial = step->partial_rows, first_task = step->num_tasks;
@@ -216,7 +218,7 @@ void quire_attention_store(const Geometry* g, void* cache, int64_t block_stride,
   });
 }
 
-// The same, after queries and keys were normed and rotated in place (see Preparation).
+// Like quire_attention_store, but first applies norm and rotary embedding to queries and keys (see Preparation).
 void quire_attention_prepare(const Geometry* g, void* cache, int64_t block_stride, void* q, int64_t q_stride,
                              int64_t q_head_stride, void* k, int64_t k_stride, int64_t k_head_stride, const void* v,
                              int64_t v_stride, int64_t v_head_stride, const int64_t* slots, int64_t tokens,
@@ -233,7 +235,7 @@ void quire_attention_prepare(const Geometry* g, void* cache, int64_t block_strid
   });
 }
 
-// Asks for huge pages, which make reading a large cache 7-12 % faster. To be called before the memory is first used.
+// Requests huge pages, which make reading a large cache 7-12 % faster. Must be called before the memory is first used.
 void quire_advise_huge_pages(void* memory, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
   const uintptr_t page = 4096, begin = (uintptr_t(memory) + page - 1) / page * page;

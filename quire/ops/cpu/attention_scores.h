@@ -1,15 +1,15 @@
-// The product of queries with a tile of keys, of attention and of the indexer of sparse attention.
+// The product of queries with a tile of keys, for attention and for the indexer of sparse attention.
 #pragma once
 
 #include "attention.h"
 
 namespace quire {
 
-// The kernels fetch the next tile while they compute. They fetch it into the second-level cache: the first one has too
-// few fill buffers to cover the latency of memory (measured: 12 ms per step, and 15 ms into the first).
+// The kernels prefetch the next tile while they compute. They prefetch into the L2 cache: L1 has too few fill buffers
+// to cover the latency of memory (measured: 12 ms per step with L2, 15 ms with L1).
 inline void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
-// scores[r][16 c ...] = q[r] . keys of the c-th 16 tokens. ahead: the keys of the whole next tile, or null.
+// scores[r][16 c ...] = q[r] . keys of the c-th 16 tokens. ahead: all keys of the next tile, to prefetch; or null.
 template <class S, int R, int C>
 void score(const uint32_t* q, int words, const uint32_t* const* keys, int stride, float* scores,
            const uint32_t* const* ahead) {

@@ -1,17 +1,17 @@
-// The product of probabilities with a tile of values, and the forms in which a tile can be read.
+// The product of probabilities with a tile of values, and conversions of a tile's layout and type.
 #pragma once
 
 #include "attention_scores.h"
 
 namespace quire {
 
-// out[r][from + 16 c ...] = out * rescale[r] + p[r] . values. ahead: the values of the whole next tile, or null.
+// out[r][from + 16 c ...] = out * rescale[r] + p[r] . values. ahead: all values of the next tile, to prefetch; or null.
 template <class S, int R, int C>
 void weigh(const uint32_t* p, const uint32_t* const* values, int from, int count, float* out, int dim,
            const float* rescale, const uint32_t* const* ahead) {
   out += from;
-  constexpr int STEPS = LANES / TOKENS<S>;                // that make up 16 tokens
-  constexpr int WORDS = TILE_KEYS / PAIR<typename S::T>;  // of a row of p
+  constexpr int STEPS = LANES / TOKENS<S>;                // words of values per 16 tokens
+  constexpr int WORDS = TILE_KEYS / PAIR<typename S::T>;  // words per row of p
   const typename S::Expand expand;
   f32x16 sums[R][C];
 #pragma GCC unroll 8
@@ -41,7 +41,7 @@ void weigh(const uint32_t* p, const uint32_t* const* values, int from, int count
     for (int c = 0; c < C; c++) store(out + r * dim + c * LANES, sums[r][c]);
 }
 
-// Turns the keys of 16 tokens into as many values of `dims` elements: lines of tokens into lines of dims.
+// Transposes the keys of 16 tokens into values of `dims` elements: lines across tokens become lines across dims.
 template <class T>
 void transpose(const uint32_t* keys, int stride, int dims, uint32_t* values) {
   constexpr int P = PAIR<T>;
@@ -58,8 +58,8 @@ void transpose(const uint32_t* keys, int stride, int dims, uint32_t* values) {
   }
 }
 
-// Turns rows of the cache, with `columns` words each, into LINES times as many rows of T. The same part of `ahead` is
-// fetched.
+// Expands rows of the cache, `columns` words each, into LINES times as many rows of T. Prefetches the same part of
+// `ahead`.
 template <class S>
 void expand(const uint32_t* from, int from_stride, int rows, int columns, uint32_t* to, int to_stride,
             const uint32_t* ahead) {

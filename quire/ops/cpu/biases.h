@@ -1,4 +1,4 @@
-// Biases on the scores of each head, by the distance of key and query (layers/distance_bias.py).
+// Biases on each head's scores, by the distance from query to key (layers/distance_bias.py).
 #pragma once
 
 #include "vector.h"
@@ -8,8 +8,8 @@
 namespace quire {
 
 struct Biases {
-  const float* table;  // [heads, 2 * reach + 1], from the key that is farthest behind to the one farthest ahead; or null
-  int reach;           // keys that are farther away have the bias of this distance
+  const float* table;  // [heads, 2 * reach + 1], by key position minus query position, from -reach to reach; or null
+  int reach;           // keys farther away get the bias at this distance
 
   // The biases of 16 consecutive keys, the first of which is `ahead` tokens after the query.
   f32x16 of(int head, int ahead) const {

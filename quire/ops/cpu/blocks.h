@@ -1,12 +1,11 @@
-// Sums of products with the matrix instructions of AArch64, BFMMLA and USMMLA. Each multiplies the weights of two
-// outputs with two rows of x, for four inputs of bfloat16 or eight bytes. Two lines of a panel, interleaved, are its
-// operands:
+// Sums of products with AArch64's matrix instructions BFMMLA and USMMLA. Each multiplies the weights of two outputs
+// with two rows of x, for four bfloat16 or eight 8-bit inputs. Two lines of a panel, interleaved, form its operands:
 //
 //     line of inputs 0, 1 | v0[0 1] | v1[0 1] | ...      interleaved | v0[0 1 2 3] v1[0 1 2 3] | ...
 //     line of inputs 2, 3 | v0[2 3] | v1[2 3] | ...      rows of x   | x0[0 1 2 3] x1[0 1 2 3] |
 //
-// BFMMLA adds pairs of products one after the other and rounds each time, as BFDOT does. So a row that is computed
-// alone, with BFDOT, has the same bits.
+// BFMMLA adds pairs of products one after the other and rounds each time, as BFDOT does. So a row computed alone, with
+// BFDOT, gives the same bits.
 #pragma once
 
 #include "vector.h"
@@ -24,7 +23,7 @@ QUIRE_INLINE i32x16::Part multiply_block(i32x16::Part sums, uint32x4_t weights, 
   return vusmmlaq_s32(sums, as<uint8x16_t>(weights), as<int8x16_t>(rows));
 }
 
-// The sums of R rows and 16 outputs, in V. Each block has two outputs of two rows: [output][row].
+// The sums of R rows and 16 outputs, with elements of V. Each block holds two outputs of two rows: [output][row].
 template <int R, class V>
 class Blocks {
  public:
@@ -50,7 +49,7 @@ class Blocks {
       }
   }
 
-  // Adds the products of two lines and the 8 bytes of each row at x, the next row's being `stride` bytes further.
+  // Adds the products of two lines with 8 bytes of each row. x: the first row; rows are `stride` bytes apart.
   QUIRE_INLINE void add(u32x16 first, u32x16 second, const char* x, int64_t stride) {
     uint8x16_t rows[PAIRS];
 #pragma GCC unroll 3
@@ -68,8 +67,8 @@ class Blocks {
     });
   }
 
-  // Adds the products of `count` lines, `distance` words apart, and 4 bytes of each row for each. visit(): called for
-  // each line.
+  // Adds the products of `count` lines, `distance` words apart, each with 4 bytes of every row. Calls visit() once per
+  // line.
   template <class F>
   QUIRE_INLINE void add_lines(const uint32_t* lines, int64_t distance, int64_t count, const char* x, int64_t stride,
                               F visit) {
@@ -87,7 +86,7 @@ class Blocks {
 
  private:
   static constexpr int PAIRS = (R + 1) / 2;
-  static constexpr int other(int pair) { return 2 * pair + 1 < R ? 2 * pair + 1 : 2 * pair; }  // of its rows
+  static constexpr int other(int pair) { return 2 * pair + 1 < R ? 2 * pair + 1 : 2 * pair; }  // the pair's second row
 
   typename V::Part blocks_[PAIRS][2 * PARTS];
 };

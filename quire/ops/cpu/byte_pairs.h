@@ -1,12 +1,13 @@
-// Products of bytes on processors with AVX2 and no VNNI of 512 bits. vpmaddubsw multiplies unsigned bytes with signed ones
-// and adds neighbouring products in 16 bits. Runs of words are added up in 16 bits, and the sums of runs in 32.
+// Products of bytes on processors with AVX2 but without 512-bit VNNI. vpmaddubsw multiplies unsigned bytes with signed
+// ones and adds neighbouring products in 16 bits. The words of a run are added up in 16 bits, and the sums of runs in
+// 32 bits.
 //
 //     word of codes  | c0 c1 c2 c3 |      sums of a run | c0 x0 + c1 x1 + c4 x4 + ... | c2 x2 + c3 x3 + ... |
 //     word of x      | x0 x1 x2 x3 |
 //
-// Sums of 16 bits wrap around, and are right if the sum of a whole run fits. That is why a run begins with -centre * x:
-// the sum of (code - centre) * x is half as large or less. Products of codes of 8 bits do not fit in pairs; these codes
-// are widened to 16 bits first, for vpmaddwd.
+// 16-bit sums wrap around, so they are right if the final sum of a run fits. A run therefore starts from -centre * x:
+// the sum of (code - centre) * x is at most half as large. Pairs of products of 8-bit codes do not fit into 16 bits, so
+// these codes are widened to 16 bits first, for vpmaddwd.
 //
 // With AVX-VNNI, vpdpbusd adds all four products of a word in 32 bits, whatever the codes are.
 #pragma once
@@ -25,14 +26,15 @@ constexpr bool SUMS_ARE_WIDE = true;  // of 32 bits
 constexpr bool SUMS_ARE_WIDE = false;
 #endif
 
-// The number of words, of four codes with this number of bits, in a run.
+// How codes of `bits` bits are added up in runs. words: the length of a run, in words of four codes.
 struct Runs {
   int words;
-  int32_t centre;  // what is subtracted from each code while a run is added up
-  int32_t rest;    // the part of it that belongs to the sum nevertheless
+  int32_t centre;  // subtracted from each code within a run
+  int32_t rest;    // added back to each code after the last run: with offsets, codes are not centred
 
   Runs(int bits, bool has_offsets) {
-    // 127 is the largest code of x, and 2 * 8 * 127 * 16 = 32,512. Codes up to 15 need no centre in half as many words.
+    // The codes of x are at most 127, and 2 * 8 * 127 * 16 = 32,512 fits. Codes up to 15 need no centre if runs are
+    // half as long.
     const bool is_plain = has_offsets && (bits <= 4 || SUMS_ARE_WIDE);
     words = SUMS_ARE_WIDE || bits == 5 || is_plain ? 8 : bits <= 4 ? 16 : 4;
     centre = is_plain ? 0 : 1 << (bits - 1);
@@ -54,7 +56,7 @@ QUIRE_INLINE i32x16 total(u32x16 sums) {
 }
 QUIRE_INLINE u32x16 odd_bytes(u32x16 codes) { return as<u32x16>(_mm512_srli_epi16(as<__m512i>(codes), 8)); }
 #else
-// Adds the products of pairs of bytes to 16-bit sums (of four bytes to 32-bit sums).
+// Adds the products of pairs of bytes to 16-bit sums (with AVX-VNNI, of four bytes to 32-bit sums).
 QUIRE_INLINE u32x16 add_pairs(u32x16 sums, u32x16 codes, u32x16 x) {
   return each<u32x16>([&](auto i) {
 #ifdef __AVXVNNI__
@@ -66,14 +68,14 @@ QUIRE_INLINE u32x16 add_pairs(u32x16 sums, u32x16 codes, u32x16 x) {
 #endif
   });
 }
-// The same for halves of words, to 32-bit sums.
+// Adds the products of 16-bit halves of words to 32-bit sums.
 QUIRE_INLINE i32x16 add_wide(i32x16 sums, u32x16 codes, u32x16 x) {
   return each<i32x16>([&](auto i) {
     const __m256i products = _mm256_madd_epi16((__m256i)codes.parts[i], (__m256i)x.parts[i]);
     return (i32x16::Part)_mm256_add_epi32((__m256i)sums.parts[i], products);
   });
 }
-// The two sums of each word.
+// Adds the two 16-bit sums of each word.
 QUIRE_INLINE i32x16 total(u32x16 sums) {
   if constexpr (SUMS_ARE_WIDE) return as<i32x16>(sums);
   return each<i32x16>([&](auto i) {
@@ -87,7 +89,8 @@ QUIRE_INLINE u32x16 odd_bytes(u32x16 codes) {
 
 QUIRE_INLINE u32x16 even_bytes(u32x16 codes) { return codes & 0x00ff00ffu; }
 
-// The same sums, in registers: gcc would add up the products of several words first, and have no registers for them.
+// Returns `sums`, forced into registers. Otherwise gcc adds up the products of several words first and runs out of
+// registers.
 QUIRE_INLINE u32x16 kept(u32x16 sums) {
 #ifdef __AVX512F__
   asm volatile("" : "+v"(sums));
@@ -103,7 +106,7 @@ QUIRE_INLINE u32x16 splat_word(const void* p) {
   return splat(word);
 }
 
-// The codes of x in a run, times -centre, as a run begins. bytes: a multiple of 16.
+// Returns the sums that a run begins with: the codes of x in the run times -centre. bytes: a multiple of 16.
 inline uint32_t beginning(const int8_t* x, int64_t bytes, int32_t centre) {
   __m128i sums = _mm_setzero_si128();
   for (int64_t i = 0; i < bytes; i += 16) {
@@ -118,7 +121,7 @@ inline uint32_t beginning(const int8_t* x, int64_t bytes, int32_t centre) {
   return uint32_t(_mm_cvtsi128_si32(_mm_mullo_epi16(sums, _mm_set1_epi16(int16_t(-centre)))));
 }
 
-// 16 codes of x in 16 bits: of each four the even ones, then the odd ones.
+// Widens 16 codes of x to 16 bits. Of each four, the even ones come first, then the odd ones.
 inline void widen_x(const int8_t* x, int16_t* to) {
   const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
   const __m128i codes = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)x), order);

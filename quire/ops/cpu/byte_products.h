@@ -1,4 +1,4 @@
-// Sums of products of bytes, and activations in 8 bits for them (quantized_linear.cpp).
+// Sums of products of bytes, and the quantization of activations to 8 bits (quantized_linear.cpp).
 #pragma once
 
 #include <algorithm>
@@ -10,19 +10,20 @@
 
 namespace quire {
 
-// What is subtracted from codes of 8 bits where the processor multiplies signed bytes only.
+// Subtracted from 8-bit codes on processors that can only multiply signed bytes with signed bytes.
 #if defined(__ARM_NEON) && !defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int LESS = 128;
 #else
 constexpr int LESS = 0;
 #endif
 
-// Adds to each lane the products of its four bytes: of `codes`, which are unsigned if LESS is 0, and `x`, signed.
+// Adds the products of the four bytes of `codes` and `x` to each lane. Bytes of `codes` are unsigned if LESS is 0;
+// those of `x` are signed.
 QUIRE_INLINE i32x16 dot_bytes(i32x16 sum, u32x16 codes, uint32_t x) {
 #if defined(__AVX512VNNI__)
   return as<i32x16>(_mm512_dpbusd_epi32(as<__m512i>(sum), as<__m512i>(codes), _mm512_set1_epi32(int(x))));
 #elif defined(__AVX2__)
-  // Products of 16 bits, of the even bytes and of the odd ones: those of 8 bits would overflow in pairs.
+  // Even and odd bytes are multiplied as 16-bit numbers: pairs of 8-bit products would overflow.
   const uint32_t even = (uint32_t(int8_t(x)) & 0xffff) | uint32_t(int8_t(x >> 16)) << 16;
   const uint32_t odd = (uint32_t(int8_t(x >> 8)) & 0xffff) | uint32_t(int8_t(x >> 24)) << 16;
   const u32x16 low = codes & 0x00ff00ffu, high = codes >> 8 & 0x00ff00ffu;
@@ -61,9 +62,9 @@ QUIRE_INLINE i32x16 dot_word(i32x16 sum, u32x16 codes, const uint32_t* x, std::i
   return dot_bytes(dot_bytes(sum, codes & 0x0f0f0f0fu, x[0]), codes >> 4 & 0x0f0f0f0fu, x[1]);
 }
 
-// Activations in 8 bits: codes [rows, stride]; scales, sums of codes, and totals, which are their products: [groups,
-// rows], since visits read those of neighbouring rows. With QUIRE_PAIRS also the beginnings of runs, [groups, runs,
-// rows], or the codes in 16 bits, [rows, stride].
+// Activations quantized to 8 bits. codes: [rows, stride]. scales, sums (of codes) and totals (scales * sums): [groups,
+// rows], since visits read those of neighbouring rows. With QUIRE_PAIRS also `beginnings`, the initial sums of runs:
+// [groups, runs, rows], or `wide`, the codes in 16 bits: [rows, stride].
 struct Activations {
   int64_t stride = 0, rows = 0, runs = 0;
   std::vector<int8_t> codes;
@@ -72,7 +73,7 @@ struct Activations {
   std::vector<uint32_t> beginnings;
   std::vector<int16_t> wide;
 
-  // bits: of the codes in memory; wide_bits: as they are multiplied
+  // quantize's bits: of the weight's codes in memory; wide_bits: of these codes when they are multiplied
   int64_t at(int64_t group, int64_t row) const { return group * rows + row; }
 
   template <class T>
@@ -90,7 +91,7 @@ struct Activations {
 #endif
     for_each(rows, rows * in > 32768 ? threads : 1, [&](int64_t row) {
       int8_t* const to = codes.data() + row * stride;
-      memset(to + in, 0, stride - in);  // which the rest of a unit of weights is multiplied with
+      memset(to + in, 0, stride - in);  // multiplied with the padding of the weight's last unit
       for (int64_t g = 0, from = 0; g < groups; g++, from += group) {
         const int64_t count = std::min(group, in - from);
         const int64_t i = at(g, row);

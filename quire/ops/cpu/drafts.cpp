@@ -11,7 +11,7 @@ using namespace quire;
 
 namespace {
 
-constexpr int64_t SLICE = 4096;  // tokens that are read twice, the second time from the smallest cache
+constexpr int64_t SLICE = 4096;  // tokens that are read twice, the second time from the L1 cache
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity(), LOG2_E = 1.4426950408889634f;
 constexpr float MAX_QUOTIENT = 1.7e7f;  // 1 / -log(u) is at most 2^24, see uniform()
 
@@ -43,11 +43,11 @@ struct Softmax {
     factor = 1 / total;
   }
 
-  bool exists() const { return factor < -MINUS_INFINITY; }  // not with NaN or infinity, nor if all logits are -inf
+  bool exists() const { return factor < -MINUS_INFINITY; }  // false with NaN or infinity, or if all logits are -inf
   f32x16 of(f32x16 logits) const { return exponential(logits, top) * factor; }
   float of(int64_t token) const { return of(splat(row[token]))[0]; }
 
-  // The logits of 16 tokens, -inf beyond the vocabulary.
+  // Returns the logits of 16 tokens, -inf beyond the vocabulary.
   f32x16 logits(int64_t token) const {
     if (token + LANES <= vocab) return load(row + token);
     float tail[LANES];
@@ -56,7 +56,7 @@ struct Softmax {
   }
 };
 
-// The token with the largest (p - q) / -log(u), or p / -log(u) without q; -1 if p exceeds q nowhere.
+// Returns the token with the largest (p - q) / -log(u), or p / -log(u) without q; -1 if p > q for no token.
 int64_t draw(const Softmax& p, const Softmax* q, uint32_t position, uint64_t seed) {
   int64_t best = -1;
   float largest = 0;
@@ -112,7 +112,7 @@ void quire_count_kept(const int32_t* token_ids, int64_t stride, const int64_t* r
 void quire_accept_or_resample(const float* p, int64_t p_stride, const float* q, int64_t q_stride, int64_t places,
                               int64_t vocab, const int64_t* drafts, const int64_t* seeds, const int64_t* positions,
                               int64_t acceptance, int64_t resampling, int64_t* tokens, int threads) {
-  // One thread processes a place, so that it finds the rows in its cache when it draws.
+  // One thread processes a whole place, so that the rows are still in its cache when it samples.
   for_each(places, places * vocab > 16384 ? threads : 1, [=](int64_t i) {
     const Softmax target(p + i * p_stride, vocab), drafter(q + i * q_stride, drafts[i] < 0 ? 0 : vocab);
     tokens[i] = accept_or_resample(target, drafter, drafts[i], uint32_t(positions[i]), uint64_t(seeds[i] ^ acceptance),

@@ -1,5 +1,5 @@
-// Norms, activations and rotary embedding: one pass over memory each, float32 arithmetic, rounded to the tensors' type
-// at the same places as the reference does.
+// Norms, activations and rotary embedding. Each kernel makes one pass over memory, computes in float32, and rounds to
+// the tensors' type where the reference does.
 #include "elementwise.h"
 #include "replay.h"
 #include "team.h"
@@ -9,7 +9,7 @@ using namespace quire;
 
 namespace {
 
-// Below this many elements one thread is done before a second one has woken up.
+// With fewer elements, one thread finishes before a second one wakes up.
 constexpr int64_t PARALLEL_ELEMENTS = 32768;
 
 template <class F>
@@ -26,7 +26,7 @@ void rms_norm(const T* x, int64_t outer, int64_t inner, int64_t outer_stride, in
   });
 }
 
-// In place: residual becomes x + residual, and x the norm of that.
+// In place: residual becomes x + residual, and x becomes the norm of this sum.
 template <class T, class W>
 void add_rms_norm(T* x, int64_t x_stride, T* residual, int64_t residual_stride, int64_t rows, int64_t dim,
                   const W* weight, float eps, int threads) {
@@ -38,8 +38,9 @@ void add_rms_norm(T* x, int64_t x_stride, T* residual, int64_t residual_stride, 
   });
 }
 
-// The norm of x, or of residual, which then becomes x + residual. residual, weight, bias: null for none. x: [outer, inner,
-// dim] with strides; out: contiguous. weights: elements from the weight of one of `inner` to the next; 0 for the same.
+// out = the norm of x. With a residual: residual becomes x + residual, and out = the norm of this sum. residual,
+// weights, bias: null for none. x: [outer, inner, dim] with strides; out: contiguous. weight_stride: elements between
+// the weights of neighbouring inner indices; 0 for a shared weight.
 template <class T>
 void layer_norm(const T* x, int64_t outer, int64_t inner, int64_t stride, int64_t inner_stride, T* residual,
                 int64_t residual_stride, int64_t dim, const T* weights, int64_t weight_stride, const T* bias, float eps,
@@ -70,7 +71,7 @@ void layer_norm(const T* x, int64_t outer, int64_t inner, int64_t stride, int64_
   });
 }
 
-// out = x + y, all of them contiguous.
+// out = x + y, all contiguous.
 template <class T>
 void add(const T* x, const T* y, int64_t size, T* out, int threads) {
   constexpr int64_t PIECE = 4096;
@@ -82,7 +83,8 @@ void add(const T* x, const T* y, int64_t size, T* out, int threads) {
   });
 }
 
-// out = x * number * factors, each of which may be of a row or of a column. by_column: 0 or 1.
+// out = x * number * factors. by_row: elements between the factors of neighbouring rows. by_column: 1 for a factor per
+// column, 0 for one per row.
 template <class T, class F>
 void multiply(const T* x, int64_t stride, int64_t rows, int64_t dim, float number, const F* factors, int64_t by_row,
               int64_t by_column, T* out, int threads) {
@@ -97,7 +99,8 @@ void multiply(const T* x, int64_t stride, int64_t rows, int64_t dim, float numbe
   });
 }
 
-// out = x + (y - x) * weights, of rows that are all contiguous. weights: [mixes, 1 or rows, dim].
+// out = x + (y - x) * weights. x, y: [rows, dim]; weights: [mixes, 1 or rows, dim]; out: [mixes, rows, dim]; all
+// contiguous.
 template <class T, class W>
 void lerp(const T* x, const T* y, int64_t mixes, int64_t rows, int64_t dim, const W* weights, int64_t weight_rows,
           T* out, int threads) {
@@ -114,13 +117,13 @@ void lerp(const T* x, const T* y, int64_t mixes, int64_t rows, int64_t dim, cons
 
 constexpr float LOG2_E = 1.44269504f;
 
-// 1 / (1 + exp(-x)), by an exponent that is kept from overflowing: below 1e-37 it stays what it is there.
+// 1 / (1 + exp(-x)). The exponent is clamped so that it does not overflow, so results stay above 1e-38.
 QUIRE_INLINE f32x16 sigmoid(f32x16 x) {
   f32x16 exponent = x * -LOG2_E;
   return 1.0f / (1.0f + exp2(where(exponent > 126.0f, splat(126.0f), exponent)));
 }
 
-// The gated activations: functions of a gate and its value. T is the type of the tensors.
+// Gated activations: functions of a gate and an up value. T: the tensors' type.
 struct Silu {
   template <class T>
   QUIRE_INLINE f32x16 operator()(f32x16 gate, f32x16 up, T type) const {
@@ -185,7 +188,7 @@ struct Xielu {
   template <class T>
   QUIRE_INLINE f32x16 operator()(f32x16 x, f32x16, T) const {
     const f32x16 low = where(x > -1e-6f, splat(-1e-6f), x);
-    // e^x - 1 - x. Near 0, where that would lose digits, it uses the series.
+    // e^x - 1 - x, from its series near 0, where the subtraction would lose digits.
     f32x16 series = splat(1.0f / 40320);
     for (float factor : {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f}) series = fma(series, low, factor);
     const f32x16 near = series * low * low, far = exp2(low * LOG2_E) - 1.0f;
@@ -204,7 +207,7 @@ struct SwigluOai {
   }
 };
 
-// x: [rows, 2 * half] of gates and values; out: [rows, half].
+// x: [rows, 2 * half], gates then up values; out: [rows, half].
 template <class T, class F>
 void gate(const T* x, int64_t stride, int64_t rows, int64_t half, T* out, int threads, F activation) {
   for_rows(rows, 2 * half, threads, [=](int64_t row) {
@@ -216,7 +219,7 @@ void gate(const T* x, int64_t stride, int64_t rows, int64_t half, T* out, int th
   });
 }
 
-// x: [rows, dim] -> out: [rows, dim]: an activation with 1 for the value beside the gate.
+// x: [rows, dim] -> out: [rows, dim]: the activation with x as the gate and 1 as the up value.
 template <class T, class F>
 void activate(const T* x, int64_t stride, int64_t rows, int64_t dim, T* out, int threads, F activation) {
   for_rows(rows, dim, threads, [=](int64_t row) {
@@ -242,7 +245,7 @@ void rotary(T* q, int64_t q_stride, int64_t q_head_stride, int64_t heads, T* k, 
 
 extern "C" {
 
-// wide_weight: it is float32, whatever x is.
+// wide_weight: whether the weight is float32, whatever the type of x.
 void quire_rms_norm(int dtype, int wide_weight, const void* x, int64_t outer, int64_t inner, int64_t outer_stride,
                     int64_t inner_stride, int64_t dim, const void* weight, float eps, void* out, int threads) {
   with_types(dtype, wide_weight, [&](auto t, auto w) {
@@ -272,7 +275,7 @@ void quire_layer_norm(int dtype, const void* x, int64_t outer, int64_t inner, in
   });
 }
 
-// Each element limited to -most ... most. x: [rows, dim].
+// Clamps each element to [-most, most]. x: [rows, dim].
 void quire_clip(int dtype, const void* x, int64_t stride, int64_t rows, int64_t dim, float most, void* out,
                 int threads) {
   with_type(dtype, [&](auto t) {
@@ -319,7 +322,7 @@ void quire_row_sums(int dtype, const void* x, int64_t stride, int64_t rows, int6
   with_type(dtype, [&](auto t) {
     using T = decltype(t);
     for_rows(rows, dim, threads, [=](int64_t row) {
-      f32x16 totals[4] = {};  // of fewer numbers each, which rounds less
+      f32x16 totals[4] = {};  // four partial sums, for smaller rounding errors
       for_lanes(dim, [&](int64_t i, int n) { totals[i / LANES % 4] += load_up_to((const T*)x + row * stride + i, n); });
       out[row] = sum((totals[0] + totals[1]) + (totals[2] + totals[3]));
     });

@@ -23,7 +23,8 @@ float inverse_rms(const T* x, int64_t dim, float eps) {
   return 1.0f / std::sqrt(sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / float(dim) + eps);
 }
 
-// W is T, and what is normed is rounded before it meets the weight, or float, and their product is rounded.
+// If W is T, the normalized value is rounded before it is multiplied with the weight. If W is float, only the product
+// is rounded.
 template <class T, class W>
 void norm_row(const T* x, const W* weight, T* out, int64_t dim, float eps) {
   f32x16 scale = splat(inverse_rms(x, dim, eps));
@@ -33,7 +34,7 @@ void norm_row(const T* x, const W* weight, T* out, int64_t dim, float eps) {
   });
 }
 
-// In place on x: [heads, head_dim]; cos, sin: [half].
+// Rotates x: [heads, head_dim] in place. cos, sin: [half].
 template <class T>
 void rotate_halves(T* x, int64_t heads, int64_t head_stride, const float* cos, const float* sin, int64_t half) {
   for (int64_t head = 0; head < heads; head++) {

@@ -1,9 +1,9 @@
-// Attention of whole sequences, without a cache: a token sees all tokens of its sequence, or those near it.
+// Attention over whole sequences, without a cache: a token attends to all tokens of its sequence, or to those nearby.
 //
-// A task is a chunk of the queries of one sequence in one head. The keys and values that the chunk sees are first packed
-// into lines of 16 words, as they lie in a cache (attention.h). Scores of a few rows against all keys fit into the
-// second-level cache, so the softmax is the plain one. A row's result depends on its own sequence only: chunks begin at
-// fixed positions, and a row's sums are formed in one order.
+// A task is a chunk of one sequence's queries in one head. The keys and values for the chunk are first packed into
+// lines of 16 words, as in the cache (attention.h). The scores of a few rows for all keys fit into the L2 cache, so a
+// plain softmax is enough. A row's result depends only on its own sequence: chunks begin at fixed positions, and a
+// row's sums are added in a fixed order.
 #include "biases.h"
 #include "replay.h"
 #include "team.h"
@@ -19,10 +19,10 @@ using namespace quire;
 namespace {
 
 constexpr int CHUNK = 128;             // queries of a task
-constexpr int TILE = 4 * MAX_ROWS;     // queries whose scores are in memory at a time
+constexpr int TILE = 4 * MAX_ROWS;     // queries whose scores are computed at a time
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// Rows with strides, in elements.
+// Heads of tokens, with strides in elements.
 template <class T>
 struct Heads {
   const T* data;
@@ -63,7 +63,7 @@ void multiply(const uint32_t* a, int a_stride, int rows, const uint32_t* b, int 
   });
 }
 
-// A thread's working memory, kept between calls. Words, but for scores and results.
+// A thread's working memory, reused between calls: 32-bit words, except for scores and results.
 struct Scratch {
   std::vector<uint32_t> q, keys, values, p, row;
   std::vector<float> scores, out;
@@ -71,7 +71,7 @@ struct Scratch {
 
 struct Chunk {
   int32_t start, length;  // of the sequence, in tokens
-  int32_t first;          // query of the chunk, in the sequence
+  int32_t first;          // position of the chunk's first query
 };
 
 template <class T>
@@ -81,7 +81,7 @@ struct Encoder {
   Heads<T> q, k, v;
   int heads, kv_heads, dim;
   float scale;
-  int reach;  // how far a token sees to both sides; -1: everything
+  int reach;  // how many tokens to each side a token attends to; -1: all
   Biases biases;
   T* out;     // [tokens, heads, dim]
 
@@ -89,13 +89,13 @@ struct Encoder {
   int padded() const { return (dim + LANES - 1) / LANES * LANES; }
   int words() const { return padded() / P; }
 
-  // A row as words, zero behind its end.
+  // Copies a row as words, padded with zeros.
   void copy(const T* from, uint32_t* to) const {
     memset(to, 0, padded() * sizeof(F));
     copy_factors(from, dim, reinterpret_cast<F*>(to));
   }
 
-  // Keys [from, to) of the sequence: [words][width] and, of their values, [width / P][padded].
+  // Packs the keys [from, to) of the sequence as [words][width], and their values as [width / P][padded].
   void pack(const Chunk& chunk, int head, int from, int to, int width, Scratch& s) const {
     s.keys.resize(words() * width), s.values.resize(width / P * padded());
     s.row.assign(LANES * words() + LANES, 0);
@@ -121,8 +121,8 @@ struct Encoder {
     }
   }
 
-  // Scores -> probabilities times the returned sum, of the keys [begin, end) of `width`. ahead: of the query, the first
-  // key.
+  // Turns scores into unnormalized probabilities and returns their sum. Keys outside [begin, end) get weight 0. ahead:
+  // position of the first key minus the query's.
   template <bool BIASED>
   float softmax(float* scores, int begin, int end, int width, int head, int ahead, F* p) const {
     f32x16 top = splat(-std::numeric_limits<float>::infinity());

@@ -1,14 +1,14 @@
-// The product with weights in float8 (e4m3) in panels (panels.h). Activations in bfloat16 are used directly. Those in
-// float16 are split into two rows of bfloat16: the rounded numbers, and the rest.
+// The product with float8 (e4m3) weights in panels (panels.h). bfloat16 activations are used directly. A float16 row is
+// split into two bfloat16 rows: the rounded numbers, and the remainders.
 //
 //   result[m, n] = sum over groups g of  scale[n, g] * sum code * x
 //
-// A word holds the codes of four inputs. In registers they become two words of bfloat16, which has all values of
-// float8:
+// A word holds the codes of four inputs. In registers they become two words of bfloat16, which can represent all float8
+// values:
 //
 //     word of codes | w[0] w[1] w[2] w[3] |      words of bfloat16 | w[0] w[2] | and | w[1] w[3] |
 //
-// Words of neighbours would take more instructions. A copy of x has its inputs in the same order.
+// Pairs of neighbouring inputs would take more instructions. x is copied with its inputs in the same order.
 #include "blocks.h"
 #include "panels.h"
 #include "replay.h"
@@ -20,14 +20,14 @@ namespace {
 // The codes of NaN, which weights never contain, are read as 480 and -480.
 #ifdef __AVX512VBMI__
 
-// The bytes of the bfloat16 of each code without its sign.
+// The low and high bytes of each code's bfloat16 value, without the sign.
 struct Values {
   alignas(64) uint8_t low[128] = {}, high[128] = {};
 
   constexpr Values() {
     for (int code = 1; code < 128; code++) {
       int exponent = 120, digits = code;
-      for (; digits < 8; exponent--) digits *= 2;  // float8's subnormal numbers are normal ones of bfloat16
+      for (; digits < 8; exponent--) digits *= 2;  // float8's subnormal numbers are normal in bfloat16
       const int bits = (exponent << 7) + (digits << 4);
       low[code] = uint8_t(bits), high[code] = uint8_t(bits >> 8);
     }
@@ -35,7 +35,7 @@ struct Values {
 };
 constexpr Values VALUES;
 
-// The bytes of a table of 128 at the lowest seven bits of each code.
+// Looks up the lowest seven bits of each code in a table of 128 bytes.
 QUIRE_INLINE u32x16 looked_up(u32x16 codes, const uint8_t* table) {
   const auto first = as<__m512i>(read<u32x16>(table)), second = as<__m512i>(read<u32x16>(table + 64));
   return as<u32x16>(_mm512_permutex2var_epi8(first, as<__m512i>(codes), second));
@@ -49,8 +49,8 @@ QUIRE_INLINE void widen(u32x16 codes, u32x16 (&pairs)[2]) {
 
 #else
 
-// The lowest byte as bfloat16 in the upper half of each lane. The bits of a code are those of a float32 that is 2^120
-// times smaller. They are multiplied, since instructions for bfloat16 take the smallest of these for 0.
+// The lowest byte as bfloat16, in the upper half of each lane. Its bits are first placed in a float32 that is 2^120
+// times too small. The product restores the scale: bfloat16 instructions would treat the smallest numbers as 0.
 QUIRE_INLINE u32x16 value(u32x16 code) {
   return as<u32x16>(as<f32x16>((code & 0x80u) << 24 | (code & 0x7fu) << 20) * splat(0x1p120f));
 }
@@ -63,24 +63,24 @@ QUIRE_INLINE void widen(u32x16 codes, u32x16 (&pairs)[2]) {
 #endif
 
 struct Float8 {
-  static constexpr int INPUTS = 4;  // of a word of codes
+  static constexpr int INPUTS = 4;  // per word of codes
 
   const uint32_t* weights;
   const float* scales;  // panels of [groups, outputs]
-  const uint64_t* x;    // [rows, row_words], four inputs each
+  const uint64_t* x;    // [rows, row_words], four inputs per word
   int dtype;            // of bias and result
-  int parts;            // rows of x whose sum is a row of the activations
+  int parts;            // rows of x per row of activations: 2 for float16, otherwise 1
   const void* bias;     // [out] or null
   void* result;         // [rows / parts, out]
   int64_t out, row_words, group_words, groups;
 
-  // A single scale for all inputs is applied to complete sums, so a row can be visited in several parts.
+  // A single scale for all inputs is applied to the complete sums, so a row can be visited in parts of any size.
   bool scaled_last() const { return groups == 1; }
 
 #ifdef QUIRE_TILES
   static constexpr int STEP = TILE / 2;  // words that fill a tile
 
-  // For any number of rows, since tiles add up in another order.
+  // Used for any number of rows, since tiles add in another order than `visit`.
   bool in_tiles(int64_t) const { return has_tiles(); }
   int64_t step() const { return scaled_last() ? STEP : group_words; }
 
@@ -128,7 +128,7 @@ struct Float8 {
 
   void expect(int64_t panel, int lines) const { fetch_panel((const uint32_t*)scales, panel, groups, lines); }
 
-  // Widening takes as long as multiplying with two rows or three.
+  // Widening takes as long as multiplying with two or three rows.
   bool unpacks(int pieces, bool) const { return pieces > 1; }
 
   Part part(int64_t panel, int64_t word, int64_t words, int lines, int pieces, bool, Unpacked& unpacked,
@@ -143,7 +143,7 @@ struct Float8 {
     return part;
   }
 
-  // Words of `lines` lines, to pairs: [2 words, lines].
+  // Widens [words, lines] codes to bfloat16 pairs: [2 * words, lines].
   static void widen_lines(const uint32_t* from, int stride, int64_t words, int lines, uint32_t* to, Ahead& ahead) {
     Ahead::Pace pace = ahead.pace(words);
     for (int64_t i = 0; i < words; i++, from += stride, to += 2 * lines * LANES) {
@@ -251,7 +251,7 @@ struct Float8 {
   }
 };
 
-// x -> four inputs in each word, in the order 0, 2, 1, 3; zeros behind the last.
+// Packs x into words of four inputs, in the order 0, 2, 1, 3, padded with zeros.
 void reorder(const bf16* x, int64_t in, uint64_t* to) {
   auto reordered = [](uint64_t four) {
     return (four & 0xffff00000000ffff) | (four & 0xffff0000) << 16 | (four >> 16 & 0xffff0000);
@@ -268,7 +268,7 @@ void reorder(const bf16* x, int64_t in, uint64_t* to) {
   }
 }
 
-// One row after the other: the numbers rounded to bfloat16, and the rest.
+// Writes two rows: the numbers rounded to bfloat16, then the remainders.
 void reorder(const fp16* x, int64_t in, uint64_t* to) {
   thread_local std::vector<bf16> kept;
   kept.resize(2 * in);
@@ -284,8 +284,8 @@ void reorder(const float*, int64_t, uint64_t*) {}
 
 }  // namespace
 
-// x: [rows, in] -> result: [rows, out]. codes, scales: from quire_panels; group: of inputs, of whole words unless there
-// is one. bounds: null, or see Shape.
+// x: [rows, in] -> result: [rows, out]. codes, scales: from quire_panels. group: inputs per scale, a multiple of 4
+// unless there is only one group. bounds: see Shape, or null.
 extern "C" void quire_float8_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, const void* codes,
                                     const float* scales, int64_t out, int64_t in, int64_t group, const void* bias,
                                     const int64_t* bounds, int64_t experts, void* result, int threads) {

@@ -1,5 +1,5 @@
-// Decodes the quantized blocks of GGUF files into codes, scales, offsets and factors (ops/reference/quantized.py). The
-// straightforward version, with the layouts, is quantization/gguf.py.
+// Decodes the quantized blocks of GGUF files into codes, scales, offsets and factors (ops/reference/quantized.py).
+// quantization/gguf.py is the straightforward version and describes the layouts.
 #include <cstring>
 
 #include "team.h"
@@ -9,13 +9,13 @@ using namespace quire;
 
 namespace {
 
-// The destinations of a block's parts. codes: one per byte. factors: one or two halves.
+// The destinations of a block's parts. codes: one per byte. factors: one or two float16 numbers.
 struct Target {
   uint8_t *codes, *scales, *offsets;
   uint16_t* factors;
 };
 
-constexpr uint16_t SIGN = 0x8000;  // of a half
+constexpr uint16_t SIGN = 0x8000;  // of a float16 number
 
 inline uint16_t half_at(const uint8_t* x) {
   uint16_t value;
@@ -23,7 +23,8 @@ inline uint16_t half_at(const uint8_t* x) {
   return value;
 }
 
-// Of each RUN bytes, the lowest fields of BITS bits come first, then the next ones: adds them, times 2^SHIFT, to codes.
+// Unpacks fields of BITS bits and adds them, times 2^SHIFT, to codes. For each RUN bytes, the lowest field of every
+// byte comes first, then the next field of every byte, and so on.
 template <int RUN, int BITS, int SHIFT, bool FIRST = SHIFT == 0>
 inline void put_fields(const uint8_t* x, int bytes, uint8_t* codes) {
   constexpr int COUNT = 8 / BITS;
@@ -37,8 +38,8 @@ inline void put_fields(const uint8_t* x, int bytes, uint8_t* codes) {
     }
 }
 
-// Each of the types has: the elements and bytes of a block, the bits of a code in memory, what is added to its codes,
-// the bytes of the scales of a block, whether there are offsets, the number of factors, and how a block is decoded.
+// Each type has ELEMENTS and BYTES of a block, WIDTH (bits of a code in memory), BASE (added to codes), SCALES (bytes
+// of a block's scales), OFFSETS (whether it has them), FACTORS (their number), and `decode` for a block.
 
 template <int BITS, bool HAS_MINIMUM>
 struct Simple {  // Q4_0, Q4_1, Q5_0, Q5_1
@@ -58,7 +59,7 @@ struct Q8_0 {
   static constexpr int ELEMENTS = 32, BYTES = 34, WIDTH = 8, BASE = 128, SCALES = 2, FACTORS = 0;
   static constexpr bool OFFSETS = false;
   static void decode(const uint8_t* x, Target to) {
-    memcpy(to.codes, x + 2, 32);  // adding 128 is the same as flipping the sign
+    memcpy(to.codes, x + 2, 32);  // signed: adding BASE, 128, flips the sign bit
     memcpy(to.scales, x, 2);
   }
 };
@@ -132,10 +133,10 @@ void decode(const uint8_t* data, int64_t rows, int64_t blocks, Target all, int t
   });
 }
 
-// The values, times `factor` and plus `shift`: [rows, blocks * ELEMENTS]
+// Writes the values, times `factor` and plus `shift`, to out: [rows, blocks * ELEMENTS].
 template <class B, class T>
 void put_values(const uint8_t* data, int64_t rows, int64_t blocks, float factor, float shift, T* out, int threads) {
-  constexpr bool HALVES = B::FACTORS == 0;  // scale and offset are halves; otherwise integers, times halves
+  constexpr bool HALVES = B::FACTORS == 0;  // float16 scales and offsets; otherwise integers times float16 factors
   constexpr int GROUPS = HALVES ? 1 : B::SCALES, GROUP = B::ELEMENTS / GROUPS, LANES = 16;
   constexpr int CENTRE = B::OFFSETS ? 0 : 1 << (B::WIDTH - 1);
   for_each(rows, threads, [=](int64_t row) {
@@ -164,7 +165,7 @@ void put_values(const uint8_t* data, int64_t rows, int64_t blocks, float factor,
   });
 }
 
-// f(B{}) for the ggml type of this number.
+// Calls f(B{}) for ggml's type number `type`.
 template <class F>
 void with_blocks(int type, F f) {
   switch (type) {
@@ -185,8 +186,8 @@ void with_blocks(int type, F f) {
 
 extern "C" {
 
-// data: [rows, blocks] of ggml's type of this number. The codes are of 4 bits, two in a byte, or of 8. offsets and
-// factors are null for types without them.
+// data: [rows, blocks] of ggml's type number `type`. codes: 4 bits each, two per byte, or 8 bits. offsets, factors:
+// null for types without them.
 void quire_gguf_blocks(int type, const uint8_t* data, int64_t rows, int64_t blocks, uint8_t* codes, uint8_t* scales,
                        uint8_t* offsets, uint16_t* factors, int threads) {
   with_blocks(type, [&](auto block) {
@@ -194,7 +195,7 @@ void quire_gguf_blocks(int type, const uint8_t* data, int64_t rows, int64_t bloc
   });
 }
 
-// The values of such data, times `factor` and plus `shift`, in the type with this code: [rows, all inputs]
+// Writes the values of such data, times `factor` and plus `shift`, to out: [rows, inputs] of type `dtype`.
 void quire_gguf_values(int type, int dtype, const uint8_t* data, int64_t rows, int64_t blocks, float factor,
                        float shift, void* out, int threads) {
   with_blocks(type, [&](auto block) {

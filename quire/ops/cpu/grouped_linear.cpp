@@ -1,10 +1,10 @@
-// Products of groups of rows, each with a weight of its own that is not packed: of experts, or of attention heads. A
-// group usually has few rows, and then reading the weights takes all the time. They are read once, in memory order, and
-// multiplied with as many rows at a time as there are registers for sums. Groups of many rows are cut into blocks that
-// stay in the cache.
+// Products of groups of rows, each group with its own unpacked weight: experts or attention heads. A group usually has
+// few rows, so reading the weights takes nearly all the time. They are read once, in memory order, and multiplied with
+// as many rows at a time as there are registers for sums. Groups of many rows are divided into blocks that stay in the
+// cache.
 //
-// Sixteen (of bfloat16 32) neighbouring inputs are added up side by side, and their sums at the end, always in the same
-// order: a row's result does not depend on the other rows.
+// A sum is kept in 16 lanes, each for one input in 16 (bfloat16: two in 32). The lanes are added at the end, always in
+// the same order: a row's result does not depend on the other rows.
 #include <algorithm>
 #include <vector>
 
@@ -18,8 +18,8 @@ using namespace quire;
 namespace {
 
 constexpr int TILE_OUTPUTS = 32;
-constexpr int64_t BLOCK_BYTES = 1 << 18;  // of rows
-constexpr int64_t PARALLEL_BYTES = 1 << 16;  // below it, one thread is done before a second one has woken up
+constexpr int64_t BLOCK_BYTES = 1 << 18;  // of the rows in a block
+constexpr int64_t PARALLEL_BYTES = 1 << 16;  // with less work, one thread finishes before a second one wakes up
 
 template <class T>
 struct GroupedLinear {
@@ -28,14 +28,14 @@ struct GroupedLinear {
   const T* weight;  // [experts, out, in]
   int64_t expert_stride, output_stride;
   const T* bias;  // [experts, out] or null
-  const int64_t* offsets;  // null: every group has the same rows of x, from its own columns
-  int64_t rows, x_group;   // without offsets: how many rows, and from one group's columns to the next one's
+  const int64_t* offsets;  // null: every group has the same rows of x, but its own columns
+  int64_t rows, x_group;   // without offsets: the number of rows, and the distance between the columns of groups
   int64_t in, out;
   T* result;  // [rows, out], or without offsets [rows, groups, out]
   int64_t result_stride;
 
-  // R rows by C outputs. fetch: also the weights of the next C outputs, which the processor would not see coming (up to
-  // twice as fast with one row an expert).
+  // Computes R rows by C outputs. fetch: whether to prefetch the weights of the next C outputs, which the hardware
+  // prefetcher does not (up to twice as fast with one row per expert).
   template <int R, int C>
   void piece(int64_t expert, int64_t row, int64_t output, bool fetch) const {
     constexpr int STEP = LANES * PAIR<Factor<T>>;
@@ -95,8 +95,8 @@ struct GroupedLinear {
   }
 };
 
-// out: [tokens * top_k, dim], of which row i is that of the (token, choice) order[i] -> [tokens, dim], weighted sums in the
-// order of the choices. weights: [tokens, top_k], rounded to T first; null for 1.
+// out: [tokens * top_k, dim]; row i belongs to the (token, choice) order[i] -> result: [tokens, dim], weighted sums in
+// the order of choices. weights: [tokens, top_k], first rounded to T; null for 1.
 template <class T>
 void combine(const T* out, const int64_t* order, const float* weights, int64_t tokens, int64_t top_k, int64_t dim,
              T* result, int threads) {

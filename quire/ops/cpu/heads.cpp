@@ -1,4 +1,4 @@
-// Operations on the vectors of heads before attention: [tokens, heads, dim] with strides become contiguous.
+// Operations on heads before attention. Inputs: [tokens, heads, dim] with strides; outputs: contiguous.
 #include <cmath>
 #include <cstring>
 
@@ -10,7 +10,7 @@ using namespace quire;
 
 namespace {
 
-constexpr int64_t PARALLEL_ELEMENTS = 32768;  // below it, one thread is done before a second one has woken up
+constexpr int64_t PARALLEL_ELEMENTS = 32768;  // with less work, one thread finishes before a second one wakes up
 
 template <class F>
 void for_heads(int64_t tokens, int64_t heads, int64_t dim, int threads, F f) {
@@ -18,7 +18,7 @@ void for_heads(int64_t tokens, int64_t heads, int64_t dim, int threads, F f) {
            [=](int64_t i) { f(i, i / heads, i % heads); });
 }
 
-// See the reference.
+// See `sharpen` in ops/reference/elementwise.py.
 template <class T>
 void sharpen(const T* q, int64_t stride, int64_t head_stride, int64_t tokens, int64_t heads, int64_t dim,
              const int64_t* positions, float scale, int64_t length, int64_t offset, T* out, int threads) {
@@ -49,7 +49,7 @@ void append_positions(Which which, const T* x, int64_t stride, int64_t head_stri
 
 extern "C" {
 
-// Both are [tokens, heads, dim], of elements of `size` bytes.
+// Concatenates two tensors along dim. first, second: [tokens, heads, dim], elements of `size` bytes.
 void quire_join(int64_t tokens, int64_t heads, int64_t size, const void* first, int64_t stride, int64_t head_stride,
                 int64_t dim, const void* second, int64_t second_stride, int64_t second_head_stride, int64_t second_dim,
                 void* out, int threads) {

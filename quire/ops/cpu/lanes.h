@@ -1,6 +1,6 @@
-// Vectors of 16 lanes, and the operations on them that operators do not express. With AVX-512, a vector is a register,
-// in the compiler's own vector type. Elsewhere it is a Wide: two registers of AVX2, or four of NEON or SSE. The
-// compiler's vector types may be larger than a register, too, but gcc keeps such values in memory.
+// Vectors of 16 lanes, and operations on them that C++ operators cannot express. With AVX-512, a vector is one
+// register, in the compiler's own vector type. Elsewhere it is a Wide: two AVX2 registers, or four NEON or SSE
+// registers. The compiler also has vector types larger than a register, but gcc keeps their values in memory.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 #include <arm_neon.h>
 #endif
 
-// A Wide that is passed to a function goes through memory.
+// Always inlined: a Wide that is passed to a function goes through memory.
 #define QUIRE_INLINE inline __attribute__((always_inline))
 
 namespace quire {
@@ -64,9 +64,9 @@ QUIRE_INLINE u32x16 widened(u16x16 v) { return as<u32x16>(_mm512_cvtepu16_epi32(
 QUIRE_INLINE u16x16 low_halves(u32x16 v) { return as<u16x16>(_mm512_cvtepi32_epi16(as<__m512i>(v))); }
 QUIRE_INLINE u8x16 low_bytes(u32x16 v) { return as<u8x16>(_mm512_cvtepi32_epi8(as<__m512i>(v))); }
 
-// a * b + c, rounded once where the processor has an instruction for it. This is the only way in which the kernels fuse
-// operations: the compiler itself must not (-ffp-contract=off in build.py), since it fuses the same expression in one
-// instance of a kernel and not in another, and a row's result would depend on how many rows are computed with it.
+// a * b + c, rounded once if the processor has an instruction for it. Kernels fuse operations only through this
+// function. The compiler must not (-ffp-contract=off in build.py): it fuses an expression in one instance of a kernel
+// and not in another, so a row's result would depend on how many rows are computed with it.
 QUIRE_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
   return as<f32x16>(_mm512_fmadd_ps(as<__m512>(a), as<__m512>(b), as<__m512>(c)));
 }
@@ -82,13 +82,13 @@ constexpr int REGISTER = 16;
 #endif
 constexpr int PARTS = 64 / REGISTER;
 
-// f(i) for each part, i being a constant: a variable would keep all parts in memory.
+// Calls f(i) for each part. i is a constant, since a variable index would keep all parts in memory.
 template <class F, int... P>
 QUIRE_INLINE void for_parts(F f, std::integer_sequence<int, P...>) { (f(std::integral_constant<int, P>{}), ...); }
 template <class F>
 QUIRE_INLINE void for_parts(F f) { for_parts(f, std::make_integer_sequence<int, PARTS>{}); }
 
-// The vector whose parts are f(i).
+// Returns the vector whose parts are f(i).
 template <class V, class F>
 QUIRE_INLINE V each(F f) {
   V made;
@@ -163,7 +163,7 @@ struct u16x16 {
 template <class To, class E>
 QUIRE_INLINE To as(Wide<E> from) { return each<To>([&](auto i) { return (typename To::Part)from.parts[i]; }); }
 
-// Not with memcpy, of which gcc would make copies of integers.
+// Used instead of memcpy, which gcc would turn into copies of integers.
 template <class Part>
 struct Unaligned {
   typedef Part Type __attribute__((aligned(1), may_alias));
@@ -185,7 +185,7 @@ QUIRE_INLINE Wide<E> where(i32x16 mask, Wide<E> a, Wide<E> b) {
   return each<Wide<E>>([&](auto i) { return mask.parts[i] ? a.parts[i] : b.parts[i]; });
 }
 
-// A part of a shuffle: lanes of one or two parts of its operands.
+// Part P of a shuffle's result: lanes of one or two parts of the operands.
 template <int P, int... I>
 struct Picked {
   static constexpr int SIZE = sizeof...(I) / PARTS;
@@ -226,7 +226,7 @@ QUIRE_INLINE i32x16 to_int(f32x16 v) {
 }
 
 QUIRE_INLINE u32x16 widened(u16x16 v) {
-#ifdef __AVX2__  // gcc 12 makes five instructions of the conversion
+#ifdef __AVX2__  // gcc 12 compiles the conversion to five instructions
   return each<u32x16>([&](auto i) { return (u32x16::Part)_mm256_cvtepu16_epi32((__m128i)v.parts[i]); });
 #else
   return each<u32x16>([&](auto i) { return __builtin_convertvector(v.parts[i], u32x16::Part); });

@@ -1,4 +1,4 @@
-// The dense product, from weights in panels (panels.h): packing them, multiplying, and reading rows back.
+// The dense product with weights in panels (panels.h): packing, multiplying, and reading rows back.
 #include "blocks.h"
 #include "panels.h"
 #include "replay.h"
@@ -11,11 +11,13 @@ template <class T>
 struct Dense {
   using F = Factor<T>;
   static constexpr int LINES = UNPACKED<T>;
-  static constexpr bool IS_BF16 = std::is_same_v<F, bf16>;  // what products multiply
-  // Elsewhere there are too few registers to keep the second line, and unpacking bfloat16 twice is cheap.
+  static constexpr bool IS_BF16 = std::is_same_v<F, bf16>;  // whether products multiply bfloat16
+  // Otherwise words are unpacked twice: other processors have too few registers for the second line, and unpacking
+  // bfloat16 is cheap.
   static constexpr bool UNPACKS_AT_ONCE = std::is_same_v<T, fp16> && MAX_COLUMNS > 1;
 #ifndef __AVX512F__
-  // 12 sums are in the 16 registers of AVX2 (of NEON 24 in 32), of six rows with one line down to one row with four.
+  // Sums take up to 12 of AVX2's 16 registers (24 of NEON's 32): from six rows with one line to one row with four
+  // lines.
   static constexpr bool IN_BLOCKS = IS_BF16;
   struct Rows {
     static constexpr int ROWS = IN_BLOCKS ? MAX_ROWS : 6, IN_ORDER = IN_BLOCKS ? MAX_ROWS : 1;
@@ -40,7 +42,7 @@ struct Dense {
 #ifdef QUIRE_TILES
   bool in_tiles(int64_t) const { return IS_BF16 && has_tiles(); }
 
-  // A tile's products are added up before they meet the sum, so that tiles must begin at fixed words.
+  // A tile's products are added up before they are added to the sum, so tiles must begin at fixed words.
   int64_t step() const { return in_tiles(0) ? TILE : 1; }
 
   void visit_tiles(Tiles& tiles, const Part& part, int64_t row, int, float* sums, Ahead& ahead) const {
@@ -84,12 +86,12 @@ struct Dense {
       Ahead fetched = ahead.portion((C - c) / AT_ONCE);
       add_products<R, AT_ONCE>(part, row, line + c, sums + c * LANES, fetched);
     }
-    // The sums of the last part are the results. Each visit writes its own, so that the next visit computes while the
-    // lines of memory are fetched that the results go to.
+    // After the last part, the sums are complete. Each visit writes its own results, so that the next visit computes
+    // while the memory that they go to is fetched.
     if (part.word + part.words == row_words && visits_write(part.panel)) write(part.panel, row, R, line, C, sums);
   }
 
-  // Sums are in registers meanwhile.
+  // Keeps the sums in registers throughout the part.
   template <int R, int C>
   void add_products(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
     const int stride = part.stride();
@@ -144,7 +146,8 @@ struct Dense {
       }
   }
 
-  // Whether the visits of the last part write results, and not `finish`: where all of the panel's lines are outputs.
+  // Whether the visits of the last part write the results instead of `finish`: true if all 64 outputs of the panel
+  // exist.
   bool visits_write(int64_t panel) const {
 #ifdef QUIRE_TILES
     if (in_tiles(0)) return false;
@@ -152,7 +155,7 @@ struct Dense {
     return first_output(panel) + PANEL <= out;
   }
 
-  int64_t panels() const { return (out + PANEL - 1) / PANEL; }  // of an expert
+  int64_t panels() const { return (out + PANEL - 1) / PANEL; }  // per expert
   int64_t first_output(int64_t panel) const { return panel % panels() * PANEL; }
   const T* bias_of(int64_t panel) const { return bias + panel / panels() * out; }
 
@@ -165,8 +168,8 @@ struct Dense {
 
 extern "C" {
 
-// x: [rows, in] -> result: [rows, out]; packed: from quire_panels, `words` of one or two elements a row. bounds: null, or
-// see Shape.
+// x: [rows, in] -> result: [rows, out]. packed: from quire_panels, `words` words per row, each with one or two
+// elements. bounds: see Shape, or null.
 void quire_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, const void* packed, int64_t out,
                   int64_t words, const void* bias, const int64_t* bounds, int64_t experts, void* result, int threads) {
   with_type(dtype, [&](auto type) {
@@ -180,14 +183,14 @@ void quire_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, cons
   });
 }
 
-// [out, words] of 32 bits -> panels. In place if packed == weight, where out is a multiple of 16: a panel takes the place
-// of its rows.
+// Packs [out, words] 32-bit words into panels. Works in place (packed == weight) if out is a multiple of 16: a panel
+// then has the size of its rows.
 void quire_panels(const void* weight, int64_t out, int64_t words, void* packed, int threads) {
   const Shape shape{0, out, words};
   for_each(shape.panels(), threads, [&](int64_t panel) {
     const int64_t count = std::min<int64_t>(PANEL, out - panel * PANEL), width = shape.lines(panel) * LANES;
     const uint32_t* from = (const uint32_t*)weight + panel * PANEL * shape.words;
-    std::vector<uint32_t> rows(width * shape.words + LANES);  // with room for a last load
+    std::vector<uint32_t> rows(width * shape.words + LANES);  // padded for the last load
     memcpy(rows.data(), from, count * shape.words * sizeof(uint32_t));
     uint32_t* to = (uint32_t*)packed + panel * PANEL * shape.words;
     for (int64_t word = 0; word < shape.words; word += LANES)
@@ -201,7 +204,7 @@ void quire_panels(const void* weight, int64_t out, int64_t words, void* packed, 
   });
 }
 
-// Rows `ids` of what was packed: [count, words].
+// Reads the rows `ids` of a packed weight: [count, words].
 void quire_panel_rows(const void* packed, int64_t out, int64_t words, const int64_t* ids, int64_t count, void* result,
                       int threads) {
   const Shape shape{0, out, words};

@@ -1,8 +1,8 @@
-// Low-rank adapters: out += B A x, where each token may use a different adapter. Tokens of the same adapter are
-// computed together, so that its matrices are read once. Tokens without one cost nothing.
+// Low-rank adapters: out += B A x, where each token may use a different adapter. Tokens with the same adapter are
+// computed together, so that its matrices are read once. Tokens without an adapter cost nothing.
 //
-// Both products are sums in a fixed order (the first like those of grouped_linear.cpp, the second by rank), so a token's
-// result does not depend on the others.
+// Both products add in a fixed order (A x as in grouped_linear.cpp, B h by rank), so a token's result does not depend
+// on the other tokens.
 #include <algorithm>
 #include <vector>
 
@@ -15,10 +15,10 @@ using namespace quire;
 
 namespace {
 
-constexpr int TOKENS = 8 * MAX_ROWS;  // of one item of work
+constexpr int TOKENS = 8 * MAX_ROWS;  // per item of work
 constexpr int64_t OUTPUTS = 512;
 constexpr int RANKS = 8;
-constexpr int64_t PARALLEL_BYTES = 1 << 16;  // below it, one thread is done before a second one has woken up
+constexpr int64_t PARALLEL_BYTES = 1 << 16;  // with less work, one thread finishes before a second one wakes up
 
 template <class T>
 struct AddLora {
@@ -37,10 +37,10 @@ struct AddLora {
   };
   struct Item {
     int group, part;
-    int64_t begin, end;  // ranks of a product with A, or outputs of one with B
+    int64_t begin, end;  // a range of ranks for products with A, or of outputs for products with B
   };
 
-  // [tokens in order, parts, rank] = A x, for R tokens and C ranks.
+  // Computes A x for R tokens and C ranks: [tokens in order, parts, rank].
   template <int R, int C>
   void shrink(const int64_t* token, const T* w, float* result, int64_t stride) const {
     constexpr int STEP = LANES * PAIR<Factor<T>>;
@@ -70,7 +70,7 @@ struct AddLora {
     for (int r = 0; r < R; r++) store_part(result + r * stride, sums_of<C>(sums[r]), C);
   }
 
-  // Add B h to C lines of outputs of R tokens; the last line may have fewer than 16 outputs. h: [R tokens][stride].
+  // Adds B h to C lines of outputs of R tokens. The last line may have fewer than 16 outputs. h: [R tokens][stride].
   template <int R, int C>
   void expand(const int64_t* token, const T* w, const float* h, int64_t stride, int64_t used, int64_t at, int last) const {
     f32x16 sums[R][C] = {};

@@ -1,5 +1,5 @@
-// Masks of the tokens that may be sampled, applied to logits. Most masks allow few tokens or nearly all, so whole words
-// of 32 tokens are forbidden or left unchanged at once.
+// Applies masks of allowed tokens to logits. Most masks allow either few tokens or nearly all, so words of 32 tokens
+// are masked or skipped as a whole where possible.
 #include <algorithm>
 #include <limits>
 
@@ -10,7 +10,7 @@ using namespace quire;
 
 namespace {
 
-constexpr int WORD = 32;  // tokens of a word
+constexpr int WORD = 32;  // tokens per word of a mask
 
 template <class T>
 void forbid(T* logits, int64_t vocab, const uint32_t* words, T never) {

@@ -6,8 +6,8 @@ using namespace quire;
 
 namespace {
 
-// f(Constant<bits>, first byte, first stored word, bytes) for each unit of all rows of wide codes, [rows, bytes], of which
-// the last one of a row may be smaller.
+// Calls f(Constant<bits>, first byte, first stored word, bytes) for each unit of the wide codes, [rows, bytes]. The
+// last unit of a row may be smaller.
 template <class F>
 void for_units(int bits, int64_t rows, int64_t bytes, int threads, F f) {
   with_bits(bits, [&](auto constant) {
@@ -26,7 +26,8 @@ void for_units(int bits, int64_t rows, int64_t bytes, int threads, F f) {
 
 extern "C" {
 
-// Codes of 4 or 8 bits, [rows, bytes], less `base` each, to units of `bits` bits: words [rows, whole units].
+// Subtracts `base` from codes of 4 or 8 bits, [rows, bytes], and packs them into units of `bits`-bit codes: words,
+// [rows, whole units].
 void quire_narrow_codes(int bits, const uint8_t* codes, int64_t rows, int64_t bytes, int base, uint32_t* result,
                         int threads) {
   for_units(bits, rows, bytes, threads, [=](auto constant, int64_t from, int64_t first, size_t size) {
@@ -39,7 +40,7 @@ void quire_narrow_codes(int bits, const uint8_t* codes, int64_t rows, int64_t by
   });
 }
 
-// The other way.
+// The inverse of quire_narrow_codes.
 void quire_widen_codes(int bits, const uint32_t* codes, int64_t rows, int64_t bytes, int base, uint8_t* result,
                        int threads) {
   for_units(bits, rows, bytes, threads, [=](auto constant, int64_t from, int64_t first, size_t size) {

@@ -1,11 +1,11 @@
-// Codes of 2, 3, 5 or 6 bits in units of 16 or 32. Products widen them to words of 4 or 8 bits, from which they were
-// packed:
+// Codes of 2, 3, 5 or 6 bits, in units of 16 or 32. They are packed from words of 4-bit or 8-bit codes, and products
+// widen them to such words again:
 //
 //     16 codes of 6 bits | words 0 and 1: the lowest 4 bits of each | word 2: the other 2 bits |
 //
-// So a number of bits is a sum of 4, 2 and 1, and each of these has a plane of words. The word i of a plane of 2 bits
-// has the bits of 4 (or 2) neighbouring words of 8 (or 4) bits: those of the first one in the lowest bits of each field of
-// 8 (or 4), the next ones above them.
+// A code's bits are divided into planes of 4, 2 and 1 bits, such as 6 = 4 + 2, and each plane has its own words. Word i
+// of a 2-bit plane holds the bits of 4 (or 2) neighbouring words of 8-bit (or 4-bit) codes: the first word's bits are
+// the lowest ones in each field of 8 (or 4) bits, the next word's bits are above them.
 #pragma once
 
 #include "vector.h"
@@ -14,18 +14,18 @@ namespace quire {
 
 constexpr int wide_bits(int bits) { return bits < 4 ? 4 : 8; }
 
-// The words of a unit: as they are stored, and widened.
+// Words per unit, as stored and when widened.
 constexpr int stored_words(int bits) { return bits % 2 ? bits : bits / 2; }
 constexpr int wide_words(int bits) { return wide_bits(bits) / (bits % 2 ? 1 : 2); }
 
-// A pattern in each field of `bits` bits of a word.
+// A word with `pattern` in each of its fields of `bits` bits.
 constexpr uint32_t in_each_field(int bits, uint32_t pattern) {
   uint32_t word = 0;
   for (int at = 0; at < 32; at += bits) word |= pattern << at;
   return word;
 }
 
-// f(Constant<bits of the plane>, Constant<its first bit in a code>)
+// Calls f(Constant<bits of the plane>, Constant<its first bit in a code>) for each plane.
 template <int BITS, class F>
 QUIRE_INLINE void for_planes(F f) {
   if constexpr (BITS & 4) f(Constant<4>{}, Constant<0>{});
@@ -33,12 +33,12 @@ QUIRE_INLINE void for_planes(F f) {
   if constexpr (BITS & 1) f(Constant<1>{}, Constant<(BITS & 6)>{});
 }
 
-// Stored words -> wide words. V: uint32_t, or u32x16 for as many outputs. read(i): word i.
+// Stored words -> wide words. V: uint32_t, or u32x16 for 16 outputs. read(i): returns stored word i.
 template <int BITS, class V, class F>
 QUIRE_INLINE void widen_codes(F read, V (&wide)[wide_words(BITS)]) {
   constexpr int FIELD = wide_bits(BITS);
   for_planes<BITS>([&](auto plane, auto bit) {
-    constexpr int WIDTH = plane.value, BIT = bit.value, SHARE = FIELD / WIDTH;  // words that share a word of the plane
+    constexpr int WIDTH = plane.value, BIT = bit.value, SHARE = FIELD / WIDTH;  // wide words per word of the plane
     constexpr int WORDS = wide_words(BITS) / SHARE, FIRST = BIT * stored_words(BITS) / BITS;
     constexpr uint32_t MASK = in_each_field(FIELD, ((1u << WIDTH) - 1) << BIT);
 #pragma GCC unroll 4
@@ -55,7 +55,7 @@ QUIRE_INLINE void widen_codes(F read, V (&wide)[wide_words(BITS)]) {
   });
 }
 
-// The other way.
+// Wide words -> stored words.
 template <int BITS>
 inline void narrow_codes(const uint32_t (&wide)[wide_words(BITS)], uint32_t (&stored)[stored_words(BITS)]) {
   constexpr int FIELD = wide_bits(BITS);
@@ -70,7 +70,7 @@ inline void narrow_codes(const uint32_t (&wide)[wide_words(BITS)], uint32_t (&st
   });
 }
 
-// f(Constant<bits>)
+// Calls f(Constant<bits>).
 template <class F>
 void with_bits(int bits, F f) {
   if (bits == 2) f(Constant<2>{});

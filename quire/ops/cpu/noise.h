@@ -1,11 +1,11 @@
-// Noise for draws, made where it is used: Philox4x32-10, as ops/reference/sampling.py defines it.
+// Random noise for sampling, generated where it is used: Philox4x32-10, as defined in ops/reference/sampling.py.
 #pragma once
 
 #include "vector.h"
 
 namespace quire {
 
-constexpr int GROUP = 32;  // tokens at a time: 8 counters, each good for 4 words
+constexpr int GROUP = 32;  // tokens at a time: 8 counters with 4 words each
 
 QUIRE_INLINE u64x8 multiply(uint32_t a, u64x8 b) {  // 32 x 32 -> 64 bits
 #ifdef __AVX512F__
@@ -19,7 +19,7 @@ QUIRE_INLINE u64x8 multiply(uint32_t a, u64x8 b) {  // 32 x 32 -> 64 bits
 #endif
 }
 
-// The words of 8 consecutive counters, in the order of the token ids: 16 in each of the two vectors.
+// Generates the words of 8 consecutive counters in the order of token ids, 16 in each vector.
 inline void philox(uint32_t first_counter, uint32_t position, uint64_t seed, u32x16 words[2]) {
   const u64x8 low = u64x8{} + 0xffffffffu;
   u64x8 c0 = (u64x8{0, 1, 2, 3, 4, 5, 6, 7} + uint64_t(first_counter)) & low;

@@ -1,16 +1,16 @@
-// The common parts of products with weights in panels, for all formats.
+// The shared part of products with weights in panels, for all formats.
 //
-// A panel holds the weights of 64 outputs (the last one of as many as are left, in multiples of 16) as 32-bit words,
-// each the weights of one output for a few neighbouring inputs: one of float32, two of bfloat16 or float16, four of 8
-// bits or eight of 4.
+// A panel holds the weights of 64 outputs as 32-bit words; the last panel has only the remaining outputs, padded to a
+// multiple of 16. Each word has one output's weights for a few neighbouring inputs: one in float32, two in bfloat16 or
+// float16, four in 8 bits or eight in 4 bits.
 //
 //                  output 0      output 1    ...  output 63
 //     inputs 0, 1 | w[0] w[1]  | w[0] w[1] | ...                 one row of the panel: four registers of 16 words
 //     inputs 2, 3 | w[2] w[3]  | w[2] w[3] | ...
 //
-// A word of a row of x meets a register of weights in one dot product (of float16 in two, whose elements are widened
-// first), so no sum runs across a register, and a panel is read from one end to the other. Each output is summed up in
-// the order of its inputs, whatever else is in the batch: a row's result does not depend on the other rows.
+// A dot product multiplies a register of weights with one broadcast word of x (float16 is widened first and takes two),
+// so no sum runs across a register's lanes, and a panel is read from start to end. Each output is added up in the order
+// of its inputs, whatever else is in the batch: a row's result does not depend on the other rows.
 #pragma once
 
 #include <algorithm>
@@ -25,33 +25,34 @@
 namespace quire {
 
 constexpr int PANEL = 64, PANEL_LINES = PANEL / LANES;
-// The size of a piece of a panel. All rows visit it before the next piece, so that it stays in the second-level cache.
-// It is larger for many rows, since beginning and ending a visit takes time (3 % of it).
+// Bytes in a part of a panel. All rows visit a part before the next one, so that it stays in the L2 cache. Parts are
+// larger for many rows, since starting and ending a visit takes time (3 % of it).
 constexpr int64_t CHUNK_BYTES = 1 << 16, LARGE_CHUNK_BYTES = 1 << 17;
-constexpr int VISITS = 22;  // visits of rows per task: the rows and their sums also stay in the cache
-constexpr int64_t PARALLEL_WORDS = 1 << 14;  // below it, one thread is done before a second one has woken up
+constexpr int VISITS = 22;  // visits per task: few enough for the rows and their sums to stay in the cache, too
+constexpr int64_t PARALLEL_WORDS = 1 << 14;  // with less work, one thread finishes before a second one wakes up
 
-// Fetches a panel of data that belong to codes but are stored separately, such as scales: `words` words per output.
+// Prefetches a panel of data stored separately from the codes, such as scales: `words` words per output.
 inline void fetch_panel(const uint32_t* words_of_all, int64_t panel, int64_t words, int lines) {
   const uint32_t* at = words_of_all + panel * PANEL * words;
   for (int64_t i = 0; i < words * lines; i++) __builtin_prefetch(at + i * LANES, 0, 2);
 }
 
-// Memory that a thread keeps between calls, from the beginning of a cache line: `size` elements, four bytes each.
+// Returns memory for `size` elements of four bytes, aligned to a cache line. The thread keeps it in `kept` between
+// calls.
 template <class T>
 T* room(std::vector<T>& kept, int64_t size) {
   if (int64_t(kept.size()) < size + LANES) kept.resize(size + LANES);
   return kept.data() + (64 - reinterpret_cast<uintptr_t>(kept.data()) % 64) / 4 % LANES;
 }
 
-// The lines that a piece of work prefetches while it runs: `count` lines from `at`.
+// Cache lines to prefetch during a piece of work: `count` lines from `at`.
 struct Ahead {
   const char* at;
   int count;
 
-  // In equal portions for each of `words` words: bursts would fill the buffers that are needed to read from the caches.
+  // Spreads prefetches evenly over the words: bursts would fill the buffers that reads from the caches need.
   struct Pace {
-    uint32_t step, due = 0;  // in 1 / 65,536 of a line
+    uint32_t step, due = 0;  // in units of 1 / 65,536 line
   };
 
   Pace pace(int64_t words) {
@@ -60,33 +61,33 @@ struct Ahead {
     return all;
   }
 
-  // One of `portions` equal ones.
+  // Splits off the first of `portions` equal portions.
   Ahead portion(int portions) {
     const Ahead first{at, count / portions};
     at += first.count * 64, count -= first.count;
     return first;
   }
 
-  // Fetches into the second-level cache: the first one has too few buffers to cover the latency of memory.
+  // Prefetches into the L2 cache: L1 has too few fill buffers to cover the latency of memory.
   void fetch(Pace& pace) {
     for (pace.due += pace.step; pace.due >= 1 << 16; pace.due -= 1 << 16, at += 64) __builtin_prefetch(at, 0, 2);
   }
 };
 
-// A run of a panel's words, as visits read them: where they are in memory, or unpacked from there.
+// Consecutive words of a panel, as visits read them: in place or unpacked.
 struct Part {
   int64_t panel;
   int lines;
-  int64_t word, words;      // of all words of a row: the first one, and how many
+  int64_t word, words;      // index of the first word in a row, number of words
   const uint32_t* weights;  // [words, lines]
-  const float *scales = nullptr, *offsets = nullptr;  // [groups, lines], of the formats that have them
-  bool is_wide = false;                               // the weights are unpacked
+  const float *scales = nullptr, *offsets = nullptr;  // [groups, lines], in formats that have them
+  bool is_wide = false;                               // whether the weights are unpacked
 
   bool is_first() const { return word == 0; }
   int stride() const { return lines * LANES; }
 };
 
-// The weights that a thread has unpacked.
+// A thread's unpacked weights.
 struct Unpacked {
   std::vector<uint32_t> words;
   std::vector<float> scales, offsets;
@@ -99,18 +100,18 @@ struct Item {
 };
 
 struct Shape {
-  int64_t rows, out, words;  // words of 32 bits in a row of the weight
-  // Of a product for each of several experts, whose weights follow each other in whole panels: the rows of expert e are
-  // bounds[e] ... bounds[e + 1], and `out` is the number of its outputs. Null for one weight.
+  int64_t rows, out, words;  // words: 32-bit words per row of the weight
+  // For several experts, whose weights follow each other in whole panels: expert e has the rows bounds[e] ... bounds[e
+  // + 1] and `out` outputs. Null for a single weight.
   const int64_t* bounds = nullptr;
   int64_t experts = 1;
 
-  int64_t panels() const { return (out + PANEL - 1) / PANEL; }  // of an expert
+  int64_t panels() const { return (out + PANEL - 1) / PANEL; }  // per expert
   int lines(int64_t panel) const {
     return bounds ? PANEL_LINES : int(std::min<int64_t>(PANEL, out - panel * PANEL) + LANES - 1) / LANES;
   }
 
-  // All items, those of a panel one behind the other.
+  // Lists all items, panel by panel. most: the maximum number of rows per item.
   void list(std::vector<Item>& items, int most) const {
     items.clear();
     for (int64_t e = 0; e < experts; e++) {
@@ -123,19 +124,19 @@ struct Shape {
   }
 };
 
-// Runs of neighbouring items, one for each thread. A thread that has finished its run helps the others. So a thread
-// reads its share of the weights in order, as the hardware expects.
+// Ranges of consecutive items, one for each thread. A thread reads the weights of its range in order, which suits the
+// hardware prefetcher. After its own range, it helps the others.
 class Ranges {
  public:
   Ranges(int64_t items, int count) : items_(items), count_(count), next_(room_for(count)) {
     for (int i = 0; i < count; i++) next_[i].item = begin(i);
   }
 
-  // The items of one thread.
+  // Iterates over the items of one thread.
   struct Walk {
     Ranges& ranges;
     int range, visited = 0;
-    int64_t item = 0;  // -1: none is left
+    int64_t item = 0;  // -1: none left
 
     explicit Walk(Ranges& all) : ranges(all), range(place_in_team() % all.count_) { advance(); }
 
@@ -145,7 +146,7 @@ class Ranges {
       item = -1;
     }
 
-    // The item that will most likely be the next one, -1 if there is none.
+    // The item that will most likely come next, or -1.
     int64_t next() const { return item + 1 < ranges.begin(range + 1) ? item + 1 : -1; }
   };
 
@@ -154,7 +155,7 @@ class Ranges {
     std::atomic<int64_t> item;
   };
 
-  // The calling thread reuses them in later calls.
+  // Returns counters, which the calling thread reuses in later calls.
   static Next* room_for(int count) {
     thread_local std::unique_ptr<Next[]> kept;
     thread_local int size = 0;
@@ -169,8 +170,8 @@ class Ranges {
   Next* const next_;
 };
 
-// The maximum number of lines of a visit, the bytes of a part, and whether a visit of a few rows fetches the whole next
-// part. A format may define its own Blocking.
+// COLUMNS: the maximum number of lines per visit. FETCHES: whether a visit of a few rows prefetches the whole next
+// part. chunk(): bytes of a part. A format may define its own Blocking.
 template <class Format, class = void>
 struct BlockingOf {
   static constexpr int COLUMNS = MAX_COLUMNS;
@@ -180,7 +181,8 @@ struct BlockingOf {
 template <class Format>
 struct BlockingOf<Format, std::void_t<typename Format::Blocking>> : Format::Blocking {};
 
-// The maximum number of rows of a visit, and of rows that read a panel in order. A format may define its own Rows.
+// ROWS: the maximum number of rows per visit. IN_ORDER: up to this many rows, a panel is read in order. A format may
+// define its own Rows.
 template <class Format, class = void>
 struct RowsOf {
   static constexpr int ROWS = MAX_ROWS, IN_ORDER = MAX_ROWS;
@@ -188,21 +190,21 @@ struct RowsOf {
 template <class Format>
 struct RowsOf<Format, std::void_t<typename Format::Rows>> : Format::Rows {};
 
-// Format has
+// Format provides
 //   weights: the panels
-//   step(): the words of the smallest run of inputs that a part can end after
-//   unpacks(pieces, is_row): whether parts are unpacked before so many visits; is_row: the only one, of a single row
-//   part(panel, first word, words, lines, pieces, is_row, unpacked, ahead): a part, unpacked if need be
+//   step(): a part has a multiple of this many words
+//   unpacks(pieces, is_row): whether to unpack a part for this many visits; is_row: for one visit of a single row
+//   part(panel, first word, words, lines, pieces, is_row, unpacked, ahead): a part, unpacked if necessary
 //   visit<R, C>(part, first row, line, sums, ahead): adds the products of R rows and C lines to sums [R][PANEL]
-//   expect(panel, lines): fetches what belongs to the weights of the next panel
+//   expect(panel, lines): prefetches data of the next panel other than weights
 //   finish(panel, first row, rows, sums): writes the results
-// and with AMX
-//   in_tiles(rows): whether to call the following instead of visit, for up to AMX_ROWS rows and all lines
+// With AMX, it also provides
+//   in_tiles(rows): whether to call visit_tiles instead of visit, for up to AMX_ROWS rows and all lines
 //   visit_tiles(tiles, part, first row, rows, sums, ahead)
 template <class Format>
 void multiply(const Format& format, const Shape& shape, int threads) {
   thread_local std::vector<Item> listed;
-  constexpr int MOST = VISITS * RowsOf<Format>::ROWS;  // rows of a task
+  constexpr int MOST = VISITS * RowsOf<Format>::ROWS;  // rows per task
   shape.list(listed, MOST);
   const Item* const items = listed.data();
   const int64_t number = listed.size();
@@ -244,9 +246,9 @@ void multiply(const Format& format, const Shape& shape, int threads) {
           to_fetch = then == panel ? 0 : std::min(chunk, shape.words) * shape.lines(then);
           if (then != panel) format.expect(then, shape.lines(then));
         }
-        // With few rows, memory limits the speed. The hardware brings what is read in order faster than prefetches can,
-        // which have to wait for the first-level cache's buffers (37 GB/s for two cores, where memory gave 55). A few
-        // lines are fetched, since the hardware stops while a panel is finished.
+        // With few rows, memory limits the speed. For sequential reads, the hardware prefetcher is faster than software
+        // prefetches, which wait for L1 fill buffers (37 GB/s on two cores, where memory gave 55). A few lines are
+        // still prefetched, since the hardware stops while a panel is finished.
         const bool is_read_in_order = rows <= RowsOf<Format>::IN_ORDER && !BlockingOf<Format>::FETCHES;
         if (pieces == 1 && !unpacks && is_read_in_order) to_fetch = std::min<int64_t>(to_fetch, 16);
         const int portions = pieces + unpacks;
@@ -284,12 +286,12 @@ void multiply(const Format& format, const Shape& shape, int threads) {
   together(parts, work, shape.rows <= at_once && !shape.bounds ? &read : nullptr);
 }
 
-// Where the words of an output begin, in words; the next one is a row of the panel further.
+// The index of an output's first word. Its next word is one row of the panel further.
 inline int64_t first_word(const Shape& shape, int64_t output) {
   return output / PANEL * PANEL * shape.words + output % PANEL;
 }
 
-// The sums of a panel's outputs and `rows` rows, [rows][PANEL], into result [all rows, out]. bias: of all experts.
+// Writes a panel's sums, [rows][PANEL], to result: [all rows, out]. bias: of all experts, [experts, out], or null.
 template <class T>
 void write_sums(const float* sums, int64_t panel, int64_t first, int rows, const T* bias, T* result, int64_t out) {
   const int64_t panels = (out + PANEL - 1) / PANEL, output = panel % panels * PANEL;
@@ -311,7 +313,7 @@ inline void write_sums(int dtype, const float* sums, int64_t panel, int64_t firs
   });
 }
 
-// The rows x: [rows, in] in float32, [rows, width], with zeros behind the inputs. This thread's next call overwrites them.
+// Widens x: [rows, in] to float32: [rows, width], padded with zeros. This thread's next call overwrites the result.
 template <class T>
 const float* widened_rows(const T* x, int64_t x_stride, int64_t rows, int64_t in, int64_t width, int threads) {
   thread_local std::vector<float> kept;

@@ -1,5 +1,5 @@
-// Quantizing a dense weight to 8 or 4 bits when it is loaded (defined in ops/reference/quantized.py), and reading rows
-// of an 8-bit weight.
+// Quantizes dense weights to 8 or 4 bits on loading (defined in ops/reference/quantized.py), and reads rows of 8-bit
+// weights.
 #include <algorithm>
 #include <vector>
 
@@ -12,14 +12,15 @@ namespace {
 
 constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
 
-// The codes less their centre, as floats.
+// Returns the codes minus their centre, as floats.
 inline f32x16 codes_of(f32x16 x, float inverse, float centre) {
   f32x16 code = x * inverse + SHIFT - SHIFT;
   code = where(code < -centre, splat(-centre), code);
   return where(code > centre - 1, splat(centre - 1), code);
 }
 
-// A group of n weights -> codes, one a byte, and the scale.
+// Quantizes a group of n weights to codes, one per byte, and returns the scale. factors: [count], multiples of the
+// usual scale to try.
 template <class T>
 float quantize_group(const T* x, int64_t n, float centre, const float* factors, int count, uint8_t* codes) {
   f32x16 low = {}, high = {};
@@ -67,7 +68,7 @@ void quantize(const T* weight, int64_t out, int64_t in, int bits, int64_t group,
   });
 }
 
-// codes and scales: [out, in] and [out, groups] in panels.
+// codes: [out, in], scales: [out, groups], both in panels; result: [count, in].
 template <class T>
 void byte_rows(const uint32_t* codes, const float* scales, int64_t out, int64_t in, int64_t group, const int64_t* ids,
                int64_t count, T* result, int threads) {
@@ -90,7 +91,7 @@ void byte_rows(const uint32_t* codes, const float* scales, int64_t out, int64_t 
 
 }  // namespace
 
-// weight: [out, in] -> codes: [out, in], or [out, ceil(in / 2)] with two a byte; scales: [out, groups].
+// weight: [out, in] -> codes: [out, in], or [out, ceil(in / 2)] with two per byte; scales: [out, groups].
 extern "C" void quire_quantize(int dtype, const void* weight, int64_t out, int64_t in, int bits, int64_t group,
                                const float* factors, int count, void* codes, float* scales, int threads) {
   with_type(dtype, [&](auto type) {
@@ -98,7 +99,7 @@ extern "C" void quire_quantize(int dtype, const void* weight, int64_t out, int64
   });
 }
 
-// Rows `ids` of a weight with codes of 8 bits around 128 and float32 scales, both in panels: [count, in].
+// Dequantizes the rows `ids` of a weight with 8-bit codes (centre 128) and float32 scales, both in panels: [count, in].
 extern "C" void quire_byte_rows(int dtype, const void* codes, const float* scales, int64_t out, int64_t in,
                                 int64_t group, const int64_t* ids, int64_t count, void* result, int threads) {
   with_type(dtype, [&](auto type) {

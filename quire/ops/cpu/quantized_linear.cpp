@@ -1,14 +1,14 @@
-// The product with weights of 8 or 4 bits in panels (panels.h), in integers: activations are brought to 8 bits when they
-// arrive, with a scale for each row and group of inputs, the groups being those of the weights.
+// Integer products with 8-bit or 4-bit weights in panels (panels.h). Activations are quantized to 8 bits on the fly,
+// with a scale for each row and each of the weights' groups of inputs.
 //
 //   result[m, n] = sum over groups g of  x_scale[m, g] * (scale[n, g] * sum (code - centre) * x_code
 //                                                         + offset[n, g] * sum x_code)
 //
-// A word holds the codes of four inputs in 8 bits each, or of eight in 4 bits, two to a byte. For the latter, the codes
-// of x are in the order in which the halves of the bytes are used: the even ones of eight, then the odd ones.
+// A word holds four 8-bit codes, or eight 4-bit codes. For 4-bit codes, x is in the order in which the halves of bytes
+// are used: of each eight inputs, the even ones come first, then the odd ones.
 //
-// Codes of 4 bits that index a table are not multiplied as integers: their values are looked up, sixteen per
-// instruction, and multiplied with the unquantized activations.
+// 4-bit codes that index a table are not multiplied as integers: their values are looked up, sixteen per instruction,
+// and multiplied with the unquantized activations.
 #include <numeric>
 
 #include "blocks.h"
@@ -23,30 +23,30 @@ using namespace quire;
 
 namespace {
 
-// BITS: of codes as visits read them.
+// BITS: the width of codes as visits read them.
 template <int BITS>
 struct Quantized : PairVisits<Quantized<BITS>, BITS> {
   using Visits = PairVisits<Quantized<BITS>, BITS>;
-  static constexpr int INPUTS = 32 / BITS, X_WORDS = INPUTS / 4;  // of a word of codes
-  static constexpr int SHIFT = BITS == 8 ? LESS : 0;              // of the codes that are multiplied
+  static constexpr int INPUTS = 32 / BITS, X_WORDS = INPUTS / 4;  // per word of codes
+  static constexpr int SHIFT = BITS == 8 ? LESS : 0;              // subtracted from codes when they are multiplied
 
   const uint32_t* weights;
-  int bits;  // of the codes in memory, which may be narrower
+  int bits;  // of the codes in memory, at most BITS
   Scales scales, offsets;
   const Activations& x;
   int dtype;         // of bias and result
   const void* bias;  // [out] or null
   void* result;      // [rows, out]
-  int64_t out, row_words, group_words;  // words of BITS
+  int64_t out, row_words, group_words;  // in words of BITS-bit codes
 
-  int32_t centre() const { return 1 << (bits - 1); }  // the code of 0 where there are no offsets
+  int32_t centre() const { return 1 << (bits - 1); }  // the code for 0 if there are no offsets
   bool is_narrow() const { return bits < BITS; }
   int64_t stored(int64_t words) const {
     return is_narrow() ? (words + wide_words(bits) - 1) / wide_words(bits) * stored_words(bits) : words;
   }
   int64_t step() const { return is_narrow() ? stored(std::lcm(group_words, int64_t(wide_words(bits)))) : group_words; }
 
-  // One row needs no unpacking if groups have multiples of 16 inputs: it widens codes in registers.
+  // Whether codes are widened in memory. A single row widens them in registers if groups are multiples of 16 inputs.
   bool widens_codes(bool is_row) const {
     return is_narrow() && !(is_row && (group_words * INPUTS % 16 == 0 || group_words == row_words));
   }
@@ -84,7 +84,7 @@ struct Quantized : PairVisits<Quantized<BITS>, BITS> {
 
   const uint32_t* widened(const uint32_t* from, int64_t units, int lines, std::vector<uint32_t>& kept,
                           Ahead ahead) const {
-    constexpr int MADE = Visits::PAIR_LINES;  // lines that are made of a line of wide codes
+    constexpr int MADE = Visits::PAIR_LINES;  // lines stored per line of wide codes
     const int stride = lines * LANES;
     uint32_t* const all = room(kept, units * wide_words(bits) * MADE * stride);
     Ahead::Pace pace = ahead.pace(units * lines);
@@ -153,10 +153,10 @@ struct Quantized : PairVisits<Quantized<BITS>, BITS> {
     }
   }
 
-  // One row. Its codes, of N bits, and scales are widened in registers, since each is needed only once.
+  // Visits a single row. Its N-bit codes and its scales are widened in registers, since each is needed only once.
   template <int N, int C>
   void visit_row(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
-    constexpr bool IS_NARROW = N < BITS, HAS_HALVES = IS_NARROW && N % 2;  // units of 32 codes, or of 16
+    constexpr bool IS_NARROW = N < BITS, HAS_HALVES = IS_NARROW && N % 2;  // units of 32 codes, instead of 16
     constexpr int WIDE = IS_NARROW ? wide_words(N) : 1, TAKEN = HAS_HALVES ? WIDE / 2 : WIDE;
     constexpr int STORED = IS_NARROW ? stored_words(N) : 1;
     const int stride = part.stride();
@@ -235,7 +235,7 @@ struct Quantized : PairVisits<Quantized<BITS>, BITS> {
   }
 
 #ifdef QUIRE_TILES
-  // The results are the same; for few rows, tiles are slower.
+  // Tiles give the same results, but are slower for few rows.
   bool in_tiles(int64_t rows) const { return rows > MAX_ROWS && has_tiles(); }
 
   void visit_tiles(Tiles& tiles, const Part& part, int64_t row, int count, float* sums, Ahead& ahead) const {
@@ -282,7 +282,7 @@ struct Quantized : PairVisits<Quantized<BITS>, BITS> {
     }
   }
 
-  // Adds a group's products, less those of the centre, to a line of a row's sums. first: output of the panel.
+  // Adds a group's centred products to a line of a row's sums. first: the line's first output in the panel.
   void add_group(const Part& part, i32x16 sum, int64_t row, int64_t g, int first, float* to) const {
     const int64_t at = (g - part.word / group_words) * part.stride() + first;
     const float x_scale = x.scales[x.at(g, row)];
@@ -294,7 +294,7 @@ struct Quantized : PairVisits<Quantized<BITS>, BITS> {
 #endif
 
 #ifdef QUIRE_BLOCKS
-  // The body of the loop over the words of a group, for several rows at a time. first: the first word.
+  // Adds the products of a group's words for R rows. first: index of the group's first word.
   template <int R>
   QUIRE_INLINE void add_blocks(const uint32_t* w, int stride, int64_t words, int64_t first, const int8_t* codes,
                                i32x16 (&sum)[R][1], Ahead& ahead, Ahead::Pace& pace) const {
@@ -313,8 +313,8 @@ struct Quantized : PairVisits<Quantized<BITS>, BITS> {
   }
 #endif
 
-  // Fetches the memory of results that `finish` writes after the last part, while other rows visit that part: waiting for
-  // it would take a fifth of the time of a product with 512 rows.
+  // Prefetches the memory that `finish` writes results to, while rows visit the last part. Without this, a product with
+  // 512 rows would spend a fifth of its time waiting for that memory.
   void expect_results(const Part& part, int64_t row, int rows) const {
     if (part.word + part.words < row_words) return;
     const int64_t panels = (out + PANEL - 1) / PANEL, output = part.panel % panels * PANEL, size = dtype == 0 ? 4 : 2;
@@ -329,7 +329,7 @@ struct Quantized : PairVisits<Quantized<BITS>, BITS> {
   }
 };
 
-// The values of the codes in the lowest four bits of each lane.
+// Looks up the values of the codes in the lowest four bits of each lane.
 struct Table {
   f32x16 values;
 
@@ -339,14 +339,14 @@ struct Table {
 #elif defined(__AVX2__)
     return each<f32x16>([&](auto i) {
       const __m256i code = (__m256i)codes.parts[i];
-      const __m256 is_upper = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28));  // the sign is the fourth bit
+      const __m256 is_upper = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28));  // blendv tests the sign: bit 3
       return _mm256_blendv_ps(_mm256_permutevar8x32_ps(values.parts[0], code),
                               _mm256_permutevar8x32_ps(values.parts[1], code), is_upper);
     });
 #elif defined(__ARM_NEON)
     const uint8x16x4_t table = {{as<uint8x16_t>(values.parts[0]), as<uint8x16_t>(values.parts[1]),
                                  as<uint8x16_t>(values.parts[2]), as<uint8x16_t>(values.parts[3])}};
-    const u32x16 bytes = (codes & 15) * 0x04040404u + 0x03020100u;  // where the bytes of each value are
+    const u32x16 bytes = (codes & 15) * 0x04040404u + 0x03020100u;  // indices of each value's bytes
     return each<f32x16>([&](auto i) {
       return as<f32x16::Part>(vqtbl4q_u8(table, as<uint8x16_t>(bytes.parts[i])));
     });
@@ -360,11 +360,11 @@ struct Table {
 
 // result[m, n] = sum over groups g of  scale[n, g] * sum table[code] * x
 struct Tabled {
-  static constexpr int INPUTS = 8;  // of a word of codes
+  static constexpr int INPUTS = 8;  // per word of codes
 
   const uint32_t* weights;
   Scales scales;
-  const float* x;  // [rows, whole words]; zeros behind the last input, where codes mean nothing
+  const float* x;  // [rows, inputs in whole words], padded with zeros, since codes of padding are arbitrary
   Table table;
   int dtype;         // of bias and result
   const void* bias;  // [out] or null
@@ -438,9 +438,9 @@ void multiply_tabled(const void* x, int64_t x_stride, const Shape& shape, Tabled
 
 }  // namespace
 
-// x: [rows, in] -> result: [rows, out]. codes, of `bits` bits, scales, offsets, factors: from quire_panels, the latter
-// three of the types in scales.h; kinds: of factors, the second of which is that of offsets; table: 16 values or null;
-// group: of inputs, of whole words. bounds: null, or see Shape.
+// x: [rows, in] -> result: [rows, out]. codes (of `bits` bits), scales, offsets, factors: from quire_panels; the last
+// three have types from scales.h. kinds: 1, or 2 if offsets have their own factors. table: 16 values or null. group:
+// inputs per scale, in whole words. bounds: see Shape, or null.
 extern "C" void quire_quantized_linear(int dtype, int bits, const void* x, int64_t x_stride, int64_t rows, const void* codes,
                             const void* scales, int scale_type, const void* offsets, int offset_type,
                             const void* factors, int factor_type, int64_t factor_columns, int64_t kinds,

@@ -1,8 +1,8 @@
-// Visits of panels with quantized weights (quantized_linear.cpp) on processors that multiply bytes in pairs, or in fours
-// but in registers of AVX2 (byte_pairs.h). They have half as many registers as those with AVX-512, of half the size:
+// Visits of panels with quantized weights (quantized_linear.cpp) on processors that multiply bytes in pairs, or in
+// fours with AVX2 registers (byte_pairs.h). They have half as many registers as with AVX-512, of half the size:
 //
-// - Several rows meet codes that were unpacked once for all of them.
-// - One row reads a run of words in the order of memory, but keeps the sums of one line at a time in registers.
+// - For several rows, codes are unpacked once.
+// - A single row reads a run of words in memory order, but keeps only one line's sums in registers at a time.
 #pragma once
 
 #include "byte_products.h"
@@ -13,23 +13,23 @@ namespace quire {
 
 #ifdef QUIRE_PAIRS
 
-// Format: a Quantized, which derives from this. BITS: of its codes.
+// Format: a Quantized, which derives from this class. BITS: the width of its codes.
 template <class Format, int BITS>
 struct PairVisits {
-  static constexpr int INPUTS = 32 / BITS, X_WORDS = INPUTS / 4;  // of a word of codes
-  static constexpr bool IS_WIDE = BITS == 8 && !SUMS_ARE_WIDE;    // codes, if they are not narrow, become halves of words
-  static constexpr int PAIR_LINES = BITS == 4 ? 2 : 1;            // lines of bytes that a line of codes becomes
+  static constexpr int INPUTS = 32 / BITS, X_WORDS = INPUTS / 4;  // per word of codes
+  static constexpr bool IS_WIDE = BITS == 8 && !SUMS_ARE_WIDE;    // codes stored in 8 bits become halves of words
+  static constexpr int PAIR_LINES = BITS == 4 ? 2 : 1;            // lines of bytes per line of codes
 
   struct Blocking {
     static constexpr int COLUMNS = 4;
     static constexpr bool FETCHES = true;
-    // Unpacked, a part for many rows has twice as many bytes. It stays in or near the first-level cache.
+    // For many rows, unpacking doubles the bytes of a part, which should stay in or near the L1 cache.
     static int64_t chunk(int pieces) { return pieces > 1 ? 1 << 14 : 1 << 15; }
   };
 
   const Format& format() const { return static_cast<const Format&>(*this); }
 
-  // The elements of pairs: bytes of one code each, or halves of words if codes have 8 bits.
+  // Unpacks codes for multiplication in pairs: to one byte per code, or to 16-bit halves of words for 8-bit codes.
   const uint32_t* in_pairs(const uint32_t* from, int64_t words, int lines, std::vector<uint32_t>& kept,
                            Ahead ahead) const {
     const int stride = lines * LANES;
@@ -43,7 +43,7 @@ struct PairVisits {
     return all;
   }
 
-  // Codes as they are multiplied. IN_HALVES: of 8 bits.
+  // Stores codes in the form in which they are multiplied. IN_HALVES: 8-bit codes in 16-bit halves of words.
   template <bool IN_HALVES>
   static QUIRE_INLINE void split(u32x16 codes, uint32_t* to, int stride) {
     if constexpr (IN_HALVES) store(to, even_bytes(codes)), store(to + stride, odd_bytes(codes));
@@ -73,7 +73,7 @@ struct PairVisits {
     }
   }
 
-  // Adds the products of four bytes of each of `count` words of codes to the sums of R rows.
+  // Adds the products of `count` words of codes, four bytes each, to the sums of R rows.
   template <int R>
   static QUIRE_INLINE void add_run(u32x16 (&pairs)[R], const uint32_t*& w, int stride, const int8_t*& codes,
                                    int64_t x_stride, int64_t count) {
@@ -87,11 +87,11 @@ struct PairVisits {
     for (; count > 0; count--) add();
   }
 
-  // Several rows with a line of bytes.
+  // Visits several rows with a line of bytes.
   template <int R>
   __attribute__((noinline)) void visit_pairs(const Part& part, int64_t row, int line, float* sums, Ahead& ahead,
                                              Ahead::Pace& pace) const {
-    constexpr int IN_WORD = INPUTS / 4;  // words of bytes in a word
+    constexpr int IN_WORD = INPUTS / 4;  // words of bytes per word of codes
     const Activations& x = format().x;
     const Runs run(format().bits, format().has_offsets());
     const int stride = part.stride();
@@ -101,7 +101,7 @@ struct PairVisits {
     const uint32_t* w = part.weights + line * LANES;
     const int8_t* codes = x.codes.data() + row * x_stride + part.word * INPUTS;
     const uint32_t* beginnings = x.beginnings.data() + x.at(first_group * x.runs, row);
-    uint32_t earlier[R * LANES] = {};  // sums of a group's runs but its last one
+    uint32_t earlier[R * LANES] = {};  // sums of all runs of a group but the last
     auto loaded = [&](int r) __attribute__((always_inline)) { return as<i32x16>(load_words(earlier + r * LANES)); };
     GroupEnds<R> ends(format(), part, row, first_group, line, sums);
     for (int64_t left = words; left > 0; left -= in_group) {
@@ -128,7 +128,7 @@ struct PairVisits {
     }
   }
 
-  // Several rows with a line of codes of 8 bits.
+  // Visits several rows with a line of 8-bit codes, widened to 16 bits.
   template <int R>
   __attribute__((noinline)) void visit_wide(const Part& part, int64_t row, int line, float* sums, Ahead& ahead,
                                             Ahead::Pace& pace) const {
@@ -155,8 +155,8 @@ struct PairVisits {
     }
   }
 
-  // Adds the sums of groups of R rows and a line, one group after the other, to `sums`. Reads nothing through pointers
-  // to structures: the compiler would read them again after each store.
+  // Adds the sums of R rows and a line to `sums`, group by group. All pointers are copied into members, since the
+  // compiler would reload those in structures after each store.
   template <int R>
   class GroupEnds {
    public:
@@ -170,7 +170,7 @@ struct PairVisits {
       for (int r = 0; r < R; r++) store(sums + r * PANEL, f32x16{});
     }
 
-    // Of the next group. rest: a multiple of the sum of x that belongs to each sum.
+    // Adds the next group's sums. rest: the multiple of the sum of x to add to each.
     QUIRE_INLINE void add(i32x16 (&sum)[R], int32_t rest) {
       if (rest)
 #pragma GCC unroll 6
@@ -201,7 +201,7 @@ struct PairVisits {
     float* const sums_;
   };
 
-  // One row. Its codes, of N bits, are widened in registers, since each is needed only once.
+  // Visits a single row. Its N-bit codes are widened in registers, since each is needed only once.
   template <int N, int C>
   __attribute__((noinline)) void visit_row(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
     constexpr bool IS_NARROW = N < BITS, HAS_HALVES = IS_NARROW && N % 2;  // units of 32 codes, or of 16

@@ -1,4 +1,4 @@
-// Calls that were recorded (recording.py), one after the other: [function, number of words, words ...] each.
+// Replays recorded calls (recording.py) in order. Each is stored as [function, number of words, words ...].
 #include "replay.h"
 
 extern "C" void quire_replay(const int64_t* calls, int64_t count) {

@@ -1,4 +1,4 @@
-// Kernels that can be recorded: called with their arguments as words, which replay.cpp keeps.
+// Makes kernels recordable: adds a function that takes the kernel's arguments as 64-bit words (see replay.cpp).
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct Recorded<F> {
   template <class T>
   static T read(int64_t word) {
     T value;
-    memcpy(&value, &word, sizeof(T));  // little-endian: a smaller value is the word's beginning
+    memcpy(&value, &word, sizeof(T));  // little-endian: a smaller value occupies the word's first bytes
     return value;
   }
 

@@ -16,9 +16,9 @@ enum Scoring { SOFTMAX, SIGMOID, SPARSE_MIXER };  // as in routing.py
 
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.44269504f;
-constexpr int64_t PARALLEL_ELEMENTS = 16384;  // below it, one thread is done before a second one has woken up
+constexpr int64_t PARALLEL_ELEMENTS = 16384;  // with less work, one thread finishes before a second one wakes up
 
-// The first of the largest.
+// Returns the index of the largest element, the first one if several are equal.
 int64_t largest(const float* x, int64_t n) {
   f32x16 best = splat(MINUS_INFINITY);
   i32x16 at = {};
@@ -56,15 +56,15 @@ void softmax(const float* x, int64_t n, float* out) {
 
 struct Router {
   int64_t experts;
-  const float* bias;  // [experts] or null: added to the scores for the choice alone
+  const float* bias;  // [experts] or null: added to the scores for the selection only
   Scoring scoring;
   int64_t top_k;
   bool normalize;
   float scale, jitter;
   int64_t groups, topk_groups;
-  bool two_best;  // a group's score is the sum of its two best, not the best one
+  bool two_best;  // a group's score is the sum of its two best scores, not the best one
 
-  // `memory` has room for four times the experts.
+  // memory: [4 * experts], scratch.
   void choose(float* logits, float* memory, float* weights, int64_t* chosen) const {
     if (scoring == SPARSE_MIXER) return mix(logits, memory, weights, chosen);
     float *scores = memory, *choice = scores + experts;
@@ -87,7 +87,7 @@ struct Router {
     for (int64_t k = 0; k < top_k; k++) weights[k] *= factor;
   }
 
-  // Only experts of the best groups can be chosen. of_groups: memory.
+  // Excludes experts outside the best groups from selection. of_groups: [groups], scratch.
   void exclude_groups(float* choice, float* of_groups) const {
     const int64_t size = experts / groups;
     for (int64_t g = 0; g < groups; g++) {
@@ -144,7 +144,8 @@ void quire_choose_experts(int dtype, const void* logits, int64_t stride, int64_t
   });
 }
 
-// Copies rows of `bytes` bytes; the result's rows are contiguous. experts: [tokens, top_k].
+// Copies x: rows of `bytes` bytes to `rows`: [tokens * top_k], contiguous, sorted by expert. experts: [tokens, top_k].
+// offsets: [count + 1], each expert's first row. order: [tokens * top_k], each row's (token, choice).
 void quire_sort_by_expert(const void* x, int64_t stride, int64_t bytes, const int64_t* experts, int64_t tokens,
                           int64_t top_k, int64_t count, void* rows, int64_t* offsets, int64_t* order, int threads) {
   thread_local std::vector<int64_t> kept;

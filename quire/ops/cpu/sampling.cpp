@@ -1,4 +1,4 @@
-// One draw per row by the Gumbel-max trick, with noise made on the fly by Philox4x32-10 (see
+// Samples one token per row by the Gumbel-max trick, with noise generated on the fly by Philox4x32-10 (see
 // ops/reference/sampling.py).
 #include <algorithm>
 #include <limits>
@@ -12,7 +12,7 @@ using namespace quire;
 
 namespace {
 
-// No noise is larger: u is at most 1 - 2^-24 as a float32, and -log(-log(u)) then 16.64.
+// An upper bound of the noise: u is at most 1 - 2^-24 in float32, where -log(-log(u)) is 16.64.
 constexpr float MAX_NOISE = 16.7f;
 
 inline f32x16 gumbel(u32x16 words) { return -log(-log(uniform(words))); }
@@ -22,7 +22,8 @@ struct Best {
   int64_t token = 0;
 };
 
-// The 32 tokens from `token` on, unless none of them could win whatever its noise: after the first few, most cannot.
+// Visits the 32 tokens from `token` on. Skips them if none could win with any noise: after the first few groups, most
+// cannot.
 inline void visit(const float* logits, int64_t token, uint32_t position, uint64_t seed, Best& best) {
   f32x16 a = load(logits), b = load(logits + LANES);
   if (!any(larger(a, b) + MAX_NOISE > best.value)) return;
@@ -51,7 +52,7 @@ Best visit_slice(const float* logits, int64_t begin, int64_t end, uint32_t posit
   return best;
 }
 
-// The largest of a slice, the first if several are equal.
+// Returns the largest logit of a slice, the first one if several are equal.
 template <class T>
 Best largest(const T* logits, int64_t begin, int64_t end) {
   f32x16 tops = splat(-std::numeric_limits<float>::infinity());
@@ -74,7 +75,7 @@ Best largest(const T* logits, int64_t begin, int64_t end) {
 // tokens[row] = the best of visit(row, begin, end) over slices of the row.
 template <class F>
 void best_of_rows(int64_t rows, int64_t vocab, int64_t* tokens, int threads, F visit) {
-  // Enough slices for the threads to finish together, none too short to be worth starting.
+  // Enough slices for the threads to finish together, but none too short to be worth starting.
   const int64_t wanted = std::min((4 * threads + rows - 1) / std::max<int64_t>(rows, 1), vocab / 4096 + 1);
   const int64_t size = ((vocab + wanted - 1) / std::max<int64_t>(wanted, 1) + GROUP - 1) / GROUP * GROUP;
   const int64_t slices = (vocab + size - 1) / size;

@@ -1,5 +1,5 @@
-// Scales and offsets of groups of inputs, in panels (panels.h) and in the types that a checkpoint has: bytes that are
-// multiplied with a factor of several groups, as in GGUF's super-blocks, or floats. Visits read them as float32.
+// Scales and offsets of groups of inputs, in panels (panels.h) and in the checkpoint's types: floats, or bytes with a
+// factor shared by several groups, as in GGUF's super-blocks. Visits read them as float32.
 //
 //                    output 0               output 1          ...
 //     groups 0 ... 3 | s[0] s[1] s[2] s[3] | s[0] s[1] s[2] s[3] | ...   a row of the panel, if they are bytes
@@ -9,7 +9,7 @@
 
 namespace quire {
 
-// Types of numbers, as quantized_linear.py counts them: first those of tensors.
+// Types of numbers, numbered as in quantized_linear.py. The first three are types of tensors, too.
 enum Type { FLOAT32, BFLOAT16, FLOAT16, UNSIGNED, SIGNED };
 
 constexpr int bits_of(int type) { return type == FLOAT32 ? 32 : type <= FLOAT16 ? 16 : 8; }
@@ -19,7 +19,7 @@ constexpr int bits_of(int type) { return type == FLOAT32 ? 32 : type <= FLOAT16 
 template <int TYPE>
 QUIRE_INLINE f32x16 number(u32x16 words, uint32_t shift) {
   if constexpr (TYPE == FLOAT32) return as<f32x16>(words);
-  const u32x16 first = words << uint32_t(32 - bits_of(TYPE) - shift);  // the number's bits are the highest ones
+  const u32x16 first = words << uint32_t(32 - bits_of(TYPE) - shift);  // moves the number to the highest bits
   if constexpr (TYPE == FLOAT16)  // the exponent of float32 is that of float16 plus 112
     return as<f32x16>(as<u32x16>(as<i32x16>(first) >> 3) & 0x8fffe000u) * splat(0x1p112f);
   if constexpr (TYPE == BFLOAT16) return as<f32x16>(first & 0xffff0000u);
@@ -27,7 +27,7 @@ QUIRE_INLINE f32x16 number(u32x16 words, uint32_t shift) {
   return to_float(as<i32x16>(first) >> 24);
 }
 
-// Panels of numbers: `columns` for each output, in whole words.
+// Panels of numbers: `columns` per output, padded to whole words.
 struct Numbers {
   const uint32_t* words;  // null if there are none
   int type;
@@ -41,8 +41,8 @@ struct Numbers {
   }
 };
 
-// Columns [first, stop) of a panel's numbers, times a factor for each output: [stop - first, lines]. Loops with the
-// values of registers, since a store through a pointer might change whatever else is in memory.
+// Widens columns [first, stop) of a panel's numbers, times a factor per output: [stop - first, lines]. Parameters are
+// plain values, since the compiler would reload fields of structures after each store.
 template <int TYPE>
 inline void widen_columns(const uint32_t* words, int64_t first, int64_t stop, int lines, const float* factors,
                           float* to, Ahead& ahead, Ahead::Pace& pace) {
@@ -81,23 +81,23 @@ inline void widen_columns(const Numbers& numbers, int64_t panel, int64_t first, 
   }
 }
 
-// Numbers of groups, times those of as many neighbouring groups as have one factor.
+// Numbers of groups, times factors that each cover a run of neighbouring groups.
 struct Scales {
   Numbers numbers, factors;
-  int64_t kinds = 1, kind = 0;  // the columns of the factors are of so many kinds in turn, and these have this one
+  int64_t kinds = 1, kind = 0;  // factor columns alternate between `kinds` kinds; these numbers use `kind`
 
   void expect(int64_t panel, int lines) const { numbers.expect(panel, lines), factors.expect(panel, lines); }
 
   bool unpacks() const { return numbers.words && (numbers.type != FLOAT32 || factors.words); }
 
-  // Those of `count` groups: [count, lines]. They are where they lie, if that is possible, or in `kept`.
+  // Returns the scales of `count` groups: [count, lines]. They stay in place if possible, or are widened into `kept`.
   const float* of(int64_t panel, int64_t first, int64_t count, int lines, std::vector<float>& kept,
                   Ahead ahead) const {
     if (!numbers.words) return nullptr;
     if (!unpacks()) return (const float*)numbers.panel(panel) + first * lines * LANES;
     float* const widened = room(kept, count * lines * LANES);
     const int64_t stop = first + count;
-    const int64_t run = factors.words ? numbers.columns * kinds / factors.columns : numbers.columns;  // of one factor
+    const int64_t run = factors.words ? numbers.columns * kinds / factors.columns : numbers.columns;  // per factor
     alignas(64) float ones[PANEL], factor[PANEL];
     std::fill(ones, ones + PANEL, 1.0f), std::fill(factor, factor + PANEL, 1.0f);
     Ahead nothing{nullptr, 0};
@@ -112,7 +112,7 @@ struct Scales {
   }
 };
 
-// A column of C lines.
+// Reads a column of C lines.
 template <int C>
 QUIRE_INLINE void read_column(int type, const uint32_t* words, int64_t column, int stride, f32x16 (&to)[C]) {
   auto read = [&](auto constant) {
@@ -131,7 +131,7 @@ QUIRE_INLINE void read_column(int type, const uint32_t* words, int64_t column, i
   }
 }
 
-// Reads the scales of groups one after the other, of C lines from `line`: for one row, which needs each of them once.
+// Reads the scales of C lines from `line`, group by group. For a single row, which needs each scale only once.
 template <int C>
 class ScaleReader {
  public:

@@ -1,7 +1,8 @@
-// The indexer of sparse attention (quire/layers/indexer.py): scores of keys, and the slots of those with the highest.
+// The indexer of sparse attention (quire/layers/indexer.py): scores keys and returns the slots of the best.
 //
-// Scores are computed for some tokens at a time, in items of a few neighbouring tokens of a request and a run of its
-// keys, so that each key is read once for these tokens. A score is a sum in one order, whatever else is computed.
+// Scores are computed for a batch of tokens at a time. An item covers a few neighbouring tokens of a request and a run
+// of its keys, so that each key is read once for these tokens. A score is added up in a fixed order, whatever else is
+// computed.
 #include "attention.h"
 #include "attention_scores.h"
 #include "replay.h"
@@ -14,12 +15,12 @@ using namespace quire;
 
 namespace {
 
-constexpr int MOST_TOKENS = 8;              // of an item
-constexpr int RUN_KEYS = 2048;              // of an item
-constexpr int64_t MOST_SCORES = 1 << 22;    // computed before keys are selected
+constexpr int MOST_TOKENS = 8;              // per item
+constexpr int RUN_KEYS = 2048;              // per item
+constexpr int64_t MOST_SCORES = 1 << 22;    // in memory at a time
 
 struct Item {
-  int token, tokens, begin, end;  // rows of q; keys
+  int token, tokens, begin, end;  // first row of q, number of rows; range of keys
 };
 
 template <class S>
@@ -29,17 +30,17 @@ struct Indexer {
 
   const Geometry& g;
   const Tensor* q;
-  int64_t heads, stride;  // of q: from token to token; its heads lie one after the other
+  int64_t heads, stride;  // stride: elements of q between tokens; heads are contiguous
   const Tensor* weights;  // [tokens, heads]
   const uint32_t* cache;
   int64_t block_stride;  // in words
   const int32_t *table, *rows, *seen;
   int64_t table_stride;
   int32_t* slots;  // [tokens, most]
-  float* best;     // [tokens, most], or null: the scores of selected keys, whose numbers are then in `slots`
+  float* best;     // [tokens, most] or null: scores of the selected keys; `slots` then has key positions
   int64_t most, threads;
 
-  // The scores of the item's keys, for each of its tokens at `scores + token * width`.
+  // Computes the scores of the item's keys for its i-th token, at `scores + i * width`.
   void score_item(const Item& item, float* scores, int64_t width) const {
     constexpr int LINES = TILE_KEYS / LANES;
     const int words = g.dim / PAIR<T>, scales = g.block_size * g.dim / 4;
@@ -87,7 +88,7 @@ struct Indexer {
     }
   }
 
-  // Floats as integers of the same order, in which a NaN has a place, too.
+  // Maps floats to integers in the same order, in which NaNs have a place, too.
   static uint32_t ordered(float x) {
     uint32_t bits;
     x += 0.0f;  // -0 becomes 0
@@ -149,8 +150,8 @@ struct Indexer {
 }  // namespace
 
 extern "C" {
-// q: [tokens, heads, head_dim], heads without gaps. block_stride: elements of the cache from one block to the next.
-// place: the address of the block table, and its stride. best: see Selection.scores; null if they are not wanted.
+// q: [tokens, heads, head_dim], contiguous heads. block_stride: elements of the cache from one block to the next.
+// place: the block table's address and stride. best: see Selection.scores, or null.
 void quire_select(const Geometry* g, const void* q, int64_t tokens, int64_t heads, int64_t q_stride,
                   const void* weights, const void* cache, int64_t block_stride, const int64_t* place,
                   const int32_t* rows, const int32_t* seen, int32_t* slots, float* best, int64_t most,

@@ -1,10 +1,9 @@
-// Sums and gathered rows over the ranks of one machine, through shared memory.
+// Adds up and gathers data across the ranks of one machine, through shared memory.
 //
-// A rank copies its summand into its slot, announces its arrival, waits for the others, and adds up all slots in the
-// order of the ranks, so that all ranks have the same bits. If each rank needs only its share of the sum, it adds up
-// that part of the slots; if rows are gathered, it copies the slots of the others. There are two sets of slots, for
-// even and odd rounds. When a rank begins a round, all others have arrived at the previous round, so none still reads
-// the slots that it writes.
+// A rank copies its data into its slot, announces its arrival, waits for the others, and adds up all slots in the order
+// of ranks, so that all ranks get the same bits. If a rank needs only its share of the sum, it adds up that part of the
+// slots. To gather rows, it copies the other ranks' slots. Even and odd rounds have separate slots. When a rank begins
+// a round, all others have arrived at the previous round, so none still reads the slots that it writes.
 #include <sched.h>
 
 #include <algorithm>
@@ -19,7 +18,7 @@ using namespace quire;
 
 namespace {
 
-constexpr int SPINS = 200;  // a few microseconds; then the core is offered to others, perhaps to a rank that is awaited
+constexpr int SPINS = 200;  // a few microseconds; then the core is yielded, perhaps to a rank that this one waits for
 
 struct alignas(64) Arrival {
   std::atomic<uint64_t> round;
@@ -47,7 +46,8 @@ struct Memory {
   int rank, ranks;
   int64_t slot_bytes;
 
-  // One round: shows `bytes` bytes to the other ranks. Returns the slots, once all ranks have filled theirs.
+  // Runs one round: publishes `bytes` bytes to the other ranks, and returns the slots once all ranks have filled
+  // theirs.
   const char* exchange(const void* data, int64_t bytes) const {
     Arrival* arrivals = (Arrival*)start;
     const uint64_t round = arrivals[rank].round.load(std::memory_order_relaxed) + 1;
@@ -61,7 +61,7 @@ struct Memory {
   }
 };
 
-// out: [stop - start], the elements [start, stop) of the sum. It may lie in `data`, at `start`.
+// out: [stop - start], the elements [start, stop) of the sum; may be data + start.
 template <class T>
 void reduce(const T* data, int64_t count, T* out, int64_t start, int64_t stop, const Memory& memory) {
   const int64_t most = memory.slot_bytes / int64_t(sizeof(T));
@@ -86,7 +86,8 @@ extern "C" void quire_reduce(int dtype, const void* data, int64_t count, void* o
 }
 RECORDABLE(quire_reduce)
 
-// data: this rank's part of `out`, [total] bytes. All parts have `part` bytes, but the last ones may be short or empty.
+// data: this rank's part of `out`. out: [total] bytes, in parts of `part` bytes, of which the last ones may be shorter
+// or empty.
 extern "C" void quire_gather(const void* data, void* out, int64_t part, int64_t total, void* memory, int rank, int ranks,
                              int64_t slot_bytes) {
   const Memory shared{(char*)memory, rank, ranks, slot_bytes};

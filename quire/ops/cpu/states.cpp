@@ -1,8 +1,8 @@
-// Recurrent layers: a causal convolution, and a scan over a state that decays (ops/reference/states.py defines them).
+// Recurrent layers: a causal convolution, and a scan over a decaying state (defined in ops/reference/states.py).
 //
-// Tokens of a text are taken one after the other, so a token's result does not depend on how the text is cut into steps.
-// Heads and columns of the state are independent of each other, and are divided among threads: a task takes TILE
-// columns of one head of one request through all tokens of the step, with the state in the first-level cache.
+// A sequence's tokens are processed one by one, so a token's result does not depend on how the sequence is divided into
+// steps. Heads and columns of the state are independent, and are divided among threads: a task processes TILE columns
+// of one head of one request for all tokens of the step, with the state in the L1 cache.
 #include "replay.h"
 #include "team.h"
 #include "vector.h"
@@ -15,7 +15,7 @@ using namespace quire;
 
 namespace {
 
-constexpr int TILE = 64;  // columns of a task: with 128 rows, 32 KB of state
+constexpr int TILE = 64;  // columns per task: with 128 rows, 32 KB of state
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Step {  // the _Step of ops/reference/states.py
@@ -24,9 +24,9 @@ struct Step {  // the _Step of ops/reference/states.py
   int32_t requests, block_size, drafts, threads;
 };
 
-// What a step computes of one request, see Span in ops/reference/states.py.
+// One request's part of a step, see Span in ops/reference/states.py.
 struct Span {
-  int64_t first, count, start, end, certain;  // first: in the flat batch; the others are positions
+  int64_t first, count, start, end, certain;  // first: index in the flat batch; start, end, certain: positions
   const int32_t* table;
   int32_t block_size;
 
@@ -37,7 +37,7 @@ struct Span {
 
   int64_t source() const { return start ? table[(start - 1) / block_size] : 0; }
 
-  // f(block, tokens behind which its state is), for each block that the step stores a page in.
+  // Calls f(block, number of tokens in its state) for each block in which the step stores a page.
   template <class F>
   void pages(F f) const {
     for (int64_t index = start / block_size; index * block_size < end; index++)
@@ -47,7 +47,7 @@ struct Span {
 
 f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp2(where(x < -80.0f, splat(-80.0f), x) * -LOG2_E)); }
 
-// inputs: of the pages, [blocks, rows, channels].
+// inputs: the pages' inputs, [blocks, rows, channels].
 template <class T>
 void causal_conv(const Step& step, const T* x, int64_t stride, int64_t channels, const float* weight, int64_t width,
                  const float* bias, float* inputs, int64_t page, bool silu, T* out) {
@@ -56,7 +56,7 @@ void causal_conv(const Step& step, const T* x, int64_t stride, int64_t channels,
     const Span span(step, task / pieces);
     if (!span.count) return;
     const int64_t from = task % pieces * TILE, to = std::min(channels, from + TILE);
-    // Positions start - tail, ..., start - 1: what the page has of them, before it is overwritten.
+    // The page's inputs at positions start - tail, ..., start - 1, copied before the page is overwritten.
     thread_local std::vector<float> before;
     before.assign(tail * TILE, 0.0f);
     const float* source = inputs + span.source() * page;
@@ -89,7 +89,7 @@ void causal_conv(const Step& step, const T* x, int64_t stride, int64_t channels,
   });
 }
 
-// log(1 + exp(x)), also where exp(x) is small.
+// log(1 + exp(x)), accurate also for small exp(x).
 f32x16 softplus(f32x16 x) {
   const f32x16 e = exp2(where(x < 0.0f, x, -x) * LOG2_E), u = 1.0f + e;
   const f32x16 near = where(u == 1.0f, e, log(u) * e / (u - 1.0f));
@@ -111,8 +111,8 @@ void time_steps(const T* x, int64_t stride, int64_t rows, int64_t n, const float
   });
 }
 
-// How a state changes: by one of the scan's RULES, or as in the selective scan, where each element decays by a rate of
-// its own and each column has a scale of its own, the time step.
+// How a state is updated: by one of the scan's RULES, or by the selective scan, in which each element has its own decay
+// rate and each column its own scale, the time step.
 enum Rule { PLAIN, DELTA, REMOVAL, SELECTIVE };
 
 struct Sizes {
@@ -120,9 +120,9 @@ struct Sizes {
   int64_t token() const { return key_heads * key_dim + heads * (value_dim + decays + scales); }
 };
 
-// N vectors of the columns of a head's state; its rows are TILE apart. decay: in a selective scan, the rates, with rows
-// that are TILE apart, too. scale: with removal, the key that reads and the one that writes. q, out: null for a token
-// without a result.
+// Advances N vectors of columns of a head's state by one token. state: rows are TILE apart. decay: in a selective scan,
+// the rates, whose rows are TILE apart, too. scale: with removal, [2, key_dim], the key to read with and the key to
+// remove with. q, out: null for a token without output.
 template <Rule RULE, int N>
 void advance(float* state, int64_t key_dim, const float* k, const float* v, const float* decay, int64_t decay_stride,
              const float* scale, const float* q, float* out) {
@@ -191,7 +191,7 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
     float *state = memory.data(), *value = state + z.key_dim * TILE, *found = value + TILE, *factor = found + TILE;
     float *rates = factor + TILE + 2 * (z.key_dim + LANES), *key = rates + rate_rows * TILE;
     float* query = key + z.key_dim + LANES;
-    // The scales of the task: those of the head, or of its columns.
+    // The task's scales: its head's, or its columns'.
     const int64_t scale_at = head * z.scales + (RULE == SELECTIVE ? from : 0);
     const int64_t scales = RULE == SELECTIVE ? columns : z.scales;
     for (int64_t i = 0; i < rate_rows; i++)
@@ -205,7 +205,7 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
                                      by_column ? factor + c : factor, q, result ? result + c : nullptr);
       });
     };
-    auto store_pages = [&] {  // of the state behind the token `at`
+    auto store_pages = [&] {  // of the state after `at` tokens
       span.pages([&](int64_t block, int64_t reached) {
         if (reached != at) return;
         for (int64_t i = 0; i < z.key_dim; i++)
@@ -216,7 +216,7 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
       const int64_t source = span.source();
       for (int64_t i = 0; i < z.key_dim; i++)
         memcpy(state + i * TILE, pages + source * page + in_page + i * z.value_dim, columns * sizeof(float));
-      for (at = number[source * page]; at < span.start; at++) {  // computed earlier, but not certain then
+      for (at = number[source * page]; at < span.start; at++) {  // tokens of earlier steps that were not certain then
         const float* row = behind + source * page + at % step.drafts * token;
         memcpy(value, row + at_v + head * z.value_dim + from, columns * sizeof(float));
         memcpy(factor, row + at_scale + scale_at, scales * sizeof(float));
@@ -230,7 +230,7 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
         store(query + i, load_up_to(q + index * q_stride + head / ratio * q_head + i, n));
       });
       const T* given = v + index * v_stride + head * z.value_dim + from;
-      for_lanes(columns, [&](int64_t c, int n) { store(value + c, load_up_to(given + c, n)); });  // and zeros behind
+      for_lanes(columns, [&](int64_t c, int n) { store(value + c, load_up_to(given + c, n)); });  // padded with zeros
       for_lanes(scales, [&](int64_t c, int n) {
         store(factor + c, load_up_to(scale + index * scale_stride + scale_at + c, n));
       });
@@ -245,7 +245,7 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
       store_pages();
     }
   });
-  // The tokens behind a page's state, which other tasks may still have read until now.
+  // Stores the tokens that follow each page's state. Other tasks may have read the previous ones until now.
   for (int64_t r = 0; r < step.requests; r++) {
     const Span span(step, r);
     if (!span.count) continue;
@@ -299,7 +299,7 @@ void gated_norm(const T* x, int64_t x_stride, const T* gate, int64_t gate_stride
   });
 }
 
-// Of RWKV-7, see the references. A task is a head of a token; all tensors are contiguous.
+// For RWKV-7, see the references. A task is one head of one token; all tensors are contiguous.
 template <class T>
 void removal_keys(int64_t tokens, int64_t heads, int64_t dim, const T* r, const T* k, const T* read, const T* decay,
                   const T* rate, const float* rate_scale, const float* bonus, T* keys, float* decays, float* scale,

@@ -1,11 +1,11 @@
-// Sums of products with weights in their original order, with a row for each output.
+// Sums of products with weights in their original order, one row per output.
 #pragma once
 
 #include "vector.h"
 
 namespace quire {
 
-// The sums over each of up to four vectors, in the first lanes.
+// Returns the sum of each of up to four vectors, in the first C lanes.
 template <int C>
 inline f32x16 sums_of(const f32x16* v) {
   const f32x16 a = v[0], b = C > 1 ? v[1] : f32x16{}, c = C > 2 ? v[2] : f32x16{}, d = C > 3 ? v[3] : f32x16{};

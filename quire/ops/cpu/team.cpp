@@ -13,8 +13,8 @@ namespace quire {
 
 namespace {
 
-constexpr int SPINS = 200;                                // a few microseconds; then the core is offered to others
-constexpr std::chrono::microseconds AWAKE{1000};          // from one operation of a step to the next it is much less
+constexpr int SPINS = 200;                                // a few microseconds; then the core is yielded
+constexpr std::chrono::microseconds AWAKE{1000};          // much longer than from one operation of a step to the next
 
 thread_local int place = 0;
 
@@ -22,12 +22,12 @@ class Team {
  public:
   void call(int threads, void (*work)(void*), void* context, const Weights* weights) {
     std::unique_lock<std::mutex> only(calling_, std::try_to_lock);
-    if (!only) return work(context);  // the team works for another thread
+    if (!only) return work(context);  // the team is busy with another thread's work
     grow(threads - 1);
     if (weights) upcoming_.begin(*weights);
     work_ = work, context_ = context;
     places_ = threads - 1;
-    round_.fetch_add(1);  // odd: members may come
+    round_.fetch_add(1);  // odd: members may join
     if (asleep_.load() > 0) {
       std::lock_guard<std::mutex> lock(sleeping_);
       wake_.notify_all();
@@ -48,14 +48,14 @@ class Team {
     for (uint64_t seen = 0;;) {
       const uint64_t round = await(seen, fetched);
       present_.fetch_add(1);
-      // Present before looking again: what `call` set for this round stays as it is until nobody is.
+      // Counted in present_ before this check: `call` does not change the round's fields until present_ is 0.
       if (round_.load() == round && places_.fetch_sub(1) > 0) work_(context_);
       present_.fetch_sub(1);
       seen = round;
     }
   }
 
-  // A round that is open, and is not the one that was `seen`.
+  // Waits for an open round other than `seen`.
   uint64_t await(uint64_t seen, Upcoming::Progress& fetched) {
     auto is_new = [&](uint64_t round) { return round % 2 == 1 && round != seen; };
     for (int spins = 0; spins < SPINS; spins++) {

@@ -1,8 +1,8 @@
-// A team of threads for work that is cut into items, which its members draw one by one.
+// A team of threads for work that is divided into items, which its members draw one by one.
 //
 // Members join when they can. If another program occupies a member's core, the others do its share instead of waiting
-// (with OpenMP's barriers, one other busy program made a decoding step 3 times as long). Between two pieces of work,
-// members poll for the next one for a while, offering the core to others, and then sleep.
+// (with OpenMP's barriers, one other busy program made a decoding step take 3 times as long). Between calls, members
+// poll for work for a while, yielding the core, and then sleep.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,8 @@ inline void pause() {
 #endif
 }
 
-// Weights that work reads: `units` of so many bytes, of which each of `parts` threads begins with neighbouring ones.
+// The weights that a call reads: `units` units of `unit` bytes. Each of `parts` threads starts with its own range of
+// them.
 struct Weights {
   const char* first;
   int64_t unit, units;
@@ -34,9 +35,9 @@ struct Weights {
 // The calling thread's number in the team; 0 if it is not a member.
 int place_in_team();
 
-// Calls work(context) here, and in the members of a team of `threads` that join before this call has finished; returns
-// when all calls have finished. So `work` must draw its items from a common counter. weights: null if they are not
-// those of a product with few rows; members that wait fetch what they will read next (upcoming.h).
+// Calls work(context) in this thread, and in those members of a team of `threads` that join before this call has
+// finished. Returns when all calls have finished. `work` must draw its items from a shared counter. weights: those of a
+// product with few rows, or null; waiting members prefetch the weights that usually come next (upcoming.h).
 void call_team(int threads, void (*work)(void*), void* context, const Weights* weights = nullptr);
 
 // Calls f() in up to `threads` threads, as many as join.
@@ -46,7 +47,7 @@ inline void together(int threads, F f, const Weights* weights = nullptr) {
   call_team(threads, [](void* context) { (*static_cast<F*>(context))(); }, &f, weights);
 }
 
-// f(i) for 0 <= i < count, in runs of neighbours: four a thread, but none shorter than `least`.
+// Calls f(i) for 0 <= i < count, in runs of consecutive i: four per thread, but none shorter than `least`.
 template <class F>
 inline void for_each(int64_t count, int threads, F f, int64_t least = 1) {
   const int64_t run = std::max(least, (count + 4 * threads - 1) / (4 * std::max(threads, 1)));

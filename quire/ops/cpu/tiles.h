@@ -1,7 +1,7 @@
-// Products with AMX: an instruction multiplies a tile of x, of up to 16 rows with 16 words each, and a tile of a panel,
-// of 16 words of 16 outputs each, as they lie in memory (panels.h).
+// Products with AMX. One instruction multiplies a tile of x (up to 16 rows of 16 words) with a tile of a panel (16
+// words for each of 16 outputs), both as stored in memory (panels.h).
 //
-// With QUIRE_SOFTWARE_TILES the instructions are functions with the same results, to test on other processors.
+// With QUIRE_SOFTWARE_TILES, functions with the same results replace the instructions, for tests on other processors.
 #pragma once
 
 #if defined(QUIRE_SOFTWARE_TILES) || (defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__))
@@ -18,11 +18,11 @@
 
 namespace quire {
 
-constexpr int TILE = 16;           // rows of a tile, and 32-bit words of a row
-constexpr int AMX_ROWS = 2 * TILE;  // of x at a time: two tiles
+constexpr int TILE = 16;           // rows per tile, and 32-bit words per row
+constexpr int AMX_ROWS = 2 * TILE;  // rows of x at a time: two tiles
 
-// Tiles 0 to 3 are sums, of rows 0 to 15 or 16 to 31, and of one line of outputs or the next; 4 and 5 are of x, 6 and 7
-// of the panel.
+// Tiles 0 to 3 hold sums: 0 and 1 of rows 0 to 15, 2 and 3 of rows 16 to 31; 0 and 2 of the first line of outputs, 1
+// and 3 of the second. Tiles 4 and 5 hold x, 6 and 7 the panel.
 struct TileConfiguration {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
@@ -77,7 +77,8 @@ T part_of(uint32_t word, int i) {
   return parts[i];
 }
 
-// Of bfloat16. The sums of the first and of the second elements of words are rounded one by one, then added.
+// Multiplies bfloat16. The first and the second elements of words have separate sums, rounded after each step and added
+// at the end.
 template <int SUMS, int X, int W>
 void multiply_tiles_bf16() {
   auto value = [](uint32_t word, int i) {
@@ -98,7 +99,7 @@ void multiply_tiles_bf16() {
     }
 }
 
-// Of bytes: signed ones of x, unsigned ones of the panel.
+// Multiplies signed bytes of x with unsigned bytes of the panel.
 template <int SUMS, int X, int W>
 void multiply_tiles_bytes() {
   for (int r = 0; r < software.configuration.rows[SUMS]; r++)
@@ -111,7 +112,8 @@ void multiply_tiles_bytes() {
 
 #else
 
-// Whether the system lets this process use tiles. It must be requested, since tiles enlarge a thread's saved state.
+// Whether the system lets this process use tiles. Permission must be requested, since tiles enlarge a thread's saved
+// state.
 inline bool has_tiles() {
   constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of arch_prctl
   static const bool allowed = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
@@ -148,7 +150,7 @@ void multiply_tiles_bytes() {
 
 #endif
 
-// Configures the thread's tiles for a number of rows during its lifetime.
+// Configures the thread's tiles for a number of rows, and releases them when destroyed.
 class Tiles {
  public:
   Tiles() = default;
@@ -161,7 +163,7 @@ class Tiles {
     if (count != count_) configure_tiles(TileConfiguration(count_ = count));
   }
 
-  // f(Constant tile of sums, row, line) for the tiles of sums of `lines` lines, 1 or 2.
+  // Calls f(Constant<tile>, first row, line) for each tile of sums. lines: 1 or 2.
   template <class F>
   void for_sums(int lines, F f) const {
     f(std::integral_constant<int, 0>{}, 0, 0);
@@ -171,8 +173,8 @@ class Tiles {
     if (lines > 1) f(std::integral_constant<int, 3>{}, TILE, 1);
   }
 
-  // Adds the products of `words` words, at most 16: of each row of x, `x_stride` bytes apart, and of 1 or 2 lines of a
-  // panel, whose words are `stride` 32-bit words apart.
+  // Adds the products of up to 16 words of each row of x with 1 or 2 lines of a panel. Rows of x are `x_stride` bytes
+  // apart, words of the panel `stride` 32-bit words.
   template <bool IS_BF16>
   void multiply(const char* x, int64_t x_stride, const uint32_t* w, int64_t stride, int words, int lines) {
     if (words < TILE) {  // the rest of a tile is zero

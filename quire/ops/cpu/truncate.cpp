@@ -1,6 +1,6 @@
-// Top-k and top-p without sorting the vocabulary (ops/reference/sampling.py defines them). The tokens of a row are
-// counted into buckets by the distance of their logits from the largest one; only the bucket in which the border falls
-// is sorted.
+// Top-k and top-p without sorting the vocabulary (defined in ops/reference/sampling.py). A row's tokens are counted in
+// buckets by the distance of their logits from the largest one. Only the bucket that contains the border between kept
+// and removed tokens is sorted.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -12,7 +12,7 @@ using namespace quire;
 
 namespace {
 
-constexpr int BUCKETS = 512, PER_UNIT = 16;  // the last bucket takes all from 32 down: e^-32 of the largest probability
+constexpr int BUCKETS = 512, PER_UNIT = 16;  // the last one has all logits 32 or more below the largest: p ratio e^-32
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity(), LOG2_E = 1.4426950408889634f;
 
 struct Token {
@@ -34,13 +34,13 @@ struct Row {
     const float top = maximum(tops);
     if (top == MINUS_INFINITY) return;
     count(logits, vocab, top);
-    int last = 0;       // the bucket in which the border is: BUCKETS for none
-    int64_t stay = 0;   // how many of its tokens stay
-    double mass = 0;    // of what stays
+    int last = 0;       // the bucket with the border; BUCKETS for none
+    int64_t stay = 0;   // how many of its tokens are kept
+    double mass = 0;    // of the kept tokens
     for (stay = top_k; last < BUCKETS && counts[last] < stay; last++) stay -= counts[last], mass += masses[last];
     if (last < BUCKETS) mass += sort(logits, vocab, last, top, stay);
     if (top_p < 1) {
-      double missing = (top_p - 1e-7) * mass;  // sums are no more exact than that
+      double missing = (top_p - 1e-7) * mass;  // the sums are only this accurate
       int bucket = 0;
       for (; bucket < last && masses[bucket] < missing; bucket++) missing -= masses[bucket];
       if (bucket < last) sort(logits, vocab, bucket, top, stay = counts[bucket]);
@@ -85,7 +85,7 @@ struct Row {
 
   static double mass_of(float logit, float top) { return exp2(splat((logit - top) * LOG2_E))[0]; }
 
-  // Puts the tokens of a bucket into `border`, the best ones first; returns the mass of the first n.
+  // Collects the tokens of a bucket in `border`, the best ones first, and returns the mass of the first n.
   double sort(const float* logits, int64_t vocab, int bucket, float top, int64_t n) {
     border.clear();
     for (int64_t i = 0; i < vocab; i++)
@@ -101,7 +101,7 @@ struct Row {
 
 }  // namespace
 
-// In place. top_k, top_p: of each row, or null.
+// In place. top_k, top_p: [rows] or null.
 extern "C" void quire_keep_top_k_top_p(float* logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t* top_k,
                                        const float* top_p, int threads) {
   for_each(rows, threads, [&](int64_t row) {

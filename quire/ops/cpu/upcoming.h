@@ -1,8 +1,8 @@
-// The weights that will be read next. Threads that wait for work prefetch their shares of them. Otherwise the memory
-// would be idle between two steps, and while one thread does work that is too small for several.
+// Predicts the weights that will be read next, so that threads without work can prefetch their shares. Otherwise memory
+// would be idle between steps and while a single thread works.
 //
-// Every step reads the weights of a model in the same order, so what followed last time is what will most likely follow
-// now. A wrong guess displaces something else from the caches, and has no other effect, even if the memory is gone.
+// Every step reads a model's weights in the same order, so the prediction is what came next last time. A wrong
+// prediction only evicts other data from the caches, even if the weights have been freed.
 #pragma once
 
 #include <array>
@@ -17,13 +17,13 @@ class Upcoming {
  public:
   // The state of a thread's prefetching.
   struct Progress {
-    int current = -1;   // the weights that were read when the thread last looked
-    int next = 0;       // what it fetches now
-    int64_t bytes = 0;  // of its share of that
-    int64_t left = 0;   // how many more it may fetch until something else is read
+    int current = -1;   // index of the weights that were being read when the thread last checked
+    int next = 0;       // index of the weights that it prefetches
+    int64_t bytes = 0;  // prefetched of its share of these weights
+    int64_t left = 0;   // bytes that it may still prefetch until other weights are read
   };
 
-  // Announces the weights that are read from now on. Threads call this one at a time.
+  // Announces the weights that are read from now on. Must not be called concurrently.
   void begin(const Weights& weights) {
     int at = following(current_);
     if (!is(at, weights)) at = 0;
@@ -31,7 +31,7 @@ class Upcoming {
     order_[at] = weights, current_ = at;
   }
 
-  // Fetches a few lines of the share of a thread. Returns false when it has fetched enough for now.
+  // Prefetches a few lines of a thread's share. Returns false when it has prefetched enough for now.
   bool fetch(int place, Progress& progress) const {
     const int current = current_, length = length_;
     if (!length) return false;
@@ -54,10 +54,10 @@ class Upcoming {
 
  private:
   static constexpr int MOST = 4096, FARTHEST = 8;  // products
-  static constexpr int LINES = 8;                  // at a time: work that arrives meanwhile waits for them
-  static constexpr int64_t ENOUGH = 4 << 20;       // with 8 MB, a step takes as long
+  static constexpr int LINES = 8;                  // per call: new work waits for them
+  static constexpr int64_t ENOUGH = 4 << 20;       // bytes; with 8 MB, a step is not faster
 
-  // A number that threads may read while it changes: what they fetch then is wrong, and that is all.
+  // A number that threads may read while it changes. At worst, they prefetch the wrong lines.
   template <class T>
   struct Relaxed {
     std::atomic<T> value;
@@ -78,7 +78,7 @@ class Upcoming {
   bool is(int at, const Weights& weights) const { return at < length_ && order_[at].first == weights.first; }
   int following(int at) const { return at + 1 < length_ ? at + 1 : 0; }
 
-  std::array<Entry, MOST> order_;  // from the first product of a step to the last
+  std::array<Entry, MOST> order_;  // in the order of a step's products
   Relaxed<int> length_, current_{-1};
 };
 

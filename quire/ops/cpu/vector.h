@@ -1,5 +1,5 @@
-// Arithmetic on vectors of 16 lanes (lanes.h). Only where a single instruction matters (bf16 dot products, conversions of
-// bf16 and fp16) are there intrinsics.
+// Arithmetic on vectors of 16 lanes (lanes.h). Intrinsics are used only where a specific instruction matters (bf16 dot
+// products, conversions of bf16 and fp16).
 #pragma once
 
 #include "lanes.h"
@@ -14,7 +14,8 @@ struct fp16 {
   uint16_t bits;
 };
 
-// f(T{}), where T is the type with this code (CODES in build.py). A unit for one type (units.py) has only that one.
+// Calls f(T{}), where T is the type with code `dtype` (CODES in build.py). A translation unit for one type (units.py)
+// supports only that type.
 template <class F>
 inline void with_type(int dtype, F f) {
 #ifdef QUIRE_TYPE
@@ -26,7 +27,7 @@ inline void with_type(int dtype, F f) {
 #endif
 }
 
-// f(T{}, W{}): of tensors and of a weight, which is float32 if it is wide.
+// Calls f(T{}, W{}) with the types of tensors and of a weight, which is float32 if is_wide.
 template <class F>
 inline void with_types(int dtype, int is_wide, F f) {
   with_type(dtype, [&](auto type) { is_wide ? f(type, float{}) : f(type, type); });
@@ -38,7 +39,7 @@ QUIRE_INLINE u32x16 load_words(const uint32_t* p) { return read<u32x16>(p); }
 QUIRE_INLINE f32x16 load(const float* p) { return read<f32x16>(p); }
 QUIRE_INLINE f32x16 load(const bf16* p) { return as<f32x16>(widened(read<u16x16>(p)) << 16); }
 
-// Exact.
+// Converts float16 to float32, exactly.
 QUIRE_INLINE f32x16 widened_fp16(u16x16 v) {
 #if defined(__AVX512F__)
   return as<f32x16>(_mm512_cvtph_ps(as<__m256i>(v)));
@@ -48,7 +49,7 @@ QUIRE_INLINE f32x16 widened_fp16(u16x16 v) {
   return each<f32x16>([&](auto i) { return (f32x16::Part)vcvt_f32_f16(as<float16x4_t>(v.parts[i])); });
 #else
   const u32x16 bits = widened(v), size = (bits & 0x7fff) << 13;
-  const f32x16 finite = as<f32x16>(size) * 0x1p112f;  // right for numbers below the normal ones, too
+  const f32x16 finite = as<f32x16>(size) * 0x1p112f;  // also correct for subnormal numbers
   const u32x16 other = as<u32x16>(where(size >= 0x1fu << 23, as<f32x16>(size | 0x7f800000u), finite));
   return as<f32x16>(other | (bits & 0x8000) << 16);
 #endif
@@ -59,7 +60,7 @@ QUIRE_INLINE f32x16 load(const fp16* p) { return widened_fp16(read<u16x16>(p)); 
 QUIRE_INLINE void store(uint32_t* p, u32x16 v) { write(p, v); }
 QUIRE_INLINE void store(float* p, f32x16 v) { write(p, v); }
 
-// Rounded to bfloat16, in the upper halves of the lanes: to nearest, ties to even, as torch rounds.
+// Rounds to bfloat16, in the upper half of each lane: to nearest, ties to even, like torch.
 QUIRE_INLINE u32x16 rounded_bits(f32x16 v) {
   const u32x16 bits = as<u32x16>(v);
   return where(v == v, bits + 0x7fff + ((bits >> 16) & 1), splat(0x7fc00000u));
@@ -79,7 +80,7 @@ QUIRE_INLINE u16x16 round_to_bf16(f32x16 v) {
 #endif
 }
 
-// The same to float16.
+// Rounds to float16: to nearest, ties to even.
 QUIRE_INLINE u16x16 round_to_fp16(f32x16 v) {
 #if defined(__AVX512F__)
   return as<u16x16>(_mm512_cvtps_ph(as<__m512>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -110,12 +111,12 @@ QUIRE_INLINE f32x16 rounded_to(f32x16 v, bf16) {
 }
 QUIRE_INLINE f32x16 rounded_to(f32x16 v, fp16) { return widened_fp16(round_to_fp16(v)); }
 
-// The bits of each element as a number.
+// Loads the bits of each element as an integer.
 QUIRE_INLINE u32x16 load_bits(const float* p) { return read<u32x16>(p); }
 template <class T>
 QUIRE_INLINE u32x16 load_bits(const T* p) { return widened(read<u16x16>(p)); }
 
-// The first n < 16 elements; the others are 0.
+// Loads the first n < 16 elements; the other lanes are 0.
 template <class T>
 inline f32x16 load_part(const T* p, int n) {
   T part[LANES] = {};
@@ -130,7 +131,7 @@ inline void store_part(T* p, f32x16 v, int n) {
   for (int i = 0; i < n; i++) p[i] = part[i];
 }
 
-// f(offset, lanes) over a row in steps of 16; only the last step may have fewer lanes.
+// Calls f(offset, lanes) for n elements in steps of 16; only the last step may have fewer lanes.
 template <class F>
 inline void for_lanes(int64_t n, F f) {
   int64_t i = 0;
@@ -153,7 +154,7 @@ QUIRE_INLINE f32x16 fma(f32x16 a, f32x16 b, float c) { return fma(a, b, splat(c)
 
 QUIRE_INLINE f32x16 larger(f32x16 a, f32x16 b) { return where(a > b, a, b); }
 
-// The result of `combine` over all lanes, in each lane.
+// Combines all lanes with `combine` and returns the result in each lane.
 template <class V, class F>
 inline V folded(V v, F combine) {
   v = combine(v, shuffle<8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7>(v, v));
@@ -165,7 +166,7 @@ inline V folded(V v, F combine) {
 inline float maximum(f32x16 v) { return folded(v, [](f32x16 a, f32x16 b) { return larger(a, b); })[0]; }
 inline float sum(f32x16 v) { return folded(v, [](f32x16 a, f32x16 b) { return a + b; })[0]; }
 
-// 16 x 16 words, by exchanging ever larger blocks across the diagonal.
+// Transposes 16 x 16 words by exchanging larger and larger blocks across the diagonal.
 inline void transpose(u32x16* v) {
   auto exchange = [&](int distance, auto low, auto high) {
     for (int i = 0; i < LANES; i++)
@@ -186,7 +187,7 @@ inline void transpose(u32x16* v) {
 #undef QUIRE_SHUFFLE
 }
 
-// 2^x to a relative 1.0e-7; 0 below -126, where float32 has no normal numbers left. x must be below 128.
+// 2^x with a relative error of 1.0e-7; 0 for x below -126, where the result would be subnormal. x must be below 128.
 QUIRE_INLINE f32x16 exp2(f32x16 x) {
   f32x16 clamped = larger(x, splat(-126.0f));
   const f32x16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
@@ -202,7 +203,7 @@ QUIRE_INLINE f32x16 exp2(f32x16 x) {
   return where(x < -126.0f, f32x16{}, scaled);
 }
 
-// To a relative 2e-7; near 0 by Cephes' polynomial for it, since the exponential cancels there.
+// Relative error 2e-7. Uses Cephes' polynomial near 0, where the exponential formula loses digits.
 inline f32x16 tanh(f32x16 x) {
   f32x16 size = where(x < 0.0f, -x, x), square = x * x;
   f32x16 p = splat(-5.70498872745e-3f);
@@ -215,8 +216,8 @@ inline f32x16 tanh(f32x16 x) {
   return where(size < 0.625f, fma(x * square, p, x), where(x < 0.0f, -far, far));
 }
 
-// The standard normal distribution function, to a relative 1e-5 also in the lower tail. That is t = 1 / (1 + 0.4 |x|)
-// times exp(-x^2 / 2) times exp2 of a polynomial in t, which was fitted at Chebyshev nodes for |x| < 14.
+// The standard normal distribution function, with a relative error of 1e-5 even in the lower tail. It is computed as t
+// = 1 / (1 + 0.4 |x|) times exp(-x^2 / 2) times exp2 of a polynomial in t, fitted at Chebyshev nodes for |x| < 14.
 inline f32x16 normal_distribution(f32x16 x) {
   f32x16 t = 1.0f / (1.0f + 0.4f * where(x < 0.0f, -x, x));
   f32x16 p = splat(0.276698911f);
@@ -232,7 +233,7 @@ inline f32x16 normal_distribution(f32x16 x) {
   return where(x < 0.0f, tail, 1.0f - tail);
 }
 
-// Natural logarithm of positive normal numbers, to a relative 1e-7 also near 1 (Cephes' logf).
+// Natural logarithm of positive normal numbers, with a relative error of 1e-7 even near 1 (Cephes' logf).
 inline f32x16 log(f32x16 x) {
   u32x16 bits = as<u32x16>(x) + (0x3f800000u - 0x3f3504f3u);  // splits the exponent at sqrt(1/2)
   f32x16 e = to_float(as<i32x16>(bits >> 23) - 127);
@@ -252,7 +253,7 @@ inline f32x16 log(f32x16 x) {
 }
 
 template <class T>
-constexpr int PAIR = 4 / sizeof(T);  // elements of a 32-bit word
+constexpr int PAIR = 4 / sizeof(T);  // elements per 32-bit word
 
 // Adds the products of 32-bit words, each a float32 or a pair of bfloat16.
 template <class T>
@@ -283,7 +284,8 @@ constexpr bool MULTIPLIES_BF16 = true;
 constexpr bool MULTIPLIES_BF16 = false;
 #endif
 
-// sum + dot(line, word). With AVX2 the sum stays in its register: gcc 12 moves sums about until registers are short.
+// sum + dot(line, word). With AVX2, assembly keeps the sum in its register: gcc 12 would move sums around until it runs
+// out of registers.
 template <class T>
 QUIRE_INLINE f32x16 add_dot(f32x16 sum, u32x16 line, u32x16 word) {
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
@@ -297,18 +299,18 @@ QUIRE_INLINE f32x16 add_dot(f32x16 sum, u32x16 line, u32x16 word) {
   return dot<T>(sum, line, word);
 }
 
-// A line that the compiler does not keep in registers beyond its use, where sums occupy them.
+// Loads a line that the compiler must not keep in registers after its use, since sums need them.
 QUIRE_INLINE u32x16 read_again(const uint32_t* p) {
   asm volatile("" : "+r"(p));
   return load_words(p);
 }
 
-// The type that products multiply: float16 is widened first, and so is bfloat16 where no instruction multiplies it.
+// The type used in products: float16 is first widened to float32, and so is bfloat16 if no instruction multiplies it.
 template <class T>
 using Factor = std::conditional_t<std::is_same_v<T, bf16> && MULTIPLIES_BF16, bf16, float>;
 
-// Lines of factors that a line of words becomes: if they are widened two, of the first elements of the words and of the
-// second.
+// The number of lines of factors per line of words. If words are widened, it is two: their first elements, then their
+// second ones.
 template <class T>
 constexpr int UNPACKED = PAIR<T> / PAIR<Factor<T>>;
 
@@ -333,7 +335,7 @@ QUIRE_INLINE void unpack(u32x16 words, u32x16* lines) {
   }
 }
 
-// One of these lines.
+// Returns the i-th of these lines.
 template <class T>
 QUIRE_INLINE u32x16 unpack(u32x16 words, int i) {
   if constexpr (UNPACKED<T> == 1) {
@@ -347,7 +349,7 @@ QUIRE_INLINE u32x16 unpack(u32x16 words, int i) {
   }
 }
 
-// Neighbouring factors of a row, as many as a line has.
+// Loads one line of consecutive factors.
 template <class T>
 QUIRE_INLINE u32x16 load_factors(const T* p) {
   if constexpr (UNPACKED<T> == 1) return load_words((const uint32_t*)p);
@@ -370,7 +372,7 @@ constexpr int MAX_ROWS = 4, MAX_COLUMNS = 1;
 template <int N>
 using Constant = std::integral_constant<int, N>;
 
-// f(Constant<n>, start): cuts `count` into pieces of at most MAX, each piece's size known to the compiler.
+// Calls f(Constant<n>, start) for pieces of `count` of at most MAX. A piece's size n is a compile-time constant.
 template <int MAX, class F>
 inline void in_pieces(int count, F f) {
   int at = 0;
@@ -383,7 +385,7 @@ inline void in_pieces(int count, F f) {
     if (count - at >= 1) f(Constant<1>{}, at);
 }
 
-// f(Constant<count>) for a count of 1 to MAX.
+// Calls f(Constant<count>) for 1 <= count <= MAX.
 template <int MAX, class F>
 inline void with_rows(int count, F f) {
   if constexpr (MAX > 1)
