@@ -1,11 +1,10 @@
 // Shared by the attention kernels: the layout of the cache, and the division of a step's work into tasks.
 //
 // A block of a layer's cache is [kv_heads][2][block_size * dim] elements; dim is head_dim padded to a multiple of 16
-// with zeros. The other layers' parts of the block lie before the next block, so the block stride is an argument. Keys
-// are transposed. Keys and values are interleaved in pairs (bfloat16, float16) or stored singly (float32), so
-// everything is read in lines of 16 32-bit words, 64 bytes. A dot product multiplies each word (a pair) with one
-// broadcast word of the other operand. Float16 pairs are first widened to two words. No sum runs across the lanes of a
-// register:
+// with zeros. Parts of the block for other layers follow it in memory, so the block stride is an argument. Keys are
+// transposed. Keys and values are interleaved in pairs (bfloat16, float16) or stored singly (float32), so everything is
+// read in lines of 16 32-bit words, 64 bytes. A dot product multiplies each word (a pair) with one broadcast word of
+// the other operand. Float16 pairs are first widened to two words. No sum runs across the lanes of a register:
 //
 //   keys, [dim / 2][block_size] words                      values, [block_size / 2][dim] words
 //                token 0     token 1     ... token 15                   dim 0       dim 1      ... dim D-1
@@ -92,7 +91,7 @@ struct Task {
   int32_t request;
   int32_t token, tokens;       // first row of q, number of rows
   int32_t position;            // of the first token in its sequence
-  int32_t key_begin, key_end;  // whole splits; the last one ends with the last token's key
+  int32_t key_begin, key_end;  // whole splits; the last one ends at the last token's key
   int32_t partial;             // first row of the partial results, or -1 if the task covers all keys
   int32_t cost;
 };

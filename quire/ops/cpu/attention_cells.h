@@ -133,7 +133,7 @@ struct Cells {
 
   // x: [n] -> cells: [n] and their scale. Returns the cells.
   static const Element* encode(const Type* x, int n, int, Element* cells, float* scale) {
-    u32x16 largest = {};  // compared as bits, so that a NaN is the largest and is not lost
+    u32x16 largest = {};  // compared as bits, so that NaN counts as the largest
     auto larger = [](u32x16 a, u32x16 b) { return where(a > b, a, b); };
     for_lanes(n, [&](int64_t i, int lanes) {
       largest = larger(largest, as<u32x16>(load_up_to(x + i, lanes)) & 0x7fffffffu);

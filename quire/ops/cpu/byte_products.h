@@ -91,7 +91,7 @@ struct Activations {
 #endif
     for_each(rows, rows * in > 32768 ? threads : 1, [&](int64_t row) {
       int8_t* const to = codes.data() + row * stride;
-      memset(to + in, 0, stride - in);  // multiplied with the padding of the weight's last unit
+      memset(to + in, 0, stride - in);  // zeros to multiply the padding of the weight's last unit with
       for (int64_t g = 0, from = 0; g < groups; g++, from += group) {
         const int64_t count = std::min(group, in - from);
         const int64_t i = at(g, row);

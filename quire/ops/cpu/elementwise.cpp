@@ -117,7 +117,7 @@ void lerp(const T* x, const T* y, int64_t mixes, int64_t rows, int64_t dim, cons
 
 constexpr float LOG2_E = 1.44269504f;
 
-// 1 / (1 + exp(-x)). The exponent is clamped so that it does not overflow, so results stay above 1e-38.
+// 1 / (1 + exp(-x)). The exponent is clamped against overflow, so results stay above 1e-38.
 QUIRE_INLINE f32x16 sigmoid(f32x16 x) {
   f32x16 exponent = x * -LOG2_E;
   return 1.0f / (1.0f + exp2(where(exponent > 126.0f, splat(126.0f), exponent)));

@@ -59,7 +59,7 @@ struct Q8_0 {
   static constexpr int ELEMENTS = 32, BYTES = 34, WIDTH = 8, BASE = 128, SCALES = 2, FACTORS = 0;
   static constexpr bool OFFSETS = false;
   static void decode(const uint8_t* x, Target to) {
-    memcpy(to.codes, x + 2, 32);  // signed: adding BASE, 128, flips the sign bit
+    memcpy(to.codes, x + 2, 32);  // signed codes; adding BASE (128) makes them unsigned
     memcpy(to.scales, x, 2);
   }
 };

@@ -3,7 +3,7 @@
 // as many rows at a time as there are registers for sums. Groups of many rows are divided into blocks that stay in the
 // cache.
 //
-// A sum is kept in 16 lanes, each for one input in 16 (bfloat16: two in 32). The lanes are added at the end, always in
+// A sum has 16 lanes, each for every 16th input (bfloat16: every 16th pair). The lanes are added at the end, always in
 // the same order: a row's result does not depend on the other rows.
 #include <algorithm>
 #include <vector>
@@ -35,7 +35,7 @@ struct GroupedLinear {
   int64_t result_stride;
 
   // Computes R rows by C outputs. fetch: whether to prefetch the weights of the next C outputs, which the hardware
-  // prefetcher does not (up to twice as fast with one row per expert).
+  // prefetcher misses (up to twice as fast with one row per expert).
   template <int R, int C>
   void piece(int64_t expert, int64_t row, int64_t output, bool fetch) const {
     constexpr int STEP = LANES * PAIR<Factor<T>>;
@@ -95,8 +95,8 @@ struct GroupedLinear {
   }
 };
 
-// out: [tokens * top_k, dim]; row i belongs to the (token, choice) order[i] -> result: [tokens, dim], weighted sums in
-// the order of choices. weights: [tokens, top_k], first rounded to T; null for 1.
+// out: [tokens * top_k, dim], where row i is for the (token, choice) order[i] -> result: [tokens, dim], weighted sums
+// in the order of choices. weights: [tokens, top_k], first rounded to T; null for all 1.
 template <class T>
 void combine(const T* out, const int64_t* order, const float* weights, int64_t tokens, int64_t top_k, int64_t dim,
              T* result, int threads) {

@@ -42,7 +42,7 @@ struct Dense {
 #ifdef QUIRE_TILES
   bool in_tiles(int64_t) const { return IS_BF16 && has_tiles(); }
 
-  // A tile's products are added up before they are added to the sum, so tiles must begin at fixed words.
+  // A tile's products are added to each other before they are added to the sum, so tiles must begin at fixed words.
   int64_t step() const { return in_tiles(0) ? TILE : 1; }
 
   void visit_tiles(Tiles& tiles, const Part& part, int64_t row, int, float* sums, Ahead& ahead) const {
@@ -87,7 +87,7 @@ struct Dense {
       add_products<R, AT_ONCE>(part, row, line + c, sums + c * LANES, fetched);
     }
     // After the last part, the sums are complete. Each visit writes its own results, so that the next visit computes
-    // while the memory that they go to is fetched.
+    // while the results' cache lines are fetched.
     if (part.word + part.words == row_words && visits_write(part.panel)) write(part.panel, row, R, line, C, sums);
   }
 

@@ -101,8 +101,8 @@ struct Item {
 
 struct Shape {
   int64_t rows, out, words;  // words: 32-bit words per row of the weight
-  // For several experts, whose weights follow each other in whole panels: expert e has the rows bounds[e] ... bounds[e
-  // + 1] and `out` outputs. Null for a single weight.
+  // For several experts, whose weights follow each other in whole panels. Expert e has the rows [bounds[e], bounds[e +
+  // 1]) and `out` outputs. Null for a single weight.
   const int64_t* bounds = nullptr;
   int64_t experts = 1;
 
@@ -190,7 +190,7 @@ struct RowsOf {
 template <class Format>
 struct RowsOf<Format, std::void_t<typename Format::Rows>> : Format::Rows {};
 
-// Format provides
+// Format provides:
 //   weights: the panels
 //   step(): a part has a multiple of this many words
 //   unpacks(pieces, is_row): whether to unpack a part for this many visits; is_row: for one visit of a single row
@@ -198,7 +198,7 @@ struct RowsOf<Format, std::void_t<typename Format::Rows>> : Format::Rows {};
 //   visit<R, C>(part, first row, line, sums, ahead): adds the products of R rows and C lines to sums [R][PANEL]
 //   expect(panel, lines): prefetches data of the next panel other than weights
 //   finish(panel, first row, rows, sums): writes the results
-// With AMX, it also provides
+// With AMX, it also provides:
 //   in_tiles(rows): whether to call visit_tiles instead of visit, for up to AMX_ROWS rows and all lines
 //   visit_tiles(tiles, part, first row, rows, sums, ahead)
 template <class Format>
@@ -286,7 +286,7 @@ void multiply(const Format& format, const Shape& shape, int threads) {
   together(parts, work, shape.rows <= at_once && !shape.bounds ? &read : nullptr);
 }
 
-// The index of an output's first word. Its next word is one row of the panel further.
+// The index of an output's first word. Its next word is one panel row further.
 inline int64_t first_word(const Shape& shape, int64_t output) {
   return output / PANEL * PANEL * shape.words + output % PANEL;
 }

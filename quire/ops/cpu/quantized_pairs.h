@@ -1,5 +1,6 @@
 // Visits of panels with quantized weights (quantized_linear.cpp) on processors that multiply bytes in pairs, or in
-// fours with AVX2 registers (byte_pairs.h). They have half as many registers as with AVX-512, of half the size:
+// fours with AVX2 registers (byte_pairs.h). These have half as many registers as processors with AVX-512, of half the
+// size, so:
 //
 // - For several rows, codes are unpacked once.
 // - A single row reads a run of words in memory order, but keeps only one line's sums in registers at a time.
@@ -204,7 +205,7 @@ struct PairVisits {
   // Visits a single row. Its N-bit codes are widened in registers, since each is needed only once.
   template <int N, int C>
   __attribute__((noinline)) void visit_row(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
-    constexpr bool IS_NARROW = N < BITS, HAS_HALVES = IS_NARROW && N % 2;  // units of 32 codes, or of 16
+    constexpr bool IS_NARROW = N < BITS, HAS_HALVES = IS_NARROW && N % 2;  // units of 32 codes, instead of 16
     constexpr int WIDE = IS_NARROW ? wide_words(N) : 1, TAKEN = HAS_HALVES ? WIDE / 2 : WIDE;
     constexpr int STORED = IS_NARROW ? stored_words(N) : 1;
     constexpr bool HALVES = N == 8 && IS_WIDE;

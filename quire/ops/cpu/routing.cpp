@@ -144,8 +144,8 @@ void quire_choose_experts(int dtype, const void* logits, int64_t stride, int64_t
   });
 }
 
-// Copies x: rows of `bytes` bytes to `rows`: [tokens * top_k], contiguous, sorted by expert. experts: [tokens, top_k].
-// offsets: [count + 1], each expert's first row. order: [tokens * top_k], each row's (token, choice).
+// Gathers rows of x, `bytes` bytes each, by expert. rows: [tokens * top_k], contiguous. experts: [tokens, top_k].
+// offsets: [count + 1], each expert's first row. order: [tokens * top_k], the (token, choice) of each row.
 void quire_sort_by_expert(const void* x, int64_t stride, int64_t bytes, const int64_t* experts, int64_t tokens,
                           int64_t top_k, int64_t count, void* rows, int64_t* offsets, int64_t* order, int threads) {
   thread_local std::vector<int64_t> kept;

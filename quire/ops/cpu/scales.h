@@ -14,8 +14,8 @@ enum Type { FLOAT32, BFLOAT16, FLOAT16, UNSIGNED, SIGNED };
 
 constexpr int bits_of(int type) { return type == FLOAT32 ? 32 : type <= FLOAT16 ? 16 : 8; }
 
-// The number whose bits begin at bit `shift` of each word. Infinities of float16 are not supported, since scales are
-// finite.
+// Returns the number whose bits start at bit `shift` of each word. Infinities of float16 are not supported, since
+// scales are finite.
 template <int TYPE>
 QUIRE_INLINE f32x16 number(u32x16 words, uint32_t shift) {
   if constexpr (TYPE == FLOAT32) return as<f32x16>(words);

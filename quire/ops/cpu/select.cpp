@@ -88,7 +88,7 @@ struct Indexer {
     }
   }
 
-  // Maps floats to integers in the same order, in which NaNs have a place, too.
+  // Maps floats, including NaNs, to integers in the same order.
   static uint32_t ordered(float x) {
     uint32_t bits;
     x += 0.0f;  // -0 becomes 0

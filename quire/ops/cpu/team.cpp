@@ -14,7 +14,7 @@ namespace quire {
 namespace {
 
 constexpr int SPINS = 200;                                // a few microseconds; then the core is yielded
-constexpr std::chrono::microseconds AWAKE{1000};          // much longer than from one operation of a step to the next
+constexpr std::chrono::microseconds AWAKE{1000};          // much longer than the gap between two operations
 
 thread_local int place = 0;
 

@@ -21,8 +21,8 @@ namespace quire {
 constexpr int TILE = 16;           // rows per tile, and 32-bit words per row
 constexpr int AMX_ROWS = 2 * TILE;  // rows of x at a time: two tiles
 
-// Tiles 0 to 3 hold sums: 0 and 1 of rows 0 to 15, 2 and 3 of rows 16 to 31; 0 and 2 of the first line of outputs, 1
-// and 3 of the second. Tiles 4 and 5 hold x, 6 and 7 the panel.
+// Tiles 0 to 3 hold sums: 0 and 1 for rows 0 to 15, 2 and 3 for rows 16 to 31; even tiles for the first line of
+// outputs, odd tiles for the second. Tiles 4 and 5 hold x, 6 and 7 the panel.
 struct TileConfiguration {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};

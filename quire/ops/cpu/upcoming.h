@@ -19,7 +19,7 @@ class Upcoming {
   struct Progress {
     int current = -1;   // index of the weights that were being read when the thread last checked
     int next = 0;       // index of the weights that it prefetches
-    int64_t bytes = 0;  // prefetched of its share of these weights
+    int64_t bytes = 0;  // bytes of its share that are prefetched
     int64_t left = 0;   // bytes that it may still prefetch until other weights are read
   };
 

@@ -217,7 +217,8 @@ inline f32x16 tanh(f32x16 x) {
 }
 
 // The standard normal distribution function, with a relative error of 1e-5 even in the lower tail. It is computed as t
-// = 1 / (1 + 0.4 |x|) times exp(-x^2 / 2) times exp2 of a polynomial in t, fitted at Chebyshev nodes for |x| < 14.
+// * exp(-x^2 / 2) times exp2 of a polynomial in t, where t = 1 / (1 + 0.4 |x|). The polynomial was fitted at Chebyshev
+// nodes for |x| < 14.
 inline f32x16 normal_distribution(f32x16 x) {
   f32x16 t = 1.0f / (1.0f + 0.4f * where(x < 0.0f, -x, x));
   f32x16 p = splat(0.276698911f);
