@@ -88,7 +88,7 @@ struct Attention {
   int words() const { return g.dim / PAIR<T>; }
   int partial_size() const { return g.out_pad + LANES; }  // the unscaled result, then maximum and sum
 
-  // The first and the end of the keys that any of the task's tokens attends to.
+  // The range [first, last) of keys that any of the task's tokens attends to.
   int first_key(const Task& t) const { return std::max(t.key_begin, window ? t.position - window + 1 : 0); }
   int last_key(const Task& t) const { return std::min(t.key_end, t.position + t.tokens); }
 
@@ -302,7 +302,7 @@ struct Attention {
     return tile;
   }
 
-  // Computes the rows' scores for the tile's keys [from, to), which have format K.
+  // Computes the rows' scores for the tile's keys [from, to), in format K.
   template <class K>
   void score_rows(int rows, int from, int to, const Tile& tile, int stride, const Tile& ahead, Scratch& s) const {
     const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.q);
@@ -316,8 +316,8 @@ struct Attention {
     });
   }
 
-  // Rescales the rows' results and adds their probabilities times the values of the tile's tokens [from, to), which
-  // have format V.
+  // Rescales the rows' results and adds their probabilities times the values of the tile's tokens [from, to), in format
+  // V.
   template <class V>
   void add_values(int rows, int from, int to, const Tile& tile, const Tile& ahead, Scratch& s) const {
     // One pointer per line of tokens. Slots outside [from, to) may hold NaNs, and 0 * NaN is NaN, so a pair that is
@@ -362,7 +362,7 @@ struct Attention {
     lse[int64_t(token) * g.heads + head] = maximum * LN_2 + std::log(sum);
   }
 
-  // Merges a split's result for one row into that of the splits before it.
+  // Merges one split's result for a row into the merged result of the earlier splits.
   void fold(const float* split, float split_maximum, float split_sum, float* merged, float& maximum, float& sum) const {
     if (split_maximum == MINUS_INFINITY) return;  // the row attends to no key of the split
     const float raised = std::max(maximum, split_maximum);
@@ -412,7 +412,7 @@ struct Attention {
                 head * group() + row % group());
   }
 
-  // The first split's results become the merged results that others are added to.
+  // Uses the first split's results as the initial merged results.
   void start_rows(int rows, Scratch& s) const {
     std::swap(s.out, s.merged);
     std::swap(s.maximum, s.merged_maximum);

@@ -44,7 +44,7 @@ struct Geometry {
 
   int group() const { return heads / kv_heads; }
   // The number of keys in the shortest splits (see split_end). Merging a split of this size takes 1 % of the time of
-  // computing it. With few KV heads, splits must be shorter for a single sequence to occupy all threads.
+  // computing it. With few KV heads, splits must be shorter so that a single sequence occupies all threads.
   int split_keys() const { return is_latent ? 256 : kv_heads < 8 ? 512 : 1024; }
   int planes() const { return is_latent ? 1 : 2; }
 };

@@ -45,8 +45,8 @@ struct Fp8 {
 #endif
 };
 
-// Expands a line of cells into lines of T: elements 0 and 1 of each word, then 2 and 3; for float32, one line for each
-// of the four.
+// Expands a line of cells into lines of T: elements 0 and 1 of each word, then 2 and 3; for float32, one line per
+// element.
 template <class T, class Format>
 struct Expand {
   void operator()(u32x16 cells, u32x16* lines) const {

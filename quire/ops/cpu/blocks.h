@@ -23,7 +23,7 @@ QUIRE_INLINE i32x16::Part multiply_block(i32x16::Part sums, uint32x4_t weights, 
   return vusmmlaq_s32(sums, as<uint8x16_t>(weights), as<int8x16_t>(rows));
 }
 
-// The sums of R rows and 16 outputs, with elements of V. Each block holds two outputs of two rows: [output][row].
+// The sums of R rows and 16 outputs, in vectors of type V. Each block holds two outputs of two rows: [output][row].
 template <int R, class V>
 class Blocks {
  public:

@@ -73,9 +73,9 @@ struct Activations {
   std::vector<uint32_t> beginnings;
   std::vector<int16_t> wide;
 
-  // quantize's bits: of the weight's codes in memory; wide_bits: of these codes when they are multiplied
   int64_t at(int64_t group, int64_t row) const { return group * rows + row; }
 
+  // bits: of the weight's codes in memory; wide_bits: of these codes when they are multiplied.
   template <class T>
   void quantize(const T* x, int64_t x_stride, int64_t x_rows, int64_t in, int64_t group, int bits, int wide_bits,
                 bool has_offsets, int threads) {

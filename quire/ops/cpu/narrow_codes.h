@@ -3,9 +3,9 @@
 //
 //     16 codes of 6 bits | words 0 and 1: the lowest 4 bits of each | word 2: the other 2 bits |
 //
-// A code's bits are divided into planes of 4, 2 and 1 bits, such as 6 = 4 + 2, and each plane has its own words. Word i
-// of a 2-bit plane holds the bits of 4 (or 2) neighbouring words of 8-bit (or 4-bit) codes: the first word's bits are
-// the lowest ones in each field of 8 (or 4) bits, the next word's bits are above them.
+// The bits of codes are divided into planes of 4, 2 or 1 bits (6 = 4 + 2), each with its own words. Word i of a 2-bit
+// plane holds the bits of 4 (or 2) neighbouring words of 8-bit (or 4-bit) codes: the first word's bits are the lowest
+// ones in each field of 8 (or 4) bits, the next word's bits are above them.
 #pragma once
 
 #include "vector.h"

@@ -101,8 +101,8 @@ struct Item {
 
 struct Shape {
   int64_t rows, out, words;  // words: 32-bit words per row of the weight
-  // For several experts, whose weights follow each other in whole panels. Expert e has the rows [bounds[e], bounds[e +
-  // 1]) and `out` outputs. Null for a single weight.
+  // For several experts: expert e has the rows [bounds[e], bounds[e + 1]) and `out` outputs. The experts' weights
+  // follow each other in whole panels. Null for a single weight.
   const int64_t* bounds = nullptr;
   int64_t experts = 1;
 
@@ -193,7 +193,7 @@ struct RowsOf<Format, std::void_t<typename Format::Rows>> : Format::Rows {};
 // Format provides:
 //   weights: the panels
 //   step(): a part has a multiple of this many words
-//   unpacks(pieces, is_row): whether to unpack a part for this many visits; is_row: for one visit of a single row
+//   unpacks(pieces, is_row): whether to unpack a part for this many visits; is_row: the only visit is of a single row
 //   part(panel, first word, words, lines, pieces, is_row, unpacked, ahead): a part, unpacked if necessary
 //   visit<R, C>(part, first row, line, sums, ahead): adds the products of R rows and C lines to sums [R][PANEL]
 //   expect(panel, lines): prefetches data of the next panel other than weights

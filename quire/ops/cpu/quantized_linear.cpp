@@ -4,8 +4,8 @@
 //   result[m, n] = sum over groups g of  x_scale[m, g] * (scale[n, g] * sum (code - centre) * x_code
 //                                                         + offset[n, g] * sum x_code)
 //
-// A word holds four 8-bit codes, or eight 4-bit codes. For 4-bit codes, x is in the order in which the halves of bytes
-// are used: of each eight inputs, the even ones come first, then the odd ones.
+// A word holds four 8-bit codes, or eight 4-bit codes. For 4-bit codes, x is reordered to match the halves of bytes: of
+// each eight inputs, the even ones come first, then the odd ones.
 //
 // 4-bit codes that index a table are not multiplied as integers: their values are looked up, sixteen per instruction,
 // and multiplied with the unquantized activations.

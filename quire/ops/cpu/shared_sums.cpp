@@ -86,8 +86,8 @@ extern "C" void quire_reduce(int dtype, const void* data, int64_t count, void* o
 }
 RECORDABLE(quire_reduce)
 
-// data: this rank's part of `out`. out: [total] bytes, in parts of `part` bytes, of which the last ones may be shorter
-// or empty.
+// data: this rank's part of `out`. out: [total] bytes, in parts of `part` bytes; the last parts may be shorter or
+// empty.
 extern "C" void quire_gather(const void* data, void* out, int64_t part, int64_t total, void* memory, int rank, int ranks,
                              int64_t slot_bytes) {
   const Memory shared{(char*)memory, rank, ranks, slot_bytes};

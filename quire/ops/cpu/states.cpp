@@ -245,7 +245,7 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
       store_pages();
     }
   });
-  // Stores the tokens that follow each page's state. Other tasks may have read the previous ones until now.
+  // Stores the tokens that follow each page's state. This comes last, since other tasks read the previous ones.
   for (int64_t r = 0; r < step.requests; r++) {
     const Span span(step, r);
     if (!span.count) continue;

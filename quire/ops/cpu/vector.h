@@ -300,7 +300,7 @@ QUIRE_INLINE f32x16 add_dot(f32x16 sum, u32x16 line, u32x16 word) {
   return dot<T>(sum, line, word);
 }
 
-// Loads a line that the compiler must not keep in registers after its use, since sums need them.
+// Loads a line that the compiler must not keep in registers after its use, since sums need the registers.
 QUIRE_INLINE u32x16 read_again(const uint32_t* p) {
   asm volatile("" : "+r"(p));
   return load_words(p);
