@@ -192,8 +192,7 @@ struct Attention {
   }
 
   // Turns scores into probabilities relative to the rows' running maxima. The maxima of 16 rows are computed together,
-  // since one row's maximum takes just as many dependent steps. The values' scales are multiplied into the
-  // probabilities.
+  // since one row's takes just as many dependent steps. Probabilities include the values' scales.
   template <bool MASKED, bool CAPPED, bool BIASED = false>
   void softmax(const Task& t, int head, int base, int from, int to, Scratch& s) const {
     const int rows = t.tokens * group();
@@ -246,8 +245,7 @@ struct Attention {
   // Attends from the task's rows to the keys [from, to) of the tile at `base`.
   void visit_tile(const Task& t, int head, int base, int from, int to, Tile& tile, const Tile& ahead, Scratch& s) const {
     const int rows = t.tokens * group();
-    // Kernels that read a line only once expand it in registers. Otherwise it is expanded beforehand, once for all
-    // rows.
+    // Kernels that read a line only once expand it in registers. Otherwise it is expanded first, once for all rows.
     const bool read_once = rows <= S::ROWS && (rows & (rows - 1)) == 0 && !g.is_latent;
     const bool as_stored = !g.by_slot && (S::LINES == 1 || read_once);
     if (g.by_slot) score_rows<Whole<T>>(rows, from - base, to - base, gather_slots(t, base, from, to, tile, s), TILE_KEYS,

@@ -26,8 +26,8 @@ void for_units(int bits, int64_t rows, int64_t bytes, int threads, F f) {
 
 extern "C" {
 
-// Subtracts `base` from codes of 4 or 8 bits, [rows, bytes], and packs them into units of `bits`-bit codes: words,
-// [rows, whole units].
+// Packs codes of 4 or 8 bits, [rows, bytes], minus `base` each, into units of `bits`-bit codes: words, [rows, whole
+// units].
 void quire_narrow_codes(int bits, const uint8_t* codes, int64_t rows, int64_t bytes, int base, uint32_t* result,
                         int threads) {
   for_units(bits, rows, bytes, threads, [=](auto constant, int64_t from, int64_t first, size_t size) {
