@@ -36,6 +36,15 @@ def server() -> Iterator[SimulatedGpu]:
 # ---- signals
 
 
+@pytest.fixture
+def sighup() -> Iterator[None]:
+    """Processes that the test starts get SIGHUP, even if nohup started pytest."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("sighup")
 def test_a_server_drains_at_sighup(server: SimulatedGpu):
     begun, may_answer = threading.Event(), threading.Event()
 
