@@ -82,7 +82,7 @@ class Linked(Communicator):
 
 
 def work(rank: int, port: int, directory: Path, tokens: list[int], rounds: int) -> None:
-    """Run one rank. It prints the seconds of each round by the number of tokens, the communication share and the way."""
+    """Run one rank. It prints the seconds of each round by number of tokens, communication share and way."""
     torch.set_num_threads(1)
     link = Link()
     mesh = join(MeshSizes(dp=2), rank, "127.0.0.1", port)

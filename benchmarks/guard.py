@@ -1,6 +1,6 @@
 """Checks whether one commit is faster or slower than another. Measures two commits of this project, interleaved.
 
-    python benchmarks/guard.py # the last commit and the one before it
+    python benchmarks/guard.py                      # the last commit and the one before it
     python benchmarks/guard.py main my-branch       # any two
     python benchmarks/guard.py --rounds 9 --only single-bf16,batch-bf16
 

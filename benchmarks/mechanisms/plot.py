@@ -1,4 +1,4 @@
-"""The style of the plots, written such that equal data give equal files."""
+"""The style of the plots. Equal data give equal files."""
 
 from __future__ import annotations
 
