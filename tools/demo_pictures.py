@@ -52,8 +52,8 @@ def _heart() -> list[Point]:
 
 
 def _moon() -> list[Point]:
-    """Draw a circle with a smaller one cut out on its right side. Both pass through the points at angles of +-1
-    radian."""
+    """Return the outline of a circle with a smaller one cut out on its right side. Both pass through the points at
+    angles of +-1 radian."""
     x = math.cos(1)
     y = math.sin(1)
     inner = _circle(math.hypot(x - 0.45, y), 0.45, math.atan2(-y, x - 0.45), -2 * math.pi + math.atan2(y, x - 0.45))

@@ -366,8 +366,8 @@ def _json_capital(rng: random.Random) -> Case:
 
 
 def _recall(fact: str) -> Callable[[random.Random], Case]:
-    """Draw a chat in which the user states something about themselves, talks about other things, and then asks for
-    it."""
+    """Return a function that draws a chat: the user states something about themselves, talks about other things, and
+    then asks for it."""
 
     def draw(rng: random.Random) -> Case:
         pet = rng.choice(PETS)

@@ -90,7 +90,7 @@ def _met(card: str, model: Served, row: dict[str, str]) -> set[Any]:
 
 
 def _pairs(cards: Sequence[str], done: Sequence[Case]) -> list[Case]:
-    """Yield further cases, chosen greedily: next is the random candidate that covers the most uncovered goals."""
+    """Return further cases, chosen greedily: next is the random candidate that covers the most uncovered goals."""
     draw = random.Random(0)
     goals = _goals(cards)
     defaults = {name: values[0] for name, values in OPTIONS.items()}

@@ -80,11 +80,10 @@ class Span(NamedTuple):
 
 @dataclass
 class StatePlan:
-    """A step from the point of view of layers with a state.
-
-    Request r continues from the page in the block of the token before its first token. A page is stored in each block
-    that contains tokens of the step. Its state is the one after the last of these tokens, or after an earlier token if
-    later ones may be rejected drafts. The first token of a step is never a draft, and at most `drafts` tokens are.
+    """A step as recurrent layers need it. Request r continues from the page in the block of the token before its first
+    token. A page is stored in each block that contains tokens of the step. Its state is the one after the last of these
+    tokens, or after an earlier token if later ones may be rejected drafts. The first token of a step is never a draft,
+    and at most `drafts` tokens are.
 
     starts: [requests + 1], int32, in the flat batch; lengths: [requests], int32, including the step's tokens; table:
     [requests, blocks], int32. C++ kernels read `step`, which points to these. tokens_per_request: see StepLayout.
