@@ -252,7 +252,7 @@ class Limits:
         return Machine(*(1e9 * rate for rate in rates))
 
     def rate(self, workload: str, dtype: str, metric: str) -> tuple[float, float]:
-        """Return the limit of prefill_tok_s, decode_tok_s or output_tok_s, and the share of time bound by arithmetic."""
+        """Return the limit of prefill_tok_s, decode_tok_s or output_tok_s, and its share of arithmetic-bound time."""
         limit = self.of(workload, dtype)
         requests = WORKLOADS[workload](SEED)
         outputs = sum(n for _, n in requests)

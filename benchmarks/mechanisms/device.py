@@ -146,7 +146,7 @@ def weight_bytes(model: object) -> int:
 
 
 def measure_quantization() -> Any:
-    """Measure the bytes of the bundled model's weights, and their effect on the log-probabilities of 600 output tokens."""
+    """Measure the bytes of the bundled model's weights, and their effect on the logprobs of 600 output tokens."""
     found = {}
     exact = list[float]()
     params = SamplingParams(max_tokens=600, seed=1, temperature=1, ignore_eos=True)

@@ -35,7 +35,7 @@ class Pages(NamedTuple):
     inputs: Tensor  # [blocks, width - 1 + drafts, channels]: inputs of the convolution, float32
     mlp_inputs: Tensor  # likewise for the MLP, if it reads the previous token: [blocks, ..., mlp_channels]
     state: Tensor  # [blocks, heads, key_dim, value_dim]: the state after `number` tokens, float32
-    behind: Tensor  # [blocks, drafts, numbers of a token]: keys, values, decays, scales of tokens behind these, float32
+    behind: Tensor  # [blocks, drafts, numbers of a token]: keys, values, decays, scales of later tokens, float32
     number: Tensor  # [blocks], int32
 
     @classmethod
