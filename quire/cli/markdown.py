@@ -39,7 +39,7 @@ class MarkdownWriter:
         self._parser = MarkdownIt("commonmark", {"html": False, "maxNesting": 100}).enable(["strikethrough", "table"])
         self._parser.disable("reference")  # the addresses of links come last, when the links are drawn already
         self._source = ""  # from the last block's beginning
-        self._lines: list[str] = []  # what is drawn of that; the cursor is at the end of its last line
+        self._lines: list[str] = []  # its drawn lines; the cursor is at the end of the last one
         self._columns = size().columns
         self._due = 0.0
 

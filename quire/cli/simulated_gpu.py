@@ -301,7 +301,7 @@ def stand_in(card: Card, count: int = 1, device: SimulatedGpu | None = None) -> 
 
     device = device or SimulatedGpu(card)
     run = JITFunction.run
-    operations = _Operations(device)  # made first: it imports parts of torch that look at torch.cuda
+    operations = _Operations(device)  # created first: this imports parts of torch that check torch.cuda
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         pointers = [_Pointer(x) if isinstance(x, Tensor) else x for x in args]

@@ -40,7 +40,7 @@ class TransferExtras:
 
     @cached_property
     def networks(self) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network] | None:
-        """Those of the producers."""
+        """The networks of the producers."""
         return None if self.producers is None else [ipaddress.ip_network(network) for network in self.producers]
 
 

@@ -219,7 +219,7 @@ class _JSONCall:
                 is_complete = yield from self._read_name()
             elif self._is_bare and key not in _OTHER_KEYS and not self._has_begun:
                 reader.give_up()
-                return (yield from reader.value(reader.content, depth=1)) and False  # what is in it is no call either
+                return (yield from reader.value(reader.content, depth=1)) and False  # no call inside it either
             else:
                 is_complete = (yield from reader.whole_value())[1]
             if not is_complete:

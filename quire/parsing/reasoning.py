@@ -60,7 +60,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
         return self.starts_inside and not prompt.endswith(self.end)
 
     def is_promoted(self, template_arguments: Mapping[str, Any]) -> bool:
-        """Whether thinking without an answer is also the answer, for the chat_template_kwargs of a request."""
+        """Whether thinking without an answer is also sent as the answer, as chat_template_kwargs may request."""
         return self.promotes and template_arguments.get("force_nonempty_content") is True
 
     def make(

@@ -69,7 +69,7 @@ class ChatRendering(NamedTuple):
         return prompt
 
     async def run_apart(self) -> str:
-        """The same in a worker process."""
+        """Like `run`, but always in a worker process."""
         with _explained():
             return _unwrapped(await shared_pool().run_async(_JOB, *self._job, limits=_LIMITS))
 

@@ -17,7 +17,7 @@ from quire.ops.memory import upload, zeros
 class KVMemory:
     """All blocks of one rank, as bytes. Block 0, the null block, is zero and belongs to no request.
 
-    blocks: uint8 [num_blocks, block_bytes]. KVCacheSpec.starts says where the entries of a KV group lie.
+    blocks: uint8 [num_blocks, block_bytes]. KVCacheSpec.starts returns the places of a KV group's entries.
 
     Copies, reads and writes are ordered with the steps. They see the stores of all steps submitted before them, even if
     the device has not run these steps yet. All steps submitted after them see their writes. So copy a block before

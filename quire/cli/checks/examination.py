@@ -107,7 +107,7 @@ class _Process:
         while self._status is None and time.monotonic() < deadline:
             try:
                 pid, status = os.waitpid(self._pid, os.WNOHANG)
-            except ChildProcessError:  # the parent of this process has set that nobody waits for children
+            except ChildProcessError:  # SIGCHLD is ignored, a setting inherited from the parent
                 pid = self._pid
                 status = 0
             if pid:

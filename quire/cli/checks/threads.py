@@ -10,7 +10,7 @@ from quire.platform import limits
 
 _NODES = Path("/sys/devices/system/node")
 _BUSY_SHARE = 0.5  # of the processors that other programs use, from which on it is worth a note
-_FEWER_THREADS = 2  # than processors: what docs/production.md recommends to leave to the API process, at most
+_FEWER_THREADS = 2  # than processors; docs/production.md recommends to leave at most this many to the API process
 
 
 def check_cores() -> Iterator[Finding]:

@@ -217,6 +217,6 @@ def _licence_of_card(card: Path) -> str | None:
 
     try:
         licence = (metadata_load(card) or {}).get("license")
-    except Exception:  # whatever is wrong with a card's YAML, the model is none the worse
+    except Exception:  # a broken model card does not affect the model
         return None
     return licence if isinstance(licence, str) else None

@@ -157,7 +157,7 @@ def _fetch_head(model: RemoteModel, name: str, folder: Path, token: Any) -> Path
         try:
             read_part(path)
         except WeightError as error:
-            if "ends early" not in error_text(error):  # all that describes the tensors is there, but not the tensors
+            if "ends early" not in error_text(error):  # the tensors' description is complete, their data is missing
                 break
         size *= 4
     os.truncate(path, total)

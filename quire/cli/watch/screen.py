@@ -123,7 +123,7 @@ def _no_details() -> Iterable[Text]:
 
 
 def _said(step: dict[str, Any]) -> str:
-    """What a step has computed."""
+    """Describe the tokens that a step has computed."""
     kinds = ("prompt", "cached", "decode", "accepted", "rejected")
     counts = ", ".join(f"{step[kind]:,} {kind}" for kind in kinds if step.get(kind))
     return f"{step['requests']} requests: {counts or 'nothing'} (tokens)"
