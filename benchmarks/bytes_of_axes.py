@@ -90,7 +90,7 @@ SMALL = {
 
 
 def small(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a small model of the same architecture."""
+    """Return the config of a small model of the same architecture."""
     return {name: SMALL.get(name, value) for name, value in config.items()}
 
 

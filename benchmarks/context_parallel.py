@@ -32,7 +32,7 @@ def seen_pairs(first: int, count: int, ranks: int = 1, rank: int = 0) -> int:
 
 
 def _pairs_below(position: int, ranks: int, rank: int) -> int:
-    """The sum of (p - rank) // ranks + 1 over the positions from `rank` up to position - 1."""
+    """Return the sum of (p - rank) // ranks + 1 over the positions from `rank` up to position - 1."""
     rounds, rest = divmod(max(0, position - rank), ranks)
     return ranks * rounds * (rounds + 1) // 2 + rest * (rounds + 1)
 
@@ -44,13 +44,14 @@ def sent_by_ring(own: int, total: int, ranks: int, heads: int, dim: int, out_dim
 
 
 def sent_by_heads(own: int, total: int, ranks: int, heads: int, kv_heads: int, dim: int, size: int = 2) -> int:
-    """Bytes of three all-to-alls: keys and values, queries, and results."""
+    """Return the bytes of three all-to-alls: keys and values, queries, and results."""
     given = (ranks - 1) * own * (heads + 2 * kv_heads) // ranks * dim * size
     return given + (total - own) * heads // ranks * (dim * size + 4)
 
 
 def sent_by_decoding(tokens: int, ranks: int, heads: int, dim: int, out_dim: int, size: int = 2) -> int:
-    """Bytes of decode context parallelism: queries to all ranks of the group, and results for their heads."""
+    """Return the bytes of decode context parallelism: queries to all ranks of the group, and results for their
+    heads."""
     return (ranks - 1) * tokens * heads * ((dim + out_dim) * size + 4)
 
 
@@ -108,7 +109,7 @@ def seconds(model: Model, cluster: Cluster, tokens: int, chunk: int, ranks: int,
 
 
 def _layer(model: Model, cluster: Cluster, first: int, count: int, ranks: int, way: str) -> float:
-    """The time of one layer and one chunk."""
+    """Return the time of one layer and one chunk."""
     own = count / ranks
     heads = model.heads // model.tp
     products = max(2 * model.weights * own / cluster.products, 2 * model.weights / cluster.memory) / model.tp
@@ -217,7 +218,7 @@ def draw(file: str) -> None:
 
 
 def measure(tokens: int, **options: Any) -> float:
-    """Seconds of one prompt, in a separate process with one thread for each rank."""
+    """Return the seconds of one prompt, in a separate process with one thread for each rank."""
     ranks = options.get("prefill_context_parallel_size", 1)
     code = f"import benchmarks.context_parallel as b; b.run({tokens}, {options!r})"
     environment = {**os.environ, "OMP_NUM_THREADS": str(ranks)}

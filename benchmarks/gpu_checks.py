@@ -30,8 +30,8 @@ VOCAB = 151_936
 
 
 def on_host(result: Any) -> tuple[Tensor, ...]:
-    """A result's tensors, copied to the host for comparison. On a simulated device they arrive as zeros, so that every
-    comparison runs there, too.
+    """Return a result's tensors, copied to the host for comparison. On a simulated device they arrive as zeros, so that
+    every comparison runs there, too.
     """
     return tuple(x.cpu() for x in (result if isinstance(result, tuple) else (result,)))
 

@@ -77,7 +77,7 @@ class Clock:
 
 
 def ceilings(device: torch.device, small: bool) -> Figures:
-    """Bytes read per second, and bfloat16 operations per second."""
+    """Return the bytes read per second, and bfloat16 operations per second."""
     clock = Clock(device)
     data = torch.ones(2**22 if small else 2**31, dtype=torch.float32, device=device)
     n = 256 if small else 8192
@@ -110,7 +110,7 @@ def attention(device: torch.device, ceilings: Figures, small: bool) -> Figures:
 
 
 def _cache(backend: AttentionBackend, num_blocks: int) -> Tensor:
-    """The cache of the first of four layers."""
+    """Return the cache of the first of four layers."""
     device = backend.shape.device
     size = 4 * backend.entry_bytes()
     return backend.view(torch.zeros(num_blocks, size, dtype=torch.uint8, device=device), 0)
@@ -203,7 +203,7 @@ def _profile(run: Callable[[], object], kernels: list[Kernel] | None) -> None:
 
 
 def start(path: Path, device: str, **options: Any) -> tuple[Any, float]:
-    """An engine with random weights, and the seconds until it is ready."""
+    """Start an engine with random weights. Returns it, and the seconds until it is ready."""
     from quire import LLM
 
     started = time.perf_counter()
@@ -212,7 +212,7 @@ def start(path: Path, device: str, **options: Any) -> tuple[Any, float]:
 
 
 def one_stream(llm: Any, tokens: int) -> float:
-    """Seconds per output token of one request, measured over the second half of the output."""
+    """Return the seconds per output token of one request, measured over the second half of the output."""
     from quire import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)

@@ -102,7 +102,7 @@ def run_section(name: str, small: bool, few: bool, results: Results) -> dict[str
 def _engine(
     shape: str, device: Any, ceilings: dict[str, Any], small: bool, few: bool, count: int, longest: int
 ) -> dict[str, Any]:
-    """The start, one stream, the kernels of steps, many requests, and the gain from graphs."""
+    """Measure the start, one stream, the kernels of steps, many requests, and the gain from graphs."""
     import gpu_figures as figures
 
     from benchmarks.gpu.kernels import decoding_steps
@@ -300,7 +300,7 @@ def run_process(name: str, limit: float, options: list[str]) -> dict[str, Any]:
 
 
 def last_result(text: str) -> dict[str, Any]:
-    """The last complete line of JSON that is an object."""
+    """Return the last complete line of JSON that is an object."""
     for line in reversed(text.splitlines()):
         with contextlib.suppress(ValueError):
             result = json.loads(line)
@@ -349,7 +349,7 @@ def _goals(results: Results) -> list[tuple[str, float | None, str, Callable[[flo
 
 
 def table(results: Results) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     lines = ["", *(f"{key}: {value}" for key, value in results.get(FIRST, {}).items()), ""]
     for name in CHECKS:
         if name in results:

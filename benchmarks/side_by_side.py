@@ -380,7 +380,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _source() -> str:
-    """A digest of Quire's source: figures of two versions must not be mixed."""
+    """Return a digest of Quire's source: figures of two versions must not be mixed."""
     digest = hashlib.sha256()
     for path in sorted(p for p in (HERE.parent / "quire").rglob("*") if p.suffix in (".py", ".cpp", ".h")):
         digest.update(path.read_bytes())

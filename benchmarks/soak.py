@@ -284,7 +284,7 @@ class Counts:
     segments: int
 
     def excess(self, before: Counts) -> list[str]:
-        """The resources that increased, but should not have."""
+        """Return the resources that increased, but should not have."""
         found = [
             f"{name} {getattr(before, name)} -> {getattr(self, name)}"
             for name in ("processes", "descriptors", "threads", "segments")

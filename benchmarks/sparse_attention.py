@@ -30,7 +30,7 @@ SCALE = 192**-0.5
 
 
 def best(steps: list[Callable[[], object]], rounds: int) -> list[float]:
-    """The minimum processor time of each step, in milliseconds. The steps take turns."""
+    """Return the minimum processor time of each step, in milliseconds. The steps take turns."""
     times = [float("inf")] * len(steps)
     for _ in range(rounds):
         for i, step in enumerate(steps):

@@ -472,8 +472,8 @@ def loss_of(
     discount: float,
     overlap: bool,
 ) -> Tensor:
-    """The loss of each draft, averaged over the learned tokens, and the weighted sum over the drafts. learned: [rows,
-    tokens]; probabilities: [learned tokens, vocab], the target's.
+    """Return the loss of each draft, averaged over the learned tokens, and the weighted sum over the drafts. learned:
+    [rows, tokens]; probabilities: [learned tokens, vocab], the target's.
 
     The loss is the cross-entropy with the target's distribution p. Cross-entropy spends a small speculator's capacity
     on tokens that are rare in p. A draft from the distribution q is accepted with the probability sum(min(p, q)), so if
@@ -539,14 +539,14 @@ class Trainer:
 
 
 def factor_at(progress: float, recipe: Recipe) -> float:
-    """The learning rate factor: a warm-up, a plateau, and a linear decay to zero."""
+    """Return the learning rate factor: a warm-up, a plateau, and a linear decay to zero."""
     return max(1e-3, min(1.0, progress / recipe.warmup, (1 - progress) / recipe.decay))
 
 
 def train_step(
     trainers: dict[str, Trainer], target: Target, ids: Tensor, learned: Tensor, progress: float
 ) -> dict[str, float]:
-    """One step of every trainer on the same rows, about 1,024 tokens at a time (to fit in the caches). Returns the
+    """Run one step of every trainer on the same rows, about 1,024 tokens at a time (to fit in the caches). Returns the
     losses. progress: the completed share of the training.
     """
     losses = Counter[str]()

@@ -170,7 +170,7 @@ def lanes(instructions: Counter[str], warps: int) -> tuple[dict[str, float], flo
 
 
 def _bytes(name: str) -> int:
-    """Bytes of shared memory per thread."""
+    """Return the bytes of shared memory per thread."""
     if name.startswith(("LDSM", "STSM")):
         return 4 * int(name[-1]) if name[-1] in "124" else 4
     return next((size for part, size in ((".128", 16), (".64", 8), (".U16", 2), (".U8", 1)) if part in name), 4)
@@ -190,7 +190,7 @@ def _combined(parts: list[tuple[Counter[str], float]], warps: int) -> dict[str, 
 
 
 def _outside(code: MachineCode) -> Counter[str]:
-    """The instructions outside loops."""
+    """Return the instructions outside loops."""
     rest = Counter(code.instructions)
     for loop in code.loops:
         rest.subtract(loop.instructions)

@@ -361,7 +361,7 @@ def _waits(names: Counter[str]) -> bool:
 
 
 def _order(following: list[list[int]]) -> list[int]:
-    """The reachable blocks in reverse postorder."""
+    """Return the reachable blocks in reverse postorder."""
     order: list[int] = []
     seen = {0}
     stack = [(0, iter(following[0]))]
@@ -379,7 +379,7 @@ def _order(following: list[list[int]]) -> list[int]:
 
 
 def _dominators(following: list[list[int]]) -> dict[int, int]:
-    """The immediate dominator of each block (Cooper, Harvey and Kennedy, A Simple, Fast Dominance Algorithm)."""
+    """Return the immediate dominator of each block (Cooper, Harvey and Kennedy, A Simple, Fast Dominance Algorithm)."""
     order = _order(following)
     rank = {block: i for i, block in enumerate(order)}
     before: dict[int, list[int]] = {block: [] for block in order}
@@ -436,7 +436,7 @@ def _dots(ttgir: str) -> tuple[Product, ...]:
 
 
 def _loads(ttir: str, assembler: str) -> Counter[Load]:
-    """The loads in PTX."""
+    """Return the loads in PTX."""
     arguments = _arguments_of_loads(ttir)
     found: Counter[Load] = Counter()
     place: Place = ()

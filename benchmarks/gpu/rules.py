@@ -105,7 +105,7 @@ def _bits(dtype: str) -> int:
 
 
 def judged(launch: Any, card: Card) -> dict[str, Any]:
-    """A compiled kernel as a line of the results."""
+    """Return a compiled kernel as a line of the results."""
     code = read(launch.kernel)
     return {
         "name": launch.name,

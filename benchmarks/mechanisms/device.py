@@ -29,7 +29,7 @@ def machine() -> str:
 
 
 def _best_ms(work: Callable[[], object], rounds: int = 40) -> float:
-    """The rounds used; other programs disturbed the others."""
+    """Return the rounds that are used; other programs disturbed the others."""
     times = []
     for _ in range(rounds):
         start = time.perf_counter()

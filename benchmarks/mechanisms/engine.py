@@ -15,7 +15,7 @@ VOCABULARY = range(10, 4000)  # ordinary tokens of the bundled model
 
 
 def tokens(count: int, seed: int) -> list[int]:
-    """A prompt of `count` random tokens."""
+    """Return a prompt of `count` random tokens."""
     return random.Random(seed).choices(VOCABULARY, k=count)
 
 

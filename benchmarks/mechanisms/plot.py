@@ -38,7 +38,7 @@ Draw = Callable[[Any, Figure], None]
 
 
 def picture(draw: Draw, data: Any) -> str:
-    """An SVG of the data."""
+    """Return an SVG of the data."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 3.2), layout="constrained", facecolor="white")
         draw(data, figure)

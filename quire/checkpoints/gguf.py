@@ -361,7 +361,7 @@ class Stored:
         return self.tensor.offset + ((self.expert or 0) * self._count + row) * self.tensor.row_bytes
 
     def rows(self, start: int, stop: int) -> Bytes:
-        """The bytes of the rows [start, stop): [stop - start, bytes of a row]"""
+        """Return the bytes of the rows [start, stop): [stop - start, bytes of a row]"""
         total = self._count
         width = self.tensor.row_bytes
         if self.rotary_heads is not None:

@@ -111,7 +111,7 @@ def _is_url(name: str) -> bool:
 
 
 def _file_for(url: str, folder: Path | None) -> Path:
-    """The file for the responses, which are uploaded to a URL at the end. The file is the same for each run."""
+    """Return the file for the responses, which are uploaded to a URL at the end. The file is the same for each run."""
     folder = folder or state_folder()
     if folder is None:
         raise ValueError("a user without a home needs --output-tmp-dir for an output URL")

@@ -178,7 +178,7 @@ def _scores_activation(config: HfConfig, count: int, name: str) -> Literal["iden
 
 
 def _vocabulary_head(config: HfConfig, spec: DecoderSpec) -> tuple[DenseSpec, ...]:
-    """The head for masked tokens, with the activation of SPLADE: log(1 + relu(logits)) (arXiv:2109.10086)."""
+    """Return the head for masked tokens, with the activation of SPLADE: log(1 + relu(logits)) (arXiv:2109.10086)."""
     hidden = spec.hidden_size
     table = str(spec.names["embedding"])
     names = str(config["architectures"][0])

@@ -79,7 +79,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     is_suffixed: bool = False
 
     def make(self, tools: Sequence[Mapping[str, Any]] = (), noise: tuple[str, ...] = ()) -> Parser:
-        """A parser of one answer.
+        """Return a parser of one answer.
 
         tools: the request's definitions, whose types decide how some values are read. noise: further noise tokens
         """

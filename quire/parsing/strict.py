@@ -76,7 +76,7 @@ class StrictFormat(msgspec.Struct, frozen=True, kw_only=True):
         return {"type": "structural_tag", "format": free}
 
     def _call(self, function: Mapping[str, Any], is_strict: bool) -> Json:
-        """A tag with the arguments of a function."""
+        """Return a tag with the arguments of a function."""
         schema = function.get("parameters") if is_strict else None
         if schema is None:
             schema = {"type": "object"}
@@ -88,7 +88,7 @@ class StrictFormat(msgspec.Struct, frozen=True, kw_only=True):
         return {"type": "tag", "begin": begin, "content": content, "end": end}
 
     def _parameters(self, around: tuple[str, str], schema: Any) -> Json:
-        """The parameters of a call, in the order of the schema's properties."""
+        """Return the parameters of a call, in the order of the schema's properties."""
         properties = schema.get("properties") if isinstance(schema, dict) else None
         if not isinstance(properties, dict) or not properties:
             return {"type": "star", "content": self._any_parameter(around)}

@@ -29,7 +29,7 @@ def byte_level(
     ignore_merges: bool = False,
     add_prefix_space: bool = False,
 ) -> Backend:
-    """A byte-level BPE tokenizer. Raises ValueError for a merge whose result is not a token.
+    """Create a byte-level BPE tokenizer. Raises ValueError for a merge whose result is not a token.
 
     splits: a name in SPLITS, or the regular expressions themselves ignore_merges: a word that is itself a token becomes
     that token, even if no sequence of merges leads to it add_prefix_space: put a space in front of the text; works only
@@ -85,7 +85,7 @@ def read_vocab_and_merges(merges: Path, config: dict[str, Any]) -> tuple[Backend
 
 
 def family(config: Mapping[str, Any]) -> str | None:
-    """The name in SPLITS for models whose expressions follow only from the name of their tokenizer class."""
+    """Return the name in SPLITS for models whose expressions follow only from the name of their tokenizer class."""
     name = str(config.get("tokenizer_class")).lower()
     if name.startswith("qwen"):
         return "qwen2"

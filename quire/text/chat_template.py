@@ -41,7 +41,7 @@ class ChatTemplateError(ValueError):
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
-    """The prompt for a chat. Raises ChatTemplateError. The arguments are those of `render_here`."""
+    """Return the prompt for a chat. Raises ChatTemplateError. The arguments are those of `render_here`."""
     return ChatRendering(template, messages, arguments).run()
 
 
@@ -57,11 +57,11 @@ class ChatRendering(NamedTuple):
     arguments: Mapping[str, Any]
 
     def here(self) -> str | None:
-        """The prompt; None if it takes more than a moment. Raises ChatTemplateError."""
+        """Return the prompt; None if it takes more than a moment. Raises ChatTemplateError."""
         return render_here(self.template, self.messages, **self.arguments)
 
     def run(self) -> str:
-        """The prompt. Waits for a worker process, if one is needed. Raises ChatTemplateError or BusyError."""
+        """Return the prompt. Waits for a worker process, if one is needed. Raises ChatTemplateError or BusyError."""
         prompt = self.here()
         if prompt is None:
             with _explained():

@@ -165,7 +165,7 @@ class Tokenizer:
         return self._backend.get_vocab(with_added_tokens=True)
 
     def count(self, with_added_tokens: bool) -> int:
-        """The number of tokens in the vocabulary. It may be less than `vocab_size`."""
+        """Return the number of tokens in the vocabulary. It may be less than `vocab_size`."""
         return self._backend.get_vocab_size(with_added_tokens)
 
     @cached_property

@@ -283,7 +283,7 @@ class _Reader:
         )
 
     def _repeated(self, depth: int) -> _Part:
-        """An atom with its repetitions."""
+        """Return an atom with its repetitions."""
         part = self._atom(depth)
         while match := _REPETITION.match(self.text, self.position):
             sign = match[0]

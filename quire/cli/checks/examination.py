@@ -77,7 +77,7 @@ class _Process:
             os.setpgid(self._pid, self._pid)
 
     def next_finding(self, deadline: float) -> Finding | None:
-        """The next finding of the current check, or None at its end. Raises _LostError."""
+        """Return the next finding of the current check, or None at its end. Raises _LostError."""
         if not self._received.poll(max(0.0, deadline - time.monotonic())):
             raise _LostError("it did not end in time")
         try:
@@ -128,7 +128,7 @@ class _Process:
 
 
 def _scratch_file() -> int:
-    """A file for the output of the checks' libraries to standard output and standard error."""
+    """Return a file for the output of the checks' libraries to standard output and standard error."""
     if hasattr(os, "memfd_create"):
         with contextlib.suppress(OSError):
             return os.memfd_create("quire-doctor")

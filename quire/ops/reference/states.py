@@ -319,7 +319,7 @@ def removal_keys(
 
 @declare_invariant(*ANYWHERE)
 def add_bonus(y: Tensor, weight: Tensor, bias: Tensor, bonus: Tensor, v: Tensor, gate: Tensor) -> Tensor:
-    """The result of RWKV-7's heads: (y * weight + bias + bonus * v) * gate, in float32.
+    """Return the result of RWKV-7's heads: (y * weight + bias + bonus * v) * gate, in float32.
 
     y: [tokens * heads, dim], normed; weight, bias: [n], float32; bonus: [tokens * heads, 1], float32; v, gate: [tokens,
     n] -> [tokens, n] of v's type.
