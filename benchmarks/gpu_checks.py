@@ -1,4 +1,5 @@
-"""Correctness checks that precede performance on a device: every kernel against its reference, and greedy text.
+"""Correctness checks on a device, which run before the performance is measured: every kernel against its reference, and
+greedy text.
 
 Used by gpu_suite.py. Each check raises an AssertionError that describes the difference.
 """

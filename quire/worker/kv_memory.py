@@ -29,8 +29,9 @@ class KVMemory:
         """shared: whether other processes may map the blocks. They are then in an in-memory file, `handle`, if the
         system supports such files."""
         self.handle: int | None = None
-        # Zeros, since some entries are read that were never stored, and 0 * NaN is NaN: entries of the null block, read
-        # with weight 0 for tokens outside a window, and entries of tokens that a drafter has missed.
+        # Zeros, since some entries are read although they were never stored, and 0 * NaN is NaN. These are entries of
+        # the null block, which have weight 0 for tokens outside a window, and entries of tokens that a drafter has
+        # missed.
         if shared and hasattr(os, "memfd_create"):
             with contextlib.suppress(OSError):
                 self.handle = os.memfd_create("quire-kv")

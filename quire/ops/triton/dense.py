@@ -61,7 +61,7 @@ def _dense(
     INS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A program computes ROWS x OUTS results of a head (program_id(1)); with PARTS, one part of their sums.
+    """A program computes ROWS x OUTS results of a head (program_id(1)), or with PARTS one part of their sums.
 
     part: the inputs of a part, a multiple of INS. WHOLE: whether ins is a multiple of INS. out: [rows, heads, outs];
     parts: [parts, rows, heads, outs] in float32.
