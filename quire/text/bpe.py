@@ -31,9 +31,9 @@ def byte_level(
 ) -> Backend:
     """Create a byte-level BPE tokenizer. Raises ValueError for a merge whose result is not a token.
 
-    splits: a name in SPLITS, or the regular expressions themselves ignore_merges: a word that is itself a token becomes
-    that token, even if no sequence of merges leads to it add_prefix_space: put a space in front of the text; works only
-    with GPT-2's expression
+    splits: a name in SPLITS, or the regular expressions themselves.
+    ignore_merges: a word that is itself a token becomes that token, even if no sequence of merges leads to it.
+    add_prefix_space: put a space in front of the text; works only with GPT-2's expression.
     """
     for left, right in merges:
         if left + right not in vocab:  # the library would panic, which is not an Exception

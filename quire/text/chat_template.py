@@ -93,11 +93,11 @@ def render_here(
 ) -> str | None:
     """Return the prompt for a chat; None if the rendering would take too long here. Raises ChatTemplateError.
 
-    continue_final_message: the prompt ends within the last message, and the model continues that message
-    content_format: the form of a message's content for the template: "string", a list of parts ("openai"), or the
-        form that the template expects ("auto")
-    is_bounded: False in a process that can be stopped, where no bounds apply variables: variables of the template:
-    special tokens (bos_token="<s>") and switches (enable_thinking=False)
+    continue_final_message: the prompt ends within the last message, and the model continues that message.
+    content_format: the form of a message's content for the template: "string", a list of parts ("openai"), or the form
+        that the template expects ("auto").
+    is_bounded: False in a process that can be stopped, where no bounds apply.
+    variables: variables of the template: special tokens (bos_token="<s>") and switches (enable_thinking=False).
     """
     if not messages:
         raise ChatTemplateError("messages is empty: a chat has at least one message")
