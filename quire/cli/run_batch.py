@@ -89,8 +89,8 @@ def _answer(model: str | None, options: dict[str, Any], config: ServerConfig, so
             engine_config = EngineConfig.create(model=model, **options)
             core = CoreClient(*with_files(engine_config))
             try:
-                # Imported here, since importing takes a while, in which the core's process imports torch and loads the
-                # model.
+                # Imported here, since importing takes a while. Meanwhile, the core's process imports torch and loads
+                # the model.
                 from quire.server.batch import run
 
                 run(core, config, files)

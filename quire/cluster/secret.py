@@ -107,7 +107,8 @@ class Gate:
         self.socket.bind(_ADDRESS_OF_GATE)
 
     def answer(self, question: Sequence[bytes], has_room: bool = True) -> bool:
-        """Admit the client if it knows the secret and there is room. Returns False if only the room is lacking."""
+        """Admit the client if it knows the secret and there is room. Returns False if it knows the secret but there is
+        no room."""
         # version, request id, domain, address, identity, mechanism, credentials
         knows = len(question) == 7 and question[5] == b"CURVE" and self._secret.admits(question[6])
         status = REFUSED if not knows else ADMITTED if has_room else FULL

@@ -135,7 +135,7 @@ def _describe_gguf(model: RemoteModel, token: Any) -> Facts:
 def _fetch_head(model: RemoteModel, name: str, folder: Path, token: Any) -> Path:
     """Return a sparse file with the beginning of a GGUF file: everything before the tensors, followed by a hole.
 
-    It takes no more disk space than its beginning. The length of the beginning is only known after reading it.
+    Only the beginning takes disk space. The length of the beginning is only known after reading it.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]

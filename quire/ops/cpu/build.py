@@ -384,7 +384,7 @@ recorder = _Recorder()
 
 
 def kernel(name: str, arguments: str) -> Callable[..., None]:
-    """Return a kernel of `library()`, which must exist; otherwise, no implementation that calls this is chosen."""
+    """Return a kernel of `library()`, which must exist. (Without it, no implementation that calls this is chosen.)"""
     function = _kernel(name, arguments)
     record = recorder.record
     return function if record is None else record(name, arguments, function)
