@@ -56,9 +56,9 @@ def merges_of(tokens: Iterable[str]) -> list[tuple[str, str]]:
     """Return the merges of a vocabulary that only lists tokens in order of rank, as in tiktoken and SentencePiece.
 
     These libraries join the two neighbours whose union has the lowest rank. To reproduce this, a token gets one merge
-    for each way to cut it into two tokens. The order of these merges does not matter: a span of a text that becomes a
-    token is always produced by the same steps, with the same last cut, as the span alone. Raises ValueError for tokens
-    that would take minutes.
+    for each way to cut it into two tokens. The order of these merges does not matter: if a part of a text becomes a
+    token, it is merged by the same steps as it would be alone, so the last merge is always the same one. Raises
+    ValueError for tokens that would take minutes.
     """
     tokens = dict.fromkeys(tokens)
     if sum(len(token) ** 2 for token in tokens) > MOST_CUTS:
